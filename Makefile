@@ -1,0 +1,43 @@
+# make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
+# make check   ruff, format, mypy                       make bench   the benchmarks
+#
+# Another Python, another torch, another place:
+#   make test PYTHON=python3.12 TORCH=torch==2.13.0 VENV=/tmp/ddip-env
+
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format bench clean
+
+demo: $(READY)
+	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/cell.py
+
+# Installed once; again when what must be installed changes.
+$(READY): setup.cfg setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,23 @@
+"""Framework adapters: modules that prepare a framework on every rank.
+
+Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from ddip.errors import BadInput
+
+GROUP = "ddip.apps"
+
+
+def find(name: str | None) -> str:
+    """The module of the app `name` (empty for None); raises BadInput that lists what there is."""
+    if name is None:
+        return ""
+    found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    if name not in found:
+        there = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
+        raise BadInput(f"-a {name}: there is no app {name!r}; {there}")
+    return found[name]

@@ -1,0 +1,264 @@
+"""Start and stop an ipyparallel cluster on this host, one engine at a time; nothing here is about torch's group.
+
+    notebook (client)  --zmq-->  controller (ddip.controller)  --zmq-->  engine (ddip.rank.engine), one a rank
+         |                             |                                    |
+         owner.json: pids ------------ watches its parent ---------------- dies with its parent
+
+All of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster:
+exits of processes are then noticed at once, and the engines' parent-death signal, which is bound to the thread that
+started them, means the notebook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from ipyparallel import Client
+from ipyparallel import Cluster as IppCluster
+
+from ddip import ipp_private, owner
+from ddip.errors import StartError
+
+T = TypeVar("T")
+
+HEARTBEAT_MS = 200
+"""The Hub completes a registration at the engine's first heartbeat: ipyparallel's 3000 ms are most of its start-up."""
+LOG_LINES = 12
+"""Lines of an engine's log that an error shows."""
+
+
+class Cluster:
+    """A controller, a client, and engines that are started and stopped one by one; owned by this process."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.client: Client | None = None
+        self.exits: dict[int, int | None] = {}
+        """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
+        self.on_exit: Callable[[int], None] | None = None
+        """Called on the cluster's thread with the id of an engine that ended."""
+        self._sets: dict[int, str] = {}
+        self._logs: dict[int, Path] = {}
+        self._engines_started = 0
+        self._stopping = False
+        self.run_folder = owner.make_run_folder()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ddip-cluster", daemon=True)
+        self._thread.start()
+        package = str(Path(__file__).parents[1])
+        self._environment = {
+            "DDIP_OWNER": str(os.getpid()),
+            "DDIP_RUN_FOLDER": str(self.run_folder),
+            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        }
+        self._ipp: IppCluster = self._on_loop(self._make(log))
+        profile = Path(self._ipp.profile_dir)
+        name = self._ipp.cluster_id
+        self._files = (
+            self._ipp.cluster_file,
+            str(profile / "security" / f"ipcontroller-{name}-*.json"),
+            str(profile / "log" / f"*{name}*"),
+        )
+        self._record()
+
+    async def _make(self, log: logging.Logger) -> IppCluster:
+        return IppCluster(
+            log=log,
+            cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
+            controller_ip="127.0.0.1",
+            controller_location="127.0.0.1",
+            send_engines_connection_env=False,  # the engines import torch while the controller starts
+            shutdown_atexit=False,
+            delay=0,
+        )
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise
+
+    # -- start
+
+    def start_controller(self) -> None:
+        """Start the controller process; returns before it is ready."""
+        misses = 30_000 // HEARTBEAT_MS
+        arguments = [
+            "--IPController.log_level=WARN",
+            f"--HeartMonitor.period={HEARTBEAT_MS}",
+            f"--HeartMonitor.max_heartmonitor_misses={misses}",
+        ]
+        self._on_loop(
+            self._ipp.start_controller(
+                controller_cmd=[sys.executable, "-m", "ddip.controller"],
+                controller_args=arguments,
+                environment=self._environment,
+            )
+        )
+        self._record()
+
+    def start_engine(self, environment: Mapping[str, str], timeout: float) -> int:
+        """Start one engine process with `environment` added to this process's; returns its engine id at once."""
+        engine = self._engines_started
+        self._engines_started += 1
+        self._sets[engine] = self._on_loop(self._start_engine(engine, {**self._environment, **environment}, timeout))
+        self._record()
+        return engine
+
+    async def _start_engine(self, engine: int, environment: dict[str, str], timeout: float) -> str:
+        arguments = [
+            f"--IPEngine.id={engine}",
+            "--IPEngine.log_level=WARN",
+            "--IPEngine.enable_nanny=False",
+            "--IPEngine.max_heartbeat_misses=0",  # it dies with its parent instead
+            f"--IPEngine.wait_for_url_file={timeout}",
+            f"--IPEngine.timeout={timeout}",
+        ]
+        name = await self._ipp.start_engines(
+            1,
+            engine_set_id=f"engine{engine}",
+            engine_cmd=[sys.executable, "-m", "ddip.rank.engine"],
+            engine_args=arguments,
+            environment=environment,
+        )
+        launched = self._ipp.engines[name]
+        self._logs[engine] = Path(next(iter(launched.launchers.values())).output_file)
+        launched.on_stop(lambda data: self._engine_ended(engine, data))
+        return str(name)
+
+    def connect(self, deadline: float) -> None:
+        """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
+        try:
+            self.client = self._on_loop(self._ipp.connect_client(), max(0.1, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            raise StartError("the controller did not answer in time") from None
+
+    def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> None:
+        """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
+
+        Raises StartError, with the log of an engine that ended or is missing.
+        """
+        assert self.client is not None
+        missing = set(engines)
+        asked = 0.0
+        while missing:
+            here = missing.intersection(self.client.ids)
+            if here:
+                missing -= here
+                on_ready(len(engines) - len(missing))
+            elif time.monotonic() > asked + 0.1:
+                asked = time.monotonic()
+                with contextlib.suppress(concurrent.futures.TimeoutError):
+                    ipp_private.refresh(self.client, 0.1)
+            else:
+                time.sleep(0.01)
+            self._check_start(engines, missing, deadline)
+        self._ping(engines, deadline)
+
+    def _ping(self, engines: list[int], deadline: float) -> None:
+        """Every channel of every engine works: a router drops what it gets before the engine has connected to it."""
+        waiting = set(engines)
+        while waiting:
+            knocks = {engine: self._knock(engine) for engine in waiting}
+            concurrent.futures.wait(set().union(*knocks.values()), timeout=0.3)
+            waiting = {engine for engine, answers in knocks.items() if not all(a.done() for a in answers)}
+            self._check_start(engines, waiting, deadline)
+
+    def _knock(self, engine: int) -> set[concurrent.futures.Future[Any]]:
+        assert self.client is not None
+        shell = ipp_private.execute(self.client, engine, "", True, lambda message: None)
+        control = ipp_private.control(self.client, engine, "ddip_request", {"target": "housekeeping.hello", "args": []})
+        return {shell, shell.output, control}
+
+    def _check_start(self, engines: list[int], waiting: set[int], deadline: float) -> None:
+        ended = [engine for engine in engines if engine in self.exits]
+        if ended:
+            code = self.exits[ended[0]]
+            raise StartError(f"an engine ended while it started (exit code {code}){self._log_text(ended[0])}")
+        if waiting and time.monotonic() > deadline:
+            count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
+            raise StartError(f"only {count} came in time; -t SECONDS waits longer{self._log_text(min(waiting))}")
+
+    def _log_text(self, engine: int) -> str:
+        lines = self.log_tail(engine)
+        return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
+
+    def log_tail(self, engine: int) -> list[str]:
+        """The last lines that `engine` wrote to its log."""
+        try:
+            return self._logs[engine].read_text(errors="replace").splitlines()[-LOG_LINES:]
+        except OSError:
+            return []
+
+    # -- running
+
+    def _engine_ended(self, engine: int, data: dict[str, Any]) -> None:
+        self.exits[engine] = data.get("exit_code")
+        if self._stopping or engine not in self._sets:
+            return
+        if self.client is not None:
+            ipp_private.unregister(self.client, engine)
+        if self.on_exit is not None:
+            self.on_exit(engine)
+
+    def pid(self, engine: int) -> int:
+        """Process id of `engine`."""
+        return int(next(iter(self._ipp.engines[self._sets[engine]].launchers.values())).pid)
+
+    def _record(self) -> None:
+        """Write down what to clear up if this process dies."""
+        pids = [self._ipp.controller.pid] if self._ipp.controller else []
+        for engine_set in self._ipp.engines.values():
+            pids += [launcher.pid for launcher in engine_set.launchers.values()]
+        processes = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(owner.Proc.of(pid))
+        owner.Record(owner.Proc.of(os.getpid()), tuple(processes), self._files).write(self.run_folder)
+
+    # -- stop
+
+    def stop_engines(self, engines: list[int]) -> None:
+        """End `engines` and wait until they are gone."""
+        names = [self._sets.pop(engine) for engine in engines]
+        self._end([launcher.pid for name in names for launcher in self._ipp.engines[name].launchers.values()])
+        for engine, name in zip(engines, names, strict=True):
+            self._on_loop(self._ipp.stop_engines(name))
+            if self.client is not None:
+                ipp_private.unregister(self.client, engine)
+        self._record()
+
+    def _end(self, pids: list[int]) -> None:
+        """End processes side by side; ipyparallel would end one after the other, and wait 5 s for a busy one."""
+        processes = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(owner.Proc.of(pid))
+        owner.end_processes(processes)
+
+    def stop(self) -> None:
+        """End everything and leave no process, file or thread behind."""
+        self._stopping = True
+        if self.client is not None:
+            self.client.close(linger=0)
+        record = owner.Record.read(self.run_folder)
+        if record is not None:
+            owner.end_processes(record.processes)
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self._on_loop(self._ipp.stop_cluster(), timeout=10)
+        owner.remove_files(self.run_folder, self._files)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

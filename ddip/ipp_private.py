@@ -1,0 +1,65 @@
+"""Every private name of ipyparallel that ddip uses, and why no public one does.
+
+``tests/unit/test_ipp_private.py`` fails when a release changes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ipyparallel import Client
+from ipyparallel.client.futures import MessageFuture
+
+Message = dict[str, Any]
+
+
+def _identity(client: Client, engine: int) -> bytes:
+    return str(client._engines[engine]).encode()
+
+
+def execute(
+    client: Client, engine: int, code: str, silent: bool, on_message: Callable[[Message], None]
+) -> MessageFuture:
+    """Run `code` as a cell of `engine`; the ``output`` of the future is done when the last message has arrived.
+
+    ``Client.send_execute_request`` cannot say ``stop_on_error=False`` (an engine would then abort what we send it right
+    after a failed cell), and lets messages arrive before anybody listens.
+    """
+    content = {
+        "code": code,
+        "silent": silent,
+        "store_history": not silent,
+        "user_expressions": {},
+        "allow_stdin": False,
+        "stop_on_error": False,
+    }
+    return client._send(  # type: ignore[no-any-return]
+        client._mux_stream,
+        "execute_request",
+        content=content,
+        ident=_identity(client, engine),
+        metadata={},
+        track_outstanding=True,
+        message_future_hook=lambda future: future.iopub_callbacks.append(on_message),
+    )
+
+
+def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[Message]:
+    """Send a request of any type on the control channel of `engine`; ipyparallel knows only its own types."""
+    return client._send(client._control_stream, msg_type, content=content, ident=_identity(client, engine))  # type: ignore[no-any-return]
+
+
+def refresh(client: Client, timeout: float) -> None:
+    """Ask the Hub which engines there are.
+
+    A registration that the Hub published before the client had subscribed is never published again.
+    """
+    reply = client._send(client._query_stream, "connection_request").result(timeout)
+    client._update_engines(reply["content"]["engines"])
+
+
+def unregister(client: Client, engine: int) -> None:
+    """Tell the Hub that `engine` ended, as ipyparallel's nanny would; its running requests then fail at once."""
+    client._send(client._query_stream, "unregistration_request", content={"id": engine})

@@ -1,0 +1,129 @@
+"""Who owns which process, known by pid and creation time; and the end of what a dead owner left.
+
+A cluster belongs to one notebook kernel. Its record lies in its run folder, and says who the owner is, which processes
+are the cluster's and which files. Whoever finds a record whose owner is gone may clear it up: the controller does it
+when its kernel dies, and the next ``%makedip`` does it if the controller was killed too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+RECORD = "owner.json"
+TERM_SECONDS = 1.5
+"""Grace between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Proc:
+    """A process: a pid alone may by now be another one's."""
+
+    pid: int
+    created: float
+
+    @classmethod
+    def of(cls, pid: int) -> Proc:
+        """The process `pid`; raises ``psutil.NoSuchProcess``."""
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def find(self) -> psutil.Process | None:
+        """The live process, or None if it ended (a zombie has ended)."""
+        try:
+            process = psutil.Process(self.pid)
+            same = process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if same else None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What belongs to one cluster."""
+
+    owner: Proc
+    processes: tuple[Proc, ...]
+    files: tuple[str, ...]
+    """Patterns of files that the cluster's processes write outside the run folder."""
+
+    def write(self, folder: Path) -> None:
+        """Replace the record in `folder`, atomically."""
+        new = folder / f"{RECORD}.new"
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(folder / RECORD)
+
+    @classmethod
+    def read(cls, folder: Path) -> Record | None:
+        """The record in `folder`; None if there is none that can be trusted."""
+        path = folder / RECORD
+        try:
+            if path.stat().st_uid != os.getuid():
+                return None
+            data = json.loads(path.read_text())
+            return cls(
+                Proc(int(data["owner"]["pid"]), float(data["owner"]["created"])),
+                tuple(Proc(int(p["pid"]), float(p["created"])) for p in data["processes"]),
+                tuple(str(f) for f in data["files"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def end_processes(processes: Iterable[Proc]) -> None:
+    """End `processes` and all their descendants: SIGTERM first, SIGKILL for those that stay."""
+    parents = [p for p in (proc.find() for proc in processes) if p]
+    family: set[psutil.Process] = set(parents)
+    for parent in parents:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update(parent.children(recursive=True))
+            parent.terminate()
+    _, alive = psutil.wait_procs(parents, timeout=TERM_SECONDS)
+    stay = [p for p in family if p in alive or p.is_running()]
+    for process in stay:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stay, timeout=TERM_SECONDS)
+
+
+def make_run_folder() -> Path:
+    """A new folder for one cluster's files, private to the user."""
+    return Path(tempfile.mkdtemp(prefix=f"ddip-{os.getuid()}-"))
+
+
+def remove_files(folder: Path, files: Iterable[str]) -> None:
+    """Remove the run folder and whatever matches the patterns `files`."""
+    for pattern in files:
+        for path in glob.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_up(folder: Path) -> None:
+    """End everything that the record in `folder` lists, and remove its files and the folder."""
+    record = Record.read(folder)
+    if record is not None:
+        me = os.getpid()
+        end_processes(p for p in record.processes if p.pid != me)
+        remove_files(folder, record.files)
+
+
+def clear_up_orphans() -> int:
+    """Clear up every cluster of this user whose owner is gone; returns how many."""
+    cleared = 0
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"ddip-{os.getuid()}-*", RECORD)):
+        folder = Path(path).parent
+        record = Record.read(folder)
+        if record is not None and record.owner.find() is None:
+            clear_up(folder)
+            cleared += 1
+    return cleared

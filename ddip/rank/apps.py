@@ -1,0 +1,33 @@
+"""Run an app's own code on this rank.
+
+An app is a module with ``prepare()``, ``release()`` and ``command(text)``; all three are optional.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def _call(module: str, function: str, *args: Any) -> None:
+    run = getattr(importlib.import_module(module), function, None)
+    if run is not None:
+        run(*args)
+
+
+def prepare(module: str) -> None:
+    """The app's set-up, when the rank has joined the group."""
+    _call(module, "prepare")
+
+
+def release(module: str) -> None:
+    """The end of the app on this rank, before it leaves the group."""
+    _call(module, "release")
+
+
+def command(module: str, text: str) -> None:
+    """A command of ``%%dip -a``."""
+    run = getattr(importlib.import_module(module), "command", None)
+    if run is None:
+        raise ValueError(f"the app {module} takes no commands; typed: {text}")
+    run(text)

@@ -1,0 +1,52 @@
+"""The engine process of one rank: watch the owner, import torch, then be an ipyparallel engine.
+
+torch is imported before the engine registers, so that all imports run side by side while the controller starts. There is
+no nanny process: signals arrive on the control thread (``kernel.py``), and the launcher tells the Hub when an engine
+ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+
+
+def die_with(owner: int) -> None:
+    """End this process as soon as the process `owner`, our parent, is gone, whatever the main thread is doing."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != owner:  # it died before we asked
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ddip-owner", daemon=True).start()
+
+
+def main() -> None:
+    """Entry point; the arguments are those of ``ipengine``."""
+    die_with(int(os.environ.pop("DDIP_OWNER")))
+    gc.disable()  # imports make no garbage worth a collection
+    import torch.distributed  # noqa: F401
+    from ipyparallel.engine import app
+
+    from ddip.rank.kernel import RankKernel
+
+    app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
+    gc.enable()
+    app.IPEngine.launch_instance(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

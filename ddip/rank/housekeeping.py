@@ -1,0 +1,111 @@
+"""What a rank does between cells, and what it tells about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ipykernel.zmqshell import ZMQInteractiveShell
+
+ANSWER_LEAVES_WITHIN = 0.02
+"""Seconds after which a cell's last message has left this process: the collection holds the GIL, so it must not begin
+before the output thread has sent that message."""
+
+
+class Cells:
+    """What this rank knows of its cells: is one running, and how long did the last one take."""
+
+    def __init__(self) -> None:
+        self.collect = True
+        self.collections = 0
+        self.seconds: float | None = None
+        self._started: float | None = None
+        self._pending: asyncio.TimerHandle | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._started is not None
+
+    def begin(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+        if self._pending:
+            self._pending.cancel()
+
+    def end(self, *_: Any) -> None:
+        if self._started is not None:
+            self.seconds = time.perf_counter() - self._started
+        self._started = None
+        if self.collect:
+            self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.clean)
+
+    def clean(self) -> None:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        self.collections += 1
+
+
+cells = Cells()
+
+
+def watch_cells(shell: ZMQInteractiveShell) -> None:
+    """Time each cell, and collect garbage after it, when its answer has been sent."""
+    shell.events.register("pre_run_cell", cells.begin)
+    shell.events.register("post_run_cell", cells.end)
+
+
+def set_collect(collect: bool) -> None:
+    """Turn the collection after each cell on or off."""
+    cells.collect = collect
+
+
+def hello() -> dict[str, Any]:
+    """This process, and what its torch can do."""
+    import torch.distributed as dist
+
+    def available(backend: str) -> bool:
+        return bool(getattr(dist, f"is_{backend}_available", lambda: True)())
+
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "backends": [name for name in dist.Backend.backend_list if name != "undefined" and available(name)],
+    }
+
+
+def _resident() -> int:
+    """Memory of this process, bytes."""
+    if sys.platform == "linux":
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def figures() -> dict[str, Any]:
+    """Memory (bytes), state and seconds of the last cell; safe while a cell runs."""
+    gpu = None
+    if torch.cuda.is_initialized():
+        gpu = {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "total": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }
+    return {
+        "memory": _resident(),
+        "gpu": gpu,
+        "busy": cells.busy,
+        "seconds": cells.seconds,
+        "collections": cells.collections,
+    }

@@ -1,0 +1,55 @@
+"""The IPython kernel of a rank: ipyparallel's, with ddip's requests on the control channel and hooks around a cell.
+
+The control channel is served by a thread of its own, so its answers come while a cell runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from typing import Any
+
+from ipyparallel.engine.kernel import IPythonParallelKernel
+
+from ddip.rank import call, housekeeping
+
+
+class _NoShellThread:
+    """Stands where ipykernel 7 keeps its shell thread, which an ipyparallel engine has none of.
+
+    ipykernel asks it for its parent when a cell awaits, even so: with None there, such a cell never ends
+    (ipykernel 7.4, ipyparallel 9.2).
+    """
+
+    parent_thread = threading.main_thread()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
+    """One per engine; ``engine.py`` puts it in the place of ipyparallel's."""
+
+    control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "signal_request"]
+    _supports_kernel_subshells = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if getattr(self, "shell_channel_thread", None) is None:
+            self.shell_channel_thread = _NoShellThread()
+        housekeeping.watch_cells(self.shell)
+        gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
+
+    def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Answer a ``ddip.rank.call`` from the control thread."""
+        content = parent["content"]
+        reply = {"status": "ok", **call(content["target"], *content["args"])}
+        self.session.send(stream, "ddip_reply", reply, parent, ident=ident)
+
+    def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Do what ipyparallel's nanny would do for ``Client.send_signal``."""
+        number = parent["content"]["sig"]
+        self.session.send(stream, "signal_reply", {"status": "ok"}, parent, ident=ident)
+        os.kill(os.getpid(), getattr(signal, number) if isinstance(number, str) else number)
