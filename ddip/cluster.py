@@ -49,6 +49,7 @@ class Cluster:
         """Called on the cluster's thread with the id of an engine that ended."""
         self._sets: dict[int, str] = {}
         self._logs: dict[int, Path] = {}
+        self._last_words: dict[int, str] = {}
         self._engines_started = 0
         self._stopping = False
         self.run_folder = owner.make_run_folder()
@@ -107,6 +108,7 @@ class Cluster:
                 environment=self._environment,
             )
         )
+        Path(self._ipp.controller.output_file).chmod(0o600)
         self._record()
 
     def start_engine(self, environment: Mapping[str, str], timeout: float) -> int:
@@ -135,7 +137,8 @@ class Cluster:
         )
         launched = self._ipp.engines[name]
         self._logs[engine] = Path(next(iter(launched.launchers.values())).output_file)
-        launched.on_stop(lambda data: self._engine_ended(engine, data))
+        self._logs[engine].chmod(0o600)  # a cell may print secrets
+        launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
         return str(name)
 
     def connect(self, deadline: float) -> None:
@@ -198,13 +201,15 @@ class Cluster:
     def log_tail(self, engine: int) -> list[str]:
         """The last lines that `engine` wrote to its log."""
         try:
-            return self._logs[engine].read_text(errors="replace").splitlines()[-LOG_LINES:]
+            text = self._logs[engine].read_text(errors="replace")
         except OSError:
-            return []
+            text = self._last_words.get(engine, "")
+        return text.splitlines()[-LOG_LINES:]
 
     # -- running
 
-    def _engine_ended(self, engine: int, data: dict[str, Any]) -> None:
+    def _engine_ended(self, engine: int, data: dict[str, Any], log: str) -> None:
+        self._last_words[engine] = log  # ipyparallel has removed the file
         self.exits[engine] = data.get("exit_code")
         if self._stopping or engine not in self._sets:
             return

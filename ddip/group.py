@@ -36,9 +36,13 @@ from ddip.rank.seat import Seat
 
 log = logging.getLogger("ddip")
 log.addHandler(logging.NullHandler())
+ipp_log = log.getChild("ipyparallel")
+ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
 
 SAME = Request()
 """Asks for nothing new."""
+PATIENCE_SECONDS = 2.0
+"""How long an interrupted cell may take to end before the user is told what else can be done."""
 INFO_SECONDS = 2.0
 """How long ``info`` waits for a rank's figures."""
 
@@ -123,7 +127,7 @@ class Group:
         atexit.register(self.shutdown)
         try:
             owner.clear_up_orphans()
-            self._cluster = Cluster(log)
+            self._cluster = Cluster(ipp_log)
             self._cluster.on_exit = self._engine_ended
             self._form(wish, self.request)
         except BaseException:
@@ -246,8 +250,9 @@ class Group:
 
     def _engine_environment(self, wish: Wish) -> dict[str, str]:
         """What must be set before torch loads: threads, and the GPUs that the rank sees."""
-        threads = str(_threads(wish.size))
-        environment = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
+        environment = {}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment = {name: str(_threads(wish.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         if wish.on_gpus:
             names = devices.gpu_names()
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in wish.visible)
@@ -291,7 +296,7 @@ class Group:
                 backend=self.wish.backend,
                 store=str(store),
                 interface=_loopback(),
-                threads=_threads(self.world_size),
+                threads=None if "OMP_NUM_THREADS" in os.environ else _threads(self.world_size),
                 directory=os.getcwd(),
                 path=tuple(sys.path),
             )
@@ -364,11 +369,12 @@ class Group:
         """Raise StartError unless every rank is there."""
         _ = self.cluster
         if self._lost:
-            raise StartError(f"{self._lost_text()}; %makedip -r starts the group afresh")
+            raise StartError(f"{self._lost_text(sorted(self._lost))}; %makedip -r starts the group afresh")
 
-    def _lost_text(self) -> str:
-        codes = ", ".join("unknown" if code is None else str(code) for code in self._lost.values())
-        return f"{ranks_text(list(self._lost))} ended (exit code {codes})"
+    def _lost_text(self, ranks: list[int]) -> str:
+        codes = [self._lost.get(rank) for rank in ranks]
+        text = ", ".join("unknown" if code is None else str(code) for code in codes)
+        return f"{ranks_text(ranks)} ended (exit code {text})"
 
     # -- cells
 
@@ -387,7 +393,7 @@ class Group:
         replies = {rank: self._send_cell(rank, code, events) for rank in ranks}
         interrupted = self._follow(replies, events, show)
         show.finish()
-        errors = {rank: _error_of(future.result()) for rank, future in replies.items()}
+        errors = {rank: self._error(rank, future.result()) for rank, future in replies.items()}
         failed = {rank: error for rank, error in errors.items() if error is not None}
         if interrupted:
             raise CellInterrupted(f"the cell was interrupted on {ranks_text(list(failed) or list(replies))}")
@@ -408,27 +414,41 @@ class Group:
         future.output.add_done_callback(on_end)
         return future  # type: ignore[no-any-return]
 
+    def _error(self, rank: int, reply: Any) -> RankError | None:
+        """What `rank` raised, out of ipyparallel's reply to a cell."""
+        if not isinstance(reply, BaseException):
+            return None
+        if not isinstance(reply, RemoteError):
+            return RankError(type(reply).__name__, str(reply), "")
+        if reply.ename == EngineError.__name__:
+            return RankError("RankEnded", f"{self._lost_text([rank])}; %makedip -r starts the group afresh", "")
+        return RankError(reply.ename, reply.evalue, reply.traceback)
+
     def _follow(
         self, replies: Mapping[int, concurrent.futures.Future[Any]], events: Events, show: outputs.CellOutput
     ) -> bool:
         """Show messages until every rank has answered and fallen silent; returns whether the user interrupted."""
         open_ends = 2 * len(replies)
-        interrupted = False
+        interrupted = patient = False
         while open_ends:
             try:
                 if events.empty():
                     outputs.flush()
-                rank, message = events.get()
+                rank, message = events.get(timeout=PATIENCE_SECONDS if patient else None)
                 if message is None:
                     open_ends -= 1
                 else:
                     show.receive(rank, message)
+            except queue.Empty:
+                waiting = [rank for rank, future in replies.items() if not future.done()]
+                outputs.tell(f"{ranks_text(waiting)} did not stop yet; a second interrupt gives up waiting")
+                patient = False
             except KeyboardInterrupt:
                 waiting = [rank for rank, future in replies.items() if not future.done()]
                 if interrupted:
                     text = f"{ranks_text(waiting)} did not stop; %makedip -i shows them, %makedip -r starts afresh"
                     raise CellInterrupted(text) from None
-                interrupted = True
+                interrupted = patient = True
                 self.interrupt(waiting)
         return interrupted
 
@@ -507,17 +527,6 @@ class Group:
                 )
             )
         return infos
-
-
-def _error_of(reply: Any) -> RankError | None:
-    """What a rank raised, out of ipyparallel's reply to a cell."""
-    if isinstance(reply, RemoteError):
-        return RankError(reply.ename, reply.evalue, reply.traceback)
-    if isinstance(reply, EngineError):
-        return RankError("RankEnded", "the process of this rank ended; %makedip -r starts the group afresh", "")
-    if isinstance(reply, BaseException):
-        return RankError(type(reply).__name__, str(reply), "")
-    return None
 
 
 def _threads(ranks: int) -> int:

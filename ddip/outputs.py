@@ -89,6 +89,12 @@ def _write(out: Any, text: str) -> None:
         out.write(text)
 
 
+def tell(text: str) -> None:
+    """Say something of ddip's own while a cell runs."""
+    _write(sys.stderr, f"ddip: {text}\n")
+    flush()
+
+
 def flush() -> None:
     """Send what was written to the notebook's page."""
     sys.stdout.flush()

@@ -78,16 +78,34 @@ class Record:
             return None
 
 
+def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
+    """What `leaders` started and has not ended, such as data loader workers: their descendants, and, since each leads a
+    session of its own, the processes of its session, which are still known when it is gone."""
+    sessions = {leader.pid: leader.created for leader in leaders}
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            created = sessions.get(os.getsid(process.pid))
+            if created is not None and process.create_time() >= created and process.pid not in sessions:
+                found.add(process)
+    for leader in leaders:
+        process = leader.find()
+        if process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.update(process.children(recursive=True))
+    return found
+
+
 def end_processes(processes: Iterable[Proc]) -> None:
-    """End `processes` and all their descendants: SIGTERM first, SIGKILL for those that stay."""
-    parents = [p for p in (proc.find() for proc in processes) if p]
-    family: set[psutil.Process] = set(parents)
-    for parent in parents:
+    """End `processes`, each the leader of a session, and all that they started: SIGTERM, and SIGKILL for what stays."""
+    leaders = list(processes)
+    alive = [process for process in (leader.find() for leader in leaders) if process]
+    followers = _followers(leaders)
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family.update(parent.children(recursive=True))
-            parent.terminate()
-    _, alive = psutil.wait_procs(parents, timeout=TERM_SECONDS)
-    stay = [p for p in family if p in alive or p.is_running()]
+            process.terminate()
+    _, stay = psutil.wait_procs(alive, timeout=TERM_SECONDS)
+    stay += [process for process in followers | _followers(leaders) if process.is_running()]
     for process in stay:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -19,9 +19,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.storage.TypedStorage) and obj.device.type not in ("cpu", "meta"):
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
             self.moved = True
-            return obj.cpu().__reduce__()
+            if not isinstance(obj, torch.nn.Parameter):  # it reduces to its data, a tensor that comes here next
+                there = obj.detach().cpu().requires_grad_(obj.requires_grad)
+                return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
 

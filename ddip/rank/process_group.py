@@ -29,7 +29,8 @@ def join(seat: Seat) -> None:
         sys.path[:] = seat.path
         sys.argv[:] = [""]
         _seated = True
-    torch.set_num_threads(seat.threads)
+    if seat.threads is not None:
+        torch.set_num_threads(seat.threads)
     device = torch.device(seat.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -23,7 +23,8 @@ class Seat:
     """Path of the file store that forms the group."""
     interface: str
     """Network interface of the group's own traffic; empty: let the backend choose."""
-    threads: int
+    threads: int | None
+    """For torch's operations on the CPU; None: the user has set them in the environment."""
     directory: str
     """Working directory of the notebook; used before the first cell only."""
     path: tuple[str, ...]

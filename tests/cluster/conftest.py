@@ -1,0 +1,88 @@
+"""Real engines, shared by the tests: a group of this process, and kernels of notebooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+from .leftovers import assert_nothing_left, same_shared_memory
+from .notebook import Notebook
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An IPython profile of the tests' own, and the proof that all of them together left no shared memory."""
+    os.environ["IPYTHONDIR"] = str(tmp_path_factory.mktemp("ipython"))
+    with same_shared_memory():
+        yield
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[ddip.Group]:
+    """Two ranks on the CPU, owned by this process."""
+    with ddip.Group(2) as group:
+        yield group
+    assert_nothing_left(os.getpid(), 0)
+
+
+@pytest.fixture
+def cells(group: ddip.Group) -> ddip.Group:
+    """The two ranks, without the variables of former tests."""
+    group.run("%reset_selective -f ^(?!rank$|world_size$|device$).*", quiet=True, see=[])
+    return group
+
+
+@pytest.fixture
+def new_notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
+    """Open notebooks; each is closed at the end, and must leave nothing."""
+    opened: list[Notebook] = []
+
+    def open_notebook() -> Notebook:
+        opened.append(Notebook(tmp_path))
+        return opened[-1]
+
+    yield open_notebook
+    for notebook in opened:
+        notebook.shut_down()
+        assert_nothing_left(notebook.pid)
+
+
+@pytest.fixture(scope="session")
+def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with ddip loaded and a group of three ranks."""
+    notebook = Notebook(tmp_path_factory.mktemp("notebook"))
+    notebook.ok("%load_ext ddip")
+    notebook.ok("%makedip -n 3")
+    yield notebook
+    notebook.shut_down()
+    assert_nothing_left(notebook.pid)
+
+
+@pytest.fixture
+def notebook(shared_notebook: Notebook) -> Iterator[Notebook]:
+    """The shared notebook; each test leaves three ranks and no %autodip."""
+    yield shared_notebook
+    shared_notebook.ok("%autodip off\n%makedip -n 3")
+
+
+@pytest.fixture(scope="session")
+def shared_bare_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with ddip loaded and no group."""
+    notebook = Notebook(tmp_path_factory.mktemp("bare"))
+    notebook.ok("%load_ext ddip")
+    yield notebook
+    notebook.shut_down()
+    assert_nothing_left(notebook.pid)
+
+
+@pytest.fixture
+def bare_notebook(shared_bare_notebook: Notebook) -> Iterator[Notebook]:
+    """The shared notebook without a group; each test leaves it so."""
+    yield shared_bare_notebook
+    shared_bare_notebook.ok("%makedip -k")
+    assert_nothing_left(shared_bare_notebook.pid, 0)

@@ -1,0 +1,79 @@
+"""What a cluster could leave behind: processes, files, shared memory, listening sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30, what: str = "") -> None:
+    """Wait for a condition; fails when it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what or condition} did not come in {seconds} s"
+        time.sleep(0.02)
+
+
+def processes_of(owner: int) -> list[psutil.Process]:
+    """Every live process of the clusters of the process `owner`, known by the environment that it was started with."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get("DDIP_OWNER") == str(owner)
+            if mine and process.pid != owner and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def files_of(owner: int) -> list[str]:
+    """Every file of the clusters of the process `owner`: run folders, and ipyparallel's files in its profile."""
+    folders = [f for f in run_folders() if f'"owner": {{"pid": {owner},' in _read(Path(f) / "owner.json")]
+    profile = Path(os.environ["IPYTHONDIR"]) / "profile_default"
+    return folders + [str(path) for path in profile.glob(f"*/*ddip-{owner}-*")]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def run_folders() -> list[str]:
+    """The run folders of all clusters of this user."""
+    return glob.glob(f"{tempfile.gettempdir()}/ddip-{os.getuid()}-*")
+
+
+def shared_memory() -> set[str]:
+    """Files in shared memory."""
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+
+
+def listening(processes: list[psutil.Process]) -> list[str]:
+    """Addresses on which `processes` listen."""
+    sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return sorted({c.laddr.ip for c in sockets})
+
+
+def assert_nothing_left(owner: int, seconds: float = 10) -> None:
+    """Fail unless every process and file of the clusters of `owner` is gone within `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and (processes_of(owner) or files_of(owner)):
+        time.sleep(0.05)
+    assert [(p.pid, p.cmdline()) for p in processes_of(owner)] == []
+    assert files_of(owner) == []
+
+
+@contextlib.contextmanager
+def same_shared_memory() -> Iterator[None]:
+    """Fail if a file in shared memory is left that was not there before."""
+    before = shared_memory()
+    yield
+    wait_until(lambda: shared_memory() <= before, 10, "the end of the shared memory files")

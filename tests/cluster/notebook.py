@@ -1,0 +1,134 @@
+"""A real notebook kernel, driven over its protocol as JupyterLab does."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import psutil
+from jupyter_client.manager import KernelManager
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Shown:
+    """What one cell showed, and whether it failed."""
+
+    stdout: str = ""
+    stderr: str = ""
+    data: list[dict[str, Any]] = field(default_factory=list)
+    """MIME bundles, in order: displayed, updated, and the result."""
+    status: str = ""
+    error: str = ""
+    """Name of the exception."""
+    message: str = ""
+    traceback: str = ""
+
+    @property
+    def text(self) -> str:
+        """Everything that is text."""
+        return self.stdout + self.stderr + "\n".join(bundle.get("text/plain", "") for bundle in self.data)
+
+
+class Notebook:
+    """Cells go in, what they show comes out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(folder))
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.pid = int(self.run("import os; print(os.getpid())").stdout)
+
+    def run(self, code: str, timeout: float = 90) -> Shown:
+        """Run a cell to its end."""
+        return self.finish(self.begin(code), timeout)
+
+    def ok(self, code: str, timeout: float = 90) -> Shown:
+        """Run a cell that must not fail."""
+        shown = self.run(code, timeout)
+        assert shown.status == "ok", f"{code}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
+        return shown
+
+    def fails(self, code: str, timeout: float = 90) -> Shown:
+        """Run a cell that must fail, so that "Run All" would stop there."""
+        shown = self.run(code, timeout)
+        assert shown.status == "error", f"did not fail: {code}\n{shown}"
+        return shown
+
+    def begin(self, code: str, **options: Any) -> str:
+        """Send a cell; returns the id to finish it with."""
+        return str(self.client.execute(code, allow_stdin=False, **options))
+
+    def finish(self, message_id: str, timeout: float = 90, until: str | None = None) -> Shown:
+        """Take what a cell shows until it has ended, or until `until` has been shown."""
+        shown = Shown()
+        end = time.monotonic() + timeout
+        while True:
+            message = self._next(end, shown)
+            if message["parent_header"].get("msg_id") != message_id:
+                continue
+            content = message["content"]
+            match message["msg_type"]:
+                case "stream":
+                    setattr(shown, content["name"], getattr(shown, content["name"]) + content["text"])
+                case "display_data" | "update_display_data" | "execute_result":
+                    shown.data.append(content["data"])
+                case "error":
+                    shown.error, shown.message = content["ename"], content["evalue"]
+                    shown.traceback = ANSI.sub("", "\n".join(content["traceback"]))
+                case "status" if content["execution_state"] == "idle":
+                    break
+            if until is not None and until in shown.text:
+                return shown
+        while True:
+            reply = self.client.get_shell_msg(timeout=max(1, end - time.monotonic()))
+            if reply["parent_header"].get("msg_id") == message_id:
+                shown.status = reply["content"]["status"]
+                return shown
+
+    def _next(self, end: float, shown: Shown) -> Any:
+        try:
+            return self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
+        except Empty:
+            raise AssertionError(f"the cell did not end in time; it showed {shown}") from None
+
+    def interrupt(self) -> None:
+        """The stop button."""
+        self.manager.interrupt_kernel()
+
+    def restart(self, now: bool = False) -> None:
+        """The restart button."""
+        self.client.stop_channels()
+        self.manager.restart_kernel(now=now)
+        self._connect()
+
+    def kill(self) -> None:
+        """End the kernel with SIGKILL."""
+        self.manager.provisioner.process.kill()
+        self.manager.provisioner.process.wait()
+
+    def shut_down(self) -> None:
+        """Close the notebook."""
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel()
+
+    def descriptors(self) -> int:
+        """Open file descriptors of the kernel."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def threads(self) -> int:
+        """Threads of the kernel."""
+        return psutil.Process(self.pid).num_threads()

@@ -1,0 +1,164 @@
+"""Cells on the ranks of a group of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted
+
+from .leftovers import wait_until
+from .notebook import ANSI
+
+
+def test_output_of_rank_0_is_shown_as_it_is(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("print('out', rank); import sys; print('err', rank, file=sys.stderr)")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("out 0\n", "err 0\n")
+
+
+def test_several_ranks_are_told_apart_line_by_line(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("print('a', rank); print('b', end='')", see=[0, 1])
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == ["[rank 0] a 0", "[rank 0] b", "[rank 1] a 1", "[rank 1] b"]
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}]")]
+        assert mine == sorted(mine)
+
+
+def test_quiet_output_comes_at_the_end_rank_by_rank(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("import time; time.sleep(0.3 * (1 - rank)); print('a', rank)", see=[0, 1], quiet=True)
+    assert capsys.readouterr().out == "[rank 0] a 0\n[rank 1] a 1\n"
+
+
+def test_only_the_given_ranks_run(cells: ddip.Group) -> None:
+    cells.run("here = True", ranks=[1])
+    cells.run("found = 'here' in globals()")
+    assert [v["found"] for v in cells.pull_all(["found"], [0, 1])[0]] == [False, True]
+
+
+def test_an_error_on_a_rank_that_is_not_shown_fails_the_cell(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="^rank 1: ZeroDivisionError: division by zero$") as caught:
+        cells.run("x = 1\n1 / (1 - rank)", see=[0])
+    assert list(caught.value.by_rank) == [1]
+    assert caught.value.by_rank[1].name == "ZeroDivisionError"
+    shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
+    assert "----> 2 1 / (1 - rank)" in shown
+    assert "ddip" not in shown and "ipyparallel" not in shown
+
+
+def test_the_same_error_on_all_ranks_is_told_once(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: NameError: name 'nothing' is not defined$"):
+        cells.run("nothing")
+
+
+def test_a_rank_answers_at_once_after_an_error(cells: ddip.Group) -> None:
+    for _ in range(20):
+        with pytest.raises(ddip.CellError):
+            cells.run("1 / 0")
+        cells.run("fine = 1")
+        assert cells.pull(["fine"]) == {"fine": 1}
+
+
+def test_variables_survive_an_error(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError):
+        cells.run("kept = rank\nraise ValueError")
+    assert [v["kept"] for v in cells.pull_all(["kept"], [0, 1])[0]] == [0, 1]
+
+
+def test_the_ranks_run_at_the_same_time(cells: ddip.Group) -> None:
+    cells.run("import torch.distributed as dist\ndist.barrier()\ndist.barrier()")
+
+
+def test_a_cell_that_awaits_ends(cells: ddip.Group) -> None:
+    cells.run("import asyncio\nawait asyncio.sleep(0.01)\nawaited = rank")
+    assert cells.pull(["awaited"], 1) == {"awaited": 1}
+
+
+def test_an_interrupt_ends_a_python_loop_on_every_rank(cells: ddip.Group) -> None:
+    def press_stop() -> None:
+        wait_until(lambda: [info.state for info in cells.info()] == ["busy", "busy"])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_stop)
+    thread.start()
+    with pytest.raises(CellInterrupted, match="ranks 0, 1"):
+        cells.run("kept = 5\nwhile True: pass")
+    thread.join()
+    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
+    assert cells.pull(["kept"]) == {"kept": 5}
+
+
+def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
+    def send() -> None:
+        wait_until(lambda: cells.info()[1].state == "busy")
+        assert cells.cluster.client is not None
+        cells.cluster.client.send_signal("SIGINT", cells.members[1].engine, block=True)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(ddip.CellError, match="^rank 1: KeyboardInterrupt"):
+        cells.run("import time\nwhile rank: time.sleep(0.01)")
+    thread.join()
+
+
+# -- after each cell
+
+
+def collections(group: ddip.Group) -> list[int]:
+    """How often each rank has collected so far, asked beside its cells."""
+    return [
+        group._control(m.engine, "housekeeping.figures", time.monotonic() + 10)["collections"] for m in group.members
+    ]
+
+
+def test_garbage_in_cycles_is_collected_after_each_cell(cells: ddip.Group) -> None:
+    cells.run(
+        "import gc, weakref\n"
+        "class Node: pass\n"
+        "node = Node(); node.me = node; gone = weakref.ref(node)\n"
+        "gc.disable()\n"
+        "del node"
+    )
+    before = collections(cells)
+    cells.run("pass")
+    wait_until(lambda: all(now > then for now, then in zip(collections(cells), before, strict=True)))
+    cells.run("gc.enable(); is_gone = gone() is None")
+    assert cells.pull(["is_gone"]) == {"is_gone": True}
+
+
+def test_the_answer_comes_before_the_collection(cells: ddip.Group, tmp_path: Path) -> None:
+    """The collection waits for a file that is made when the answer is here: it would wait for ever otherwise."""
+    cells.run(
+        "import gc, pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "def hold(phase, info):\n"
+        "    if phase == 'start' and info['generation'] == 2:\n"
+        "        gc.callbacks.remove(hold)\n"
+        "        (folder / f'began{rank}').touch()\n"
+        "        while not (folder / 'answered').exists(): time.sleep(0.01)\n"
+        "gc.callbacks.append(hold)"
+    )
+    wait_until(lambda: {f.name for f in tmp_path.iterdir()} == {"began0", "began1"})
+    (tmp_path / "answered").touch()
+    cells.run("pass")
+
+
+def test_a_setting_turns_the_collection_off(cells: ddip.Group) -> None:
+    try:
+        settled = collections(cells)
+        cells.run("pass")
+        wait_until(lambda: all(now > then for now, then in zip(collections(cells), settled, strict=True)))
+        cells._ask(cells.members, "housekeeping.set_collect", False)
+        before = collections(cells)
+        for _ in range(3):
+            cells.run("pass")
+        assert collections(cells) == before
+    finally:
+        cells._ask(cells.members, "housekeeping.set_collect", True)

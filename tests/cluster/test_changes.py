@@ -1,0 +1,136 @@
+"""A group that becomes another, starts afresh, or does not start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ddip
+from ddip.errors import BadInput, StartError
+from ddip.placement import Request
+
+from .leftovers import assert_nothing_left, files_of, processes_of
+
+
+@pytest.fixture
+def own_group() -> Iterator[ddip.Group]:
+    """A group that the test may do anything to."""
+    group = ddip.Group(2)
+    yield group
+    pids = {p.pid for p in processes_of(os.getpid())}
+    group.shutdown()
+    assert not pids & {p.pid for p in processes_of(os.getpid())} or all(
+        not psutil.pid_exists(m.pid) for m in group.members
+    )
+
+
+PROOF = "import torch, torch.distributed as dist\nx = torch.tensor(rank + 1)\ndist.all_reduce(x)\nproof = x.item()"
+
+
+def proofs(group: ddip.Group) -> list[int]:
+    """The sum of rank + 1 over all ranks, as each rank computes it."""
+    group.run(PROOF)
+    return [found["proof"] for found in group.pull_all(["proof"], range(group.world_size))[0]]
+
+
+def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(own_group: ddip.Group) -> None:
+    own_group.run("mine = rank + 100")
+    before = [member.pid for member in own_group.members]
+
+    assert own_group.change(Request(n=3))
+    assert [member.pid for member in own_group.members][:2] == before
+    assert proofs(own_group) == [6, 6, 6]
+    own_group.run("has = globals().get('mine')")
+    assert [v["has"] for v in own_group.pull_all(["has"], range(3))[0]] == [100, 101, None]
+    own_group.run("sizes = (world_size, __import__('os').environ['WORLD_SIZE'], dist.get_world_size())")
+    assert own_group.pull(["sizes"], 2) == {"sizes": (3, "3", 3)}
+
+    assert own_group.change(Request(n=1))
+    assert [member.pid for member in own_group.members] == before[:1]
+    assert proofs(own_group) == [1]
+    assert own_group.pull(["mine"]) == {"mine": 100}
+    assert not psutil.pid_exists(before[1])
+
+    # the same again changes nothing, and neither does asking for nothing
+    assert not own_group.change(Request(n=1))
+    assert not own_group.change(Request())
+
+    # a refused change leaves the group as it is
+    with pytest.raises(BadInput, match="no backend 'nccl'|no backend 'nope'"):
+        own_group.change(Request(n=2, backend="nope"))
+    assert proofs(own_group) == [1]
+    assert own_group.pull(["mine"]) == {"mine": 100}
+
+    # engines that do not come leave the group as it is
+    own_group.timeout = 0.2
+    with pytest.raises(StartError, match="0 of 1 engines came in time"):
+        own_group.change(Request(n=2))
+    own_group.timeout = 60
+    assert proofs(own_group) == [1]
+    assert own_group.pull(["mine"]) == {"mine": 100}
+    engines = [
+        p for p in processes_of(os.getpid()) if p.pid == before[0] or "ddip.rank.engine" in " ".join(p.cmdline())
+    ]
+    assert before[0] in {p.pid for p in engines}
+
+    # afresh: the same group without its variables
+    own_group.restart()
+    assert [member.pid for member in own_group.members] != before[:1]
+    own_group.run("has = 'mine' in globals()")
+    assert own_group.pull(["has"]) == {"has": False}
+
+
+def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match=r"rank 1: RankEnded: rank 1 ended \(exit code -9\)"):
+        own_group.run("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(StartError, match=r"rank 1 ended \(exit code -9\); %makedip -r starts the group afresh"):
+        own_group.run("pass")
+    assert [info.state for info in own_group.info()] == ["idle", "ended"]
+    own_group.restart()
+    assert proofs(own_group) == [3, 3]
+
+
+def test_engines_that_do_not_come_in_time_leave_nothing_behind() -> None:
+    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    with pytest.raises(StartError, match="in time"):
+        ddip.Group(2, timeout=0.5)
+    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    with pytest.raises(StartError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken"):
+        ddip.Group(2)
+    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+
+
+def test_a_backend_that_this_torch_lacks_is_named() -> None:
+    with pytest.raises(BadInput, match=r"-b mpi: torch .* has no backend 'mpi'; it has .*gloo"):
+        ddip.Group(1, backend="mpi")
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with ddip.Group(1) as group:
+        group.run("import os, torch; found = (os.environ['OMP_NUM_THREADS'], torch.get_num_threads())")
+        assert group.pull(["found"]) == {"found": ("1", 1)}
+
+
+def test_everything_of_this_process_is_gone_when_its_groups_are() -> None:
+    folders = len(files_of(os.getpid()))
+    group = ddip.Group(1)
+    assert len(files_of(os.getpid())) > folders
+    group.shutdown()
+    group.shutdown()
+    assert len(files_of(os.getpid())) == folders
+    if not folders:
+        assert_nothing_left(os.getpid(), 0)

@@ -1,0 +1,88 @@
+"""What every rank has before its first cell, and what the group shows to others on the host."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import psutil
+
+import ddip
+
+from .leftovers import files_of, listening, processes_of
+
+
+def values(group: ddip.Group, expression: str) -> list[object]:
+    """`expression` on every rank."""
+    group.run(f"_value = {expression}", see=[])
+    return [found["_value"] for found in group.pull_all(["_value"], range(group.world_size))[0]]
+
+
+def test_the_ranks_are_in_one_torch_group(cells: ddip.Group) -> None:
+    cells.run("import torch, torch.distributed as dist\nx = torch.tensor([rank + 1.0])\ndist.all_reduce(x)")
+    assert values(cells, "x.item()") == [3.0, 3.0]
+    assert values(cells, "dist.get_backend()") == ["gloo", "gloo"]
+
+
+def test_every_rank_has_the_variables_and_the_environment_of_torchrun(cells: ddip.Group) -> None:
+    assert values(cells, "(rank, world_size, str(device))") == [(0, 2, "cpu"), (1, 2, "cpu")]
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
+    assert values(cells, f"[__import__('os').environ[name] for name in {names}]") == [
+        ["0", "0", "2", "2", "0", "127.0.0.1"],
+        ["1", "1", "2", "2", "0", "127.0.0.1"],
+    ]
+    ports = values(cells, "int(__import__('os').environ['MASTER_PORT'])")
+    assert ports[0] == ports[1]
+
+
+def test_the_environment_lets_a_program_form_a_group_of_its_own(cells: ddip.Group) -> None:
+    cells.run(
+        "import subprocess, sys\n"
+        "code = 'import torch.distributed as d; d.init_process_group(\"gloo\"); print(d.get_world_size())'\n"
+        "size = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip()"
+    )
+    assert values(cells, "size") == ["2", "2"]
+
+
+def test_the_cpu_threads_are_shared_out_before_torch_loads(cells: ddip.Group) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert values(cells, "__import__('torch').get_num_threads()") == [share, share]
+    assert values(cells, "__import__('os').environ['OMP_NUM_THREADS']") == [str(share)] * 2
+    assert values(cells, "__import__('os').environ['MKL_NUM_THREADS']") == [str(share)] * 2
+
+
+def test_folder_and_path_are_those_of_the_notebook(cells: ddip.Group) -> None:
+    assert values(cells, "__import__('os').getcwd()") == [str(Path.cwd())] * 2
+    assert set(sys.path) <= set(values(cells, "__import__('sys').path")[0])  # type: ignore[call-overload]
+
+
+def test_nothing_listens_beyond_loopback(cells: ddip.Group) -> None:
+    addresses = listening(processes_of(os.getpid()))
+    assert addresses == ["127.0.0.1"]
+
+
+def test_the_files_are_private_to_the_user(cells: ddip.Group) -> None:
+    files = [Path(name) for name in files_of(os.getpid())]
+    secrets = [path for path in files if path.is_dir() or path.name.endswith(("-client.json", "-engine.json", ".log"))]
+    assert len(secrets) == 1 + 2 + 3  # the run folder, two connection files, the logs of controller and engines
+    for path in secrets:
+        assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), f"others can read {path}"
+
+
+def test_one_engine_a_rank_and_no_nanny(cells: ddip.Group) -> None:
+    engines = [p for p in processes_of(os.getpid()) if "ddip.rank.engine" in " ".join(p.cmdline())]
+    assert {p.pid for p in engines} == {member.pid for member in cells.members}
+    assert all(isinstance(p, psutil.Process) for p in engines)
+
+
+def test_the_table_shows_every_rank(cells: ddip.Group) -> None:
+    cells.run("import time; time.sleep(0.2)")
+    infos = cells.info()
+    assert [info.rank for info in infos] == [0, 1]
+    assert [info.pid for info in infos] == [member.pid for member in cells.members]
+    assert {info.device for info in infos} == {"cpu"}
+    assert {info.state for info in infos} == {"idle"}
+    assert all(info.memory is not None and 50e6 < info.memory < 2e9 for info in infos)
+    assert all(info.seconds is not None and 0.2 <= info.seconds < 5 for info in infos)

@@ -1,0 +1,128 @@
+"""The cluster belongs to the notebook's kernel: the table of who ends how, and what is left then (nothing)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from .leftovers import assert_nothing_left, files_of, processes_of, wait_until
+from .notebook import Notebook
+
+NewNotebook = Callable[[], Notebook]
+
+IDLE = "pass"
+BUSY_IN_PYTHON = "while True: pass"
+BUSY_IN_C = "import time; time.sleep(1000)"
+HOLDING_THE_GIL = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
+IN_A_COLLECTIVE = "import torch.distributed as dist\nif rank == 0: dist.barrier()\nwhile rank: time.sleep(0.1)"
+WITH_WORKERS = (
+    "import torch.utils.data as data\n"
+    "class Slow(data.Dataset):\n"
+    "    def __len__(self): return 1000\n"
+    "    def __getitem__(self, i): time.sleep(0.1); return i\n"
+    "for _ in data.DataLoader(Slow(), num_workers=1): pass"
+)
+
+
+def begin(notebook: Notebook, code: str) -> None:
+    """Start two ranks, and `code` on them, and wait until it runs there."""
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
+    notebook.begin(f"%%dip -S all\nimport pathlib, time\npathlib.Path(f'started{{rank}}').touch()\n{code}")
+    wait_until(lambda: {f.name for f in notebook.folder.glob("started*")} == {"started0", "started1"})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [IDLE, BUSY_IN_PYTHON, HOLDING_THE_GIL, IN_A_COLLECTIVE, WITH_WORKERS],
+    ids=["idle", "busy in Python", "holding the GIL", "in a collective", "with DataLoader workers"],
+)
+def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, code: str) -> None:
+    notebook = new_notebook()
+    begin(notebook, code)
+    family = psutil.Process(notebook.pid).children(recursive=True)
+    assert len(family) >= 2 + 1 + 5  # engines, controller, schedulers
+    notebook.kill()
+    began = time.monotonic()
+    assert_nothing_left(notebook.pid, 10)
+    wait_until(lambda: not any(process.is_running() for process in family), 10 - (time.monotonic() - began))
+
+
+def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_busy(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    begin(notebook, BUSY_IN_PYTHON)
+    notebook.shut_down()
+    assert_nothing_left(notebook.pid, 10)
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["politely", "at once"])
+def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, now: bool) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
+    former = notebook.pid
+    notebook.restart(now)
+    assert notebook.pid != former
+    assert_nothing_left(former, 10)
+    notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
+
+
+def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_notebook: NewNotebook) -> None:
+    """And the next notebook removes what nobody was left to remove."""
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 1")
+    controllers = [p for p in processes_of(notebook.pid) if "ddip.controller" in " ".join(p.cmdline())]
+    controller = min(controllers, key=lambda p: p.create_time())
+    controller.suspend()  # so that it cannot tidy up
+    notebook.kill()
+    controller.kill()
+    wait_until(lambda: not processes_of(notebook.pid), 10)
+    assert files_of(notebook.pid)
+    heir = new_notebook()
+    heir.ok("%load_ext ddip\n%makedip -k")
+    assert_nothing_left(notebook.pid, 0)
+
+
+def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
+    first, second = new_notebook(), new_notebook()
+    for name, notebook in (("first", first), ("second", second)):
+        notebook.ok("%load_ext ddip\n%makedip -n 2")
+        notebook.ok(f"%%dip\nname = {name!r}")
+    first.ok("%%dip\nassert name == 'first'")
+    mine = {p.pid for p in processes_of(second.pid)}
+    first.ok("%makedip -r\n%makedip -k")
+    assert_nothing_left(first.pid, 0)
+    assert {p.pid for p in processes_of(second.pid)} == mine
+    second.ok("%%dip\nimport torch.distributed as dist\ndist.barrier()\nassert name == 'second'")
+
+
+@pytest.mark.timeout(300)
+def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2\n%makedip -k")
+    before = notebook.descriptors(), notebook.threads()
+    for _ in range(20):
+        notebook.ok("%makedip -n 2")
+        notebook.ok("%makedip -k")
+        assert processes_of(notebook.pid) == []
+        assert files_of(notebook.pid) == []
+    assert (notebook.descriptors(), notebook.threads()) == before
+
+
+def test_kill_ends_ranks_that_do_not_hear_an_interrupt(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
+    running = notebook.begin(
+        "%%dip\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\nwhile True: time.sleep(1)"
+    )
+    notebook.finish(running, until="deaf")
+    notebook.interrupt()
+    notebook.finish(running, until="ranks 0, 1 did not stop yet; a second interrupt gives up waiting")
+    notebook.interrupt()
+    shown = notebook.finish(running)
+    assert shown.error == "CellInterrupted"
+    assert "ranks 0, 1 did not stop; %makedip -i shows them, %makedip -r starts afresh" in shown.message
+    assert "busy" in notebook.ok("%makedip -i").stdout
+    notebook.ok("%makedip -k")
+    assert_nothing_left(notebook.pid, 0)

@@ -1,0 +1,282 @@
+"""The magics in a real notebook kernel."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .leftovers import wait_until
+from .notebook import Notebook
+
+BAD_INPUT = [
+    ("%makedip -n 0", r"-n 0: type a number of ranks, 1 or more, such as -n 2"),
+    ("%makedip -n two", r"-n two: type a number of ranks"),
+    ("%makedip -n -1", r"-n -1|expected one argument"),
+    ("%makedip -g 99", r"-g 99: there is no GPU"),
+    ("%makedip -g 0,x", r"-g 0,x: (there is no GPU|'x' is no GPU)"),
+    ("%makedip -g all", r"-g all: there is no GPU here; type %makedip -n 2"),
+    ("%makedip --sideways", r"%makedip --sideways: unrecognized arguments: --sideways; %makedip\? lists the options"),
+    ("%makedip 3", r"%makedip 3: unrecognized arguments: 3; %makedip\?"),
+    ("%makedip -t soon", r"-t soon: type a number of seconds"),
+    ("%makedip -t 0", r"-t 0: type a number of seconds, 1 or more"),
+    ("%makedip -v maybe", r"-v maybe: type -v, -v True or -v False"),
+    ("%makedip -k -n 2", r"%makedip -k -n 2: -k ends the group; to start one afresh type -r"),
+    ("%makedip -b nope", r"-b nope: torch .* has no backend 'nope'; it has .*gloo"),
+    ("%makedip -a nope", r"-a nope: there is no app 'nope'"),
+    ("%%dip sideways\n1", r"%%dip sideways: type %%dip, %%dip local or %%dip everywhere"),
+    ("%%dip -r 9\n1", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
+    ("%%dip -r one\n1", r"-r one: 'one' is no rank; this group has ranks 0 to 2"),
+    ("%%dip -S 9\n1", r"-S 9: there is no rank 9; this group has ranks 0 to 2"),
+    ("%%dip --loud\n1", r"%%dip --loud: unrecognized arguments: --loud; %dip\? lists the options"),
+    ("%%dip -a save\n1", r"%%dip -a save: this group has no app; start it with %makedip -a NAME"),
+    ('%%dip -S "0\n1', r'%%dip -S "0: No closing quotation'),
+    ("%autodip maybe", r"%autodip maybe: type %autodip on or %autodip off"),
+    ("%autodip off -a x", r"%autodip off -a x: -a goes with on"),
+    ('%autodip on -a "--loud"', r"%%dip --loud: unrecognized arguments: --loud"),
+    ("%dipush", r"%dipush: type the names of variables"),
+    ("%dipush nowhere", r"%dipush: the notebook has no nowhere; nothing was pushed"),
+    ("%dipush a.b", r"%dipush a.b: 'a.b' is no variable"),
+    ("%dipush -r 9 marker", r"-r 9: there is no rank 9"),
+    ("%dipull", r"%dipull: type the names of variables"),
+    ("%dipull nowhere", r"nothing was pulled: rank 0 has no nowhere"),
+    ("%dipull -r 9 marker", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
+    ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
+]
+
+BEFORE_ANY_GROUP = ["%%dip\n1", "%dipush marker", "%dipull marker", "%autodip on", "%makedip -i", "%dipper g"]
+
+
+@pytest.mark.parametrize(("cell", "message"), BAD_INPUT, ids=[cell.replace("\n", "|") for cell, _ in BAD_INPUT])
+def test_bad_input_is_one_clear_line_and_changes_nothing(notebook: Notebook, cell: str, message: str) -> None:
+    notebook.ok("%%dip everywhere\nmarker = 7")
+    shown = notebook.fails(cell)
+    assert re.search(message, shown.message), shown.message
+    assert shown.traceback == f"UsageError: {shown.message}"
+    assert "\n" not in shown.message
+    notebook.ok("%%dip\nimport torch.distributed as dist\nassert marker == 7 and dist.get_world_size() == 3")
+    notebook.ok("assert marker == 7")
+
+
+@pytest.mark.parametrize("cell", BEFORE_ANY_GROUP, ids=[cell.replace("\n", "|") for cell in BEFORE_ANY_GROUP])
+def test_without_a_group_every_magic_says_how_to_start_one(bare_notebook: Notebook, cell: str) -> None:
+    shown = bare_notebook.fails(f"marker = 1\n{cell}" if not cell.startswith("%%") else cell)
+    assert re.search(r"there is no group yet; start one with %makedip -n 2, or %makedip -g all", shown.message)
+    assert shown.traceback == f"UsageError: {shown.message}"
+
+
+def test_loading_imports_no_torch_and_offers_the_settings(bare_notebook: Notebook) -> None:
+    bare_notebook.ok("import sys; assert 'torch' not in sys.modules")
+    assert "DipMagics.timeout" in bare_notebook.ok("%config DipMagics").stdout
+
+
+def test_makedip_tells_ranks_devices_backend_and_seconds_and_needs_no_torch_here(notebook: Notebook) -> None:
+    notebook.ok("%makedip -n 2")
+    shown = notebook.ok("%makedip -n 3")
+    steps = [bundle["text/plain"] for bundle in shown.data]
+    assert "ddip: 3 of 3 engines are up" in steps
+    assert re.fullmatch(r"ddip: 3 ranks on the CPU, gloo, \d+\.\d s", steps[-1])
+    notebook.ok("import sys; assert 'torch' not in sys.modules")
+
+
+def test_makedip_again_leaves_the_group_as_it_was(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nkept = dist = __import__('torch.distributed').distributed.group.WORLD")
+    assert notebook.ok("%makedip -n 3").text.endswith("ddip: 3 ranks on the CPU, gloo, as it was")
+    notebook.ok("%%dip\nassert kept is __import__('torch.distributed').distributed.group.WORLD")
+
+
+def test_the_table_has_a_line_for_each_rank(notebook: Notebook) -> None:
+    lines = notebook.ok("%makedip -i").stdout.splitlines()
+    assert lines[0].split() == ["rank", "host", "pid", "device", "memory", "state", "last", "cell"]
+    assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"]
+    assert lines[4] == "automatic %%dip: off"
+
+
+def test_values_are_labelled_by_rank_and_shown_for_the_seen_ranks(notebook: Notebook) -> None:
+    assert re.fullmatch(r"Out\[0:\d+\]: 20", notebook.ok("%%dip\n20 + rank").text)
+    shown = notebook.ok("%%dip -S 1,2\n20 + rank")
+    assert sorted(re.sub(r":\d+\]", ":n]", bundle["text/plain"]) for bundle in shown.data) == [
+        "Out[1:n]: 21",
+        "Out[2:n]: 22",
+    ]
+    assert notebook.ok("%%dip\n20 + rank;").data == []
+
+
+def test_rich_output_arrives_with_all_its_forms(notebook: Notebook) -> None:
+    frame = notebook.ok("%%dip\nimport pandas as pd\npd.DataFrame({'x': [1, 2]})").data[0]
+    assert "<table" in frame["text/html"] and frame["text/plain"].startswith("Out[0:")
+    picture = notebook.ok("%%dip\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()").data[0]
+    assert picture["image/png"]
+    shown = notebook.ok("%%dip -r 1\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>hi</b>'))")
+    assert shown.data[0]["text/html"] == "<b>hi</b>"
+
+
+def test_a_cell_is_a_cell_of_the_ranks_own_ipython(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip\nimport asyncio\nawait asyncio.sleep(0.01)\n!echo from the shell\n%time x = 1\n")
+    assert "from the shell" in shown.stdout and "Wall time" in shown.stdout
+    notebook.ok("%%dip\ndef kept(): return rank")
+    notebook.ok("%%dip\nassert kept() == rank and x == 1")
+
+
+def test_output_is_live(notebook: Notebook) -> None:
+    """The first line is shown while the rank still waits for a file that is made only when it is."""
+    path = notebook.folder / "go-on"
+    path.unlink(missing_ok=True)
+    cell = (
+        f"%%dip\nimport pathlib, time\nprint('first')\nwhile not pathlib.Path({str(path)!r}).exists(): time.sleep(0.01)"
+    )
+    running = notebook.begin(cell + "\nprint('second')")
+    assert notebook.finish(running, until="first").stdout == "first\n"
+    path.touch()
+    assert notebook.finish(running).stdout == "second\n"
+
+
+def test_a_failed_cell_stops_run_all_and_shows_the_cells_own_lines(notebook: Notebook) -> None:
+    shown = notebook.fails("%%dip -S 0\ndef f(x):\n    return 1 / x\n\nf(rank - 2)")
+    assert shown.error == "CellError"
+    assert shown.message == "rank 2: ZeroDivisionError: division by zero"
+    assert "[rank 2]" in shown.traceback
+    assert "----> 2     return 1 / x" in shown.traceback and "----> 4 f(rank - 2)" in shown.traceback
+    assert "ipyparallel" not in shown.traceback and "magics.py" not in shown.traceback
+
+
+def test_local_runs_here_and_everywhere_runs_here_and_there(notebook: Notebook) -> None:
+    assert notebook.ok("%%dip local\nonly_here = 1\n40 + 2").data[0]["text/plain"] == "42"
+    notebook.ok("%%dip\nassert 'only_here' not in globals()")
+    notebook.ok("%%dip everywhere\nboth = 1")
+    notebook.ok("assert both == 1")
+    notebook.ok("%%dip\nassert both == 1")
+    shown = notebook.fails("%%dip everywhere\nthere = 1\n1 / ('rank' in globals())")
+    assert "ZeroDivisionError" in shown.traceback + shown.text or shown.error == "LocalCellFailed"
+    notebook.ok("%%dip\nassert 'there' not in globals()")
+
+
+def test_push_and_pull_between_notebook_and_ranks(notebook: Notebook) -> None:
+    notebook.ok("class Made:\n    x = 5\nmade = Made()\nadd = lambda a: a + made.x")
+    notebook.ok("%dipush made add Made")
+    notebook.ok("%%dip\nresult = add(rank); again = Made()")
+    notebook.ok("%dipull result again")
+    notebook.ok("assert result == 5 and again.x == 5")
+    notebook.ok("%dipull -r 2 result\nassert result == 7")
+    notebook.ok("%dipull -r all result\nassert result == [5, 6, 7]")
+    notebook.ok("%dipull result -r 1,2\nassert result == [6, 7]")
+    notebook.ok("only = 1")
+    notebook.ok("%dipush -r 1 only")
+    notebook.ok("%%dip\nassert ('only' in globals()) == (rank == 1)")
+
+
+def test_dipper_gives_the_group(notebook: Notebook) -> None:
+    notebook.ok("%dipper g")
+    notebook.ok("assert g.world_size == 3 and len(g.cluster.client.ids) == 3")
+
+
+def test_the_stop_button_ends_a_cell_on_the_ranks(notebook: Notebook) -> None:
+    running = notebook.begin("%%dip\nkept = 1\nprint('running')\nwhile True: pass")
+    notebook.finish(running, until="running")
+    notebook.interrupt()
+    shown = notebook.finish(running)
+    assert (shown.status, shown.error) == ("error", "CellInterrupted")
+    assert "KeyboardInterrupt" in shown.traceback
+    notebook.ok("%%dip\nimport torch, torch.distributed as dist\nassert kept == 1\ndist.barrier()")
+
+
+# -- %autodip
+
+
+def test_autodip_runs_the_users_cells_on_the_ranks(notebook: Notebook) -> None:
+    assert notebook.ok("%autodip on").stdout == "automatic %%dip: on, cells run as %%dip\n"
+    notebook.ok("far = rank")
+    notebook.ok("# a comment first\n\nsecond = far + 1")
+    notebook.ok("\n\n  \nindented = 1\n")
+    notebook.ok("import functools\n@functools.cache\ndef f(x):\n    return x\n\nf(3)")
+    notebook.ok("@functools.cache\ndef g(x):\n    return x")
+    notebook.ok("text = '''\n%%dip\n%autodip off\n'''\nassert text.count('%') == 3")
+    notebook.ok("")
+    notebook.ok("# nothing but a comment")
+    assert notebook.ok("!echo $((1 + 1))").stdout.count("2") == 1
+    assert notebook.ok("print(world_size)").stdout == "3\n"
+    assert notebook.ok("%%dip -S all\nprint('by hand')").stdout.count("by hand") == 3
+    assert notebook.ok("%%dip local\nprint('far' in globals())").stdout == "False\n"
+    assert notebook.ok("%autodip").stdout.startswith("automatic %%dip: on")
+    assert notebook.ok("%autodip off").stdout == "automatic %%dip: off\n"
+    assert notebook.ok("print('far' in globals())").stdout == "False\n"
+
+
+def test_autodip_has_arguments(notebook: Notebook) -> None:
+    notebook.ok('%autodip on -a "-S all"')
+    assert sorted(notebook.ok("print(rank)").stdout.splitlines()) == ["[rank 0] 0", "[rank 1] 1", "[rank 2] 2"]
+    notebook.ok('%autodip on -a "-q"')
+    assert notebook.ok("print(rank)").stdout == "0\n"
+
+
+def test_autodip_survives_an_error_and_a_syntax_error(notebook: Notebook) -> None:
+    notebook.ok("%autodip on")
+    notebook.fails("1 / 0")
+    notebook.fails("for")
+    assert notebook.ok("print(rank)").stdout == "0\n"
+
+
+def test_autodip_leaves_requests_of_the_front_end_alone(notebook: Notebook) -> None:
+    notebook.ok("%autodip on")
+    for hidden in ({"silent": True}, {"store_history": False}):
+        notebook.finish(notebook.begin("inspected = 'here'", **hidden))
+    notebook.ok("assert 'inspected' not in globals()")
+    notebook.ok("%%dip local\nassert inspected == 'here'")
+
+
+def test_autodip_does_not_make_a_line_incomplete(notebook: Notebook) -> None:
+    notebook.ok("%autodip on")
+    notebook.client.is_complete("x = 1")
+    assert notebook.client.get_shell_msg(timeout=10)["content"]["status"] == "complete"
+
+
+def test_autodip_goes_off_with_the_group(bare_notebook: Notebook) -> None:
+    bare_notebook.ok("%makedip -n 1")
+    bare_notebook.ok("%autodip on")
+    bare_notebook.ok("%makedip -k")
+    bare_notebook.ok("assert 'rank' not in globals()")
+    bare_notebook.ok("%makedip -n 1")
+    assert "off" in bare_notebook.ok("%autodip").stdout
+    bare_notebook.ok("%makedip -k")
+
+
+def test_settings_of_the_magics_reach_the_ranks(bare_notebook: Notebook) -> None:
+    bare_notebook.ok("%config DipMagics.collect = False\n%config DipMagics.see = 'all'")
+    bare_notebook.ok("%makedip -n 2")
+    assert bare_notebook.ok("%%dip\nprint(rank)").stdout.count("[rank") == 2
+    bare_notebook.ok("%%dip\nfrom ddip.rank import housekeeping\nassert not housekeeping.cells.collect")
+    bare_notebook.ok("%makedip -k\n%config DipMagics.collect = True\n%config DipMagics.see = '0'")
+
+
+def test_verbose_says_what_is_done(notebook: Notebook) -> None:
+    notebook.ok("%makedip -v")
+    assert "ddip: running on 3 of 3 ranks" in notebook.ok("%%dip\npass").stdout
+    notebook.ok("%makedip -v False")
+    assert notebook.ok("%%dip\npass").text == ""
+
+
+def test_help_lists_every_option(bare_notebook: Notebook) -> None:
+    code = "from IPython.core.oinspect import getdoc\nprint(getdoc(get_ipython().find_magic({!r}, {!r})))"
+    for name, kind, options in (
+        ("makedip", "line", ["-n", "-g", "-b", "-a", "-r", "-k", "-i", "-t", "-v"]),
+        ("dip", "cell", ["-r", "-S", "-q", "-a", "remote", "local", "everywhere"]),
+        ("autodip", "line", ["-a", "on|off"]),
+        ("dipush", "line", ["-r"]),
+        ("dipull", "line", ["-r"]),
+    ):
+        text = bare_notebook.ok(code.format(name, kind)).stdout
+        assert [option for option in options if option not in text] == [], text
+
+
+def test_unload_ends_the_group_and_takes_the_magics_out(bare_notebook: Notebook) -> None:
+    from .leftovers import processes_of
+
+    bare_notebook.ok("%makedip -n 1")
+    assert processes_of(bare_notebook.pid)
+    bare_notebook.ok("%unload_ext ddip")
+    wait_until(lambda: not processes_of(bare_notebook.pid))
+    assert "not found" in bare_notebook.fails("%makedip -n 1").stderr + bare_notebook.fails("%makedip -n 1").message
+    bare_notebook.ok("%load_ext ddip\n%makedip -n 1")
+    bare_notebook.ok("%reload_ext ddip")
+    wait_until(lambda: not processes_of(bare_notebook.pid))
+    bare_notebook.ok("%makedip -n 1\n%makedip -k")

@@ -1,0 +1,31 @@
+"""Every notebook runs from start to end, and is stored without outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_the_notebook_runs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    errors = [out for cell in notebook.cells for out in cell.get("outputs", []) if out.output_type == "error"]
+    assert errors == []
+    if path.stem == "quickstart":
+        shown = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+        assert any("image/png" in out.get("data", {}) for out in shown), "no plot of the loss"
+        assert any("parameters identical on all ranks: True" in out.get("text", "") for out in shown)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_the_notebook_is_stored_without_outputs(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
