@@ -56,11 +56,12 @@ class Cluster:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ddip-cluster", daemon=True)
         self._thread.start()
-        package = str(Path(__file__).parents[1])
+        package = str(Path(__file__).parents[1])  # a notebook may have found it by a path of its own
         self._environment = {
             "DDIP_OWNER": str(os.getpid()),
             "DDIP_RUN_FOLDER": str(self.run_folder),
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+            "DDIP_PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
         self._ipp: IppCluster = self._on_loop(self._make(log))
         profile = Path(self._ipp.profile_dir)
@@ -98,6 +99,7 @@ class Cluster:
         misses = 30_000 // HEARTBEAT_MS
         arguments = [
             "--IPController.log_level=WARN",
+            "--IPController.use_threads=True",
             f"--HeartMonitor.period={HEARTBEAT_MS}",
             f"--HeartMonitor.max_heartmonitor_misses={misses}",
         ]

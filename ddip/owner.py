@@ -1,4 +1,4 @@
-"""Who owns which process, known by pid and creation time; and the end of what a dead owner left.
+"""Who owns which process, known by pid and starting time; and the end of what a dead owner left.
 
 A cluster belongs to one notebook kernel. Its record lies in its run folder, and says who the owner is, which processes
 are the cluster's and which files. Whoever finds a record whose owner is gone may clear it up: the controller does it
@@ -12,9 +12,11 @@ import glob
 import json
 import os
 import shutil
+import socket
+import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -24,23 +26,42 @@ TERM_SECONDS = 1.5
 """Grace between SIGTERM and SIGKILL."""
 
 
+def _started(pid: int) -> float:
+    """When `pid` was started, on a clock that nobody sets; raises ``psutil.NoSuchProcess``."""
+    if sys.platform != "linux":
+        return float(psutil.Process(pid).create_time())
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    return float(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5): clock ticks since the boot
+
+
+def _here() -> str:
+    """Where a pid means what it means to us: this host since its boot, and this pid namespace."""
+    if sys.platform != "linux":
+        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
 @dataclass(frozen=True)
 class Proc:
     """A process: a pid alone may by now be another one's."""
 
     pid: int
-    created: float
+    started: float
 
     @classmethod
     def of(cls, pid: int) -> Proc:
         """The process `pid`; raises ``psutil.NoSuchProcess``."""
-        return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid, _started(pid))
 
     def find(self) -> psutil.Process | None:
         """The live process, or None if it ended (a zombie has ended)."""
         try:
             process = psutil.Process(self.pid)
-            same = process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
+            same = _started(self.pid) == self.started and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return None
         return process if same else None
@@ -54,6 +75,7 @@ class Record:
     processes: tuple[Proc, ...]
     files: tuple[str, ...]
     """Patterns of files that the cluster's processes write outside the run folder."""
+    place: str = field(default_factory=_here)
 
     def write(self, folder: Path) -> None:
         """Replace the record in `folder`, atomically."""
@@ -63,30 +85,32 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """The record in `folder`; None if there is none that can be trusted."""
+        """The record in `folder`; None if there is none that can be trusted here."""
         path = folder / RECORD
         try:
             if path.stat().st_uid != os.getuid():
                 return None
             data = json.loads(path.read_text())
-            return cls(
-                Proc(int(data["owner"]["pid"]), float(data["owner"]["created"])),
-                tuple(Proc(int(p["pid"]), float(p["created"])) for p in data["processes"]),
+            record = cls(
+                Proc(int(data["owner"]["pid"]), float(data["owner"]["started"])),
+                tuple(Proc(int(p["pid"]), float(p["started"])) for p in data["processes"]),
                 tuple(str(f) for f in data["files"]),
+                str(data["place"]),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        return record if record.place == _here() else None
 
 
 def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
     """What `leaders` started and has not ended, such as data loader workers: their descendants, and, since each leads a
     session of its own, the processes of its session, which are still known when it is gone."""
-    sessions = {leader.pid: leader.created for leader in leaders}
+    sessions = {leader.pid: leader.started for leader in leaders}
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-            created = sessions.get(os.getsid(process.pid))
-            if created is not None and process.create_time() >= created and process.pid not in sessions:
+            began = sessions.get(os.getsid(process.pid))
+            if began is not None and _started(process.pid) >= began and process.pid not in sessions:
                 found.add(process)
     for leader in leaders:
         process = leader.find()

@@ -1,8 +1,8 @@
 """The engine process of one rank: watch the owner, import torch, then be an ipyparallel engine.
 
-torch is imported before the engine registers, so that all imports run side by side while the controller starts. There is
-no nanny process: signals arrive on the control thread (``kernel.py``), and the launcher tells the Hub when an engine
-ends.
+torch is imported before the engine registers, so that all imports run side by side while the controller starts. No
+nanny process is needed: signals arrive on the control thread (``kernel.py``), and the notebook, which is the parent,
+tells the Hub when an engine ends.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def die_with(owner: int) -> None:
 def main() -> None:
     """Entry point; the arguments are those of ``ipengine``."""
     die_with(int(os.environ.pop("DDIP_OWNER")))
+    del os.environ["DDIP_RUN_FOLDER"]
+    os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts shall find what the user has set
+    if not os.environ["PYTHONPATH"]:
+        del os.environ["PYTHONPATH"]
     gc.disable()  # imports make no garbage worth a collection
     import torch.distributed  # noqa: F401
     from ipyparallel.engine import app

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +137,82 @@ def test_everything_of_this_process_is_gone_when_its_groups_are() -> None:
     assert len(files_of(os.getpid())) == folders
     if not folders:
         assert_nothing_left(os.getpid(), 0)
+
+
+APP = """
+import os
+import signal
+import subprocess
+import sys
+state = "not prepared"
+def prepare():
+    global state
+    import torch.distributed as dist
+    state = f"prepared rank {dist.get_rank()} of {dist.get_world_size()}"
+def release():
+    global state
+    state = "released"
+def command(text):
+    global state
+    state = text
+"""
+
+
+def test_an_app_is_prepared_commanded_and_released_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_app.py").write_text(APP)
+    (tmp_path / "toy_app-1.0.dist-info").mkdir()
+    (tmp_path / "toy_app-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-app\nVersion: 1.0\n")
+    (tmp_path / "toy_app-1.0.dist-info" / "entry_points.txt").write_text("[ddip.apps]\ntoy = toy_app\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def states(group: ddip.Group) -> list[str]:
+        group.run("import toy_app; state = toy_app.state")
+        return [found["state"] for found in group.pull_all(["state"], range(group.world_size))[0]]
+
+    with pytest.raises(BadInput, match="-a toys: there is no app 'toys'; there is toy"):
+        ddip.Group(1, app="toys")
+    with ddip.Group(1) as group:
+        group.run("kept = 1")
+        assert states(group) == ["not prepared"]
+        assert group.change(Request(app="toy"))
+        assert states(group) == ["prepared rank 0 of 1"]
+        group.command("save")
+        assert states(group) == ["save"]
+        assert group.change(Request(n=2))
+        assert states(group) == ["prepared rank 0 of 2", "prepared rank 1 of 2"]
+        assert group.pull(["kept"]) == {"kept": 1}
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("pass", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1), ("os._exit(4)", 4)],
+    ids=["ends", "exits", "fails", "is cut off"],
+)
+def test_nothing_is_left_of_a_script_that(tmp_path: Path, end: str, code: int) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, ddip\ngroup = ddip.Group(1)\ngroup.run('print(rank + 40)')\n"
+        f"print(os.getpid(), flush=True)\n{end}\n"
+    )
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    answer, pid = done.stdout.splitlines()
+    assert answer == "40"
+    assert done.stderr.count("Traceback") == (end == "1 / 0")
+    assert_nothing_left(int(pid), 10 if end == "os._exit(4)" else 0)
+
+
+def test_an_interrupted_start_leaves_nothing() -> None:
+    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+
+    def press_stop(text: str) -> None:
+        if "engines are up" in text:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        ddip.Group(2, progress=press_stop)
+    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    with ddip.Group(1) as group:
+        assert proofs(group) == [1]

@@ -114,7 +114,8 @@ def test_kill_ends_ranks_that_do_not_hear_an_interrupt(new_notebook: NewNotebook
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 2")
     running = notebook.begin(
-        "%%dip\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\nwhile True: time.sleep(1)"
+        "%%dip\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\n"
+        "while True: time.sleep(1)"
     )
     notebook.finish(running, until="deaf")
     notebook.interrupt()

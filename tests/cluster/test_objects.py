@@ -99,7 +99,9 @@ def test_a_class_that_only_the_ranks_can_import_is_one_clear_error(cells: ddip.G
 
 def test_an_object_whose_unpickling_raises_is_one_clear_error(cells: ddip.Group) -> None:
     cells.run(
-        "def bad(): raise RuntimeError('no way')\nclass Bad:\n    def __reduce__(self): return (bad, ())\nobject_ = Bad()"
+        "def bad(): raise RuntimeError('no way')\n"
+        "class Bad:\n    def __reduce__(self): return (bad, ())\n"
+        "object_ = Bad()"
     )
     with pytest.raises(TransferError, match="object_ cannot be unpickled in the notebook: RuntimeError: no way"):
         cells.pull(["object_"])

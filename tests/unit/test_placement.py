@@ -1,0 +1,166 @@
+"""Decisions about ranks and devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddip.errors import BadInput
+from ddip.placement import Berth, Request, Wish, keep, parse_count, parse_gpus, parse_ranks, wish
+
+
+def on_cpu(count: int) -> Wish:
+    return wish(Request(n=count), 0)
+
+
+def on_gpus(*gpus: int) -> Wish:
+    return wish(Request(gpus=gpus), 8)
+
+
+def berths(made: Wish) -> list[Berth]:
+    """The engines that a fresh group of this kind starts."""
+    return [Berth(made.visible, gpu) for gpu in made.gpus]
+
+
+def test_a_count_is_a_number_from_1() -> None:
+    assert parse_count("3") == 3
+    for typed in ("0", "two", "-1", "1.5", ""):
+        with pytest.raises(BadInput, match=f"-n {typed}: type a number of ranks, 1 or more"):
+            parse_count(typed)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        (["all"], [0, 1, 2, 3]),
+        (["0,2,3"], [0, 2, 3]),
+        (["3", "1"], [3, 1]),
+        (["3,", "1"], [3, 1]),
+        (["0,0"], [0, 0]),
+        (["2"], [2]),
+    ],
+)
+def test_gpus_come_in_the_order_given_with_gaps_and_twice(words: list[str], gpus: list[int]) -> None:
+    assert parse_gpus(words, 4) == gpus
+
+
+@pytest.mark.parametrize(
+    ("words", "available", "message"),
+    [
+        (["99"], 4, "-g 99: there is no GPU 99; this machine has GPU 0 to 3"),
+        (["0,1"], 1, "-g 0,1: there is no GPU 1; this machine has only GPU 0"),
+        (["0,x"], 4, "-g 0,x: 'x' is no GPU; type numbers, such as -g 0,1, or -g all"),
+        (["all", "1"], 4, "-g all 1: 'all' is no GPU"),
+        (["-1"], 4, "-g -1: '-1' is no GPU"),
+        ([","], 4, "-g ,: type numbers"),
+        (["0"], 0, "-g 0: there is no GPU here; type %makedip -n 2"),
+        (["all"], 0, "-g all: there is no GPU here"),
+    ],
+)
+def test_gpus_that_cannot_be_are_named(words: list[str], available: int, message: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse_gpus(words, available)
+    assert str(caught.value).startswith(message)
+
+
+def test_ranks_are_a_set_in_rising_order() -> None:
+    assert parse_ranks(["2,0"], 4, "-r") == [0, 2]
+    assert parse_ranks(["1-3"], 4, "-r") == [1, 2, 3]
+    assert parse_ranks(["0", "2"], 4, "-r") == [0, 2]
+    assert parse_ranks(["all"], 3, "-S") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["9"], "-r 9: there is no rank 9; this group has ranks 0 to 3"),
+        (["2-9"], "-r 2-9: there is no rank 4"),
+        (["x"], "-r x: 'x' is no rank; this group has ranks 0 to 3: type -r 0, -r 0,1 or -r all"),
+        (["1-"], "-r 1-: '1-' is no rank"),
+        (["3-1"], "-r 3-1: no rank"),
+        (["-1"], "-r -1: '-1' is no rank"),
+    ],
+)
+def test_ranks_that_cannot_be_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse_ranks(words, 4, "-r")
+    assert str(caught.value).startswith(message)
+
+
+def test_a_group_of_one_has_only_rank_0() -> None:
+    with pytest.raises(BadInput, match="-r 1: there is no rank 1; this group has only rank 0"):
+        parse_ranks(["1"], 1, "-r")
+
+
+def test_without_a_word_all_gpus_or_two_cpu_ranks() -> None:
+    assert wish(Request(), 3) == Wish((0, 1, 2), "cpu:gloo,cuda:nccl")
+    assert wish(Request(), 0) == Wish((None, None), "gloo")
+
+
+def test_a_count_asks_for_the_cpu_even_where_there_are_gpus() -> None:
+    assert wish(Request(n=3), 8).gpus == (None, None, None)
+
+
+def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
+    shared = wish(Request(gpus=(0, 0)), 1)
+    assert shared.backend == "gloo"
+    assert "two ranks share a GPU, which nccl cannot do" in shared.notice
+    assert wish(Request(gpus=(0, 1)), 2).notice == ""
+
+
+def test_a_backend_that_is_named_is_taken() -> None:
+    assert wish(Request(n=2, backend="mpi"), 0).backend == "mpi"
+    assert wish(Request(gpus=(0, 0), backend="nccl"), 1).backend == "nccl"
+
+
+def test_a_count_that_is_not_the_number_of_gpus_is_refused() -> None:
+    with pytest.raises(BadInput, match="-n 3 and -g with 2 GPUs: leave out -n"):
+        wish(Request(n=3, gpus=(0, 1)), 4)
+    assert wish(Request(n=2, gpus=(0, 1)), 4).size == 2
+
+
+def test_python_callers_are_checked_too() -> None:
+    with pytest.raises(BadInput, match="-g 5: there is no GPU 5"):
+        wish(Request(gpus=(5,)), 2)
+    with pytest.raises(BadInput, match="-n -1"):
+        wish(Request(n=-1), 0)
+    with pytest.raises(BadInput, match="type numbers"):
+        wish(Request(gpus=()), 2)
+
+
+def test_a_ranks_gpu_is_cuda_local_rank_in_what_it_sees() -> None:
+    gaps = on_gpus(0, 2, 3)
+    assert gaps.visible == (0, 2, 3)
+    assert [gaps.device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [gaps.device_name(rank) for rank in range(3)] == ["GPU 0", "GPU 2", "GPU 3"]
+    order = on_gpus(3, 1)
+    assert (order.visible, order.device(0), order.device_name(0)) == ((3, 1), "cuda:0", "GPU 3")
+    shared = on_gpus(1, 1, 0)
+    assert [shared.device(rank) for rank in range(3)] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert on_cpu(1).device(0) == on_cpu(1).device_name(0) == "cpu"
+
+
+def test_engines_on_the_cpu_stay_in_rank_order() -> None:
+    assert keep(berths(on_cpu(2)), on_cpu(3)) == [0, 1, None]
+    assert keep(berths(on_cpu(3)), on_cpu(1)) == [0]
+
+
+def test_engines_stay_on_their_gpu_and_only_where_it_is_their_local_rank() -> None:
+    assert keep(berths(on_gpus(0, 1)), on_gpus(0, 1, 2)) == [0, 1, None]
+    assert keep(berths(on_gpus(0, 1, 2)), on_gpus(0, 1)) == [0, 1]
+    assert keep(berths(on_gpus(0, 1)), on_gpus(1, 0)) == [None, None]
+    assert keep(berths(on_gpus(0, 2)), on_gpus(0, 3)) == [0, None]
+    assert keep(berths(on_gpus(0, 0)), on_gpus(0)) == [0]
+    assert keep(berths(on_gpus(0)), on_gpus(0, 0)) == [0, None]
+
+
+def test_engines_do_not_move_between_cpu_and_gpu() -> None:
+    assert keep(berths(on_cpu(2)), on_gpus(0, 1)) == [None, None]
+    assert keep(berths(on_gpus(0, 1)), on_cpu(2)) == [None, None]
+
+
+def test_what_is_not_asked_for_stays() -> None:
+    old = Request(gpus=(0, 1), backend="gloo", app="fastai")
+    assert Request().after(old) == old
+    assert Request(app="other").after(old) == Request(gpus=(0, 1), backend="gloo", app="other")
+    assert Request(backend="nccl").after(old) == Request(gpus=(0, 1), backend="nccl", app="fastai")
+    assert Request(n=3).after(old) == Request(n=3, app="fastai")
