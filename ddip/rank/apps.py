@@ -1,7 +1,4 @@
-"""Run an app's own code on this rank.
-
-An app is a module with ``prepare()``, ``release()`` and ``command(text)``; all three are optional.
-"""
+"""Run an app's own code on this rank; ``ddip/apps/__init__.py`` says what an app is."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
@@ -29,6 +29,11 @@ class _NoShellThread:
         return False
 
 
+def _end_cell() -> NoReturn:
+    """What ``exit`` and ``quit`` call: they end the cell, as ``sys.exit()`` does, and not the rank."""
+    raise SystemExit
+
+
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     """One per engine; ``engine.py`` puts it in the place of ipyparallel's."""
 
@@ -39,6 +44,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         super().__init__(**kwargs)
         if getattr(self, "shell_channel_thread", None) is None:
             self.shell_channel_thread = _NoShellThread()
+        self.shell.ask_exit = _end_cell
         housekeeping.watch_cells(self.shell)
         gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
 

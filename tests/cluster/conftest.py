@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     os.environ["IPYTHONDIR"] = str(tmp_path_factory.mktemp("ipython"))
     with same_shared_memory():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_stop_button_works() -> None:
+    """A shell that runs the tests in the background has them ignore SIGINT; a notebook's kernel does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,19 @@ def test_variables_survive_an_error(cells: ddip.Group) -> None:
     assert [v["kept"] for v in cells.pull_all(["kept"], [0, 1])[0]] == [0, 1]
 
 
+@pytest.mark.parametrize("leave", ["exit", "exit()", "quit", "import sys; sys.exit()", "raise SystemExit(3)"])
+def test_exit_ends_the_cell_and_not_the_rank(cells: ddip.Group, leave: str) -> None:
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: SystemExit"):
+        cells.run(f"kept = 1\n{leave}\nkept = 2")
+    cells.run("pass")
+    assert cells.pull(["kept"]) == {"kept": 1}
+
+
+def test_input_is_refused(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: StdinNotImplementedError"):
+        cells.run("input()")
+
+
 def test_the_ranks_run_at_the_same_time(cells: ddip.Group) -> None:
     cells.run("import torch.distributed as dist\ndist.barrier()\ndist.barrier()")
 
