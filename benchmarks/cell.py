@@ -28,7 +28,6 @@ def main() -> None:
     for size in sys.argv[2:] or ["2", "4"]:
         with Group(int(size)) as group:
             client = group.cluster.client
-            assert client is not None
             view = client.direct_view([member.engine for member in group.members])
             raw_run = lambda: view.execute("pass", silent=False, block=True)  # noqa: B023, E731
             pairs = [(milliseconds(lambda: group.run("pass")), milliseconds(raw_run)) for _ in range(cells)]

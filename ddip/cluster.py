@@ -42,7 +42,7 @@ class Cluster:
     """A controller, a client, and engines that are started and stopped one by one; owned by this process."""
 
     def __init__(self, log: logging.Logger) -> None:
-        self.client: Client | None = None
+        self._client: Client | None = None
         self.exits: dict[int, int | None] = {}
         """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
         self.on_exit: Callable[[int], None] | None = None
@@ -92,6 +92,17 @@ class Cluster:
             future.cancel()
             raise
 
+    @property
+    def connected(self) -> bool:
+        """Is there a controller, with a client connected to it?"""
+        return self._client is not None
+
+    @property
+    def client(self) -> Client:
+        """The ``ipyparallel.Client``; there is one from `connect` on."""
+        assert self._client is not None
+        return self._client
+
     # -- start
 
     def start_controller(self) -> None:
@@ -99,7 +110,8 @@ class Cluster:
         misses = 30_000 // HEARTBEAT_MS
         arguments = [
             "--IPController.log_level=WARN",
-            "--IPController.use_threads=True",
+            "--IPController.use_threads=True",  # two processes instead of nine
+            "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else the Hub keeps what passes
             f"--HeartMonitor.period={HEARTBEAT_MS}",
             f"--HeartMonitor.max_heartmonitor_misses={misses}",
         ]
@@ -146,16 +158,18 @@ class Cluster:
     def connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
         try:
-            self.client = self._on_loop(self._ipp.connect_client(), max(0.1, deadline - time.monotonic()))
+            self._client = self._on_loop(self._ipp.connect_client(), max(0.1, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
-            raise StartError("the controller did not answer in time") from None
+            raise StartError("the controller did not answer in time; -t SECONDS waits longer") from None
+        except RuntimeError as error:
+            log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
+            raise StartError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
     def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> None:
         """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
 
         Raises StartError, with the log of an engine that ended or is missing.
         """
-        assert self.client is not None
         missing = set(engines)
         asked = 0.0
         while missing:
@@ -182,7 +196,6 @@ class Cluster:
             self._check_start(engines, waiting, deadline)
 
     def _knock(self, engine: int) -> set[concurrent.futures.Future[Any]]:
-        assert self.client is not None
         shell = ipp_private.execute(self.client, engine, "", True, lambda message: None)
         control = ipp_private.control(self.client, engine, "ddip_request", {"target": "housekeeping.hello", "args": []})
         return {shell, shell.output, control}
@@ -215,7 +228,7 @@ class Cluster:
         self.exits[engine] = data.get("exit_code")
         if self._stopping or engine not in self._sets:
             return
-        if self.client is not None:
+        if self.connected:
             ipp_private.unregister(self.client, engine)
         if self.on_exit is not None:
             self.on_exit(engine)
@@ -243,7 +256,7 @@ class Cluster:
         self._end([launcher.pid for name in names for launcher in self._ipp.engines[name].launchers.values()])
         for engine, name in zip(engines, names, strict=True):
             self._on_loop(self._ipp.stop_engines(name))
-            if self.client is not None:
+            if self.connected:
                 ipp_private.unregister(self.client, engine)
         self._record()
 
@@ -258,7 +271,7 @@ class Cluster:
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
         self._stopping = True
-        if self.client is not None:
+        if self.connected:
             self.client.close(linger=0)
         record = owner.Record.read(self.run_folder)
         if record is not None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ipyparallel.error import EngineError, RemoteError
 
@@ -43,6 +43,8 @@ SAME = Request()
 """Asks for nothing new."""
 PATIENCE_SECONDS = 2.0
 """How long an interrupted cell may take to end before the user is told what else can be done."""
+GRACE_SECONDS = 1.0
+"""How long the others may take to answer when one rank has failed."""
 INFO_SECONDS = 2.0
 """How long ``info`` waits for a rank's figures."""
 
@@ -72,7 +74,7 @@ class Group:
     n
         Number of ranks on the CPU. With neither `n` nor `gpus`: one rank on each GPU, or two on the CPU.
     gpus
-        GPU of each rank, in rank order, as this process counts GPUs; a GPU may come twice.
+        GPU of each rank, in rank order, as this process counts GPUs; a GPU may come twice. Or ``all``.
     backend
         Of ``torch.distributed``. Default: ``gloo``, or ``cpu:gloo,cuda:nccl`` on GPUs.
     app
@@ -95,7 +97,7 @@ class Group:
     def __init__(
         self,
         n: int | None = None,
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[int] | Literal["all"] | None = None,
         *,
         backend: str | None = None,
         app: str | None = None,
@@ -110,8 +112,11 @@ class Group:
         self.members: list[Member] = []
         self._lost: dict[int, int | None] = {}
         self._stores = 0
+        self._broken = False
         self._cluster: Cluster | None = None
         self._app: str | None = None
+        if gpus == "all":
+            gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
         self.request = Request(n, None if gpus is None else tuple(gpus), backend, app)
         self.wish = self._wish(self.request)
         self._start(self.wish)
@@ -162,6 +167,7 @@ class Group:
         cluster, self._cluster = self._cluster, None
         self.members = []
         self._lost = {}
+        self._broken = False
         if cluster is not None:
             cluster.stop()
 
@@ -201,11 +207,13 @@ class Group:
         if self.members:
             self._leave(members)
         self.request, self.wish, self.members = request, wish, members
+        self._broken = True
         self._join(deadline)
         if request.app is not None:
             self.progress(f"ddip: preparing {request.app}")
             self._ask(members, "apps.prepare", apps.find(request.app))
         self._app = request.app
+        self._broken = False
         self.seconds = time.monotonic() - began
 
     def _complete(self, wish: Wish, deadline: float) -> list[Member]:
@@ -225,7 +233,7 @@ class Group:
     def _start_engines(self, wish: Wish, count: int, deadline: float) -> list[tuple[int, dict[str, Any]]]:
         """Start `count` engines for the ranks of `wish`; returns their ids and what they tell of themselves."""
         cluster = self.cluster
-        first = cluster.client is None
+        first = not cluster.connected
         started: list[int] = []
         try:
             if first:
@@ -328,29 +336,38 @@ class Group:
         self, requests: Sequence[tuple[Member, str, tuple[Any, ...]]], deadline: float | None = None
     ) -> list[Any]:
         client = self.cluster.client
-        assert client is not None
-        waiting = [
-            client.direct_view(member.engine).apply_async(call, target, *args) for member, target, args in requests
-        ]
+        answers = {
+            self.members.index(member): client.direct_view(member.engine).apply_async(call, target, *args)
+            for member, target, args in requests
+        }
+        self._await(answers, deadline)
+        what = requests[0][1]
         problems: dict[int, RankError] = {}
-        results = []
-        for (member, target, _), answer in zip(requests, waiting, strict=True):
-            rank = self.members.index(member)
-            if not answer.wait(-1 if deadline is None else max(0.1, deadline - time.monotonic())):
-                raise StartError(
-                    f"rank {rank} did not finish {target} in time; -t SECONDS waits longer, %makedip -r starts afresh"
-                )
-            reply = answer.get(return_exceptions=True)
+        for rank, answer in answers.items():
+            reply = answer.get(return_exceptions=True) if answer.done() else {}
             if isinstance(reply, BaseException):
-                problems[rank] = RankError(type(reply).__name__, str(reply), "")
+                problems[rank] = self._error(rank, reply) or RankError(type(reply).__name__, str(reply), "")
             elif "error" in reply:
                 problems[rank] = RankError(reply["error"], reply["message"], reply["traceback"])
-            else:
-                results.append(reply["ok"])
         if problems:
             log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
-            raise StartError(f"{requests[0][1]} failed: {CellError(problems)}")
-        return results
+            raise StartError(f"{what} failed: {CellError(problems)}")
+        late = [rank for rank, answer in answers.items() if not answer.done()]
+        if late:
+            raise StartError(f"{ranks_text(late)} did not finish {what} in time; -t SECONDS waits longer")
+        return [answer.get()["ok"] for answer in answers.values()]
+
+    def _await(self, answers: Mapping[int, Any], deadline: float | None) -> None:
+        """Wait until all `answers` are there; not for those that wait in vain, since another rank failed or ended."""
+        failed_at: float | None = None
+        while not all(answer.done() for answer in answers.values()):
+            now = time.monotonic()
+            if (deadline is not None and now > deadline) or (failed_at is not None and now > failed_at + GRACE_SECONDS):
+                return
+            next(answer for answer in answers.values() if not answer.done()).wait(0.05)
+            done = [answer.get(return_exceptions=True) for answer in answers.values() if answer.done()]
+            if failed_at is None and any(isinstance(reply, BaseException) or "error" in reply for reply in done):
+                failed_at = now
 
     def _control(self, engine: int, target: str, deadline: float) -> Any:
         """Call ``ddip.rank.<target>()`` on the control thread of `engine`, which answers while a cell runs."""
@@ -370,6 +387,8 @@ class Group:
         _ = self.cluster
         if self._lost:
             raise StartError(f"{self._lost_text(sorted(self._lost))}; %makedip -r starts the group afresh")
+        if self._broken:
+            raise StartError("the group did not form when it was last changed; %makedip -r starts it afresh")
 
     def _lost_text(self, ranks: list[int]) -> str:
         codes = [self._lost.get(rank) for rank in ranks]
@@ -456,9 +475,7 @@ class Group:
         """Send SIGINT to `ranks` (default: all): a cell in Python code ends there with KeyboardInterrupt."""
         engines = [self.members[rank].engine for rank in (range(self.world_size) if ranks is None else ranks)]
         if engines:
-            client = self.cluster.client
-            assert client is not None
-            client.send_signal("SIGINT", engines, block=False)
+            self.cluster.client.send_signal("SIGINT", engines, block=False)
 
     def command(self, text: str) -> None:
         """Give `text` to the app on every rank."""

@@ -1,8 +1,8 @@
 """Framework adapters: modules that prepare a framework on every rank.
 
-Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import, with
-``prepare()``, called when a rank has joined the group, ``release()``, called before it leaves it, and ``command(text)``,
-for ``%%dip -a text``. All three are optional.
+Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import. Its
+``prepare()`` is called when a rank has joined the group, ``release()`` before it leaves it, and ``command(text)`` for
+``%%dip -a text``. All three are optional.
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ before the output thread has sent that message."""
 
 
 class Cells:
-    """What this rank knows of its cells: is one running, and how long did the last one take."""
+    """What this rank knows of its cells: where they compute, is one running, how long did the last one take."""
 
     def __init__(self) -> None:
         self.collect = True
+        self.device = torch.device("cpu")
         self.collections = 0
         self.seconds: float | None = None
         self._started: float | None = None
@@ -96,11 +97,11 @@ def _resident() -> int:
 def figures() -> dict[str, Any]:
     """Memory (bytes), state and seconds of the last cell; safe while a cell runs."""
     gpu = None
-    if torch.cuda.is_initialized():
+    if cells.device.type == "cuda":  # named, since each thread has a current device of its own
         gpu = {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "total": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            "allocated": torch.cuda.memory_allocated(cells.device),
+            "reserved": torch.cuda.memory_reserved(cells.device),
+            "total": torch.cuda.get_device_properties(cells.device).total_memory,
         }
     return {
         "memory": _resident(),

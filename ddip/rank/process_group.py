@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddip.rank import namespace
+from ddip.rank.housekeeping import cells
 from ddip.rank.seat import Seat
 
 _seated = False
@@ -31,7 +32,7 @@ def join(seat: Seat) -> None:
         _seated = True
     if seat.threads is not None:
         torch.set_num_threads(seat.threads)
-    device = torch.device(seat.device)
+    device = cells.device = torch.device(seat.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +145,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 state = "not prepared"
 def prepare():
     global state
@@ -216,3 +218,35 @@ def test_an_interrupted_start_leaves_nothing() -> None:
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
     with ddip.Group(1) as group:
         assert proofs(group) == [1]
+
+
+def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    monkeypatch.setenv("IPP_ENABLE_CURVE", "1")
+    monkeypatch.setenv("IPP_CURVE_SECRETKEY", "not a key")
+    monkeypatch.setenv("IPP_CURVE_PUBLICKEY", "not a key")
+    with pytest.raises(
+        StartError, match=r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
+    ):
+        ddip.Group(1)
+    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+
+
+def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    began = time.monotonic()
+    with pytest.raises(StartError, match=r"process_group.join failed: .*nowhere0"):
+        ddip.Group(2, timeout=60)
+    assert time.monotonic() - began < 50
+    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+
+
+def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddip.Group) -> None:
+    own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
+    with pytest.raises(StartError, match="process_group.join failed: rank 1: TypeError"):
+        own_group.change(Request(n=3))
+    with pytest.raises(StartError, match="%makedip -r starts it afresh"):
+        own_group.run("pass")
+    own_group.restart()
+    assert proofs(own_group) == [6, 6, 6]
