@@ -28,7 +28,7 @@ from ipyparallel import Client
 from ipyparallel import Cluster as IppCluster
 
 from ddip import ipp_private, owner
-from ddip.errors import StartError
+from ddip.errors import GroupError
 
 T = TypeVar("T")
 
@@ -45,8 +45,6 @@ class Cluster:
         self._client: Client | None = None
         self.exits: dict[int, int | None] = {}
         """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
-        self.on_exit: Callable[[int], None] | None = None
-        """Called on the cluster's thread with the id of an engine that ended."""
         self._sets: dict[int, str] = {}
         self._logs: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
@@ -160,15 +158,15 @@ class Cluster:
         try:
             self._client = self._on_loop(self._ipp.connect_client(), max(0.1, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
-            raise StartError("the controller did not answer in time; -t SECONDS waits longer") from None
+            raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:
             log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
-            raise StartError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
+            raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
     def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> None:
         """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
 
-        Raises StartError, with the log of an engine that ended or is missing.
+        Raises GroupError, with the log of an engine that ended or is missing.
         """
         missing = set(engines)
         asked = 0.0
@@ -204,10 +202,10 @@ class Cluster:
         ended = [engine for engine in engines if engine in self.exits]
         if ended:
             code = self.exits[ended[0]]
-            raise StartError(f"an engine ended while it started (exit code {code}){self._log_text(ended[0])}")
+            raise GroupError(f"an engine ended while it started (exit code {code}){self._log_text(ended[0])}")
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
-            raise StartError(f"only {count} came in time; -t SECONDS waits longer{self._log_text(min(waiting))}")
+            raise GroupError(f"only {count} came in time; -t SECONDS waits longer{self._log_text(min(waiting))}")
 
     def _log_text(self, engine: int) -> str:
         lines = self.log_tail(engine)
@@ -230,8 +228,6 @@ class Cluster:
             return
         if self.connected:
             ipp_private.unregister(self.client, engine)
-        if self.on_exit is not None:
-            self.on_exit(engine)
 
     def pid(self, engine: int) -> int:
         """Process id of `engine`."""

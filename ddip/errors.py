@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from IPython.core.error import UsageError
@@ -14,7 +14,7 @@ __all__ = [
     "DipUsageError",
     "NoGroup",
     "RankError",
-    "StartError",
+    "GroupError",
     "TransferError",
 ]
 
@@ -37,8 +37,8 @@ class NoGroup(DipUsageError, RuntimeError):
         super().__init__(f"{what}: there is no group yet; start one with %makedip -n 2, or %makedip -g all")
 
 
-class StartError(DipUsageError, RuntimeError):
-    """The group did not form."""
+class GroupError(DipUsageError, RuntimeError):
+    """The group did not form, or a rank of it is gone or busy."""
 
 
 class TransferError(DipUsageError, RuntimeError):
@@ -58,7 +58,7 @@ class RankError:
         return f"{self.name}: {self.message}" if self.message else self.name
 
 
-def ranks_text(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``ranks 0-2, 5``.
 
     >>> ranks_text([3])

@@ -6,7 +6,8 @@
         execute_reply    <- each rank                 the cell ends when every rank has answered and fallen silent
         errors           -> one CellError, by rank
 
-Requests of ddip itself (join the group, take objects, tell figures) are calls of functions in ``ddip.rank``.
+Requests of ddip itself (join the group, take objects, tell figures) are calls of functions in ``ddip.rank``;
+``ranks.py`` sends them. ``cells.py`` runs the cells.
 """
 
 from __future__ import annotations
@@ -16,23 +17,22 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-import queue
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from ipyparallel.error import EngineError, RemoteError
-
-from ddip import apps, devices, ipp_private, outputs, owner, placement, transfer
+from ddip import apps, devices, outputs, owner, placement, transfer
+from ddip.cells import Cells
 from ddip.cluster import Cluster
-from ddip.errors import BadInput, CellError, CellInterrupted, RankError, StartError, TransferError, ranks_text
+from ddip.errors import BadInput, GroupError, TransferError
 from ddip.placement import Berth, Request, Wish
-from ddip.rank import call
 from ddip.rank.seat import Seat
+from ddip.ranks import Member, Ranks
 
 log = logging.getLogger("ddip")
 log.addHandler(logging.NullHandler())
@@ -41,25 +41,8 @@ ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
 
 SAME = Request()
 """Asks for nothing new."""
-PATIENCE_SECONDS = 2.0
-"""How long an interrupted cell may take to end before the user is told what else can be done."""
-GRACE_SECONDS = 1.0
-"""How long the others may take to answer when one rank has failed."""
 INFO_SECONDS = 2.0
 """How long ``info`` waits for a rank's figures."""
-
-Events: TypeAlias = "queue.SimpleQueue[tuple[int, outputs.Message | None]]"
-"""What arrives from the ranks while a cell runs: a rank's message, or None for one of its two ends."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One rank: the engine it lives in, and what that engine was started for."""
-
-    engine: int
-    pid: int
-    host: str
-    berth: Berth
 
 
 def _ignore(text: str) -> None:
@@ -90,7 +73,7 @@ class Group:
     ------
     BadInput
         for a group that cannot be on this machine.
-    StartError
+    GroupError
         if it did not form; nothing is left running then.
     """
 
@@ -109,11 +92,9 @@ class Group:
         self.collect = collect
         self.progress = progress
         self.seconds = 0.0
-        self.members: list[Member] = []
-        self._lost: dict[int, int | None] = {}
+        self._ranks: Ranks | None = None
         self._stores = 0
         self._broken = False
-        self._cluster: Cluster | None = None
         self._app: str | None = None
         if gpus == "all":
             gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
@@ -132,8 +113,8 @@ class Group:
         atexit.register(self.shutdown)
         try:
             owner.clear_up_orphans()
-            self._cluster = Cluster(ipp_log)
-            self._cluster.on_exit = self._engine_ended
+            self._ranks = Ranks(Cluster(ipp_log))
+            self._cells = Cells(self._ranks)
             self._form(wish, self.request)
         except BaseException:
             self.shutdown()
@@ -164,12 +145,12 @@ class Group:
     def shutdown(self) -> None:
         """End all processes and remove all files; the group is empty then. May be called twice."""
         atexit.unregister(self.shutdown)
-        cluster, self._cluster = self._cluster, None
-        self.members = []
-        self._lost = {}
+        ranks, self._ranks = self._ranks, None
         self._broken = False
-        if cluster is not None:
-            cluster.stop()
+        self._app = None
+        if ranks is not None:
+            with _undisturbed():
+                ranks.cluster.stop()
 
     def __enter__(self) -> Group:
         return self
@@ -182,7 +163,19 @@ class Group:
     @property
     def alive(self) -> bool:
         """False after ``shutdown``."""
-        return self._cluster is not None
+        return self._ranks is not None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of a group that has not ended."""
+        if self._ranks is None:
+            raise GroupError("this group has ended; start one with %makedip, or ddip.Group()")
+        return self._ranks
+
+    @property
+    def members(self) -> list[Member]:
+        """The members in rank order."""
+        return self.ranks.members
 
     @property
     def world_size(self) -> int:
@@ -192,9 +185,16 @@ class Group:
     @property
     def cluster(self) -> Cluster:
         """The ipyparallel cluster below; its ``client`` is an ``ipyparallel.Client``."""
-        if self._cluster is None:
-            raise StartError("this group has ended; start one with %makedip, or ddip.Group()")
-        return self._cluster
+        return self.ranks.cluster
+
+    def require(self) -> None:
+        """Raise GroupError unless every rank is there and free."""
+        ended = self.ranks.ended
+        if ended:
+            raise GroupError(f"{self.ranks.ended_text(ended)}; %makedip -r starts the group afresh")
+        if self._broken:
+            raise GroupError("the group did not form when it was last changed; %makedip -r starts it afresh")
+        self._cells.require_idle()
 
     # -- forming
 
@@ -206,12 +206,12 @@ class Group:
         self.progress(f"ddip: forming a group of {wish.size} ranks")
         if self.members:
             self._leave(members)
-        self.request, self.wish, self.members = request, wish, members
+        self.request, self.wish, self.ranks.members = request, wish, members
         self._broken = True
         self._join(deadline)
         if request.app is not None:
             self.progress(f"ddip: preparing {request.app}")
-            self._ask(members, "apps.prepare", apps.find(request.app))
+            self.ranks.ask(range(wish.size), "apps.prepare", apps.find(request.app))
         self._app = request.app
         self._broken = False
         self.seconds = time.monotonic() - began
@@ -247,14 +247,14 @@ class Group:
             cluster.wait_for(
                 started, deadline, lambda up: self.progress(f"ddip: {here + up} of {wish.size} engines are up")
             )
-            hellos = [self._control(engine, "housekeeping.hello", deadline) for engine in started]
-            witness = hellos[0] if hellos else self._control(self.members[0].engine, "housekeeping.hello", deadline)
-            self._check_torch(wish, witness)
+            witnesses = started or [self.members[0].engine]
+            hellos = [self.ranks.ask_beside(engine, "housekeeping.hello", deadline) for engine in witnesses]
+            _check_torch(wish, hellos[0])
         except BaseException:
             if self.members:  # else everything goes
                 cluster.stop_engines(started)
             raise
-        return list(zip(started, hellos, strict=True))
+        return list(zip(started, hellos, strict=False))
 
     def _engine_environment(self, wish: Wish) -> dict[str, str]:
         """What must be set before torch loads: threads, and the GPUs that the rank sees."""
@@ -266,23 +266,12 @@ class Group:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in wish.visible)
         return environment
 
-    def _check_torch(self, wish: Wish, hello: Mapping[str, Any]) -> None:
-        wanted = [part.rpartition(":")[2] for part in wish.backend.split(",")]
-        for backend in wanted:
-            if backend not in hello["backends"]:
-                has = ", ".join(hello["backends"])
-                raise BadInput(f"-b {wish.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")
-        if wish.on_gpus and not hello["cuda"]:
-            raise BadInput(
-                f"torch {hello['torch']} was built without CUDA; install a CUDA build, or type -n {wish.size}"
-            )
-
     def _leave(self, staying: Sequence[Member]) -> None:
         """All ranks leave the old group; those that are not `staying` end."""
         if self._app is not None:
-            self._ask(self.members, "apps.release", apps.find(self._app))
+            self.ranks.ask(range(self.world_size), "apps.release", apps.find(self._app))
             self._app = None
-        self._ask(self.members, "process_group.leave")
+        self.ranks.ask(range(self.world_size), "process_group.leave")
         going = [member for member in self.members if member not in staying]
         if going:
             self.cluster.stop_engines([member.engine for member in going])
@@ -291,8 +280,8 @@ class Group:
         self._stores += 1
         store = self.cluster.run_folder / f"store-{self._stores}"
         port = _free_port()
-        seats = [
-            Seat(
+        seats = {
+            rank: Seat(
                 rank=rank,
                 world_size=self.world_size,
                 local_rank=rank,
@@ -305,19 +294,16 @@ class Group:
                 store=str(store),
                 interface=_loopback(),
                 threads=None if "OMP_NUM_THREADS" in os.environ else _threads(self.world_size),
+                collect=self.collect,
                 directory=os.getcwd(),
                 path=tuple(sys.path),
             )
             for rank in range(self.world_size)
-        ]
-        self._ask_each(
-            [(member, "process_group.join", (seat,)) for member, seat in zip(self.members, seats, strict=True)],
-            deadline,
-        )
+        }
+        self.ranks.ask_each({rank: (seat,) for rank, seat in seats.items()}, "process_group.join", deadline)
         for old in self.cluster.run_folder.glob("store-*"):
             if old != store:
                 old.unlink(missing_ok=True)
-        self._ask(self.members, "housekeeping.set_collect", self.collect)
 
     def describe(self) -> str:
         """Ranks, devices and backend in one line."""
@@ -325,75 +311,6 @@ class Group:
         gpus = [str(gpu) for gpu in self.wish.gpus]
         where = "GPU " + ", ".join(gpus) if self.wish.on_gpus else "the CPU"
         return f"ddip: {count} on {where}, {self.wish.backend}"
-
-    # -- asking ranks
-
-    def _ask(self, members: Sequence[Member], target: str, *args: Any) -> list[Any]:
-        """Call ``ddip.rank.<target>(*args)`` on the main thread of each of `members`; returns the results in order."""
-        return self._ask_each([(member, target, args) for member in members])
-
-    def _ask_each(
-        self, requests: Sequence[tuple[Member, str, tuple[Any, ...]]], deadline: float | None = None
-    ) -> list[Any]:
-        client = self.cluster.client
-        answers = {
-            self.members.index(member): client.direct_view(member.engine).apply_async(call, target, *args)
-            for member, target, args in requests
-        }
-        self._await(answers, deadline)
-        what = requests[0][1]
-        problems: dict[int, RankError] = {}
-        for rank, answer in answers.items():
-            reply = answer.get(return_exceptions=True) if answer.done() else {}
-            if isinstance(reply, BaseException):
-                problems[rank] = self._error(rank, reply) or RankError(type(reply).__name__, str(reply), "")
-            elif "error" in reply:
-                problems[rank] = RankError(reply["error"], reply["message"], reply["traceback"])
-        if problems:
-            log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
-            raise StartError(f"{what} failed: {CellError(problems)}")
-        late = [rank for rank, answer in answers.items() if not answer.done()]
-        if late:
-            raise StartError(f"{ranks_text(late)} did not finish {what} in time; -t SECONDS waits longer")
-        return [answer.get()["ok"] for answer in answers.values()]
-
-    def _await(self, answers: Mapping[int, Any], deadline: float | None) -> None:
-        """Wait until all `answers` are there; not for those that wait in vain, since another rank failed or ended."""
-        failed_at: float | None = None
-        while not all(answer.done() for answer in answers.values()):
-            now = time.monotonic()
-            if (deadline is not None and now > deadline) or (failed_at is not None and now > failed_at + GRACE_SECONDS):
-                return
-            next(answer for answer in answers.values() if not answer.done()).wait(0.05)
-            done = [answer.get(return_exceptions=True) for answer in answers.values() if answer.done()]
-            if failed_at is None and any(isinstance(reply, BaseException) or "error" in reply for reply in done):
-                failed_at = now
-
-    def _control(self, engine: int, target: str, deadline: float) -> Any:
-        """Call ``ddip.rank.<target>()`` on the control thread of `engine`, which answers while a cell runs."""
-        future = ipp_private.control(self.cluster.client, engine, "ddip_request", {"target": target, "args": []})
-        content = future.result(max(0.1, deadline - time.monotonic()))["content"]
-        if "error" in content:
-            raise StartError(f"{target} failed: {content['error']}: {content['message']}")
-        return content["ok"]
-
-    def _engine_ended(self, engine: int) -> None:
-        for rank, member in enumerate(self.members):
-            if member.engine == engine:
-                self._lost[rank] = self.cluster.exits.get(engine)
-
-    def require(self) -> None:
-        """Raise StartError unless every rank is there."""
-        _ = self.cluster
-        if self._lost:
-            raise StartError(f"{self._lost_text(sorted(self._lost))}; %makedip -r starts the group afresh")
-        if self._broken:
-            raise StartError("the group did not form when it was last changed; %makedip -r starts it afresh")
-
-    def _lost_text(self, ranks: list[int]) -> str:
-        codes = [self._lost.get(rank) for rank in ranks]
-        text = ", ".join("unknown" if code is None else str(code) for code in codes)
-        return f"{ranks_text(ranks)} ended (exit code {text})"
 
     # -- cells
 
@@ -406,82 +323,20 @@ class Group:
         the user interrupted it.
         """
         self.require()
-        ranks = range(self.world_size) if ranks is None else ranks
-        events: Events = queue.SimpleQueue()
-        show = outputs.CellOutput(see, quiet=quiet)
-        replies = {rank: self._send_cell(rank, code, events) for rank in ranks}
-        interrupted = self._follow(replies, events, show)
-        show.finish()
-        errors = {rank: self._error(rank, future.result()) for rank, future in replies.items()}
-        failed = {rank: error for rank, error in errors.items() if error is not None}
-        if interrupted:
-            raise CellInterrupted(f"the cell was interrupted on {ranks_text(list(failed) or list(replies))}")
-        if failed:
-            raise CellError(failed)
+        self._cells.run(code, self._all_or(ranks), outputs.CellOutput(see, quiet=quiet))
 
-    def _send_cell(self, rank: int, code: str, events: Events) -> concurrent.futures.Future[Any]:
-        """Send a cell to `rank`: `events` gets its messages, and a None each for its answer and its last message."""
-
-        def on_message(message: outputs.Message) -> None:
-            events.put((rank, message))
-
-        def on_end(_: concurrent.futures.Future[Any]) -> None:
-            events.put((rank, None))
-
-        future = ipp_private.execute(self.cluster.client, self.members[rank].engine, code, False, on_message)
-        future.add_done_callback(on_end)
-        future.output.add_done_callback(on_end)
-        return future  # type: ignore[no-any-return]
-
-    def _error(self, rank: int, reply: Any) -> RankError | None:
-        """What `rank` raised, out of ipyparallel's reply to a cell."""
-        if not isinstance(reply, BaseException):
-            return None
-        if not isinstance(reply, RemoteError):
-            return RankError(type(reply).__name__, str(reply), "")
-        if reply.ename == EngineError.__name__:
-            return RankError("RankEnded", f"{self._lost_text([rank])}; %makedip -r starts the group afresh", "")
-        return RankError(reply.ename, reply.evalue, reply.traceback)
-
-    def _follow(
-        self, replies: Mapping[int, concurrent.futures.Future[Any]], events: Events, show: outputs.CellOutput
-    ) -> bool:
-        """Show messages until every rank has answered and fallen silent; returns whether the user interrupted."""
-        open_ends = 2 * len(replies)
-        interrupted = patient = False
-        while open_ends:
-            try:
-                if events.empty():
-                    outputs.flush()
-                rank, message = events.get(timeout=PATIENCE_SECONDS if patient else None)
-                if message is None:
-                    open_ends -= 1
-                else:
-                    show.receive(rank, message)
-            except queue.Empty:
-                waiting = [rank for rank, future in replies.items() if not future.done()]
-                outputs.tell(f"{ranks_text(waiting)} did not stop yet; a second interrupt gives up waiting")
-                patient = False
-            except KeyboardInterrupt:
-                waiting = [rank for rank, future in replies.items() if not future.done()]
-                if interrupted:
-                    text = f"{ranks_text(waiting)} did not stop; %makedip -i shows them, %makedip -r starts afresh"
-                    raise CellInterrupted(text) from None
-                interrupted = patient = True
-                self.interrupt(waiting)
-        return interrupted
+    def _all_or(self, ranks: Sequence[int] | None) -> Sequence[int]:
+        return range(self.world_size) if ranks is None else ranks
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Send SIGINT to `ranks` (default: all): a cell in Python code ends there with KeyboardInterrupt."""
-        engines = [self.members[rank].engine for rank in (range(self.world_size) if ranks is None else ranks)]
-        if engines:
-            self.cluster.client.send_signal("SIGINT", engines, block=False)
+        self.ranks.interrupt(self._all_or(ranks))
 
     def command(self, text: str) -> None:
         """Give `text` to the app on every rank."""
         if self._app is None:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
-        self._ask(self.members, "apps.command", apps.find(self._app), text)
+        self.ranks.ask(range(self.world_size), "apps.command", apps.find(self._app), text)
 
     # -- objects
 
@@ -491,16 +346,15 @@ class Group:
         Raises TransferError, and changes nothing on any rank, if one of them cannot be carried.
         """
         self.require()
-        ranks = range(self.world_size) if ranks is None else ranks
-        members = [self.members[rank] for rank in ranks]
+        ranks = self._all_or(ranks)
         packed = transfer.pack(values)
-        errors = self._ask(members, "transfer.stage", packed.values)
+        errors = self.ranks.ask(ranks, "transfer.stage", packed.values)
         try:
             transfer.staged(dict(zip(ranks, errors, strict=True)))
         except TransferError:
-            self._ask(members, "transfer.drop")
+            self.ranks.ask(ranks, "transfer.drop")
             raise
-        self._ask(members, "transfer.commit")
+        self.ranks.ask(ranks, "transfer.commit")
         return packed.moved
 
     def pull(self, names: Sequence[str], rank: int = 0) -> dict[str, Any]:
@@ -510,7 +364,7 @@ class Group:
     def pull_all(self, names: Sequence[str], ranks: Sequence[int]) -> tuple[list[dict[str, Any]], list[str]]:
         """The objects `names` of each of `ranks`, in order, and the names whose tensors moved to the CPU."""
         self.require()
-        replies = self._ask([self.members[rank] for rank in ranks], "transfer.pack", list(names))
+        replies = self.ranks.ask(ranks, "transfer.pack", list(names))
         values = [transfer.unpack(rank, reply) for rank, reply in zip(ranks, replies, strict=True)]
         return values, [name for name in names if any(name in reply["moved"] for reply in replies)]
 
@@ -523,10 +377,10 @@ class Group:
         for rank, member in enumerate(self.members):
             figures: dict[str, Any] = {}
             state = "ended"
-            if rank not in self._lost:
+            if rank not in self.ranks.ended:
                 state = "no answer"
-                with contextlib.suppress(concurrent.futures.TimeoutError, StartError):
-                    figures = self._control(member.engine, "housekeeping.figures", deadline)
+                with contextlib.suppress(concurrent.futures.TimeoutError, GroupError):
+                    figures = self.ranks.ask_beside(member.engine, "housekeeping.figures", deadline)
                     state = "busy" if figures["busy"] else "idle"
             gpu = figures.get("gpu") or {}
             infos.append(
@@ -562,3 +416,30 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _check_torch(wish: Wish, hello: Mapping[str, Any]) -> None:
+    """Raise BadInput if the torch that `hello` tells of cannot do what `wish` needs."""
+    wanted = [part.rpartition(":")[2] for part in wish.backend.split(",")]
+    for backend in wanted:
+        if backend not in hello["backends"]:
+            has = ", ".join(hello["backends"])
+            raise BadInput(f"-b {wish.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")
+    if wish.on_gpus and not hello["cuda"]:
+        raise BadInput(f"torch {hello['torch']} was built without CUDA; install a CUDA build, or type -n {wish.size}")
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Finish what must not be left half done, and be interrupted then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if interrupts:
+        raise KeyboardInterrupt

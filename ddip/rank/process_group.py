@@ -32,6 +32,7 @@ def join(seat: Seat) -> None:
         _seated = True
     if seat.threads is not None:
         torch.set_num_threads(seat.threads)
+    cells.collect = seat.collect
     device = cells.device = torch.device(seat.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

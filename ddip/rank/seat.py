@@ -25,6 +25,8 @@ class Seat:
     """Network interface of the group's own traffic; empty: let the backend choose."""
     threads: int | None
     """For torch's operations on the CPU; None: the user has set them in the environment."""
+    collect: bool
+    """Collect garbage after each cell."""
     directory: str
     """Working directory of the notebook; used before the first cell only."""
     path: tuple[str, ...]

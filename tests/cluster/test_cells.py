@@ -127,7 +127,8 @@ def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
 def collections(group: ddip.Group) -> list[int]:
     """How often each rank has collected so far, asked beside its cells."""
     return [
-        group._control(m.engine, "housekeeping.figures", time.monotonic() + 10)["collections"] for m in group.members
+        group.ranks.ask_beside(member.engine, "housekeeping.figures", time.monotonic() + 10)["collections"]
+        for member in group.members
     ]
 
 
@@ -168,10 +169,10 @@ def test_a_setting_turns_the_collection_off(cells: ddip.Group) -> None:
         settled = collections(cells)
         cells.run("pass")
         wait_until(lambda: all(now > then for now, then in zip(collections(cells), settled, strict=True)))
-        cells._ask(cells.members, "housekeeping.set_collect", False)
+        cells.run("from ddip.rank.housekeeping import cells as _cells; _cells.collect = False")
         before = collections(cells)
         for _ in range(3):
             cells.run("pass")
         assert collections(cells) == before
     finally:
-        cells._ask(cells.members, "housekeeping.set_collect", True)
+        cells.run("from ddip.rank.housekeeping import cells as _cells; _cells.collect = True")

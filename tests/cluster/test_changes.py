@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import ddip
-from ddip.errors import BadInput, StartError
+from ddip.errors import BadInput, GroupError
 from ddip.placement import Request
 
 from .leftovers import assert_nothing_left, files_of, processes_of
@@ -23,13 +23,13 @@ from .leftovers import assert_nothing_left, files_of, processes_of
 @pytest.fixture
 def own_group() -> Iterator[ddip.Group]:
     """A group that the test may do anything to."""
+    others = {p.pid for p in processes_of(os.getpid())}
     group = ddip.Group(2)
     yield group
-    pids = {p.pid for p in processes_of(os.getpid())}
+    folder = group.cluster.run_folder
     group.shutdown()
-    assert not pids & {p.pid for p in processes_of(os.getpid())} or all(
-        not psutil.pid_exists(m.pid) for m in group.members
-    )
+    assert not folder.exists()
+    assert {p.pid for p in processes_of(os.getpid())} == others
 
 
 PROOF = "import torch, torch.distributed as dist\nx = torch.tensor(rank + 1)\ndist.all_reduce(x)\nproof = x.item()"
@@ -71,7 +71,7 @@ def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
 
     # engines that do not come leave the group as it is
     own_group.timeout = 0.2
-    with pytest.raises(StartError, match="0 of 1 engines came in time"):
+    with pytest.raises(GroupError, match="0 of 1 engines came in time"):
         own_group.change(Request(n=2))
     own_group.timeout = 60
     assert proofs(own_group) == [1]
@@ -91,7 +91,7 @@ def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
 def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match=r"rank 1: RankEnded: rank 1 ended \(exit code -9\)"):
         own_group.run("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(StartError, match=r"rank 1 ended \(exit code -9\); %makedip -r starts the group afresh"):
+    with pytest.raises(GroupError, match=r"rank 1 ended \(exit code -9\); %makedip -r starts the group afresh"):
         own_group.run("pass")
     assert [info.state for info in own_group.info()] == ["idle", "ended"]
     own_group.restart()
@@ -100,7 +100,7 @@ def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.
 
 def test_engines_that_do_not_come_in_time_leave_nothing_behind() -> None:
     before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
-    with pytest.raises(StartError, match="in time"):
+    with pytest.raises(GroupError, match="in time"):
         ddip.Group(2, timeout=0.5)
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
 
@@ -112,7 +112,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing_behind(
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
-    with pytest.raises(StartError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken"):
+    with pytest.raises(GroupError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken"):
         ddip.Group(2)
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
 
@@ -226,7 +226,7 @@ def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind(monke
     monkeypatch.setenv("IPP_CURVE_SECRETKEY", "not a key")
     monkeypatch.setenv("IPP_CURVE_PUBLICKEY", "not a key")
     with pytest.raises(
-        StartError, match=r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
+        GroupError, match=r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
     ):
         ddip.Group(1)
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
@@ -236,7 +236,7 @@ def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(mon
     before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     began = time.monotonic()
-    with pytest.raises(StartError, match=r"process_group.join failed: .*nowhere0"):
+    with pytest.raises(GroupError, match=r"process_group.join failed: .*nowhere0"):
         ddip.Group(2, timeout=60)
     assert time.monotonic() - began < 50
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
@@ -244,9 +244,9 @@ def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(mon
 
 def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddip.Group) -> None:
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
-    with pytest.raises(StartError, match="process_group.join failed: rank 1: TypeError"):
+    with pytest.raises(GroupError, match="process_group.join failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
-    with pytest.raises(StartError, match="%makedip -r starts it afresh"):
+    with pytest.raises(GroupError, match="%makedip -r starts it afresh"):
         own_group.run("pass")
     own_group.restart()
     assert proofs(own_group) == [6, 6, 6]

@@ -125,5 +125,6 @@ def test_kill_ends_ranks_that_do_not_hear_an_interrupt(new_notebook: NewNotebook
     assert shown.error == "CellInterrupted"
     assert "ranks 0, 1 did not stop; %makedip -i shows them, %makedip -r starts afresh" in shown.message
     assert "busy" in notebook.ok("%makedip -i").stdout
+    assert "ranks 0, 1 still run the cell that you gave up; %makedip -i" in notebook.fails("%%dip\npass").message
     notebook.ok("%makedip -k")
     assert_nothing_left(notebook.pid, 0)

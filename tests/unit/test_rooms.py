@@ -11,7 +11,7 @@ import pytest
 
 DDIP = Path(__file__).parents[2] / "ddip"
 ORDER = ["errors", "placement", "devices", "owner", "rank", "ipp_private", "apps", "outputs", "transfer", "cluster"]
-ORDER += ["group", "autodip", "magics"]
+ORDER += ["ranks", "cells", "group", "autodip", "magics"]
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,120 @@
+"""Ask ranks to do something: calls of functions in ``ddip.rank``, on a rank's main thread or beside a running cell."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ipyparallel.error import EngineError, RemoteError
+
+from ddip import ipp_private
+from ddip.cluster import Cluster
+from ddip.errors import CellError, GroupError, RankError, ranks_text
+from ddip.placement import Berth
+from ddip.rank import call
+
+log = logging.getLogger("ddip")
+
+GRACE_SECONDS = 1.0
+"""How long the others may take to answer when one rank has failed."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank: the engine it lives in, and what that engine was started for."""
+
+    engine: int
+    pid: int
+    host: str
+    berth: Berth
+
+
+class Ranks:
+    """The members of a group, in rank order, on one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.members: list[Member] = []
+
+    @property
+    def ended(self) -> list[int]:
+        """The ranks whose process is gone."""
+        return [rank for rank, member in enumerate(self.members) if member.engine in self.cluster.exits]
+
+    def ended_text(self, ranks: Sequence[int]) -> str:
+        """``rank 1 ended (exit code -9)``."""
+        codes = [self.cluster.exits.get(self.members[rank].engine) for rank in ranks]
+        text = ", ".join("unknown" if code is None else str(code) for code in codes)
+        return f"{ranks_text(ranks)} ended (exit code {text})"
+
+    def ask(self, ranks: Sequence[int], target: str, *args: Any) -> list[Any]:
+        """Call ``ddip.rank.<target>(*args)`` on the main thread of each of `ranks`; returns the results in order."""
+        return self.ask_each(dict.fromkeys(ranks, args), target)
+
+    def ask_each(
+        self, arguments: Mapping[int, tuple[Any, ...]], target: str, deadline: float | None = None
+    ) -> list[Any]:
+        """The same with arguments by rank, until `deadline` on ``time.monotonic``; raises GroupError."""
+        client = self.cluster.client
+        answers = {
+            rank: client.direct_view(self.members[rank].engine).apply_async(call, target, *args)
+            for rank, args in arguments.items()
+        }
+        self._await(answers, deadline)
+        problems: dict[int, RankError] = {}
+        for rank, answer in answers.items():
+            reply = answer.get(return_exceptions=True) if answer.done() else {}
+            problem = self.error_of(rank, reply)
+            if problem is None and "error" in reply:
+                problem = RankError(reply["error"], reply["message"], reply["traceback"])
+            if problem is not None:
+                problems[rank] = problem
+        if problems:
+            log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
+            raise GroupError(f"{target} failed: {CellError(problems)}")
+        late = [rank for rank, answer in answers.items() if not answer.done()]
+        if late:
+            raise GroupError(f"{ranks_text(late)} did not finish {target} in time; -t SECONDS waits longer")
+        return [answer.get()["ok"] for answer in answers.values()]
+
+    def _await(self, answers: Mapping[int, Any], deadline: float | None) -> None:
+        """Wait until all `answers` are there; not for those that wait in vain, since another rank failed or ended."""
+        failed_at: float | None = None
+        while not all(answer.done() for answer in answers.values()):
+            now = time.monotonic()
+            if (deadline is not None and now > deadline) or (failed_at is not None and now > failed_at + GRACE_SECONDS):
+                return
+            next(answer for answer in answers.values() if not answer.done()).wait(0.05)
+            done = [answer.get(return_exceptions=True) for answer in answers.values() if answer.done()]
+            if failed_at is None and any(isinstance(reply, BaseException) or "error" in reply for reply in done):
+                failed_at = now
+
+    def ask_beside(self, engine: int, target: str, deadline: float) -> Any:
+        """Call ``ddip.rank.<target>()`` on the control thread of `engine`, which answers while a cell runs.
+
+        Raises ``concurrent.futures.TimeoutError`` at `deadline` on ``time.monotonic``.
+        """
+        future = ipp_private.control(self.cluster.client, engine, "ddip_request", {"target": target, "args": []})
+        content = future.result(max(0.1, deadline - time.monotonic()))["content"]
+        if "error" in content:
+            raise GroupError(f"{target} failed: {content['error']}: {content['message']}")
+        return content["ok"]
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Send SIGINT to `ranks`."""
+        engines = [self.members[rank].engine for rank in ranks if rank not in self.ended]
+        if engines:
+            self.cluster.client.send_signal("SIGINT", engines, block=False)
+
+    def error_of(self, rank: int, reply: Any) -> RankError | None:
+        """What `rank` raised, out of ipyparallel's reply to a request; None if it raised nothing."""
+        if not isinstance(reply, BaseException):
+            return None
+        if not isinstance(reply, RemoteError):
+            return RankError(type(reply).__name__, str(reply), "")
+        if reply.ename == EngineError.__name__:
+            return RankError("RankEnded", f"{self.ended_text([rank])}; %makedip -r starts the group afresh", "")
+        return RankError(reply.ename, reply.evalue, reply.traceback)
