@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +17,9 @@ class Autodip:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._arguments: str | None = None
+        self._running = 0
+        shell.events.register("pre_execute", self._begin)
+        shell.events.register("post_execute", self._end)
 
     @property
     def state(self) -> str:
@@ -42,18 +43,25 @@ class Autodip:
         if self in transformers:
             transformers.remove(self)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While a magic runs a cell in the notebook itself."""
-        arguments, self._arguments = self._arguments, None
-        try:
-            yield
-        finally:
-            self._arguments = arguments
+    def close(self) -> None:
+        """Leave IPython as it was."""
+        self.off()
+        self._shell.events.unregister("pre_execute", self._begin)
+        self._shell.events.unregister("post_execute", self._end)
+
+    def _begin(self) -> None:
+        self._running += 1
+
+    def _end(self) -> None:
+        self._running = max(0, self._running - 1)
 
     def __call__(self, lines: list[str]) -> list[str]:
-        """IPython's transformer protocol: the lines of a cell in, the lines to run out."""
-        if self._arguments is None or not "".join(lines).strip() or lines[0].startswith("%") or self._hidden():
+        """IPython's transformer protocol: the lines of a cell in, the lines to run out.
+
+        While a cell runs it is a magic that asks, such as ``%%time`` or ``%%dip local``, for a cell of its own.
+        """
+        mine = bool("".join(lines).strip()) and not lines[0].startswith("%")
+        if self._arguments is None or not mine or self._running or self._hidden():
             return lines
         return [f"{self._magic}\n", *lines]
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import queue
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from ddip import ipp_private, outputs
-from ddip.errors import CellError, CellInterrupted, GroupError, ranks_text
+from ddip.errors import CellError, CellInterrupted, GroupError, RankError, ranks_text
 from ddip.ranks import Ranks
 
 PATIENCE_SECONDS = 2.0
-"""How long an interrupted cell may take to end before the user is told what else can be done."""
+"""How long ranks may run on after an interrupt, or after another's error, before the user is told who they are."""
 
-Futures = Mapping[int, concurrent.futures.Future[Any]]
+END, STOP = "end", "stop"
+Futures: TypeAlias = Mapping[int, concurrent.futures.Future[Any]]
+Events: TypeAlias = "queue.SimpleQueue[tuple[int, outputs.Message] | str]"
+"""A rank's message; END for each rank's answer, and for its last message; STOP for the stop button."""
 
 
 class Cells:
@@ -29,33 +35,32 @@ class Cells:
         """Raise GroupError if a cell that the user gave up still runs: the next one would wait for it unseen."""
         busy = _unfinished(self._given_up)
         if busy:
-            who = "still runs" if len(busy) == 1 else "still run"
-            what = f"{ranks_text(busy)} {who} the cell that you gave up"
+            what = f"{_still_run(busy)} the cell that you gave up"
             raise GroupError(f"{what}; %makedip -i shows them, %makedip -r starts afresh")
 
     def run(self, code: str, ranks: Sequence[int], show: outputs.CellOutput) -> None:
-        """Run `code` on `ranks` to its end; raises CellError or CellInterrupted."""
-        events: queue.SimpleQueue[tuple[int, outputs.Message] | None] = queue.SimpleQueue()
-        replies = {rank: self._send(rank, code, events) for rank in ranks}
-        interrupted = self._follow(replies, events, show)
-        show.finish()
-        errors = {rank: self._ranks.error_of(rank, future.result()) for rank, future in replies.items()}
-        failed = {rank: error for rank, error in errors.items() if error is not None}
+        """Run `code` on `ranks` to its end; raises CellError, CellInterrupted, or GroupError if the controller ends."""
+        events: Events = queue.SimpleQueue()
+        with _stop_button(events):
+            replies = {rank: self._send(rank, code, events) for rank in ranks}
+            try:
+                interrupted = self._follow(replies, events, show)
+            finally:
+                show.finish()
+        failed = self._failed(replies)
         if interrupted:
-            raise CellInterrupted(f"the cell was interrupted on {ranks_text(list(failed) or list(replies))}")
+            raise CellInterrupted(f"the cell was interrupted on {ranks_text(list(failed) or list(replies))}", failed)
         if failed:
             raise CellError(failed)
 
-    def _send(
-        self, rank: int, code: str, events: queue.SimpleQueue[tuple[int, outputs.Message] | None]
-    ) -> concurrent.futures.Future[Any]:
-        """Send a cell to `rank`: `events` gets its messages, and None whenever it is worth a look whether it ended."""
+    def _send(self, rank: int, code: str, events: Events) -> concurrent.futures.Future[Any]:
+        """Send a cell to `rank`, whose messages and two ends will arrive in `events`."""
 
         def on_message(message: outputs.Message) -> None:
             events.put((rank, message))
 
         def on_end(_: concurrent.futures.Future[Any]) -> None:
-            events.put(None)
+            events.put(END)
 
         engine = self._ranks.members[rank].engine
         future = ipp_private.execute(self._ranks.cluster.client, engine, code, False, on_message)
@@ -63,39 +68,86 @@ class Cells:
         future.output.add_done_callback(on_end)
         return future  # type: ignore[no-any-return]
 
-    def _follow(
-        self,
-        replies: Futures,
-        events: queue.SimpleQueue[tuple[int, outputs.Message] | None],
-        show: outputs.CellOutput,
-    ) -> bool:
+    def _failed(self, replies: Futures) -> dict[int, RankError]:
+        """What the ranks that have finished raised, by rank."""
+        errors = {rank: self._ranks.error_of(rank, f.result()) for rank, f in replies.items() if f.done()}
+        return {rank: error for rank, error in errors.items() if error is not None}
+
+    def _follow(self, replies: Futures, events: Events, show: outputs.CellOutput) -> bool:
         """Show messages until every rank has answered and fallen silent; returns whether the user interrupted."""
-        interrupted_at: float | None = None
-        told = False
-        while _unfinished(replies) or not events.empty():
+        open_ends = 2 * len(replies)
+        interrupted = told = False
+        uneasy_since: float | None = None
+        while open_ends:
+            if events.empty():
+                outputs.flush()
             try:
-                if events.empty():
-                    outputs.flush()
                 event = events.get(timeout=0.5)
-                if event is not None:
-                    show.receive(*event)
             except queue.Empty:
-                if interrupted_at is not None and not told and time.monotonic() > interrupted_at + PATIENCE_SECONDS:
+                self._ranks.cluster.require_controller()
+                failed = self._failed(replies)
+                if uneasy_since is None and (interrupted or failed):
+                    uneasy_since = time.monotonic()
+                elif uneasy_since is not None and not told and time.monotonic() > uneasy_since + PATIENCE_SECONDS:
                     told = True
-                    waiting = ranks_text(_unfinished(replies))
-                    outputs.tell(f"{waiting} did not stop yet; a second interrupt gives up waiting")
-            except KeyboardInterrupt:
+                    _tell_who_still_runs(_unfinished(replies), failed, interrupted)
+                continue
+            if event == END:
+                open_ends -= 1
+            elif event == STOP and interrupted:
+                self._given_up = replies
                 waiting = ranks_text(_unfinished(replies))
-                if interrupted_at is not None:
-                    self._given_up = replies
-                    raise CellInterrupted(
-                        f"{waiting} did not stop; %makedip -i shows them, %makedip -r starts afresh"
-                    ) from None
-                interrupted_at = time.monotonic()
+                text = f"{waiting} did not stop; %makedip -i shows them, %makedip -r starts afresh"
+                raise CellInterrupted(text, self._failed(replies))
+            elif event == STOP:
+                interrupted, told, uneasy_since = True, False, time.monotonic()
                 self._ranks.interrupt(_unfinished(replies))
-        return interrupted_at is not None
+            else:
+                show.receive(*event)  # type: ignore[misc]
+        return interrupted
+
+
+@contextlib.contextmanager
+def _stop_button(events: Events) -> Iterator[None]:
+    """An interrupt becomes an event: a KeyboardInterrupt that comes between two steps would be lost, or tear one.
+
+    A third interrupt is one again, for whoever waits in vain for what happens with the events.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = 0
+
+    def press(number: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed += 1
+        if pressed > 2:
+            raise KeyboardInterrupt
+        events.put(STOP)
+
+    handler = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _unfinished(replies: Futures) -> list[int]:
-    """Ranks that have not answered, or whose last message has not arrived."""
-    return [rank for rank, future in replies.items() if not (future.done() and future.output.done())]  # type: ignore[attr-defined]
+    """Ranks that have not answered."""
+    return [rank for rank, future in replies.items() if not future.done()]
+
+
+def _still_run(ranks: Sequence[int]) -> str:
+    return f"{ranks_text(ranks)} still run{'s' if len(ranks) == 1 else ''}"
+
+
+def _tell_who_still_runs(running: Sequence[int], failed: Mapping[int, RankError], interrupted: bool) -> None:
+    """Say why nothing happens."""
+    if not running:
+        return
+    if interrupted:
+        outputs.tell(f"{ranks_text(running)} did not stop yet; a second interrupt gives up waiting")
+    else:
+        outputs.tell(
+            f"{CellError(failed)}; {_still_run(running)}, perhaps waiting for it; an interrupt asks them to stop"
+        )

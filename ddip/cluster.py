@@ -17,9 +17,10 @@ import contextlib
 import logging
 import os
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +28,8 @@ import psutil
 from ipyparallel import Client
 from ipyparallel import Cluster as IppCluster
 
-from ddip import ipp_private, owner
-from ddip.errors import GroupError
+from ddip import ipp_private, owner, registry
+from ddip.errors import GroupError, exit_text
 
 T = TypeVar("T")
 
@@ -50,26 +51,26 @@ class Cluster:
         self._last_words: dict[int, str] = {}
         self._engines_started = 0
         self._stopping = False
+        self._controller_exit: list[int | None] = []
         self.run_folder = owner.make_run_folder()
+        self._files: tuple[str, ...] = ()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ddip-cluster", daemon=True)
         self._thread.start()
-        package = str(Path(__file__).parents[1])  # a notebook may have found it by a path of its own
-        self._environment = {
-            "DDIP_OWNER": str(os.getpid()),
-            "DDIP_RUN_FOLDER": str(self.run_folder),
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-            "DDIP_PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-        }
-        self._ipp: IppCluster = self._on_loop(self._make(log))
-        profile = Path(self._ipp.profile_dir)
-        name = self._ipp.cluster_id
-        self._files = (
-            self._ipp.cluster_file,
-            str(profile / "security" / f"ipcontroller-{name}-*.json"),
-            str(profile / "log" / f"*{name}*"),
-        )
-        self._record()
+        self._environment = {"DDIP_OWNER": str(os.getpid()), "DDIP_RUN_FOLDER": str(self.run_folder), **_python_path()}
+        try:
+            self._ipp: IppCluster = self._on_loop(self._make(log))
+            profile = Path(self._ipp.profile_dir)
+            name = self._ipp.cluster_id
+            self._files = (
+                self._ipp.cluster_file,
+                str(profile / "security" / f"ipcontroller-{name}-*.json"),
+                str(profile / "log" / f"*{name}*"),
+            )
+            self._record()
+        except BaseException:
+            self._end_loop()
+            raise
 
     async def _make(self, log: logging.Logger) -> IppCluster:
         return IppCluster(
@@ -101,10 +102,15 @@ class Cluster:
         assert self._client is not None
         return self._client
 
+    def require_controller(self) -> None:
+        """Raise GroupError if the controller process is gone."""
+        if self._controller_exit:
+            raise GroupError("the controller process ended; %makedip -r starts the group afresh")
+
     # -- start
 
-    def start_controller(self) -> None:
-        """Start the controller process; returns before it is ready."""
+    def start_controller(self, timeout: float) -> None:
+        """Start the controller process; returns before it is ready, for which `timeout` seconds are allowed."""
         misses = 30_000 // HEARTBEAT_MS
         arguments = [
             "--IPController.log_level=WARN",
@@ -117,9 +123,11 @@ class Cluster:
             self._ipp.start_controller(
                 controller_cmd=[sys.executable, "-m", "ddip.controller"],
                 controller_args=arguments,
+                connection_info_timeout=timeout,
                 environment=self._environment,
             )
         )
+        self._ipp.controller.on_stop(lambda data: self._controller_exit.append(data.get("exit_code")))
         Path(self._ipp.controller.output_file).chmod(0o600)
         self._record()
 
@@ -142,7 +150,7 @@ class Cluster:
         ]
         name = await self._ipp.start_engines(
             1,
-            engine_set_id=f"engine{engine}",
+            engine_set_id=_set_name(engine),
             engine_cmd=[sys.executable, "-m", "ddip.rank.engine"],
             engine_args=arguments,
             environment=environment,
@@ -155,16 +163,19 @@ class Cluster:
 
     def connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
+        timeout = max(0.1, deadline - time.monotonic())
         try:
-            self._client = self._on_loop(self._ipp.connect_client(), max(0.1, deadline - time.monotonic()))
-        except concurrent.futures.TimeoutError:
+            self._client = self._on_loop(self._ipp.connect_client(timeout=timeout), timeout)
+        except (concurrent.futures.TimeoutError, TimeoutError):
             raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:
             log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
             raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
-    def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> None:
+    def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> list[dict[str, Any]]:
         """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
+
+        Returns what they tell of themselves (``ddip.rank.housekeeping.hello``).
 
         Raises GroupError, with the log of an engine that ended or is missing.
         """
@@ -182,27 +193,32 @@ class Cluster:
             else:
                 time.sleep(0.01)
             self._check_start(engines, missing, deadline)
-        self._ping(engines, deadline)
+        return self._greet(engines, deadline)
 
-    def _ping(self, engines: list[int], deadline: float) -> None:
-        """Every channel of every engine works: a router drops what it gets before the engine has connected to it."""
-        waiting = set(engines)
-        while waiting:
-            knocks = {engine: self._knock(engine) for engine in waiting}
-            concurrent.futures.wait(set().union(*knocks.values()), timeout=0.3)
-            waiting = {engine for engine, answers in knocks.items() if not all(a.done() for a in answers)}
-            self._check_start(engines, waiting, deadline)
+    def _greet(self, engines: list[int], deadline: float) -> list[dict[str, Any]]:
+        """Use every channel of every engine: a router drops what it gets before the engine has connected to it."""
+        hellos: dict[int, dict[str, Any]] = {}
+        while len(hellos) < len(engines):
+            greetings = {engine: self._greeting(engine) for engine in engines if engine not in hellos}
+            concurrent.futures.wait([part for parts in greetings.values() for part in parts], timeout=0.3)
+            for engine, parts in greetings.items():
+                if all(part.done() for part in parts):
+                    hellos[engine] = parts[0].result()["content"]["ok"]
+            self._check_start(engines, set(engines) - set(hellos), deadline)
+        return [hellos[engine] for engine in engines]
 
-    def _knock(self, engine: int) -> set[concurrent.futures.Future[Any]]:
+    def _greeting(self, engine: int) -> list[concurrent.futures.Future[Any]]:
+        request = {"target": "housekeeping.hello", "args": []}
+        control = ipp_private.control(self.client, engine, "ddip_request", request)
         shell = ipp_private.execute(self.client, engine, "", True, lambda message: None)
-        control = ipp_private.control(self.client, engine, "ddip_request", {"target": "housekeeping.hello", "args": []})
-        return {shell, shell.output, control}
+        return [control, shell, shell.output]
 
     def _check_start(self, engines: list[int], waiting: set[int], deadline: float) -> None:
         ended = [engine for engine in engines if engine in self.exits]
         if ended:
             code = self.exits[ended[0]]
-            raise GroupError(f"an engine ended while it started (exit code {code}){self._log_text(ended[0])}")
+            raise GroupError(f"an engine ended while it started ({exit_text(code)}){self._log_text(ended[0])}")
+        self.require_controller()
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
             raise GroupError(f"only {count} came in time; -t SECONDS waits longer{self._log_text(min(waiting))}")
@@ -229,52 +245,70 @@ class Cluster:
         if self.connected:
             ipp_private.unregister(self.client, engine)
 
-    def pid(self, engine: int) -> int:
-        """Process id of `engine`."""
-        return int(next(iter(self._ipp.engines[self._sets[engine]].launchers.values())).pid)
-
     def _record(self) -> None:
         """Write down what to clear up if this process dies."""
         pids = [self._ipp.controller.pid] if self._ipp.controller else []
         for engine_set in self._ipp.engines.values():
             pids += [launcher.pid for launcher in engine_set.launchers.values()]
-        processes = []
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(owner.Proc.of(pid))
-        owner.Record(owner.Proc.of(os.getpid()), tuple(processes), self._files).write(self.run_folder)
+        me = owner.Proc.of(os.getpid())
+        owner.Record(me, tuple(_processes(pids)), self._files).write(self.run_folder)
 
     # -- stop
 
-    def stop_engines(self, engines: list[int]) -> None:
-        """End `engines` and wait until they are gone."""
-        names = [self._sets.pop(engine) for engine in engines]
-        self._end([launcher.pid for name in names for launcher in self._ipp.engines[name].launchers.values()])
-        for engine, name in zip(engines, names, strict=True):
+    def stop_engines_but(self, keep: Collection[int]) -> None:
+        """End all engines but those in `keep`, and wait until they are gone."""
+        going = self._on_loop(self._engines_but(keep))
+        for engine in going:
+            self._sets.pop(engine, None)
+        # side by side; ipyparallel would end one after the other, and wait 5 s for a busy one
+        pids = [launcher.pid for name in going.values() for launcher in self._ipp.engines[name].launchers.values()]
+        owner.end_processes(_processes(pids))
+        for engine, name in going.items():
             self._on_loop(self._ipp.stop_engines(name))
             if self.connected:
                 ipp_private.unregister(self.client, engine)
         self._record()
 
-    def _end(self, pids: list[int]) -> None:
-        """End processes side by side; ipyparallel would end one after the other, and wait 5 s for a busy one."""
-        processes = []
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(owner.Proc.of(pid))
-        owner.end_processes(processes)
+    async def _engines_but(self, keep: Collection[int]) -> dict[int, str]:
+        """The engine sets of all other engines, also of one whose start was interrupted."""
+        started = {engine: _set_name(engine) for engine in range(self._engines_started)}
+        return {e: name for e, name in started.items() if e not in keep and name in self._ipp.engines}
 
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
         self._stopping = True
         if self.connected:
+            registry.remove_parallel_magics(self.client)
             self.client.close(linger=0)
         record = owner.Record.read(self.run_folder)
         if record is not None:
             owner.end_processes(record.processes)
         with contextlib.suppress(concurrent.futures.TimeoutError):
             self._on_loop(self._ipp.stop_cluster(), timeout=10)
+        self._end_loop()
+
+    def _end_loop(self) -> None:
         owner.remove_files(self.run_folder, self._files)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _set_name(engine: int) -> str:
+    return f"engine{engine}"
+
+
+def _processes(pids: Sequence[int]) -> list[owner.Proc]:
+    """Those of `pids` that live."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(owner.Proc.of(pid))
+    return found
+
+
+def _python_path() -> dict[str, str]:
+    """Let the processes find ddip where a notebook has found it by a path of its own; ``engine.py`` takes it back."""
+    theirs, package = os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])
+    ours = [] if package in sysconfig.get_paths().values() else [package]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*ours, theirs])), "DDIP_PYTHONPATH": theirs}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 
 
+@functools.cache
 def _count_nvidia() -> int:
     """GPUs that NVIDIA's management library counts; 0 without a driver."""
     try:
@@ -24,17 +26,19 @@ def _count_nvidia() -> int:
 def visible_names(visible: str | None, count: int) -> list[str]:
     """What ``CUDA_VISIBLE_DEVICES`` lets a process see of `count` GPUs, in its order and by its names (index or UUID).
 
-    CUDA stops at the first entry that is no device.
+    As CUDA and torch read it: up to the first entry that is no device, of one kind, and nothing if one comes twice.
     """
     if visible is None:
         return [str(i) for i in range(count)]
+    entries = [entry.strip() for entry in visible.split(",")]
+    kind = next((prefix for prefix in ("GPU-", "MIG-") if entries[0].startswith(prefix)), None)
     names: list[str] = []
-    for entry in visible.split(","):
-        name = entry.strip()
-        is_index = name.isdecimal() and int(name) < count
-        if name in names or not (is_index or name.startswith(("GPU-", "MIG-"))):
+    for entry in entries:
+        if not (entry.startswith(kind) if kind else entry.isdecimal() and int(entry) < count):
             break
-        names.append(name)
+        if entry in names:
+            return []
+        names.append(entry)
     return names
 
 

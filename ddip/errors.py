@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -74,12 +75,28 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(spans)
 
 
+def exit_text(code: int | None) -> str:
+    """How a process ended: ``SIGKILL``, ``exit code 3``."""
+    if code is None:
+        return "exit code unknown"
+    return signal.Signals(-code).name if code < 0 else f"exit code {int(code)}"
+
+
 def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError]]:
     """Ranks with the same error together, by their lowest rank."""
     groups: dict[tuple[str, str], tuple[list[int], RankError]] = {}
     for rank, error in sorted(by_rank.items()):
         groups.setdefault((error.name, error.message), ([], error))[0].append(rank)
     return list(groups.values())
+
+
+def _tracebacks(by_rank: Mapping[int, RankError]) -> list[str]:
+    """The ranks' own tracebacks, with the cell's lines and none of ddip's."""
+    lines = []
+    for ranks, error in _groups(by_rank):
+        if error.traceback:
+            lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
+    return lines
 
 
 class CellError(RuntimeError):
@@ -90,19 +107,20 @@ class CellError(RuntimeError):
         super().__init__("; ".join(f"{ranks_text(ranks)}: {error}" for ranks, error in _groups(by_rank)))
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook: show the ranks' own tracebacks, with the cell's lines, and none of ddip's."""
-        lines = []
-        for ranks, error in _groups(self.by_rank):
-            if error.traceback:
-                lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
-        return [*lines, f"{type(self).__name__}: {self}"]
+        """IPython's hook."""
+        return [*_tracebacks(self.by_rank), f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """The user interrupted a cell that ran on ranks."""
+    """The user interrupted a cell that ran on ranks; ``by_rank`` has what those that ended raised."""
+
+    def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
+        self.by_rank = dict(by_rank)
+        super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        return [f"KeyboardInterrupt: {self}"]
+        own = {rank: error for rank, error in self.by_rank.items() if error.name != KeyboardInterrupt.__name__}
+        return [*_tracebacks(own), f"KeyboardInterrupt: {self}"]
 
 
 class LocalCellFailed(RuntimeError):

@@ -13,7 +13,6 @@ Requests of ddip itself (join the group, take objects, tell figures) are calls o
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import logging
 import os
@@ -93,6 +92,7 @@ class Group:
         self.progress = progress
         self.seconds = 0.0
         self._ranks: Ranks | None = None
+        self._pid = os.getpid()
         self._stores = 0
         self._broken = False
         self._app: str | None = None
@@ -138,12 +138,16 @@ class Group:
         """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
         request = request.after(self.request)
         wish = self._wish(request)
+        if self.alive:
+            self._check_torch(wish)
         self.shutdown()
         self.request = request
         self._start(wish)
 
     def shutdown(self) -> None:
         """End all processes and remove all files; the group is empty then. May be called twice."""
+        if os.getpid() != self._pid:
+            return  # a fork of the owner: the group is not its to end
         atexit.unregister(self.shutdown)
         ranks, self._ranks = self._ranks, None
         self._broken = False
@@ -189,6 +193,7 @@ class Group:
 
     def require(self) -> None:
         """Raise GroupError unless every rank is there and free."""
+        self.cluster.require_controller()
         ended = self.ranks.ended
         if ended:
             raise GroupError(f"{self.ranks.ended_text(ended)}; %makedip -r starts the group afresh")
@@ -202,16 +207,22 @@ class Group:
         """Bring the ranks into the group of `wish`; until the old group is left, a failure changes nothing."""
         began = time.monotonic()
         deadline = began + self.timeout
-        members = self._complete(wish, deadline)
-        self.progress(f"ddip: forming a group of {wish.size} ranks")
-        if self.members:
-            self._leave(members)
-        self.request, self.wish, self.ranks.members = request, wish, members
-        self._broken = True
-        self._join(deadline)
-        if request.app is not None:
-            self.progress(f"ddip: preparing {request.app}")
-            self.ranks.ask(range(wish.size), "apps.prepare", apps.find(request.app))
+        try:
+            members = self._complete(wish, deadline)
+            self.progress(f"ddip: forming a group of {wish.size} ranks")
+            self._broken = True
+            if self.members:
+                self._leave(members, deadline)
+            self.request, self.wish, self.ranks.members = request, wish, members
+            self._join(deadline)
+            if request.app is not None:
+                self.progress(f"ddip: preparing {request.app}")
+                self.ranks.ask(range(wish.size), "apps.prepare", apps.find(request.app))
+        except BaseException:
+            if self.members:  # else everything goes
+                with _undisturbed():
+                    self.cluster.stop_engines_but([member.engine for member in self.members])
+            raise
         self._app = request.app
         self._broken = False
         self.seconds = time.monotonic() - began
@@ -234,27 +245,28 @@ class Group:
         """Start `count` engines for the ranks of `wish`; returns their ids and what they tell of themselves."""
         cluster = self.cluster
         first = not cluster.connected
-        started: list[int] = []
-        try:
-            if first:
-                self.progress("ddip: starting the controller")
-                cluster.start_controller()
-            for _ in range(count):
-                started.append(cluster.start_engine(self._engine_environment(wish), self.timeout))
-            if first:
-                cluster.connect(deadline)
-            here = wish.size - count
-            cluster.wait_for(
-                started, deadline, lambda up: self.progress(f"ddip: {here + up} of {wish.size} engines are up")
-            )
-            witnesses = started or [self.members[0].engine]
-            hellos = [self.ranks.ask_beside(engine, "housekeeping.hello", deadline) for engine in witnesses]
-            _check_torch(wish, hellos[0])
-        except BaseException:
-            if self.members:  # else everything goes
-                cluster.stop_engines(started)
-            raise
-        return list(zip(started, hellos, strict=False))
+        if first:
+            self.progress("ddip: starting the controller")
+            cluster.start_controller(self.timeout)
+        environment = self._engine_environment(wish)
+        started = [cluster.start_engine(environment, self.timeout) for _ in range(count)]
+        if first:
+            cluster.connect(deadline)
+        here = wish.size - count
+        hellos = cluster.wait_for(
+            started, deadline, lambda up: self.progress(f"ddip: {here + up} of {wish.size} engines are up")
+        )
+        self._check_torch(wish, hellos[0] if hellos else None)
+        return list(zip(started, hellos, strict=True))
+
+    def _check_torch(self, wish: Wish, hello: Mapping[str, Any] | None = None) -> None:
+        """Raise BadInput if the ranks' torch cannot do what `wish` needs; `hello` is what an engine tells of it."""
+        if hello is None:
+            engines = [member.engine for rank, member in enumerate(self.members) if rank not in self.ranks.ended]
+            answers = self.ranks.ask_beside(engines, "housekeeping.hello", time.monotonic() + INFO_SECONDS)
+            hello = next((answer for answer in answers if answer is not None), None)
+        if hello is not None:
+            _check_torch(wish, hello)
 
     def _engine_environment(self, wish: Wish) -> dict[str, str]:
         """What must be set before torch loads: threads, and the GPUs that the rank sees."""
@@ -266,15 +278,13 @@ class Group:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in wish.visible)
         return environment
 
-    def _leave(self, staying: Sequence[Member]) -> None:
+    def _leave(self, staying: Sequence[Member], deadline: float) -> None:
         """All ranks leave the old group; those that are not `staying` end."""
         if self._app is not None:
             self.ranks.ask(range(self.world_size), "apps.release", apps.find(self._app))
             self._app = None
-        self.ranks.ask(range(self.world_size), "process_group.leave")
-        going = [member for member in self.members if member not in staying]
-        if going:
-            self.cluster.stop_engines([member.engine for member in going])
+        self.ranks.ask_each(dict.fromkeys(range(self.world_size), ()), "process_group.leave", deadline)
+        self.cluster.stop_engines_but([member.engine for member in staying])
 
     def _join(self, deadline: float) -> None:
         self._stores += 1
@@ -332,6 +342,11 @@ class Group:
         """Send SIGINT to `ranks` (default: all): a cell in Python code ends there with KeyboardInterrupt."""
         self.ranks.interrupt(self._all_or(ranks))
 
+    def set_collect(self, collect: bool) -> None:
+        """Turn the collection of garbage after each cell on or off."""
+        self.collect = collect
+        self.ranks.ask(range(self.world_size), "housekeeping.set_collect", collect)
+
     def command(self, text: str) -> None:
         """Give `text` to the app on every rank."""
         if self._app is None:
@@ -373,15 +388,16 @@ class Group:
     def info(self) -> list[outputs.RankInfo]:
         """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""
         deadline = time.monotonic() + INFO_SECONDS
+        ended = self.ranks.ended
+        engines = {rank: member.engine for rank, member in enumerate(self.members) if rank not in ended}
+        answers = self.ranks.ask_beside(list(engines.values()), "housekeeping.figures", deadline)
+        by_rank = dict(zip(engines, answers, strict=True))
         infos = []
         for rank, member in enumerate(self.members):
-            figures: dict[str, Any] = {}
-            state = "ended"
-            if rank not in self.ranks.ended:
-                state = "no answer"
-                with contextlib.suppress(concurrent.futures.TimeoutError, GroupError):
-                    figures = self.ranks.ask_beside(member.engine, "housekeeping.figures", deadline)
-                    state = "busy" if figures["busy"] else "idle"
+            figures = by_rank.get(rank) or {}
+            state = "ended" if rank in ended else "no answer"
+            if figures:
+                state = "busy" if figures["busy"] else "idle"
             gpu = figures.get("gpu") or {}
             infos.append(
                 outputs.RankInfo(

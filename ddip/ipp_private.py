@@ -1,6 +1,6 @@
 """Every private name of ipyparallel that ddip uses, and why no public one does.
 
-``tests/unit/test_ipp_private.py`` fails when a release changes one of them.
+``tests/unit/test_private_names.py`` fails when a release changes one of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refresh(client: Client, timeout: float) -> None:
     A registration that the Hub published before the client had subscribed is never published again.
     """
     reply = client._send(client._query_stream, "connection_request").result(timeout)
-    client._update_engines(reply["content"]["engines"])
+    client._io_loop.add_callback(client._update_engines, reply["content"]["engines"])  # its own thread changes them too
 
 
 def unregister(client: Client, engine: int) -> None:

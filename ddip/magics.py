@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from traitlets import Bool, Float, Unicode
+from traitlets import Bool, Float, Unicode, observe
 
-from ddip import placement
+from ddip import placement, registry
 from ddip.autodip import Autodip
 from ddip.errors import BadInput, LocalCellFailed, NoGroup
 
@@ -38,15 +37,24 @@ class DipMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self.group: Group | None = None
+        self._asked = placement.Request()
         self.autodipper = Autodip(shell)
+
+    @observe("collect")
+    def _collect_changed(self, change: dict[str, Any]) -> None:
+        if self.group is not None and self.group.alive:
+            self.group.set_collect(change["new"])
 
     def _parse(self, magic: Any, name: str, line: str) -> Any:
         try:
-            return parse_argstring(magic, line)
+            args = parse_argstring(magic, line)
         except UsageError as error:
             raise BadInput(f"{name} {line.strip()}: {error}; %{name.lstrip('%')}? lists the options") from None
         except ValueError as error:  # a quote without an end
             raise BadInput(f"{name} {line.strip()}: {error}") from None
+        for key, value in vars(args).items():
+            setattr(args, key, [_unquoted(item) for item in value] if isinstance(value, list) else _unquoted(value))
+        return args
 
     def _say(self, text: str) -> None:
         if self.verbose:
@@ -112,6 +120,9 @@ class DipMagics(Magics):
             args.backend,
             args.app,
         )
+        if args.restart and self.group is None:  # the last one, which may not have started
+            request = request.after(self._asked)
+        self._asked = request
         progress = Progress()
         new = True
         try:
@@ -198,10 +209,8 @@ class DipMagics(Magics):
         return usual or ranks[:1]
 
     def _run_here(self, cell: str) -> None:
-        with self.autodipper.paused():
-            result = self.shell.run_cell(cell)
-        if not result.success:
-            raise LocalCellFailed("the cell failed here; it was not run on the ranks")
+        if not self.shell.run_cell(cell).success:
+            raise LocalCellFailed("the cell failed here, in the notebook")
 
     @magic_arguments()
     @argument("switch", nargs="?", metavar="on|off", help="Without it: say which.")
@@ -214,9 +223,8 @@ class DipMagics(Magics):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
             self._require_group("%autodip on")
-            arguments = " ".join(shlex.split(args.args.strip("\"'"))) if args.args else ""
-            self._parse(self.dip, "%%dip", arguments)
-            self.autodipper.on(arguments)
+            self._parse(self.dip, "%%dip", args.args or "")
+            self.autodipper.on(args.args or "")
         elif args.args is not None:
             raise BadInput(f"%autodip {line.strip()}: -a goes with on")
         elif args.switch == "off":
@@ -280,6 +288,13 @@ class DipMagics(Magics):
         self.shell.push({name: self._require_group("%dipper")})
 
 
+def _unquoted(value: Any) -> Any:
+    """IPython leaves the quotes around an argument where they are."""
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        return value[1:-1]
+    return value
+
+
 def _flag(typed: str) -> bool:
     if typed.lower() not in ("true", "false"):
         raise BadInput(f"-v {typed}: type -v, -v True or -v False")
@@ -320,12 +335,7 @@ def load(shell: InteractiveShell) -> None:
 
 def unload(shell: InteractiveShell) -> None:
     """End the group and take the magics out."""
-    magics = shell.magics_manager.registry.pop(DipMagics.__name__, None)
-    if magics is None:
-        return
-    magics.end_group()
-    for kind, names in magics.magics.items():
-        for name in names:
-            shell.magics_manager.magics[kind].pop(name, None)
-    if magics in shell.configurables:
-        shell.configurables.remove(magics)
+    magics = registry.remove(shell, DipMagics.__name__)
+    if magics is not None:
+        magics.end_group()
+        magics.autodipper.close()

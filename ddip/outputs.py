@@ -15,14 +15,14 @@ Bundle = dict[str, Any]
 
 
 class CellOutput:
-    """Shows the messages of one cell, from the ranks in `see`; with several of them, each line says its rank.
+    """Shows the messages of one cell, from the ranks in `see`; unless that is rank 0 alone, each line says its rank.
 
     Call it on the notebook's main thread only: IPython routes what is written there to the cell that waits.
     """
 
     def __init__(self, see: Sequence[int], *, quiet: bool = False) -> None:
         self._see = set(see)
-        self._labelled = len(self._see) > 1
+        self._labelled = self._see != {0}
         self._kept: dict[int, list[Message]] | None = {rank: [] for rank in sorted(self._see)} if quiet else None
         self._unfinished: dict[tuple[int, str], str] = {}
 

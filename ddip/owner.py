@@ -121,15 +121,20 @@ def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
 
 
 def end_processes(processes: Iterable[Proc]) -> None:
-    """End `processes`, each the leader of a session, and all that they started: SIGTERM, and SIGKILL for what stays."""
+    """End `processes`, each the leader of a session, and then all that they started."""
     leaders = list(processes)
-    alive = [process for process in (leader.find() for leader in leaders) if process]
     followers = _followers(leaders)
-    for process in alive:
+    _end([process for process in (leader.find() for leader in leaders) if process])
+    # multiprocessing's tracker of shared memory is one of these: it tidies up and leaves when its leader is gone
+    _end([process for process in followers | _followers(leaders) if process.is_running()])
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """SIGTERM, and SIGKILL for those that stay."""
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, stay = psutil.wait_procs(alive, timeout=TERM_SECONDS)
-    stay += [process for process in followers | _followers(leaders) if process.is_running()]
+    _, stay = psutil.wait_procs(processes, timeout=TERM_SECONDS)
     for process in stay:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -119,10 +119,21 @@ def wish(request: Request, available: int) -> Wish:
     elif n is None and available:
         gpus = tuple(range(available))
     if gpus is None:
-        return Wish((None,) * parse_count(str(n or 2)), backend or "gloo")
-    if backend is None and len(set(gpus)) < len(gpus):
-        return Wish(gpus, "gloo", "two ranks share a GPU, which nccl cannot do: the backend is gloo")
+        if backend is not None and _has_nccl(backend):
+            raise BadInput(f"-b {backend}: nccl needs GPUs; leave out -b, and ranks on the CPU use gloo")
+        return Wish((None,) * parse_count(str(2 if n is None else n)), backend or "gloo")
+    if len(set(gpus)) < len(gpus):
+        if backend is not None and _has_nccl(backend):
+            raise BadInput(
+                f"-b {backend}: two ranks share a GPU, which nccl cannot do; leave out -b, and they use gloo"
+            )
+        if backend is None:
+            return Wish(gpus, "gloo", "two ranks share a GPU, which nccl cannot do: the backend is gloo")
     return Wish(gpus, backend or "cpu:gloo,cuda:nccl")
+
+
+def _has_nccl(backend: str) -> bool:
+    return "nccl" in [part.rpartition(":")[2] for part in backend.split(",")]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,25 @@ from ipyparallel.error import EngineError, RemoteError
 
 from ddip import ipp_private
 from ddip.cluster import Cluster
-from ddip.errors import CellError, GroupError, RankError, ranks_text
+from ddip.errors import CellError, GroupError, RankError, exit_text, ranks_text
 from ddip.placement import Berth
 from ddip.rank import call
 
 log = logging.getLogger("ddip")
 
+WORDS = {
+    "process_group.join": "forming the group",
+    "process_group.leave": "leaving the group",
+    "housekeeping.set_collect": "setting the collection",
+    "transfer.stage": "pushing",
+    "transfer.commit": "pushing",
+    "transfer.drop": "pushing",
+    "transfer.pack": "pulling",
+    "apps.prepare": "preparing the app",
+    "apps.release": "releasing the app",
+    "apps.command": "the app's command",
+}
+"""What is asked of a rank, for people."""
 GRACE_SECONDS = 1.0
 """How long the others may take to answer when one rank has failed."""
 
@@ -45,10 +59,9 @@ class Ranks:
         return [rank for rank, member in enumerate(self.members) if member.engine in self.cluster.exits]
 
     def ended_text(self, ranks: Sequence[int]) -> str:
-        """``rank 1 ended (exit code -9)``."""
+        """``rank 1 ended (SIGKILL)``."""
         codes = [self.cluster.exits.get(self.members[rank].engine) for rank in ranks]
-        text = ", ".join("unknown" if code is None else str(code) for code in codes)
-        return f"{ranks_text(ranks)} ended (exit code {text})"
+        return f"{ranks_text(ranks)} ended ({', '.join(exit_text(code) for code in codes)})"
 
     def ask(self, ranks: Sequence[int], target: str, *args: Any) -> list[Any]:
         """Call ``ddip.rank.<target>(*args)`` on the main thread of each of `ranks`; returns the results in order."""
@@ -74,34 +87,36 @@ class Ranks:
                 problems[rank] = problem
         if problems:
             log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
-            raise GroupError(f"{target} failed: {CellError(problems)}")
+            raise GroupError(f"{WORDS[target]} failed: {CellError(problems)}")
         late = [rank for rank, answer in answers.items() if not answer.done()]
         if late:
-            raise GroupError(f"{ranks_text(late)} did not finish {target} in time; -t SECONDS waits longer")
+            raise GroupError(f"{ranks_text(late)} did not finish {WORDS[target]} in time; -t SECONDS waits longer")
         return [answer.get()["ok"] for answer in answers.values()]
 
     def _await(self, answers: Mapping[int, Any], deadline: float | None) -> None:
         """Wait until all `answers` are there; not for those that wait in vain, since another rank failed or ended."""
         failed_at: float | None = None
-        while not all(answer.done() for answer in answers.values()):
+        pending = list(answers.values())
+        while pending:
             now = time.monotonic()
             if (deadline is not None and now > deadline) or (failed_at is not None and now > failed_at + GRACE_SECONDS):
                 return
-            next(answer for answer in answers.values() if not answer.done()).wait(0.05)
+            pending[0].wait(0.05)
+            pending = [answer for answer in answers.values() if not answer.done()]
             done = [answer.get(return_exceptions=True) for answer in answers.values() if answer.done()]
             if failed_at is None and any(isinstance(reply, BaseException) or "error" in reply for reply in done):
                 failed_at = now
 
-    def ask_beside(self, engine: int, target: str, deadline: float) -> Any:
-        """Call ``ddip.rank.<target>()`` on the control thread of `engine`, which answers while a cell runs.
+    def ask_beside(self, engines: Sequence[int], target: str, deadline: float) -> list[Any]:
+        """Call ``ddip.rank.<target>()`` on the control threads of `engines`, which answer while a cell runs.
 
-        Raises ``concurrent.futures.TimeoutError`` at `deadline` on ``time.monotonic``.
+        Returns None for an engine that has not answered at `deadline` on ``time.monotonic``.
         """
-        future = ipp_private.control(self.cluster.client, engine, "ddip_request", {"target": target, "args": []})
-        content = future.result(max(0.1, deadline - time.monotonic()))["content"]
-        if "error" in content:
-            raise GroupError(f"{target} failed: {content['error']}: {content['message']}")
-        return content["ok"]
+        client = self.cluster.client
+        request = {"target": target, "args": []}
+        futures = [ipp_private.control(client, engine, "ddip_request", request) for engine in engines]
+        concurrent.futures.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
+        return [future.result()["content"].get("ok") if future.done() else None for future in futures]
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send SIGINT to `ranks`."""

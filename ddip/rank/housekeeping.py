@@ -64,6 +64,11 @@ def watch_cells(shell: ZMQInteractiveShell) -> None:
     shell.events.register("post_run_cell", cells.end)
 
 
+def set_collect(collect: bool) -> None:
+    """Turn the collection after each cell on or off."""
+    cells.collect = collect
+
+
 def hello() -> dict[str, Any]:
     """This process, and what its torch can do."""
     import torch.distributed as dist

@@ -109,6 +109,67 @@ def test_an_interrupt_ends_a_python_loop_on_every_rank(cells: ddip.Group) -> Non
     assert cells.pull(["kept"]) == {"kept": 5}
 
 
+@pytest.mark.parametrize("lines", [1, 100, 1000, 5000])
+def test_an_interrupt_in_a_flood_of_output_is_not_lost(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: int
+) -> None:
+    def press_stop() -> None:
+        wait_until((tmp_path / "now").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_stop)
+    thread.start()
+    with pytest.raises(CellInterrupted, match="the cell was interrupted on ranks 0, 1"):
+        cells.run(
+            f"import pathlib\nkept, n = 1, 0\nwhile True:\n    print('x' * 50); n += 1\n"
+            f"    if n == {lines}: pathlib.Path({str(tmp_path / 'now')!r}).touch()",
+            see=[0, 1],
+        )
+    thread.join()
+    assert cells.pull(["kept"]) == {"kept": 1}
+
+
+def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group) -> None:
+    def press_stop() -> None:
+        wait_until(lambda: [info.state for info in cells.info()] == ["idle", "busy"])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_stop)
+    thread.start()
+    with pytest.raises(CellInterrupted) as caught:
+        cells.run("if rank == 0: raise ValueError('the cause')\nwhile True: pass")
+    thread.join()
+    assert [error.name for error in caught.value.by_rank.values()] == ["ValueError", "KeyboardInterrupt"]
+    shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
+    assert "ValueError: the cause" in shown and shown.endswith(
+        "KeyboardInterrupt: the cell was interrupted on ranks 0, 1"
+    )
+
+
+def test_ranks_that_run_on_after_an_error_are_named(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def is_told() -> bool:
+        told.append(capsys.readouterr().err)
+        return "still runs" in "".join(told)
+
+    def go_on_when_told() -> None:
+        wait_until(is_told)
+        (tmp_path / "go-on").touch()
+
+    thread = threading.Thread(target=go_on_when_told)
+    thread.start()
+    with pytest.raises(ddip.CellError, match="^rank 0: ValueError: the cause$"):
+        cells.run(
+            f"import pathlib, time\nif rank == 0: raise ValueError('the cause')\n"
+            f"while not pathlib.Path({str(tmp_path / 'go-on')!r}).exists(): time.sleep(0.01)"
+        )
+    thread.join()
+    assert "ddip: rank 0: ValueError: the cause; rank 1 still runs, perhaps waiting for it" in "".join(told)
+
+
 def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
     def send() -> None:
         wait_until(lambda: cells.info()[1].state == "busy")
@@ -127,8 +188,10 @@ def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
 def collections(group: ddip.Group) -> list[int]:
     """How often each rank has collected so far, asked beside its cells."""
     return [
-        group.ranks.ask_beside(member.engine, "housekeeping.figures", time.monotonic() + 10)["collections"]
-        for member in group.members
+        figures["collections"]
+        for figures in group.ranks.ask_beside(
+            [member.engine for member in group.members], "housekeeping.figures", time.monotonic() + 10
+        )
     ]
 
 
@@ -169,10 +232,10 @@ def test_a_setting_turns_the_collection_off(cells: ddip.Group) -> None:
         settled = collections(cells)
         cells.run("pass")
         wait_until(lambda: all(now > then for now, then in zip(collections(cells), settled, strict=True)))
-        cells.run("from ddip.rank.housekeeping import cells as _cells; _cells.collect = False")
+        cells.set_collect(False)
         before = collections(cells)
         for _ in range(3):
             cells.run("pass")
         assert collections(cells) == before
     finally:
-        cells.run("from ddip.rank.housekeeping import cells as _cells; _cells.collect = True")
+        cells.set_collect(True)

@@ -55,15 +55,12 @@ def test_the_whole_cell_reaches_the_ranks_unchanged(shell: InteractiveShell) -> 
     assert repr(cell) in shell.transform_cell(cell)
 
 
-def test_on_twice_is_on_once_and_pause_pauses(shell: InteractiveShell) -> None:
+def test_on_twice_is_on_once(shell: InteractiveShell) -> None:
     autodip = Autodip(shell)
     autodip.on("")
     autodip.on("-q")
     assert shell.transform_cell("x").count("'dip'") == 1
     assert autodip.state == "on, cells run as %%dip -q"
-    with autodip.paused():
-        assert "'dip'" not in shell.transform_cell("x")
-    assert "'dip'" in shell.transform_cell("x")
     autodip.off()
     assert autodip.state == "off"
     assert autodip not in shell.input_transformers_cleanup
@@ -73,3 +70,29 @@ def test_asking_whether_a_line_is_complete_is_not_touched(shell: InteractiveShel
     Autodip(shell).on("")
     assert shell.check_complete("x = 1")[0] == "complete"
     assert shell.check_complete("def f():")[0] == "incomplete"
+
+
+NESTED = [
+    "%time x = 1",
+    "%%time\nx = 1",
+    "%%timeit -n 1 -r 1\nx = 1",
+    "%%capture\nx = 1",
+    "get_ipython().run_cell('x = 1')",
+]
+
+
+@pytest.mark.parametrize("cell", NESTED)
+def test_what_a_magic_runs_stays_where_the_magic_is(shell: InteractiveShell, cell: str) -> None:
+    ran: list[str] = []
+    shell.register_magic_function(lambda line, cell: ran.append(cell), "cell", "dip")
+    autodip = Autodip(shell)
+    autodip.on("")
+    if not cell.startswith("%"):
+        cell = f"%%capture\n{cell}"
+    assert shell.run_cell(cell).success
+    assert ran == []
+    shell.run_cell("y = 1")
+    assert ran == ["y = 1\n"]
+    autodip.close()
+    shell.run_cell("z = 1")
+    assert len(ran) == 1

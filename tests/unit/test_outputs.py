@@ -13,12 +13,18 @@ def stream(text: str, name: str = "stdout") -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": text}}
 
 
-def test_one_rank_is_shown_as_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    show = CellOutput([1])
-    show.receive(1, stream("half"))
-    show.receive(0, stream("not seen\n"))
-    show.receive(1, stream("\rwhole\n"))
-    show.receive(1, stream("bad\n", "stderr"))
+def test_another_rank_alone_is_labelled(capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([2])
+    show.receive(2, stream("a\n"))
+    assert capsys.readouterr().out == "[rank 2] a\n"
+
+
+def test_rank_0_is_shown_as_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([0])
+    show.receive(0, stream("half"))
+    show.receive(1, stream("not seen\n"))
+    show.receive(0, stream("\rwhole\n"))
+    show.receive(0, stream("bad\n", "stderr"))
     show.finish()
     assert tuple(capsys.readouterr()) == ("half\rwhole\n", "bad\n")
 

@@ -109,7 +109,15 @@ def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
 
 def test_a_backend_that_is_named_is_taken() -> None:
     assert wish(Request(n=2, backend="mpi"), 0).backend == "mpi"
-    assert wish(Request(gpus=(0, 0), backend="nccl"), 1).backend == "nccl"
+    assert wish(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
+
+
+def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(BadInput, match=f"-b {backend}: nccl needs GPUs"):
+            wish(Request(n=2, backend=backend), 2)
+        with pytest.raises(BadInput, match=f"-b {backend}: two ranks share a GPU"):
+            wish(Request(gpus=(0, 0), backend=backend), 1)
 
 
 def test_a_count_that_is_not_the_number_of_gpus_is_refused() -> None:
@@ -121,8 +129,9 @@ def test_a_count_that_is_not_the_number_of_gpus_is_refused() -> None:
 def test_python_callers_are_checked_too() -> None:
     with pytest.raises(BadInput, match="-g 5: there is no GPU 5"):
         wish(Request(gpus=(5,)), 2)
-    with pytest.raises(BadInput, match="-n -1"):
-        wish(Request(n=-1), 0)
+    for n in (-1, 0):
+        with pytest.raises(BadInput, match=f"-n {n}"):
+            wish(Request(n=n), 0)
     with pytest.raises(BadInput, match="type numbers"):
         wish(Request(gpus=()), 2)
 

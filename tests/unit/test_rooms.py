@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 DDIP = Path(__file__).parents[2] / "ddip"
-ORDER = ["errors", "placement", "devices", "owner", "rank", "ipp_private", "apps", "outputs", "transfer", "cluster"]
+ORDER = [
+    "registry",
+    "errors",
+    "placement",
+    "devices",
+    "owner",
+    "rank",
+    "ipp_private",
+    "apps",
+    "outputs",
+    "transfer",
+    "cluster",
+]
 ORDER += ["ranks", "cells", "group", "autodip", "magics"]
 
 
