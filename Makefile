@@ -8,7 +8,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 
 .PHONY: demo test check format bench clean
 
@@ -31,13 +31,13 @@ bench: $(READY)
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
 
-# Installed once; again when what must be installed changes.
+# Installed once; again when what must be installed changes, and from nothing for another Python or torch.
 $(READY): setup.cfg setup.py pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
-	touch $(READY)
+	$(BIN)/python -m pip install -qq --editable ".[test]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

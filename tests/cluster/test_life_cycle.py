@@ -13,24 +13,27 @@ from .notebook import Notebook
 
 NewNotebook = Callable[[], Notebook]
 
-IDLE = "pass"
-BUSY_IN_PYTHON = "while True: pass"
-BUSY_IN_C = "import time; time.sleep(1000)"
-HOLDING_THE_GIL = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
-IN_A_COLLECTIVE = "import torch.distributed as dist\nif rank == 0: dist.barrier()\nwhile rank: time.sleep(0.1)"
+IDLE = "started()"
+BUSY_IN_PYTHON = "started()\nwhile True: pass"
+HOLDING_THE_GIL = "import ctypes; started(); ctypes.PyDLL(None).sleep(1000)"
+IN_A_COLLECTIVE = (
+    "import torch.distributed as dist; started()\nif rank == 0: dist.barrier()\nwhile rank: time.sleep(0.1)"
+)
 WITH_WORKERS = (
     "import torch.utils.data as data\n"
     "class Slow(data.Dataset):\n"
     "    def __len__(self): return 1000\n"
     "    def __getitem__(self, i): time.sleep(0.1); return i\n"
-    "for _ in data.DataLoader(Slow(), num_workers=1): pass"
+    "for _ in data.DataLoader(Slow(), num_workers=1): started()"
 )
 
 
 def begin(notebook: Notebook, code: str) -> None:
-    """Start two ranks, and `code` on them, and wait until it runs there."""
+    """Start two ranks, and `code` on them, and wait until it has called ``started()`` there."""
     notebook.ok("%load_ext ddip\n%makedip -n 2")
-    notebook.begin(f"%%dip -S all\nimport pathlib, time\npathlib.Path(f'started{{rank}}').touch()\n{code}")
+    notebook.begin(
+        f"%%dip -S all\nimport pathlib, time\ndef started(): pathlib.Path(f'started{{rank}}').touch()\n{code}"
+    )
     wait_until(lambda: {f.name for f in notebook.folder.glob("started*")} == {"started0", "started1"})
 
 

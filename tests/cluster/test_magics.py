@@ -244,9 +244,9 @@ def test_a_start_that_failed_is_what_a_restart_starts(bare_notebook: Notebook) -
 
 def test_ipyparallels_magics_go_with_the_group(bare_notebook: Notebook) -> None:
     bare_notebook.ok("%makedip -n 1")
-    assert "1" in bare_notebook.ok("%px print(world_size)").stdout
+    assert "1" in bare_notebook.ok("%px print(world_size)").text
     bare_notebook.ok("%makedip -r")
-    assert "1" in bare_notebook.ok("%px print(world_size)").stdout
+    assert "1" in bare_notebook.ok("%px print(world_size)").text
     bare_notebook.ok("%makedip -k")
     bare_notebook.fails("%px 1")
 

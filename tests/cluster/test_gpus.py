@@ -1,0 +1,52 @@
+"""What needs a GPU; left out where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddip
+from ddip.devices import gpu_names
+
+from .leftovers import wait_until
+
+COUNT = len(gpu_names())
+pytestmark = pytest.mark.skipif(not COUNT, reason="no GPU here")
+
+SUM = "import torch, torch.distributed as dist\nx = torch.ones(1, device=device)\ndist.all_reduce(x)\ntotal = x.item()"
+
+
+def test_one_rank_on_each_gpu_over_nccl() -> None:
+    with ddip.Group(gpus="all") as group:
+        assert group.world_size == COUNT
+        group.run(SUM + "\nfound = (str(device), torch.cuda.current_device(), dist.get_backend(), total)")
+        found = [values["found"] for values in group.pull_all(["found"], range(COUNT))[0]]
+        assert [(name, current) for name, current, _, _ in found] == [(f"cuda:{i}", i) for i in range(COUNT)]
+        assert {total for *_, total in found} == {float(COUNT)}
+        assert {info.device for info in group.info()} == {f"GPU {i}" for i in range(COUNT)}
+
+
+def test_two_ranks_on_one_gpu_over_gloo() -> None:
+    with ddip.Group(gpus=[0, 0]) as group:
+        assert "two ranks share a GPU" in group.wish.notice
+        group.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nhere = str(device)")
+        assert [values["here"] for values in group.pull_all(["here"], [0, 1])[0]] == ["cuda:0", "cuda:0"]
+
+
+@pytest.mark.skipif(COUNT < 2, reason="only one GPU here")
+def test_gpus_in_the_order_given() -> None:
+    with ddip.Group(gpus=[1, 0]) as group:
+        group.run("import torch; name = torch.cuda.get_device_properties(device).uuid")
+        swapped = [str(values["name"]) for values in group.pull_all(["name"], [0, 1])[0]]
+    with ddip.Group(gpus=[0, 1]) as group:
+        group.run("import torch; name = torch.cuda.get_device_properties(device).uuid")
+        assert [str(values["name"]) for values in group.pull_all(["name"], [1, 0])[0]] == swapped
+
+
+def test_reserved_memory_is_given_back_after_the_cell_and_tensors_arrive_on_the_cpu() -> None:
+    with ddip.Group(gpus=[0]) as group:
+        group.run("import torch\nlarge = torch.zeros(100_000_000, device=device)\nkept = torch.ones(3, device=device)")
+        assert (group.info()[0].gpu_reserved or 0) >= 400_000_000
+        group.run("del large")
+        wait_until(lambda: (group.info()[0].gpu_reserved or 0) < 100_000_000)
+        values, moved = group.pull_all(["kept"], [0])
+        assert (values[0]["kept"].device.type, moved) == ("cpu", ["kept"])
