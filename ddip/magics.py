@@ -147,6 +147,7 @@ class DipMagics(Magics):
             if self.group is not None and not self.group.alive:
                 self.end_group()
             raise
+        self._asked = self.group.request
         progress.end(f"{self.group.describe()}, {f'{self.group.seconds:.1f} s' if new else 'as it was'}")
         if self.group.wish.notice:
             print(f"ddip: {self.group.wish.notice}")
