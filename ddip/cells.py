@@ -96,15 +96,20 @@ class Cells:
                 open_ends -= 1
             elif event == STOP and interrupted:
                 self._given_up = replies
+                self._interrupt(replies)
                 waiting = ranks_text(_unfinished(replies))
                 text = f"{waiting} did not stop; %makedip -i shows them, %makedip -r starts afresh"
                 raise CellInterrupted(text, self._failed(replies))
             elif event == STOP:
                 interrupted, told, uneasy_since = True, False, time.monotonic()
-                self._ranks.interrupt(_unfinished(replies))
+                self._interrupt(replies)
             else:
                 show.receive(*event)  # type: ignore[misc]
         return interrupted
+
+    def _interrupt(self, replies: Futures) -> None:
+        ranks = _unfinished(replies)
+        self._ranks.interrupt(ranks, [replies[rank].msg_id for rank in ranks])  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

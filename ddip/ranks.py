@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ipyparallel.error import EngineError, RemoteError
+from ipyparallel.error import EngineError, RemoteError, TaskAborted
 
 from ddip import ipp_private
 from ddip.cluster import Cluster
@@ -118,16 +118,21 @@ class Ranks:
         concurrent.futures.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
         return [future.result()["content"].get("ok") if future.done() else None for future in futures]
 
-    def interrupt(self, ranks: Sequence[int]) -> None:
-        """Send SIGINT to `ranks`."""
+    def interrupt(self, ranks: Sequence[int], cells: Sequence[str] = ()) -> None:
+        """Send SIGINT to `ranks`; one that has not yet begun with one of `cells` (message ids) will not begin it."""
         engines = [self.members[rank].engine for rank in ranks if rank not in self.ended]
         if engines:
-            self.cluster.client.send_signal("SIGINT", engines, block=False)
+            client = self.cluster.client
+            if cells:  # an idle engine ignores the signal, and would then run for ever what is still on its way
+                client.abort(list(cells), engines, block=False)
+            client.send_signal("SIGINT", engines, block=False)
 
     def error_of(self, rank: int, reply: Any) -> RankError | None:
         """What `rank` raised, out of ipyparallel's reply to a request; None if it raised nothing."""
         if not isinstance(reply, BaseException):
             return None
+        if isinstance(reply, TaskAborted):
+            return RankError(KeyboardInterrupt.__name__, "before the cell began", "")
         if not isinstance(reply, RemoteError):
             return RankError(type(reply).__name__, str(reply), "")
         if reply.ename == EngineError.__name__:

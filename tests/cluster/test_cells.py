@@ -119,14 +119,46 @@ def test_an_interrupt_in_a_flood_of_output_is_not_lost(
 
     thread = threading.Thread(target=press_stop)
     thread.start()
+    cells.run("kept = 0")
     with pytest.raises(CellInterrupted, match="the cell was interrupted on ranks 0, 1"):
         cells.run(
-            f"import pathlib\nkept, n = 1, 0\nwhile True:\n    print('x' * 50); n += 1\n"
+            f"import pathlib\nkept, n = 1, 0\nwhile True:\n    n += 1\n"
+            f"    if n < {lines} + 20_000: print('x' * 50)\n"
             f"    if n == {lines}: pathlib.Path({str(tmp_path / 'now')!r}).touch()",
             see=[0, 1],
         )
     thread.join()
-    assert cells.pull(["kept"]) == {"kept": 1}
+    assert {"kept": 1} in cells.pull_all(["kept"], [0, 1])[0]
+
+
+def test_an_interrupt_stops_a_cell_that_a_rank_has_not_begun(cells: ddip.Group, tmp_path: Path) -> None:
+    """Rank 1 is held up before it begins: the signal finds it idle, and it must not begin afterwards."""
+    cells.run(
+        "import pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "def hold():\n"
+        "    (folder / 'held').touch()\n"
+        "    while not (folder / 'go-on').exists(): time.sleep(0.01)\n"
+        "if rank == 1:\n"
+        "    import asyncio\n"
+        "    asyncio.get_running_loop().call_later(0.1, hold)"
+    )
+    wait_until((tmp_path / "held").exists)
+
+    def press_stop() -> None:
+        wait_until(lambda: cells.info()[0].state == "busy")
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: cells.info()[0].state == "idle")
+        (tmp_path / "go-on").touch()
+
+    thread = threading.Thread(target=press_stop)
+    thread.start()
+    with pytest.raises(CellInterrupted) as caught:
+        cells.run("begun = rank\nwhile True: pass")
+    thread.join()
+    assert caught.value.by_rank[1].message == "before the cell began"
+    cells.run("has_begun = 'begun' in globals()")
+    assert [found["has_begun"] for found in cells.pull_all(["has_begun"], [0, 1])[0]] == [True, False]
 
 
 def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group) -> None:

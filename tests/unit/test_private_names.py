@@ -18,7 +18,7 @@ def test_the_client_sends_as_ddip_asks() -> None:
     wanted = {"socket", "msg_type", "content", "ident", "metadata", "track_outstanding", "message_future_hook"}
     assert wanted <= set(inspect.signature(ipyparallel.Client._send).parameters)
     source = inspect.getsource(ipyparallel.Client)
-    for name in ("_mux_stream", "_control_stream", "_query_stream", "_engines"):
+    for name in ("metadata", "_mux_stream", "_control_stream", "_query_stream", "_engines"):
         assert f"self.{name}" in source
     assert list(inspect.signature(ipyparallel.Client._update_engines).parameters) == ["self", "engines"]
     assert "msg_future.output = output" in source
