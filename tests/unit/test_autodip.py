@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ def shell() -> Iterator[InteractiveShell]:
     shell = InteractiveShell()
     shell.history_manager.enabled = False
     yield shell
+    atexit.unregister(shell.atexit_operations)
     shell.atexit_operations()
 
 
