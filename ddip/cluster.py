@@ -46,7 +46,8 @@ class Cluster:
         self._client: Client | None = None
         self.exits: dict[int, int | None] = {}
         """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
-        self._sets: dict[int, str] = {}
+        self._wanted: set[int] = set()
+        """Engines that nobody has ended."""
         self._logs: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
         self._engines_started = 0
@@ -135,11 +136,11 @@ class Cluster:
         """Start one engine process with `environment` added to this process's; returns its engine id at once."""
         engine = self._engines_started
         self._engines_started += 1
-        self._sets[engine] = self._on_loop(self._start_engine(engine, {**self._environment, **environment}, timeout))
+        self._on_loop(self._start_engine(engine, {**self._environment, **environment}, timeout))
         self._record()
         return engine
 
-    async def _start_engine(self, engine: int, environment: dict[str, str], timeout: float) -> str:
+    async def _start_engine(self, engine: int, environment: dict[str, str], timeout: float) -> None:
         arguments = [
             f"--IPEngine.id={engine}",
             "--IPEngine.log_level=WARN",
@@ -148,18 +149,18 @@ class Cluster:
             f"--IPEngine.wait_for_url_file={timeout}",
             f"--IPEngine.timeout={timeout}",
         ]
-        name = await self._ipp.start_engines(
+        self._wanted.add(engine)
+        await self._ipp.start_engines(
             1,
             engine_set_id=_set_name(engine),
             engine_cmd=[sys.executable, "-m", "ddip.rank.engine"],
             engine_args=arguments,
             environment=environment,
         )
-        launched = self._ipp.engines[name]
+        launched = self._ipp.engines[_set_name(engine)]
         self._logs[engine] = Path(next(iter(launched.launchers.values())).output_file)
         self._logs[engine].chmod(0o600)  # a cell may print secrets
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
-        return str(name)
 
     def connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
@@ -240,9 +241,7 @@ class Cluster:
     def _engine_ended(self, engine: int, data: dict[str, Any], log: str) -> None:
         self._last_words[engine] = log  # ipyparallel has removed the file
         self.exits[engine] = data.get("exit_code")
-        if self._stopping or engine not in self._sets:
-            return
-        if self.connected:
+        if engine in self._wanted and self.connected and not self._stopping:
             ipp_private.unregister(self.client, engine)
 
     def _record(self) -> None:
@@ -258,8 +257,7 @@ class Cluster:
     def stop_engines_but(self, keep: Collection[int]) -> None:
         """End all engines but those in `keep`, and wait until they are gone."""
         going = self._on_loop(self._engines_but(keep))
-        for engine in going:
-            self._sets.pop(engine, None)
+        self._wanted.difference_update(going)
         # side by side; ipyparallel would end one after the other, and wait 5 s for a busy one
         pids = [launcher.pid for name in going.values() for launcher in self._ipp.engines[name].launchers.values()]
         owner.end_processes(_processes(pids))

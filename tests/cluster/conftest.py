@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -59,15 +60,21 @@ def new_notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
         assert_nothing_left(notebook.pid)
 
 
-@pytest.fixture(scope="session")
-def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with ddip loaded and a group of three ranks."""
-    notebook = Notebook(tmp_path_factory.mktemp("notebook"))
+@contextlib.contextmanager
+def _loaded_notebook(folder: Path) -> Iterator[Notebook]:
+    notebook = Notebook(folder)
     notebook.ok("%load_ext ddip")
-    notebook.ok("%makedip -n 3")
     yield notebook
     notebook.shut_down()
     assert_nothing_left(notebook.pid)
+
+
+@pytest.fixture(scope="session")
+def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with ddip loaded and a group of three ranks."""
+    with _loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
+        notebook.ok("%makedip -n 3")
+        yield notebook
 
 
 @pytest.fixture
@@ -80,11 +87,8 @@ def notebook(shared_notebook: Notebook) -> Iterator[Notebook]:
 @pytest.fixture(scope="session")
 def shared_bare_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with ddip loaded and no group."""
-    notebook = Notebook(tmp_path_factory.mktemp("bare"))
-    notebook.ok("%load_ext ddip")
-    yield notebook
-    notebook.shut_down()
-    assert_nothing_left(notebook.pid)
+    with _loaded_notebook(tmp_path_factory.mktemp("bare")) as notebook:
+        yield notebook
 
 
 @pytest.fixture
