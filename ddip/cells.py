@@ -18,6 +18,8 @@ from ddip.ranks import Ranks
 PATIENCE_SECONDS = 2.0
 """How long ranks may run on after an interrupt, or after another's error, before the user is told who they are."""
 
+LOOK_SECONDS = 0.5
+"""How often the ranks are looked at while the cell runs."""
 END, STOP = "end", "stop"
 Futures: TypeAlias = Mapping[int, concurrent.futures.Future[Any]]
 Events: TypeAlias = "queue.SimpleQueue[tuple[int, outputs.Message] | str]"
@@ -76,36 +78,34 @@ class Cells:
     def _follow(self, replies: Futures, events: Events, show: outputs.CellOutput) -> bool:
         """Show messages until every rank has answered and fallen silent; returns whether the user interrupted."""
         open_ends = 2 * len(replies)
-        interrupted = told = False
-        uneasy_since: float | None = None
+        interrupted = False
+        unease = _Unease()
         while open_ends:
             if events.empty():
                 outputs.flush()
-            try:
-                event = events.get(timeout=0.5)
-            except queue.Empty:
+            with contextlib.suppress(queue.Empty):
+                event = events.get(timeout=LOOK_SECONDS)
+                if event == END:
+                    open_ends -= 1
+                elif event == STOP and interrupted:
+                    raise self._give_up(replies)
+                elif event == STOP:
+                    interrupted, unease = True, _Unease()
+                    self._interrupt(replies)
+                else:
+                    show.receive(*event)  # type: ignore[misc]
+            if unease.is_time_to_look():
                 self._ranks.cluster.require_controller()
-                failed = self._failed(replies)
-                if uneasy_since is None and (interrupted or failed):
-                    uneasy_since = time.monotonic()
-                elif uneasy_since is not None and not told and time.monotonic() > uneasy_since + PATIENCE_SECONDS:
-                    told = True
-                    _tell_who_still_runs(_unfinished(replies), failed, interrupted)
-                continue
-            if event == END:
-                open_ends -= 1
-            elif event == STOP and interrupted:
-                self._given_up = replies
-                self._interrupt(replies)
-                waiting = ranks_text(_unfinished(replies))
-                text = f"{waiting} did not stop; %makedip -i shows them, %makedip -r starts afresh"
-                raise CellInterrupted(text, self._failed(replies))
-            elif event == STOP:
-                interrupted, told, uneasy_since = True, False, time.monotonic()
-                self._interrupt(replies)
-            else:
-                show.receive(*event)  # type: ignore[misc]
+                unease.look(_unfinished(replies), self._failed(replies), interrupted)
         return interrupted
+
+    def _give_up(self, replies: Futures) -> CellInterrupted:
+        """What to raise when the user waits no longer."""
+        self._given_up = replies
+        self._interrupt(replies)
+        waiting = ranks_text(_unfinished(replies))
+        text = f"{waiting} did not stop; %makedip -i shows them, %makedip -r starts afresh"
+        return CellInterrupted(text, self._failed(replies))
 
     def _interrupt(self, replies: Futures) -> None:
         ranks = _unfinished(replies)
@@ -146,13 +146,32 @@ def _still_run(ranks: Sequence[int]) -> str:
     return f"{ranks_text(ranks)} still run{'s' if len(ranks) == 1 else ''}"
 
 
-def _tell_who_still_runs(running: Sequence[int], failed: Mapping[int, RankError], interrupted: bool) -> None:
-    """Say why nothing happens."""
-    if not running:
-        return
-    if interrupted:
-        outputs.tell(f"{ranks_text(running)} did not stop yet; a second interrupt gives up waiting")
-    else:
-        outputs.tell(
-            f"{CellError(failed)}; {_still_run(running)}, perhaps waiting for it; an interrupt asks them to stop"
-        )
+class _Unease:
+    """Tells the user once who still runs, when others have failed, or all should have stopped, for a while."""
+
+    def __init__(self) -> None:
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._since: float | None = None
+        self._told = False
+
+    def is_time_to_look(self) -> bool:
+        """From time to time, also while messages pour in."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        return True
+
+    def look(self, running: Sequence[int], failed: Mapping[int, RankError], interrupted: bool) -> None:
+        """Say why nothing happens, if that has been so for long enough."""
+        if self._told or not running or not (interrupted or failed):
+            return
+        self._since = self._since or time.monotonic()
+        if time.monotonic() < self._since + PATIENCE_SECONDS:
+            return
+        self._told = True
+        if interrupted:
+            outputs.tell(f"{ranks_text(running)} did not stop yet; a second interrupt gives up waiting")
+        else:
+            what = f"{CellError(failed)}; {_still_run(running)}, perhaps waiting for it"
+            outputs.tell(f"{what}; an interrupt asks them to stop")

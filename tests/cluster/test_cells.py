@@ -202,6 +202,35 @@ def test_ranks_that_run_on_after_an_error_are_named(
     assert "ddip: rank 0: ValueError: the cause; rank 1 still runs, perhaps waiting for it" in "".join(told)
 
 
+def test_ranks_that_do_not_stop_are_named_while_their_output_pours_in(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def is_told() -> bool:
+        told.append(capsys.readouterr().err)
+        return "ranks 0, 1 did not stop yet; a second interrupt gives up waiting" in "".join(told)
+
+    def press_stop() -> None:
+        wait_until(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf0", "deaf1"})
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            wait_until(is_told)
+        finally:
+            (tmp_path / "go-on").touch()
+
+    thread = threading.Thread(target=press_stop)
+    thread.start()
+    with pytest.raises(CellInterrupted):
+        cells.run(
+            f"import pathlib, signal, time\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+            "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf{rank}').touch()\n"
+            "while not (folder / 'go-on').exists(): print('.', flush=True); time.sleep(0.01)"
+        )
+    thread.join()
+    assert is_told()
+
+
 def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
     def send() -> None:
         wait_until(lambda: cells.info()[1].state == "busy")
