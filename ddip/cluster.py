@@ -4,8 +4,9 @@
          |                             |                                    |
          owner.json: pids ------------ watches its parent ---------------- dies with its parent
 
-All of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster:
-exits of processes are then noticed at once, and the engines' parent-death signal, which is bound to the thread that
+Both are forked from the warm process, which dies with the notebook, or spawned: then the notebook is their parent. All
+of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster: exits
+of processes are then noticed at once, and the parent-death signal of spawned engines, which is bound to the thread that
 started them, means the notebook.
 """
 
@@ -17,10 +18,9 @@ import contextlib
 import logging
 import os
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +28,14 @@ import psutil
 from ipyparallel import Client
 from ipyparallel import Cluster as IppCluster
 
-from ddip import ipp_private, owner, registry
+from ddip import ipp_private, owner, registry, warming
 from ddip.errors import GroupError, exit_text
+from ddip.launchers import ControllerLauncher, EngineSetLauncher
 
 T = TypeVar("T")
 
-HEARTBEAT_MS = 200
-"""The Hub completes a registration at the engine's first heartbeat: ipyparallel's 3000 ms are most of its start-up."""
+HEARTBEAT_MS = 1000
+MISSED_BEATS = 30
 LOG_LINES = 12
 """Lines of an engine's log that an error shows."""
 
@@ -42,7 +43,10 @@ LOG_LINES = 12
 class Cluster:
     """A controller, a client, and engines that are started and stopped one by one; owned by this process."""
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, *, fork: bool) -> None:
+        self._fork = fork and warming.possible()
+        if self._fork:
+            warming.begin()
         self._client: Client | None = None
         self.exits: dict[int, int | None] = {}
         """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
@@ -51,6 +55,7 @@ class Cluster:
         self._logs: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
         self._engines_started = 0
+        self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._stopping = False
         self._controller_exit: list[int | None] = []
         self.run_folder = owner.make_run_folder()
@@ -58,7 +63,12 @@ class Cluster:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ddip-cluster", daemon=True)
         self._thread.start()
-        self._environment = {"DDIP_OWNER": str(os.getpid()), "DDIP_RUN_FOLDER": str(self.run_folder), **_python_path()}
+        self._environment = {
+            "DDIP_RUN_FOLDER": str(self.run_folder),
+            "DDIP_NOTEBOOK": warming.notebook(),
+            "SPT_NOENV": "1",
+            **warming.python_path(),
+        }
         try:
             self._ipp: IppCluster = self._on_loop(self._make(log))
             profile = Path(self._ipp.profile_dir)
@@ -76,6 +86,8 @@ class Cluster:
     async def _make(self, log: logging.Logger) -> IppCluster:
         return IppCluster(
             log=log,
+            controller_launcher_class=ControllerLauncher,
+            engine_launcher_class=EngineSetLauncher,
             cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
             controller_ip="127.0.0.1",
             controller_location="127.0.0.1",
@@ -112,13 +124,12 @@ class Cluster:
 
     def start_controller(self, timeout: float) -> None:
         """Start the controller process; returns before it is ready, for which `timeout` seconds are allowed."""
-        misses = 30_000 // HEARTBEAT_MS
         arguments = [
             "--IPController.log_level=WARN",
             "--IPController.use_threads=True",  # two processes instead of nine
             "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else the Hub keeps what passes
             f"--HeartMonitor.period={HEARTBEAT_MS}",
-            f"--HeartMonitor.max_heartmonitor_misses={misses}",
+            f"--HeartMonitor.max_heartmonitor_misses={MISSED_BEATS}",
         ]
         self._on_loop(
             self._ipp.start_controller(
@@ -126,40 +137,49 @@ class Cluster:
                 controller_args=arguments,
                 connection_info_timeout=timeout,
                 environment=self._environment,
+                fork=self._fork,
             )
         )
         self._ipp.controller.on_stop(lambda data: self._controller_exit.append(data.get("exit_code")))
-        Path(self._ipp.controller.output_file).chmod(0o600)
         self._record()
 
-    def start_engine(self, environment: Mapping[str, str], timeout: float) -> int:
-        """Start one engine process with `environment` added to this process's; returns its engine id at once."""
-        engine = self._engines_started
-        self._engines_started += 1
-        self._on_loop(self._start_engine(engine, {**self._environment, **environment}, timeout))
-        self._record()
-        return engine
+    def start_engines(self, count: int, environment: Mapping[str, str], also: Sequence[str], timeout: float) -> list[int]:
+        """Have `count` engines started, with `environment` added to this process's; returns their engine ids at once.
 
-    async def _start_engine(self, engine: int, environment: dict[str, str], timeout: float) -> None:
+        Modules `also` are imported before, once for all, where engines are forked.
+        """
+        engines = list(range(self._engines_started, self._engines_started + count))
+        self._engines_started += count
+        self._wanted.update(engines)
+        environment = {**self._environment, **environment}
+        starting = (self._start_engine(engine, environment, also, timeout) for engine in engines)
+        self._starting = asyncio.run_coroutine_threadsafe(_all(starting), self._loop)
+        return engines
+
+    async def _start_engine(
+        self, engine: int, environment: dict[str, str], also: Sequence[str], timeout: float
+    ) -> None:
         arguments = [
             f"--IPEngine.id={engine}",
             "--IPEngine.log_level=WARN",
             "--IPEngine.enable_nanny=False",
+            "--HistoryManager.enabled=False",  # it keeps a database and a thread
             "--IPEngine.max_heartbeat_misses=0",  # it dies with its parent instead
             f"--IPEngine.wait_for_url_file={timeout}",
             f"--IPEngine.timeout={timeout}",
         ]
-        self._wanted.add(engine)
         await self._ipp.start_engines(
             1,
             engine_set_id=_set_name(engine),
             engine_cmd=[sys.executable, "-m", "ddip.rank.engine"],
             engine_args=arguments,
             environment=environment,
+            fork=self._fork,
+            also=list(also),
         )
         launched = self._ipp.engines[_set_name(engine)]
-        self._logs[engine] = Path(next(iter(launched.launchers.values())).output_file)
-        self._logs[engine].chmod(0o600)  # a cell may print secrets
+        for launcher in launched.launchers.values():  # none if it has ended already
+            self._logs[engine] = Path(launcher.output_file)
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
 
     def connect(self, deadline: float) -> None:
@@ -180,6 +200,11 @@ class Cluster:
 
         Raises GroupError, with the log of an engine that ended or is missing.
         """
+        try:
+            self._starting.result(max(0.1, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            warming.give_up()
+        self._record()
         missing = set(engines)
         asked = 0.0
         while missing:
@@ -199,20 +224,28 @@ class Cluster:
     def _greet(self, engines: list[int], deadline: float) -> list[dict[str, Any]]:
         """Use every channel of every engine: a router drops what it gets before the engine has connected to it."""
         hellos: dict[int, dict[str, Any]] = {}
-        while len(hellos) < len(engines):
-            greetings = {engine: self._greeting(engine) for engine in engines if engine not in hellos}
-            concurrent.futures.wait([part for parts in greetings.values() for part in parts], timeout=0.3)
-            for engine, parts in greetings.items():
-                if all(part.done() for part in parts):
-                    hellos[engine] = parts[0].result()["content"]["ok"]
-            self._check_start(engines, set(engines) - set(hellos), deadline)
+        listening: set[int] = set()
+        patience = 0.05
+        while len(hellos) < len(engines) or len(listening) < len(engines):
+            asked = {self._hello(engine): engine for engine in engines if engine not in hellos}
+            tried = {self._nothing(engine): engine for engine in engines if engine not in listening}
+            done, _ = concurrent.futures.wait([*asked, *tried], timeout=patience)
+            hellos.update((asked[answer], answer.result()["content"]["ok"]) for answer in done if answer in asked)
+            listening.update(tried[answer] for answer in done if answer in tried)
+            self._check_start(engines, {*engines} - ({*hellos} & listening), deadline)
+            patience = min(2 * patience, 1)
         return [hellos[engine] for engine in engines]
 
-    def _greeting(self, engine: int) -> list[concurrent.futures.Future[Any]]:
-        request = {"target": "housekeeping.hello", "args": []}
-        control = ipp_private.control(self.client, engine, "ddip_request", request)
-        shell = ipp_private.execute(self.client, engine, "", True, lambda message: None)
-        return [control, shell, shell.output]
+    def _hello(self, engine: int) -> concurrent.futures.Future[Any]:
+        """What `engine` tells of itself on its control channel."""
+        return ipp_private.control(self.client, engine, "ddip_request", {"target": "housekeeping.hello", "args": []})
+
+    def _nothing(self, engine: int) -> concurrent.futures.Future[Any]:
+        """Done when an empty cell has come back on the other channels."""
+        output: concurrent.futures.Future[Any] = ipp_private.execute(
+            self.client, engine, "", True, lambda message: None
+        ).output
+        return output
 
     def _check_start(self, engines: list[int], waiting: set[int], deadline: float) -> None:
         ended = [engine for engine in engines if engine in self.exits]
@@ -232,7 +265,7 @@ class Cluster:
         """The last lines that `engine` wrote to its log."""
         try:
             text = self._logs[engine].read_text(errors="replace")
-        except OSError:
+        except (KeyError, OSError):  # not started, or ended
             text = self._last_words.get(engine, "")
         return text.splitlines()[-LOG_LINES:]
 
@@ -256,6 +289,7 @@ class Cluster:
 
     def stop_engines_but(self, keep: Collection[int]) -> None:
         """End all engines but those in `keep`, and wait until they are gone."""
+        self._give_up_starting()
         going = self._on_loop(self._engines_but(keep))
         self._wanted.difference_update(going)
         # side by side; ipyparallel would end one after the other, and wait 5 s for a busy one
@@ -267,6 +301,11 @@ class Cluster:
                 ipp_private.unregister(self.client, engine)
         self._record()
 
+    def _give_up_starting(self) -> None:
+        """Of engines whose start was interrupted, none may start later."""
+        if self._starting.cancel():
+            self._on_loop(_others_end())
+
     async def _engines_but(self, keep: Collection[int]) -> dict[int, str]:
         """The engine sets of all other engines, also of one whose start was interrupted."""
         started = {engine: _set_name(engine) for engine in range(self._engines_started)}
@@ -275,6 +314,8 @@ class Cluster:
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
         self._stopping = True
+        self._give_up_starting()
+        self._record()
         if self.connected:
             registry.remove_parallel_magics(self.client)
             self.client.close(linger=0)
@@ -292,6 +333,16 @@ class Cluster:
         self._loop.close()
 
 
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*work)
+
+
+async def _others_end() -> None:
+    """Wait until every other task of this loop has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 def _set_name(engine: int) -> str:
     return f"engine{engine}"
 
@@ -304,9 +355,3 @@ def _processes(pids: Sequence[int]) -> list[owner.Proc]:
             found.append(owner.Proc.of(pid))
     return found
 
-
-def _python_path() -> dict[str, str]:
-    """Let the processes find ddip where a notebook has found it by a path of its own; ``engine.py`` takes it back."""
-    theirs, package = os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])
-    ours = [] if package in sysconfig.get_paths().values() else [package]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [*ours, theirs])), "DDIP_PYTHONPATH": theirs}

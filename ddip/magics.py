@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from traitlets import Bool, Float, Unicode, observe
+from traitlets import Bool, Float, List, Unicode, observe
 
-from ddip import placement, registry
+from ddip import apps, placement, registry, warming
 from ddip.autodip import Autodip
 from ddip.errors import BadInput, LocalCellFailed, NoGroup
 
@@ -30,6 +30,13 @@ class DipMagics(Magics):
         config=True
     )
     see = Unicode("0", help="Ranks whose output a cell shows without -S, such as 0 or 0,1 or all.").tag(config=True)
+    warm = Bool(True, help="When the extension is loaded, begin to import in the background what every rank needs.").tag(
+        config=True
+    )
+    warm_apps = List(Unicode(), help="Apps whose imports are begun then, too.").tag(config=True)
+    spawn = Bool(False, help="Start each engine as a process of its own; otherwise they are forked, on Linux.").tag(
+        config=True
+    )
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 
     shell: InteractiveShell
@@ -134,10 +141,12 @@ class DipMagics(Magics):
                     app=request.app,
                     timeout=self.timeout,
                     collect=self.collect,
+                    spawn=self.spawn,
                     progress=progress,
                 )
             else:
                 self.group.timeout, self.group.collect, self.group.progress = self.timeout, self.collect, progress
+                self.group.spawn = self.spawn
                 if args.restart:
                     self.group.restart(request)
                 else:
@@ -330,8 +339,11 @@ def _tell_moved(moved: list[str]) -> None:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics."""
-    shell.register_magics(DipMagics(shell))
+    """Register the magics, and begin to warm up."""
+    magics = DipMagics(shell)
+    shell.register_magics(magics)
+    if magics.warm and not magics.spawn and warming.possible():
+        warming.begin([apps.find(name) for name in magics.warm_apps])
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -340,3 +352,4 @@ def unload(shell: InteractiveShell) -> None:
     if magics is not None:
         magics.end_group()
         magics.autodipper.close()
+        warming.end()

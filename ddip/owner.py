@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ class Proc:
         """The live process, or None if it ended (a zombie has ended)."""
         try:
             process = psutil.Process(self.pid)
-            same = _started(self.pid) == self.started and process.status() != psutil.STATUS_ZOMBIE
+            same = _started(self.pid) == self.started and _lives(process)
         except psutil.NoSuchProcess:
             return None
         return process if same else None
@@ -102,6 +103,13 @@ class Record:
         return record if record.place == _here() else None
 
 
+def _lives(process: psutil.Process) -> bool:
+    """Is it running? A zombie has ended, though nobody may have asked for its exit code yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
     """What `leaders` started and has not ended, such as data loader workers: their descendants, and, since each leads a
     session of its own, the processes of its session, which are still known when it is gone."""
@@ -126,7 +134,7 @@ def end_processes(processes: Iterable[Proc]) -> None:
     followers = _followers(leaders)
     _end([process for process in (leader.find() for leader in leaders) if process])
     # multiprocessing's tracker of shared memory is one of these: it tidies up and leaves when its leader is gone
-    _end([process for process in followers | _followers(leaders) if process.is_running()])
+    _end([process for process in followers | _followers(leaders) if _lives(process)])
 
 
 def _end(processes: list[psutil.Process]) -> None:
@@ -134,11 +142,21 @@ def _end(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, stay = psutil.wait_procs(processes, timeout=TERM_SECONDS)
+    stay = _wait(processes)
     for process in stay:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(stay, timeout=TERM_SECONDS)
+    _wait(stay)
+
+
+def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Wait TERM_SECONDS for their ends; returns those that live on. They may be nobody's children here."""
+    deadline = time.monotonic() + TERM_SECONDS
+    live = [process for process in processes if _lives(process)]
+    while live and time.monotonic() < deadline:
+        time.sleep(0.005)
+        live = [process for process in live if _lives(process)]
+    return live
 
 
 def make_run_folder() -> Path:

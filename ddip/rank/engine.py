@@ -7,12 +7,18 @@ tells the Hub when an engine ends.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
+from typing import NoReturn
+
+import setproctitle
 
 
 def die_with(owner: int) -> None:
@@ -34,22 +40,39 @@ def die_with(owner: int) -> None:
     threading.Thread(target=watch, name="ddip-owner", daemon=True).start()
 
 
+def _leave(code: int) -> NoReturn:
+    """Exit without taking every object apart: that would copy each page that is shared with the warm process."""
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Entry point; the arguments are those of ``ipengine``."""
     die_with(int(os.environ.pop("DDIP_OWNER")))
+    setproctitle.setproctitle(f"ddip engine ({os.environ.pop('DDIP_NOTEBOOK')})")
+    os.environ.pop("SPT_NOENV", None)
     del os.environ["DDIP_RUN_FOLDER"]
     os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts shall find what the user has set
     if not os.environ["PYTHONPATH"]:
         del os.environ["PYTHONPATH"]
     gc.disable()  # imports make no garbage worth a collection
     import torch.distributed  # noqa: F401
-    from ipyparallel.engine import app
 
-    from ddip.rank.kernel import RankKernel
+    from ddip.rank.kernel import RankEngine
 
-    app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
     gc.enable()
-    app.IPEngine.launch_instance(sys.argv[1:])
+    code: object = 1
+    try:
+        RankEngine.launch_instance(sys.argv[1:])
+        code = 0
+    except SystemExit as request:
+        code = request.code
+    except BaseException:
+        traceback.print_exc()
+    _leave(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 if __name__ == "__main__":

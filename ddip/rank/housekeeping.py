@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import threadpoolctl
 import torch
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Cells:
     def __init__(self) -> None:
         self.collect = True
         self.device = torch.device("cpu")
+        self.threads: int | None = None
+        """To be shared out at the next cell: OpenMP counts for each thread, so the main thread must do it."""
         self.collections = 0
         self.seconds: float | None = None
         self._started: float | None = None
@@ -40,6 +43,9 @@ class Cells:
         self._started = time.perf_counter()
         if self._pending:
             self._pending.cancel()
+        if self.threads is not None:
+            _set_threads(self.threads)
+            self.threads = None
 
     def end(self, *_: Any) -> None:
         if self._started is not None:
@@ -53,6 +59,14 @@ class Cells:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         self.collections += 1
+
+
+def _set_threads(count: int) -> None:
+    """What `OMP_NUM_THREADS` does at the start of a process."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(count)  # for what a cell starts
+    threadpoolctl.threadpool_limits(count)
+    torch.set_num_threads(count)
 
 
 cells = Cells()

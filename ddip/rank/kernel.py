@@ -9,11 +9,16 @@ import gc
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 from typing import Any, NoReturn
 
+from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
 from ddip.rank import call, housekeeping
+
+POLL_SECONDS = 0.005
 
 
 class _NoShellThread:
@@ -35,7 +40,7 @@ def _end_cell() -> NoReturn:
 
 
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
-    """One per engine; ``engine.py`` puts it in the place of ipyparallel's."""
+    """One per engine."""
 
     control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "signal_request"]
     _supports_kernel_subshells = False
@@ -59,3 +64,23 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         number = parent["content"]["sig"]
         self.session.send(stream, "signal_reply", {"status": "ok"}, parent, ident=ident)
         os.kill(os.getpid(), getattr(signal, number) if isinstance(number, str) else number)
+
+
+class RankEngine(app.IPEngine):  # type: ignore[misc]
+    """ipyparallel's engine with a `RankKernel`."""
+
+    def initialize(self, argv: list[str] | None = None) -> None:
+        app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
+        super().initialize(argv)
+
+    def find_connection_file(self) -> None:
+        """Wait for the controller's file, and look more often than ipyparallel does."""
+        super().find_connection_file()
+        deadline = time.monotonic() + self.wait_for_url_file
+        while not Path(self.url_file).exists() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:
+        """Tell the Hub when every socket is connected; ipyparallel's waits for a heartbeat."""
+        await super().complete_registration(msg, connect, maybe_tunnel)
+        self.session.send(self.registrar, "ready_request", content={"uuid": self.ident})

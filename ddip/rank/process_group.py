@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import setproctitle
 import torch
 import torch.distributed as dist
 
@@ -30,8 +31,7 @@ def join(seat: Seat) -> None:
         sys.path[:] = seat.path
         sys.argv[:] = [""]
         _seated = True
-    if seat.threads is not None:
-        torch.set_num_threads(seat.threads)
+    cells.threads = seat.threads
     cells.collect = seat.collect
     device = cells.device = torch.device(seat.device)
     if device.type == "cuda":
@@ -39,6 +39,7 @@ def join(seat: Seat) -> None:
     dist.init_process_group(
         seat.backend, init_method=f"file://{seat.store}", rank=seat.rank, world_size=seat.world_size
     )
+    setproctitle.setproctitle(f"ddip rank {seat.rank} of {seat.world_size} ({seat.notebook})")
     namespace().update(rank=seat.rank, world_size=seat.world_size, device=device)
 
 

@@ -25,6 +25,8 @@ class Seat:
     """Network interface of the group's own traffic; empty: let the backend choose."""
     threads: int | None
     """For torch's operations on the CPU; None: the user has set them in the environment."""
+    notebook: str
+    """What to call the notebook where people look at processes."""
     collect: bool
     """Collect garbage after each cell."""
     directory: str

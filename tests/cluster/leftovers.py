@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ def wait_until(condition: Callable[[], object], seconds: float = 30, what: str =
         time.sleep(0.02)
 
 
-def processes_of(owner: int) -> list[psutil.Process]:
-    """Every live process of the clusters of the process `owner`, known by the environment that it was started with."""
+def family_of(owner: int) -> list[psutil.Process]:
+    """Every live process that the process `owner` has for ddip, known by the environment that it was started with."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -30,6 +31,37 @@ def processes_of(owner: int) -> list[psutil.Process]:
             if mine and process.pid != owner and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def titled(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
+    """Those of `processes` whose title begins with `title`."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(title):
+                found.append(process)
+    return found
+
+
+def controllers_of(owner: int) -> list[psutil.Process]:
+    """The controllers of `owner`, the oldest first, without their heart monitors."""
+    found = titled(family_of(owner), "ddip controller")
+    pids = {process.pid for process in found}
+    return sorted((p for p in found if p.ppid() not in pids), key=lambda p: p.create_time())
+
+
+def processes_of(owner: int) -> list[psutil.Process]:
+    """Every live process of the clusters of the process `owner`: all of its family, but the warm process while `owner`
+    lives, which may then keep it."""
+    family = family_of(owner)
+    warm = [*titled(family, "ddip warm"), *titled(family, f"{sys.executable} -m ddip.warm")]  # it takes its title later
+    return [p for p in family if p not in warm] if _lives(owner) else family
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def files_of(owner: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import ddip
 from ddip.errors import BadInput, GroupError
 from ddip.placement import Request
 
-from .leftovers import assert_nothing_left, files_of, processes_of, shared_memory, wait_until
+from .leftovers import assert_nothing_left, controllers_of, files_of, processes_of, shared_memory, wait_until
 
 
 @pytest.fixture
@@ -33,6 +34,16 @@ def own_group() -> Iterator[ddip.Group]:
     assert {p.pid for p in processes_of(os.getpid())} == others
 
 
+@contextlib.contextmanager
+def torch_that_takes_long(folder: Path) -> Iterator[None]:
+    """Engines that are started here do not come."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
+
+
 PROOF = "import torch, torch.distributed as dist\nx = torch.tensor(rank + 1)\ndist.all_reduce(x)\nproof = x.item()"
 
 
@@ -42,7 +53,9 @@ def proofs(group: ddip.Group) -> list[int]:
     return [found["proof"] for found in group.pull_all(["proof"], range(group.world_size))[0]]
 
 
-def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(own_group: ddip.Group) -> None:
+def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
+    own_group: ddip.Group, tmp_path: Path
+) -> None:
     own_group.run("mine = rank + 100")
     before = [member.pid for member in own_group.members]
 
@@ -75,7 +88,7 @@ def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
     # engines that do not come leave the group as it is
     running = {p.pid for p in processes_of(os.getpid())}
     own_group.timeout = 0.2
-    with pytest.raises(GroupError, match="0 of 1 engines came in time"):
+    with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 1 engines came in time"):
         own_group.change(Request(n=2))
     own_group.timeout = 60
     assert proofs(own_group) == [1]
@@ -99,10 +112,10 @@ def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.
     assert proofs(own_group) == [3, 3]
 
 
-def test_engines_that_do_not_come_in_time_leave_nothing_behind() -> None:
+def test_engines_that_do_not_come_in_time_leave_nothing_behind(tmp_path: Path) -> None:
     before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
-    with pytest.raises(GroupError, match="in time"):
-        ddip.Group(2, timeout=0.5)
+    with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 2 engines came in time"):
+        ddip.Group(2, timeout=1)
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
 
 
@@ -275,10 +288,7 @@ def test_shared_memory_of_a_cell_is_gone_with_the_group() -> None:
 def test_the_end_of_the_controller_is_told_in_a_cell_and_after_it(own_group: ddip.Group) -> None:
     def kill() -> None:
         wait_until(lambda: own_group.info()[0].state == "busy")
-        controllers = [p for p in processes_of(os.getpid()) if "ddip.controller" in " ".join(p.cmdline())]
-        mine = [p for p in controllers if p.environ()["DDIP_RUN_FOLDER"] == str(own_group.cluster.run_folder)]
-        for process in mine:
-            process.kill()
+        controllers_of(os.getpid())[-1].kill()
 
     thread = threading.Thread(target=kill)
     thread.start()

@@ -11,7 +11,7 @@ import psutil
 
 import ddip
 
-from .leftovers import files_of, listening, processes_of
+from .leftovers import files_of, listening, processes_of, titled
 
 
 def values(group: ddip.Group, expression: str) -> list[object]:
@@ -72,7 +72,7 @@ def test_the_files_are_private_to_the_user(cells: ddip.Group) -> None:
 
 
 def test_one_engine_a_rank_and_no_nanny(cells: ddip.Group) -> None:
-    engines = [p for p in processes_of(os.getpid()) if "ddip.rank.engine" in " ".join(p.cmdline())]
+    engines = titled(processes_of(os.getpid()), "ddip rank")
     assert {p.pid for p in engines} == {member.pid for member in cells.members}
     assert all(isinstance(p, psutil.Process) for p in engines)
 

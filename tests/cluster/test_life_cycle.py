@@ -8,7 +8,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from .leftovers import assert_nothing_left, files_of, processes_of, wait_until
+from .leftovers import assert_nothing_left, controllers_of, files_of, processes_of, wait_until
 from .notebook import Notebook
 
 NewNotebook = Callable[[], Notebook]
@@ -75,8 +75,7 @@ def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_note
     """And the next notebook removes what nobody was left to remove."""
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
-    controllers = [p for p in processes_of(notebook.pid) if "ddip.controller" in " ".join(p.cmdline())]
-    controller = min(controllers, key=lambda p: p.create_time())
+    (controller,) = controllers_of(notebook.pid)
     controller.suspend()  # so that it cannot tidy up
     notebook.kill()
     controller.kill()

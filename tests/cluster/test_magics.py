@@ -238,7 +238,11 @@ def test_quotes_around_arguments_are_taken_off(notebook: Notebook) -> None:
 
 
 def test_a_start_that_failed_is_what_a_restart_starts(bare_notebook: Notebook) -> None:
+    (bare_notebook.folder / "late" / "torch").mkdir(parents=True)
+    (bare_notebook.folder / "late" / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")
+    bare_notebook.ok(f"import os; os.environ['PYTHONPATH'] = {str(bare_notebook.folder / 'late')!r}")
     assert "in time" in bare_notebook.fails("%makedip -n 1 -t 1").message
+    bare_notebook.ok("del os.environ['PYTHONPATH']")
     assert "1 rank on the CPU" in bare_notebook.ok("%makedip -r -t 60").text
 
 

@@ -21,6 +21,8 @@ ORDER = [
     "apps",
     "outputs",
     "transfer",
+    "warming",
+    "launchers",
     "cluster",
 ]
 ORDER += ["ranks", "cells", "group", "autodip", "magics"]
@@ -49,6 +51,10 @@ def test_nothing_lower_imports_anything_higher(name: str) -> None:
     assert imports(path) <= set(ORDER[: ORDER.index(name)]) | {name}
 
 
+def test_the_warm_process_imports_nothing_of_ddip() -> None:
+    assert imports(DDIP / "warm.py") == set()
+
+
 def test_the_controller_is_small() -> None:
     assert imports(DDIP / "controller.py") == {"owner"}
 
@@ -60,6 +66,7 @@ def test_the_controller_is_small() -> None:
         ("ddip.magics", ["torch", "ipyparallel", "numpy"]),
         ("ddip.group", ["torch"]),
         ("ddip.owner", ["torch", "ipyparallel", "IPython"]),
+        ("ddip.warming", ["torch", "ipyparallel", "IPython"]),
     ],
 )
 def test_what_is_slow_to_import_is_not_imported(module: str, absent: list[str]) -> None:

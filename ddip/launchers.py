@@ -1,0 +1,116 @@
+"""ipyparallel's launchers on this host, with processes that are forked from the warm process instead of spawned.
+
+``Cluster`` chooses them by ipyparallel's own settings. Where a fork cannot be, they spawn: the same process, only slower.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ipyparallel.cluster import launcher
+from traitlets import Bool, List, Unicode
+
+from ddip import warming
+
+log = logging.getLogger("ddip")
+POLL_SECONDS = 0.005
+
+
+class _Forked:
+    """What a launcher uses of ``psutil.Process``, for a child of the warm process, which tells its end."""
+
+    def __init__(self, child: warming.Child) -> None:
+        self.pid = child.pid.result()
+        self._exit = child.exit
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        try:
+            return self._exit.result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise psutil.TimeoutExpired(timeout, self.pid) from None
+
+    def is_running(self) -> bool:
+        return not self._exit.done()
+
+    def send_signal(self, number: int) -> None:
+        if self.is_running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class _Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
+    """Starts ``python -m MODULE ARGUMENT ...``, or has the warm process fork what that would become."""
+
+    fork = Bool(True, help="Fork from the warm process; False: spawn.")
+    also = List(Unicode(), help="Modules to import before the fork, besides those that are always needed.")
+    needs: tuple[str, ...] = ()
+    """Modules that are always needed."""
+
+    async def start(self) -> None:
+        Path(self.output_file).touch(0o600)  # a cell may print secrets
+        if not (self.fork and await self._fork()):
+            self.environment = {**self.environment, "DDIP_OWNER": str(os.getpid())}
+            super().start()
+
+    async def _fork(self) -> bool:
+        warm = warming.begin()
+        _python, _m, module, *arguments = self.args
+        environment = {**os.environ, **self.get_env(), "DDIP_OWNER": str(warm.pid)}
+        child = warm.fork(
+            module, imports=[*self.needs, *self.also], argv=arguments, env=environment, log=self.output_file
+        )
+        try:
+            self.pid = await asyncio.wrap_future(child.pid)
+        except warming.CannotFork as error:
+            log.warning(f"spawned, not forked: {error}")
+            return False
+        except BaseException:
+            child.end()
+            raise
+        self.process = _Forked(child)
+        self.notify_start(self.pid)
+        self._start_waiting()
+        return True
+
+
+class ControllerLauncher(_Launcher, launcher.LocalControllerLauncher):  # type: ignore[misc]
+    """Starts ``ddip.controller``."""
+
+    needs = warming.CONTROLLER
+
+    async def get_connection_info(self, timeout: float | None = None) -> Any:
+        """As ipyparallel's own, but it looks more often."""
+        files = [Path(file) for file in self.connection_files.values()]
+        deadline = time.monotonic() + (self.connection_info_timeout if timeout is None else timeout)
+        while self.process.is_running() and not all(file.exists() for file in files) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        return await super().get_connection_info(0.2)  # which tells what is wrong, if they are not there
+
+
+class EngineLauncher(_Launcher, launcher.LocalEngineLauncher):  # type: ignore[misc]
+    """Starts one ``ddip.rank.engine``."""
+
+    needs = warming.ENGINE
+
+    async def start(self) -> None:
+        self.fork, self.also = self.parent.fork, self.parent.also
+        await super().start()
+
+
+class EngineSetLauncher(launcher.LocalEngineSetLauncher):  # type: ignore[misc]
+    """Starts engines side by side."""
+
+    launcher_class = EngineLauncher
+    fork = Bool(True)
+    also = List(Unicode())
+
+    async def start(self, n: int) -> list[None]:
+        return await asyncio.gather(*super().start(n))

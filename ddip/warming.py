@@ -1,0 +1,236 @@
+"""The notebook's end of the warm process (``warm.py``): start it, have it fork, hear of its children's ends.
+
+There is one for this process, begun by ``begin`` and used by every cluster. What libraries read from the environment
+when they are imported it has read at its start: when the environment has changed since, another takes its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+CONTROLLER = ("ddip.controller", "ipyparallel.controller.app")
+"""What a controller needs imported."""
+ENGINE = (
+    "ddip.rank.engine",
+    "ipyparallel.engine.app",
+    "torch.distributed",
+    "ddip.rank.kernel",
+    "ddip.rank.process_group",
+    "IPython.core.completerlib",
+    "IPython.core.logger",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "ipykernel.debugger",
+    "tornado.platform.asyncio",
+)
+"""What an engine needs imported; all that its start would import."""
+LATER = ("sympy", "torch.distributed.fsdp", "torch.export", "torch._dynamo")
+"""What DistributedDataParallel imports when it is first used, in steps: a request waits for one of them at most."""
+READ_WHEN_USED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
+"""Variables that nothing reads at import, or that scikit-learn sets in the notebook: only the children need them."""
+
+
+class CannotFork(RuntimeError):
+    """The warm process cannot fork this; the message says why."""
+
+
+class Child:
+    """A process that the warm process forked for us."""
+
+    def __init__(self, warm: WarmProcess, number: int) -> None:
+        self.warm = warm
+        self.number = number
+        self.pid: Future[int] = Future()
+        """Raises CannotFork."""
+        self.exit: Future[int | None] = Future()
+        """The exit code, negative: the signal; None: unknown, since the warm process ended first."""
+
+    def end(self) -> None:
+        """Kill it, or do not start it."""
+        self.warm.forget(self)
+
+
+class WarmProcess:
+    """A warm process with what it has imported, and the children that it forked."""
+
+    def __init__(self, also: Sequence[str] = ()) -> None:
+        self.owner = os.getpid()
+        self.environment = _read_at_import(os.environ)
+        self.asleep = threading.Event()
+        """Set when all is imported that can be imported beforehand, and when it has ended."""
+        self.ended = False
+        self._retired = False
+        self._log = tempfile.TemporaryFile()
+        self._numbers = itertools.count()
+        self._children: dict[int, Child] = {}
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ddip.warm", notebook(), *CONTROLLER, *ENGINE, *also, *LATER],
+                stdin=theirs,
+                stdout=self._log,
+                stderr=self._log,
+                env={
+                    **os.environ,
+                    **python_path(),
+                    "DDIP_OWNER": str(self.owner),
+                    "SPT_NOENV": "1",  # the title shall leave the environment readable from outside
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no CUDA before the fork
+                    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+                },
+                start_new_session=True,
+            )
+        self._link = Connection(ours.detach())
+        self._reader = threading.Thread(target=self._read, name="ddip-warm", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fits(self) -> bool:
+        """Can it fork for this process, in the environment of now?"""
+        return not self.ended and self.owner == os.getpid() and self.environment == _read_at_import(os.environ)
+
+    def fork(
+        self, module: str, *, imports: Sequence[str], argv: Sequence[str], env: Mapping[str, str], log: str
+    ) -> Child:
+        """Ask for a process that runs ``module.main()``, once `imports` are imported; it starts in our directory."""
+        child = Child(self, next(self._numbers))
+        with self._lock:
+            self._children[child.number] = child
+        request = {"fork": child.number, "module": module, "imports": list(imports), "argv": list(argv)}
+        self.send({**request, "env": dict(env), "cwd": os.getcwd(), "log": log})
+        return child
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._lock, contextlib.suppress(OSError):  # it ended: _read tells everybody
+            self._link.send(message)
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._heard(self._link.recv())
+        self.ended = True
+        self._process.wait()
+        with self._log as log:
+            log.seek(0)
+            last = "".join(f"\n  {line}" for line in log.read().decode(errors="replace").splitlines()[-12:])
+        with self._lock:
+            children, self._children = self._children, {}
+            self._link.close()
+        for child in children.values():
+            if not child.pid.done():
+                child.pid.set_exception(CannotFork(f"the warm process ended{last}"))
+            child.exit.set_result(None)
+        self.asleep.set()
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"forked": number, "pid": pid} if number in self._children:
+                self._children[number].pid.set_result(pid)
+            case {"refused": number, "why": why} if number in self._children:
+                self._pop(number).pid.set_exception(CannotFork(why))
+            case {"exited": number, "code": code} if number in self._children:
+                self._pop(number).exit.set_result(code)
+            case {"warm": True}:
+                self.asleep.set()
+
+    def _pop(self, number: int) -> Child:
+        with self._lock:
+            child = self._children.pop(number)
+            last = not self._children
+        if last and self._retired:
+            self._process.kill()
+        return child
+
+    def forget(self, child: Child) -> None:
+        """Kill `child` if it has been forked, and do not fork it if not; it is heard of no more."""
+        self.send({"end": child.number})
+        if child.number in self._children:
+            self._pop(child.number)
+
+    def retire(self) -> None:
+        """End it as soon as its last child has ended."""
+        self._retired = True
+        if not self._children:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End it and all its children."""
+        if self.owner != os.getpid():
+            return  # a fork of the owner
+        self._process.kill()
+        self._reader.join()
+
+
+_current: WarmProcess | None = None
+_choice = threading.Lock()
+
+
+def begin(also: Sequence[str] = ()) -> WarmProcess:
+    """The warm process that fits the environment; if there is none a new one, which imports modules `also`."""
+    global _current
+    with _choice:
+        if _current is None or not _current.fits():
+            if _current is not None:
+                _current.retire()
+            _current = WarmProcess(also)
+            atexit.unregister(end)
+            atexit.register(end)
+        return _current
+
+
+def give_up() -> None:
+    """Use the warm process no more: it does not answer. The next `begin` starts another."""
+    global _current
+    with _choice:
+        if _current is not None:
+            _current.retire()
+            _current = None
+
+
+def end() -> None:
+    """End the warm process, and whatever it forked."""
+    global _current
+    with _choice:
+        if _current is not None:
+            _current.close()
+            _current = None
+
+
+def possible() -> bool:
+    """Can processes be forked here?"""
+    return sys.platform == "linux"
+
+
+def notebook() -> str:
+    """What to call this process where people look at processes."""
+    session = os.environ.get("JPY_SESSION_NAME")  # Jupyter Server: path of the notebook
+    return Path(session).name if session else f"pid {os.getpid()}"
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(READ_WHEN_USED)}
+
+
+def python_path() -> dict[str, str]:
+    """Let the processes find ddip where a notebook has found it by a path of its own; ``engine.py`` takes it back."""
+    theirs, package = os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])
+    ours = [] if package in sysconfig.get_paths().values() else [package]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*ours, theirs])), "DDIP_PYTHONPATH": theirs}
