@@ -4,10 +4,10 @@
          |                             |                                    |
          owner.json: pids ------------ watches its parent ---------------- dies with its parent
 
-Both are forked from the warm process, which dies with the notebook, or spawned: then the notebook is their parent. All
-of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster: exits
-of processes are then noticed at once, and the parent-death signal of spawned engines, which is bound to the thread that
-started them, means the notebook.
+Both are forked from the warm process, which dies with the notebook, or spawned: then the notebook is their parent.
+All of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster:
+exits of processes are then noticed at once, and the parent-death signal of spawned engines, which is bound to the
+thread that started them, means the notebook.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ipyparallel import Cluster as IppCluster
 
 from ddip import ipp_private, owner, registry, warming
 from ddip.errors import GroupError, exit_text
-from ddip.launchers import ControllerLauncher, EngineSetLauncher
+from ddip.launchers import ControllerLauncher, EngineSetLauncher, Launcher
 
 T = TypeVar("T")
 
@@ -143,8 +143,10 @@ class Cluster:
         self._ipp.controller.on_stop(lambda data: self._controller_exit.append(data.get("exit_code")))
         self._record()
 
-    def start_engines(self, count: int, environment: Mapping[str, str], also: Sequence[str], timeout: float) -> list[int]:
-        """Have `count` engines started, with `environment` added to this process's; returns their engine ids at once.
+    def start_engines(
+        self, count: int, environment: Mapping[str, str], also: Sequence[str], timeout: float
+    ) -> list[int]:
+        """Have `count` engines started, with `environment` added to that of this process; returns their ids at once.
 
         Modules `also` are imported before, once for all, where engines are forked.
         """
@@ -279,11 +281,14 @@ class Cluster:
 
     def _record(self) -> None:
         """Write down what to clear up if this process dies."""
-        pids = [self._ipp.controller.pid] if self._ipp.controller else []
-        for engine_set in self._ipp.engines.values():
-            pids += [launcher.pid for launcher in engine_set.launchers.values()]
+        launchers = self._launchers(self._ipp.engines)
+        processes = _processes([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
         me = owner.Proc.of(os.getpid())
-        owner.Record(me, tuple(_processes(pids)), self._files).write(self.run_folder)
+        owner.Record(me, tuple(processes), self._files).write(self.run_folder)
+
+    def _launchers(self, names: Iterable[str]) -> list[Launcher]:
+        """The launchers of the live engines in the engine sets `names`."""
+        return [launcher for name in list(names) for launcher in list(self._ipp.engines[name].launchers.values())]
 
     # -- stop
 
@@ -292,9 +297,7 @@ class Cluster:
         self._give_up_starting()
         going = self._on_loop(self._engines_but(keep))
         self._wanted.difference_update(going)
-        # side by side; ipyparallel would end one after the other, and wait 5 s for a busy one
-        pids = [launcher.pid for name in going.values() for launcher in self._ipp.engines[name].launchers.values()]
-        owner.end_processes(_processes(pids))
+        _end(self._launchers(going.values()))
         for engine, name in going.items():
             self._on_loop(self._ipp.stop_engines(name))
             if self.connected:
@@ -319,9 +322,8 @@ class Cluster:
         if self.connected:
             registry.remove_parallel_magics(self.client)
             self.client.close(linger=0)
-        record = owner.Record.read(self.run_folder)
-        if record is not None:
-            owner.end_processes(record.processes)
+        launchers = self._launchers(self._ipp.engines)
+        _end([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
         with contextlib.suppress(concurrent.futures.TimeoutError):
             self._on_loop(self._ipp.stop_cluster(), timeout=10)
         self._end_loop()
@@ -347,11 +349,17 @@ def _set_name(engine: int) -> str:
     return f"engine{engine}"
 
 
-def _processes(pids: Sequence[int]) -> list[owner.Proc]:
-    """Those of `pids` that live."""
+def _processes(launchers: Iterable[Launcher]) -> list[owner.Proc]:
+    """Their processes that live."""
     found = []
-    for pid in pids:
+    for launcher in launchers:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(owner.Proc.of(pid))
+            found.append(owner.Proc.of(launcher.pid))
     return found
 
+
+def _end(launchers: Iterable[Launcher]) -> None:
+    """End their processes side by side; ipyparallel would do it in turns, and wait 5 s for a busy one."""
+    owner.end_processes(_processes(launchers))
+    for launcher in launchers:
+        launcher.ended()

@@ -1,6 +1,6 @@
 """ipyparallel's launchers on this host, with processes that are forked from the warm process instead of spawned.
 
-``Cluster`` chooses them by ipyparallel's own settings. Where a fork cannot be, they spawn: the same process, only slower.
+``Cluster`` chooses them by ipyparallel's own settings. Where a fork cannot be, they spawn: the same, only slower.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class _Forked:
 
     def __init__(self, child: warming.Child) -> None:
         self.pid = child.pid.result()
+        self.forget = child.end
         self._exit = child.exit
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -46,7 +47,7 @@ class _Forked:
                 os.kill(self.pid, number)
 
 
-class _Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
+class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
     """Starts ``python -m MODULE ARGUMENT ...``, or has the warm process fork what that would become."""
 
     fork = Bool(True, help="Fork from the warm process; False: spawn.")
@@ -57,7 +58,7 @@ class _Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
     async def start(self) -> None:
         Path(self.output_file).touch(0o600)  # a cell may print secrets
         if not (self.fork and await self._fork()):
-            self.environment = {**self.environment, "DDIP_OWNER": str(os.getpid())}
+            self.environment.update(DDIP_OWNER=str(os.getpid()))
             super().start()
 
     async def _fork(self) -> bool:
@@ -80,8 +81,13 @@ class _Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
         self._start_waiting()
         return True
 
+    def ended(self) -> None:
+        """Somebody has seen that the process is gone: do not wait for word of it."""
+        if isinstance(self.process, _Forked):
+            self.process.forget()
 
-class ControllerLauncher(_Launcher, launcher.LocalControllerLauncher):  # type: ignore[misc]
+
+class ControllerLauncher(Launcher, launcher.LocalControllerLauncher):  # type: ignore[misc]
     """Starts ``ddip.controller``."""
 
     needs = warming.CONTROLLER
@@ -95,7 +101,7 @@ class ControllerLauncher(_Launcher, launcher.LocalControllerLauncher):  # type: 
         return await super().get_connection_info(0.2)  # which tells what is wrong, if they are not there
 
 
-class EngineLauncher(_Launcher, launcher.LocalEngineLauncher):  # type: ignore[misc]
+class EngineLauncher(Launcher, launcher.LocalEngineLauncher):  # type: ignore[misc]
     """Starts one ``ddip.rank.engine``."""
 
     needs = warming.ENGINE
@@ -113,4 +119,4 @@ class EngineSetLauncher(launcher.LocalEngineSetLauncher):  # type: ignore[misc]
     also = List(Unicode())
 
     async def start(self, n: int) -> list[None]:
-        return await asyncio.gather(*super().start(n))
+        return list(await asyncio.gather(*super().start(n)))

@@ -30,7 +30,7 @@ class DipMagics(Magics):
         config=True
     )
     see = Unicode("0", help="Ranks whose output a cell shows without -S, such as 0 or 0,1 or all.").tag(config=True)
-    warm = Bool(True, help="When the extension is loaded, begin to import in the background what every rank needs.").tag(
+    warm = Bool(True, help="When ddip is loaded, begin to import in the background what every rank needs.").tag(
         config=True
     )
     warm_apps = List(Unicode(), help="Apps whose imports are begun then, too.").tag(config=True)

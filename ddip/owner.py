@@ -106,7 +106,7 @@ class Record:
 def _lives(process: psutil.Process) -> bool:
     """Is it running? A zombie has ended, though nobody may have asked for its exit code yet."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,7 +61,13 @@ class Child:
 
     def end(self) -> None:
         """Kill it, or do not start it."""
-        self.warm.forget(self)
+        self.warm.forget(self.number)
+
+    def over(self, outcome: int | CannotFork | None) -> None:
+        """It has ended with this exit code, or was never there."""
+        if not self.pid.done():
+            self.pid.set_exception(outcome if isinstance(outcome, CannotFork) else CannotFork("not wanted any more"))
+        self.exit.set_result(None if isinstance(outcome, CannotFork) else outcome)
 
 
 class WarmProcess:
@@ -74,7 +80,7 @@ class WarmProcess:
         """Set when all is imported that can be imported beforehand, and when it has ended."""
         self.ended = False
         self._retired = False
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         self._numbers = itertools.count()
         self._children: dict[int, Child] = {}
         self._lock = threading.Lock()
@@ -82,7 +88,7 @@ class WarmProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ddip.warm", notebook(), *CONTROLLER, *ENGINE, *also, *LATER],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
                 env={
@@ -135,35 +141,34 @@ class WarmProcess:
             children, self._children = self._children, {}
             self._link.close()
         for child in children.values():
-            if not child.pid.done():
-                child.pid.set_exception(CannotFork(f"the warm process ended{last}"))
-            child.exit.set_result(None)
+            child.over(None if child.pid.done() else CannotFork(f"the warm process ended{last}"))
         self.asleep.set()
 
     def _heard(self, message: dict[str, Any]) -> None:
         match message:
             case {"forked": number, "pid": pid} if number in self._children:
                 self._children[number].pid.set_result(pid)
-            case {"refused": number, "why": why} if number in self._children:
-                self._pop(number).pid.set_exception(CannotFork(why))
-            case {"exited": number, "code": code} if number in self._children:
-                self._pop(number).exit.set_result(code)
+            case {"refused": number, "why": why}:
+                self._over(number, CannotFork(why))
+            case {"exited": number, "code": code}:
+                self._over(number, code)
             case {"warm": True}:
                 self.asleep.set()
 
-    def _pop(self, number: int) -> Child:
+    def _over(self, number: int, outcome: int | CannotFork | None) -> None:
+        """Tell the end of a child, once."""
         with self._lock:
-            child = self._children.pop(number)
+            child = self._children.pop(number, None)
             last = not self._children
+        if child is not None:
+            child.over(outcome)
         if last and self._retired:
             self._process.kill()
-        return child
 
-    def forget(self, child: Child) -> None:
-        """Kill `child` if it has been forked, and do not fork it if not; it is heard of no more."""
-        self.send({"end": child.number})
-        if child.number in self._children:
-            self._pop(child.number)
+    def forget(self, number: int) -> None:
+        """Kill the child if it has been forked, and do not fork it if not; its end is not waited for."""
+        self.send({"end": number})
+        self._over(number, None)
 
     def retire(self) -> None:
         """End it as soon as its last child has ended."""

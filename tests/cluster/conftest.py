@@ -11,17 +11,26 @@ from pathlib import Path
 import pytest
 
 import ddip
+from ddip import warming
 
-from .leftovers import assert_nothing_left, same_shared_memory
+from .leftovers import assert_nothing_left, family_of, same_shared_memory
 from .notebook import Notebook
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
     """An IPython profile of the tests' own, and the proof that all of them together left no shared memory."""
-    os.environ["IPYTHONDIR"] = str(tmp_path_factory.mktemp("ipython"))
+    folder = tmp_path_factory.mktemp("ipython")
+    os.environ["IPYTHONDIR"] = str(folder)
+    if pytestconfig.getoption("--spawn"):
+        (folder / "profile_default").mkdir()
+        (folder / "profile_default" / "ipython_config.py").write_text("c = get_config()\nc.DipMagics.spawn = True\n")
+        assert ddip.Group.__init__.__kwdefaults__
+        ddip.Group.__init__.__kwdefaults__["spawn"] = True
     with same_shared_memory():
         yield
+    warming.end()
+    assert family_of(os.getpid()) == []
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,10 @@
+"""Options of the test run."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--spawn``: the same tests with engines that are spawned, as where processes cannot be forked."""
+    parser.addoption("--spawn", action="store_true", help="spawn every engine instead of forking it")
