@@ -8,6 +8,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
+PEERS := $(VENV)-peers/bin/python
 READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 
 .PHONY: demo test check format bench clean
@@ -27,9 +28,17 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)
-	$(BIN)/python benchmarks/start.py
+bench: $(READY) $(PEERS)
+	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
+	$(BIN)/python benchmarks/many_starts.py
+
+# The tools that the benchmarks compare with, and the same torch, in an environment of their own.
+$(PEERS):
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-peers/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)-peers/bin/python -m pip install --quiet jupyter-distributed==0.1.1 nbdistributed==0.1.0 ipykernel numpy psutil
 
 # Installed once; again when what must be installed changes, and from nothing for another Python or torch.
 $(READY): setup.cfg setup.py pyproject.toml
@@ -40,4 +49,4 @@ $(READY): setup.cfg setup.py pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

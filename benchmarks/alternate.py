@@ -1,25 +1,39 @@
-"""Run programs in turns, and compare the medians of the seconds that they print: the machines are shared and noisy."""
+"""Run programs in turns, and compare the medians of the numbers that they print: the machines are shared and noisy."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 
-def seconds(code: str, *arguments: str) -> list[float]:
-    """Run Python `code` in a process of its own; returns the numbers on the last line that it prints."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"failed: {done.stderr}")
-    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+@dataclass(frozen=True)
+class Program:
+    """Python code whose last line of output is numbers, and the Python to run it with."""
+
+    code: str
+    arguments: tuple[str, ...] = ()
+    python: str = sys.executable
+
+    def run(self) -> list[float]:
+        """The numbers, from a process of its own."""
+        command = [self.python, "-c", self.code, *self.arguments]
+        # nothing else on the path: nbdistributed starts "python", and would end others' processes with "pkill"
+        environment = {**os.environ, "PATH": str(Path(self.python).parent)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode or not done.stdout.strip():
+            sys.exit(f"failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return [float(word) for word in done.stdout.splitlines()[-1].split()]
 
 
-def medians(programs: dict[str, str], rounds: int, *arguments: str) -> dict[str, list[float]]:
+def medians(programs: dict[str, Program], rounds: int) -> dict[str, list[float]]:
     """Medians over `rounds` of the numbers that each of `programs` prints, by its name."""
     runs: dict[str, list[list[float]]] = {name: [] for name in programs}
     for number in range(rounds):
-        for name, code in programs.items():
-            runs[name].append(seconds(code, *arguments))
+        for name, program in programs.items():
+            runs[name].append(program.run())
             print(f"  round {number + 1} of {rounds}: {name} {runs[name][-1]}", file=sys.stderr)
     return {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}

@@ -1,58 +1,126 @@
-"""From nothing to the first all_reduce on every rank: ddip against raw ipyparallel, and one ``import torch``.
+"""From nothing to the first all_reduce on every rank: ddip, raw ipyparallel, two peers, and one ``import torch``.
 
 Usage: start.py [ROUNDS] [RANKS ...]
+
+The peers are measured if PEERS is the Python of an environment that has them and the same torch (``make bench``). Raw
+ipyparallel only imports torch: it forms no group. Each program runs in a process that has imported what the kernel of a
+notebook has imported. Memory is the proportional set size of all processes that were started, a rank.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
-from alternate import medians
+from alternate import Program, medians
 
-DDIP = """
+PEERS = Path(os.environ.get("PEERS", ".venv-peers/bin/python"))
+REDUCE = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x > 1"
+
+HEAD = f"""
 import sys, time
-from ddip import Group
-n = int(sys.argv[1])
-began = time.perf_counter()
-group = Group(n)
-group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
-started = time.perf_counter() - began
-began = time.perf_counter()
-group.shutdown()
-print(started, time.perf_counter() - began)
+import ipykernel.ipkernel, ipykernel.zmqshell
+from IPython.core.interactiveshell import InteractiveShell
+import psutil
+n, REDUCE, clock = int(sys.argv[1]), {REDUCE!r}, time.perf_counter
+def megabytes():
+    processes = psutil.Process().children(recursive=True)
+    return sum(process.memory_full_info().pss for process in processes) / n / 2**20
+shell = InteractiveShell.instance()
 """
-RAW = """
-import logging, sys, time
+TAIL = """
+started = clock() - began
+memory = megabytes()
+began = clock()
+stop()
+print()
+print(started, clock() - began, memory)
+"""
+OURS = """
+stop = lambda: shell.run_line_magic("makedip", "-k")
+shell.run_line_magic("makedip", f"-n {n}")
+shell.run_cell_magic("dip", "", REDUCE)
+"""
+COLD = f"""{HEAD}
+began = clock()
+shell.run_line_magic("load_ext", "ddip")
+{OURS}{TAIL}"""
+WARM = f"""{HEAD}
+shell.run_line_magic("load_ext", "ddip")
+from ddip import warming
+warming.begin().asleep.wait()
+began = clock()
+{OURS}{TAIL}"""
+SPAWNED = f"""{HEAD}
+shell.config.DipMagics.spawn = True
+began = clock()
+shell.run_line_magic("load_ext", "ddip")
+{OURS}{TAIL}"""
+RAW = f"""{HEAD}
+import logging
+began = clock()
 import ipyparallel
-n = int(sys.argv[1])
-began = time.perf_counter()
 cluster = ipyparallel.Cluster(n=n, log_level=logging.ERROR)
 client = cluster.start_and_connect_sync()
 client[:].execute("import torch, torch.distributed", block=True)
-started = time.perf_counter() - began
-began = time.perf_counter()
-client.close()
-cluster.stop_cluster_sync()
-print(started, time.perf_counter() - began)
-"""
+def stop():
+    client.close()
+    cluster.stop_cluster_sync()
+{TAIL}"""
+JUPYTER_DISTRIBUTED = f"""{HEAD}
+import asyncio
+from jupyter_distributed.kernel_group import DistributedKernelGroup
+INIT = "import torch.distributed as dist; dist.init_process_group('gloo'); "
+loop = asyncio.new_event_loop()
+def run(work): return loop.run_until_complete(work)
+began = clock()
+group = DistributedKernelGroup(n)
+run(group.start())
+done = run(group.execute(INIT + REDUCE))
+assert "error" not in str(done).lower(), done
+stop = lambda: run(group.shutdown())
+{TAIL}"""
+NBDISTRIBUTED = f"""{HEAD}
+began = clock()
+shell.run_line_magic("load_ext", "nbdistributed")
+shell.run_line_magic("dist_init", f"-n {{n}}")
+def connected(): return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("inet"))
+while connected() < n: time.sleep(0.02)  # a cell that is sent sooner is lost, and fails after 30 s
+time.sleep(0.1)
+shell.run_cell_magic("distributed", "", REDUCE)
+manager = shell.magics_manager.registry["DistributedMagic"]._process_manager
+stop = manager.shutdown  # its own magic for this ends processes by a pattern, others' too
+{TAIL}"""
 TORCH = """
-import time
+import subprocess, sys, time
 began = time.perf_counter()
-import torch, torch.distributed
-print(time.perf_counter() - began, 0)
+subprocess.run([sys.executable, "-c", "import torch"], check=True)
+print(time.perf_counter() - began, 0, 0)
 """
+
+
+def programs(ranks: str) -> dict[str, Program]:
+    """What is compared."""
+    ours = {"cold": COLD, "warm": WARM, "spawned": SPAWNED, "ipyparallel": RAW}
+    peers = {"jupyter-distributed": JUPYTER_DISTRIBUTED, "nbdistributed": NBDISTRIBUTED}
+    found = {"import torch": Program(TORCH)}
+    found |= {name: Program(code, (ranks,)) for name, code in ours.items()}
+    if PEERS.exists():
+        found |= {name: Program(code, (ranks,), str(PEERS.absolute())) for name, code in peers.items()}
+    return found
 
 
 def main() -> None:
     """Print one table."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    sizes = sys.argv[2:] or ["2", "4"]
-    print("start to the first all_reduce (ddip), start and import torch (raw ipyparallel); medians, seconds")
-    print(f"{'ranks':>5} {'ddip':>7} {'raw':>7} {'ddip/raw':>9} {'import torch':>13} {'stop ddip':>10} {'stop raw':>9}")
-    for size in sizes:
-        found = medians({"ddip": DDIP, "raw": RAW, "torch": TORCH}, rounds, size)
-        (ours, our_stop), (raw, raw_stop), (torch, _) = found["ddip"], found["raw"], found["torch"]
-        print(f"{size:>5} {ours:7.2f} {raw:7.2f} {ours / raw:9.2f} {torch:13.2f} {our_stop:10.2f} {raw_stop:9.2f}")
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    print(f"start to the first all_reduce; medians of {rounds}, in turns")
+    print(f"{'':20} {'ranks':>5} {'start':>7} {'/ import':>9} {'stop':>6} {'MB a rank':>10}")
+    for ranks in sys.argv[2:] or ["2", "4", "8", "16"]:
+        found = medians(programs(ranks), rounds)
+        unit = found["import torch"][0]
+        for name, (start, stop, memory) in found.items():
+            print(f"{name:20} {ranks:>5} {start:6.2f}s {start / unit:8.2f}x {stop:5.2f}s {memory:10.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class Cluster:
         self._fork = fork and warming.possible()
         if self._fork:
             warming.begin()
+        self.spawned = ""
+        """Why engines were not forked, though they should be."""
         self._client: Client | None = None
         self.exits: dict[int, int | None] = {}
         """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
@@ -58,6 +60,7 @@ class Cluster:
         self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._stopping = False
         self._controller_exit: list[int | None] = []
+        self._warm: warming.WarmProcess | None = None
         self.run_folder = owner.make_run_folder()
         self._files: tuple[str, ...] = ()
         self._loop = asyncio.new_event_loop()
@@ -116,9 +119,18 @@ class Cluster:
         return self._client
 
     def require_controller(self) -> None:
-        """Raise GroupError if the controller process is gone."""
+        """Raise GroupError if the controller process is gone, and with it every way to the engines."""
         if self._controller_exit:
-            raise GroupError("the controller process ended; %makedip -r starts the group afresh")
+            warm = self._warm is not None and self._warm.ended
+            what = "warm process, from which the ranks were forked, ended" if warm else "controller process ended"
+            raise GroupError(f"the {what}; %makedip -r starts the group afresh")
+
+    def _controller_ended(self, data: dict[str, Any]) -> None:
+        """Nothing can reach the engines any more: let them not hold memory and GPUs."""
+        self._controller_exit.append(data.get("exit_code"))
+        if not self._stopping:
+            engines = _processes(self._launchers(self._ipp.engines))
+            threading.Thread(target=owner.end_processes, args=(engines,), name="ddip-end").start()
 
     # -- start
 
@@ -140,7 +152,8 @@ class Cluster:
                 fork=self._fork,
             )
         )
-        self._ipp.controller.on_stop(lambda data: self._controller_exit.append(data.get("exit_code")))
+        self._warm = self._ipp.controller.warm
+        self._ipp.controller.on_stop(self._controller_ended)
         self._record()
 
     def start_engines(
@@ -182,6 +195,7 @@ class Cluster:
         launched = self._ipp.engines[_set_name(engine)]
         for launcher in launched.launchers.values():  # none if it has ended already
             self._logs[engine] = Path(launcher.output_file)
+            self.spawned = launcher.why_spawned or self.spawned
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
 
     def connect(self, deadline: float) -> None:
@@ -281,6 +295,8 @@ class Cluster:
 
     def _record(self) -> None:
         """Write down what to clear up if this process dies."""
+        if not self.run_folder.exists():
+            return  # the controller has lost its parent, and has tidied up
         launchers = self._launchers(self._ipp.engines)
         processes = _processes([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
         me = owner.Proc.of(os.getpid())

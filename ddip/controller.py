@@ -60,8 +60,11 @@ class Hub(hub.Hub):  # type: ignore[misc]
 class Controller(app.IPController):  # type: ignore[misc]
     """ipyparallel's controller without its waits, and with ports that nobody else can take."""
 
-    def initialize(self, argv: list[str] | None = None) -> None:
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._reserved: list[socket.socket] = []
+
+    def initialize(self, argv: list[str] | None = None) -> None:
         app.Hub = Hub
         app.time = SimpleNamespace(sleep=lambda seconds: None)  # a quarter of a second for sockets that are ready
         super().initialize(argv)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import os
 import time
 from pathlib import Path
@@ -20,7 +19,6 @@ from traitlets import Bool, List, Unicode
 
 from ddip import warming
 
-log = logging.getLogger("ddip")
 POLL_SECONDS = 0.005
 
 
@@ -54,6 +52,10 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
     also = List(Unicode(), help="Modules to import before the fork, besides those that are always needed.")
     needs: tuple[str, ...] = ()
     """Modules that are always needed."""
+    warm: warming.WarmProcess | None = None
+    """The process that it was forked from."""
+    why_spawned = ""
+    """Why it was not forked."""
 
     async def start(self) -> None:
         Path(self.output_file).touch(0o600)  # a cell may print secrets
@@ -71,11 +73,12 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
         try:
             self.pid = await asyncio.wrap_future(child.pid)
         except warming.CannotFork as error:
-            log.warning(f"spawned, not forked: {error}")
+            self.why_spawned = str(error)
             return False
         except BaseException:
             child.end()
             raise
+        self.warm = warm
         self.process = _Forked(child)
         self.notify_start(self.pid)
         self._start_waiting()
@@ -90,6 +93,7 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
 class ControllerLauncher(Launcher, launcher.LocalControllerLauncher):  # type: ignore[misc]
     """Starts ``ddip.controller``."""
 
+    entrypoint_name = "ddip.launchers.ControllerLauncher"  # as which ``ipcluster`` finds it
     needs = warming.CONTROLLER
 
     async def get_connection_info(self, timeout: float | None = None) -> Any:
@@ -114,6 +118,7 @@ class EngineLauncher(Launcher, launcher.LocalEngineLauncher):  # type: ignore[mi
 class EngineSetLauncher(launcher.LocalEngineSetLauncher):  # type: ignore[misc]
     """Starts engines side by side."""
 
+    entrypoint_name = "ddip.launchers.EngineSetLauncher"
     launcher_class = EngineLauncher
     fork = Bool(True)
     also = List(Unicode())

@@ -160,6 +160,8 @@ class DipMagics(Magics):
         progress.end(f"{self.group.describe()}, {f'{self.group.seconds:.1f} s' if new else 'as it was'}")
         if self.group.wish.notice:
             print(f"ddip: {self.group.wish.notice}")
+        if self.group.cluster.spawned:
+            self._say(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
 
     def _info(self) -> None:
         from ddip.outputs import info_table

@@ -96,7 +96,7 @@ class Warm:
         self.tried.add(name)
         try:
             importlib.import_module(name)
-        except Exception:
+        except BaseException:
             traceback.print_exc()
 
     def receive(self) -> None:
@@ -147,8 +147,11 @@ class Warm:
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         sys.argv[1:] = request["argv"]
-        if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by itself
+        # Python's own random numbers are seeded anew by themselves
+        if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
         gc.enable()
 
     @staticmethod

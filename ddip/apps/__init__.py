@@ -1,6 +1,7 @@
 """Framework adapters: modules that prepare a framework on every rank.
 
-Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import. Its
+Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import. What
+it imports at its top is imported once for all ranks, before they are forked: no threads and no CUDA there. Its
 ``prepare()`` is called when a rank has joined the group, ``release()`` before it leaves it, and ``command(text)`` for
 ``%%dip -a text``. All three are optional.
 """

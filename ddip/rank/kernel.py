@@ -80,6 +80,24 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         while not Path(self.url_file).exists() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
+    def init_signal(self) -> None:
+        """Let SIGTERM end what a cell forks, as it ends any process: ipyparallel's handler would only wake it up."""
+        super().init_signal()
+        masks: list[set[signal.Signals]] = []  # one for each fork under way
+
+        def before() -> None:  # a SIGTERM for the child shall wait until it has no handler
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))  # type: ignore[arg-type]
+
+        def in_parent() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+        def in_child() -> None:
+            if signal.getsignal(signal.SIGTERM) == self._signal_stop:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            in_parent()
+
+        os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
     async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:
         """Tell the Hub when every socket is connected; ipyparallel's waits for a heartbeat."""
         await super().complete_registration(msg, connect, maybe_tunnel)

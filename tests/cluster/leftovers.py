@@ -55,10 +55,11 @@ def processes_of(owner: int) -> list[psutil.Process]:
     lives, which may then keep it."""
     family = family_of(owner)
     warm = [*titled(family, "ddip warm"), *titled(family, f"{sys.executable} -m ddip.warm")]  # it takes its title later
-    return [p for p in family if p not in warm] if _lives(owner) else family
+    return [p for p in family if p not in warm] if lives(owner) else family
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Is there such a process? A zombie has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from .leftovers import assert_nothing_left, controllers_of, files_of, processes_of, wait_until
+from .leftovers import assert_nothing_left, controllers_of, family_of, files_of, lives, processes_of, titled, wait_until
 from .notebook import Notebook
 
 NewNotebook = Callable[[], Notebook]
@@ -28,20 +28,26 @@ WITH_WORKERS = (
 )
 
 
-def begin(notebook: Notebook, code: str) -> None:
-    """Start two ranks, and `code` on them, and wait until it has called ``started()`` there."""
+def begin(notebook: Notebook, code: str) -> str:
+    """Start two ranks, and `code` on them, and wait until it has called ``started()`` there; returns the cell's id."""
     notebook.ok("%load_ext ddip\n%makedip -n 2")
-    notebook.begin(
+    running = notebook.begin(
         f"%%dip -S all\nimport pathlib, time\ndef started(): pathlib.Path(f'started{{rank}}').touch()\n{code}"
     )
     wait_until(lambda: {f.name for f in notebook.folder.glob("started*")} == {"started0", "started1"})
+    return running
 
 
-@pytest.mark.parametrize(
-    "code",
-    [IDLE, BUSY_IN_PYTHON, HOLDING_THE_GIL, IN_A_COLLECTIVE, WITH_WORKERS],
-    ids=["idle", "busy in Python", "holding the GIL", "in a collective", "with DataLoader workers"],
-)
+BUSINESS = {
+    "idle": IDLE,
+    "busy in Python": BUSY_IN_PYTHON,
+    "holding the GIL": HOLDING_THE_GIL,
+    "in a collective": IN_A_COLLECTIVE,
+    "with DataLoader workers": WITH_WORKERS,
+}
+
+
+@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
 def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, code: str) -> None:
     notebook = new_notebook()
     begin(notebook, code)
@@ -49,8 +55,39 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, 
     assert len(family) >= 2 + 2  # engines, controller and its heart monitor
     notebook.kill()
     began = time.monotonic()
-    assert_nothing_left(notebook.pid, 10)
-    wait_until(lambda: not any(process.is_running() for process in family), 10 - (time.monotonic() - began))
+    assert_nothing_left(notebook.pid, 5)
+    wait_until(lambda: not any(process.is_running() for process in family), 5 - (time.monotonic() - began))
+
+
+@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
+def test_the_end_of_the_controller_ends_the_ranks_and_is_told(new_notebook: NewNotebook, code: str) -> None:
+    notebook = new_notebook()
+    running = begin(notebook, code)
+    (controller,) = controllers_of(notebook.pid)
+    end_and_start_again(notebook, controller, running, code, "the controller process ended")
+
+
+@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
+@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
+def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(new_notebook: NewNotebook, code: str) -> None:
+    notebook = new_notebook()
+    running = begin(notebook, code)
+    (warm,) = titled(family_of(notebook.pid), "ddip warm process")
+    end_and_start_again(notebook, warm, running, code, "the warm process, from which the ranks were forked, ended")
+
+
+def end_and_start_again(notebook: Notebook, process: psutil.Process, running: str, code: str, told: str) -> None:
+    """Kill `process`: the ranks end with it, the cell that is `running` fails, the next says why, and -r works."""
+    former = set(processes_of(notebook.pid))
+    if code == IDLE:
+        assert notebook.finish(running).status == "ok"
+    process.kill()
+    wait_until(lambda: not any(lives(p.pid) for p in former), 5)
+    if code != IDLE:
+        assert notebook.finish(running).status == "error"
+    assert told in notebook.fails("%%dip\npass").message
+    notebook.ok("%makedip -r")
+    notebook.ok("%%dip\nimport torch.distributed as dist\ndist.barrier()")
 
 
 def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_busy(new_notebook: NewNotebook) -> None:

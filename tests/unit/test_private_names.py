@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 
 import ipyparallel
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
 from ipyparallel.client.futures import MessageFuture
+from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
+from ipyparallel.controller import app as controller_app
+from ipyparallel.controller.app import IPController
 from ipyparallel.controller.heartmonitor import HeartMonitor
 from ipyparallel.controller.hub import Hub
 from ipyparallel.engine import app
@@ -32,6 +36,53 @@ def test_the_hub_answers_what_ddip_asks() -> None:
     assert HeartMonitor.class_traits()["max_heartmonitor_misses"].metadata["config"]
 
 
+def test_the_hub_takes_engines_in_as_ddip_asks() -> None:
+    assert "self.query_handlers = {" in inspect.getsource(Hub.__init__)
+    assert "handler(idents, msg)" in inspect.getsource(Hub.dispatch_query)
+    assert "self.incoming_registrations[heart] = EngineConnector(" in inspect.getsource(Hub.register_engine)
+    assert list(inspect.signature(Hub.finish_registration).parameters) == ["self", "heart"]
+    hearts = inspect.getsource(Hub.handle_new_heart)  # a heart of an engine that is in already is ignored
+    assert "if heart not in self.incoming_registrations:" in hearts
+
+
+def test_the_controller_is_made_of_what_ddip_replaces() -> None:
+    source = inspect.getsource(controller_app)
+    assert source.count("time.") == 1 and "time.sleep(0.25)" in source
+    assert source.count("= Hub(") == 1
+    assert list(inspect.signature(IPController.next_port).parameters) == ["self", "pool_name"]
+    assert source.count("select_random_ports") == 1
+    assert list(inspect.signature(IPController.save_connection_dict).parameters) == ["self", "fname", "cdict"]
+    assert "os.path.join(self.profile_dir.security_dir, fname)" in inspect.getsource(IPController.save_connection_dict)
+
+
+def test_the_launchers_start_and_wait_as_ddip_does() -> None:
+    source = inspect.getsource(LocalProcessLauncher)
+    for name in ("output_file", "pid", "process", "notify_start(self.process.pid)", "_start_waiting()", "get_env()"):
+        assert f"self.{name}" in source
+    for use in ("process.wait(timeout=", "process.is_running()", "process.wait(0)", "process.send_signal("):
+        assert f"self.{use}" in source
+    assert {"launchers", "outputs"} <= set(LocalEngineSetLauncher.class_traits())
+    assert "getattr(cls, 'entrypoint_name', None)" in inspect.getsource(abbreviate_launcher_class)
+    engine_set = inspect.getsource(LocalEngineSetLauncher.start)
+    assert "parent=self" in engine_set and "dlist.append(d)" in engine_set
+    assert "isawaitable(r)" in inspect.getsource(ipyparallel.Cluster.start_engines)
+    assert "isawaitable(r)" in inspect.getsource(ipyparallel.Cluster.start_controller)
+    assert "self.controller.get_connection_info()" in inspect.getsource(ipyparallel.Cluster.connect_client)
+
+
+def test_the_engine_registers_as_ddip_asks() -> None:
+    register = inspect.getsource(app.IPEngine.register)
+    assert "await self.complete_registration(msg, connect, maybe_tunnel)" in register
+    assert "self.registrar = ctx.socket(zmq.DEALER)" in register
+    assert "self.find_connection_file()" in inspect.getsource(app.IPEngine.init_engine)
+    assert "signal.signal(signal.SIGTERM, self._signal_stop)" in inspect.getsource(app.IPEngine.init_signal)
+    assert {"url_file", "wait_for_url_file", "ident"} <= set(app.IPEngine.class_traits())
+
+
+def test_python_runs_its_exit_functions_when_asked() -> None:
+    assert callable(atexit._run_exitfuncs)
+
+
 def test_the_engine_makes_its_kernel_from_a_name_of_its_module() -> None:
     assert app.Kernel is IPythonParallelKernel
     assert "Kernel.instance(" in inspect.getsource(app.IPEngine.complete_registration)
@@ -48,9 +99,3 @@ def test_ipykernel_still_asks_an_absent_shell_thread_for_its_parent() -> None:
     """When this fails, ``_NoShellThread`` may be needed no longer."""
     if hasattr(Kernel, "_supports_kernel_subshells"):
         assert "self.shell_channel_thread.parent_thread" in inspect.getsource(IPythonKernel.do_execute)
-
-
-def test_an_engine_set_tells_its_launchers_and_what_they_wrote() -> None:
-    from ipyparallel.cluster.launcher import LocalEngineSetLauncher
-
-    assert {"launchers", "outputs"} <= set(LocalEngineSetLauncher.class_traits())

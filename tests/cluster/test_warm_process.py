@@ -1,0 +1,210 @@
+"""The warm process: when it is there, who is forked from it, what it notices, and when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ddip
+from ddip import warming
+
+from .leftovers import assert_nothing_left, family_of, titled, wait_until
+from .notebook import Notebook
+
+pytestmark = [
+    pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process"),
+    pytest.mark.skipif(not warming.possible(), reason="processes cannot be forked here"),
+]
+NewNotebook = Callable[[], Notebook]
+
+
+def warm_pid(notebook: Notebook) -> int:
+    """The pid of the notebook's warm process."""
+    return int(notebook.ok("from ddip import warming\nprint(warming.begin().pid)").stdout)
+
+
+def parents(notebook: Notebook) -> set[int]:
+    """The parents of the ranks of `notebook`."""
+    notebook.ok("%dipper g\nparents = [psutil.Process(m.pid).ppid() for m in g.members]")
+    return {int(pid) for pid in notebook.ok("print(*parents)").stdout.split()}
+
+
+@contextlib.contextmanager
+def an_app(folder: Path, code: str) -> Iterator[None]:
+    """An installed app named ``toy``, with a module of this code."""
+    (folder / "toy_app.py").write_text(code)
+    (folder / "toy_app-1.0.dist-info").mkdir()
+    (folder / "toy_app-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-app\nVersion: 1.0\n")
+    (folder / "toy_app-1.0.dist-info" / "entry_points.txt").write_text("[ddip.apps]\ntoy = toy_app\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
+
+
+def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\nimport psutil, sys")
+    wait_until(lambda: len(titled(family_of(notebook.pid), "ddip warm process (pid ")) == 1)
+    (warm,) = family_of(notebook.pid)
+    assert warm.pid == warm_pid(notebook)
+    for line in ("%makedip -n 2", "%makedip -r", "%makedip -n 3", "%makedip -k\n%makedip -n 1"):
+        notebook.ok(line)
+        assert parents(notebook) == {warm.pid}
+    notebook.ok("assert 'torch' not in sys.modules")
+    notebook.ok("%unload_ext ddip")
+    assert family_of(notebook.pid) == []
+
+
+def test_a_trait_turns_warming_off(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    notebook.ok("get_ipython().config.DipMagics.warm = False\n%load_ext ddip\nimport psutil")
+    assert family_of(notebook.pid) == []
+    notebook.ok("%makedip -n 1")
+    assert parents(notebook) == {warm_pid(notebook)}
+
+
+def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    notebook.ok("get_ipython().config.DipMagics.spawn = True\n%load_ext ddip\nimport psutil")
+    assert family_of(notebook.pid) == []
+    notebook.ok("%makedip -n 2")
+    assert parents(notebook) == {notebook.pid}
+    notebook.ok("%%dip\nimport torch.distributed as dist; dist.barrier()")
+    notebook.kill()
+    assert_nothing_left(notebook.pid, 5)
+
+
+def test_it_sleeps_when_it_is_not_used() -> None:
+    warm = warming.begin()
+    assert warm.asleep.wait(60)
+    process = psutil.Process(warm.pid)
+
+    def switches() -> int:
+        return int(process.num_ctx_switches().voluntary)
+
+    wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
+    before = process.cpu_times(), switches()
+    with pytest.raises(psutil.TimeoutExpired):
+        process.wait(1)
+    assert (process.cpu_times(), switches()) == before
+
+
+def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "NCCL_DEBUG", "MADE_UP"]
+
+    def seen(group: ddip.Group) -> list[str | None]:
+        group.run(f"import os, torch; found = [*map(os.environ.get, {names}), torch.get_num_threads()]")
+        return list(group.pull(["found"])["found"])
+
+    first = warming.begin()
+    for name in names[:3]:
+        monkeypatch.setenv(name, "1")
+    with ddip.Group(1) as group:
+        second = warming.begin()
+        assert second.pid != first.pid
+        assert psutil.Process(group.members[0].pid).ppid() == second.pid
+        assert seen(group) == ["1", "1", "1", None, 1]
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")  # nothing reads it at import: no need to warm up again
+        group.restart()
+        assert warming.begin().pid == second.pid
+        assert seen(group) == ["1", "1", "INFO", None, 1]
+        monkeypatch.setenv("MADE_UP", "here")
+        group.restart()
+        assert warming.begin().pid != second.pid
+        assert seen(group) == ["1", "1", "INFO", "here", 1]
+    wait_until(lambda: second.ended)
+
+
+def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ddip.Group(1) as group:
+        former = psutil.Process(group.members[0].pid).ppid()
+        group.run("kept = 1")
+        monkeypatch.setenv("MADE_UP", "here")
+        assert warming.begin().pid != former
+        group.change(ddip.placement.Request(n=2))
+        assert [psutil.Process(m.pid).ppid() for m in group.members] == [former, warming.begin().pid]
+        assert group.pull(["kept"]) == {"kept": 1}
+    wait_until(lambda: not psutil.pid_exists(former))
+
+
+def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> None:
+    with an_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
+        group.run("import toy_app; found = toy_app.imported_in")
+        found = [values["found"] for values in group.pull_all(["found"], [0, 1])[0]]
+        assert found == [warming.begin().pid] * 2
+
+
+def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    said = pytest.raises(ddip.errors.GroupError, match="No module named 'nowhere_to_be_found'")
+    with an_app(tmp_path, "import nowhere_to_be_found\n"), said:
+        ddip.Group(1, app="toy")
+
+
+def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
+    """Here torch only says so; tests/cluster/test_gpus.py uses a GPU."""
+    code = "import sys, torch\nif sys.argv[0].endswith('warm.py'): torch.cuda._initialized = True\n"
+    with an_app(tmp_path, code), ddip.Group(2, app="toy") as group:
+        assert {psutil.Process(member.pid).ppid() for member in group.members} == {os.getpid()}
+        group.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nassert x == 2")
+        assert group.cluster.spawned == "CUDA is initialised in the warm process"
+        group.restart()
+        group.run("dist = __import__('torch').distributed\ndist.barrier()")
+
+
+def test_a_thread_may_begin_it_and_end() -> None:
+    """The parent-death signal of Linux is sent when the thread ends that started the child."""
+    warming.end()
+    pids = []
+    thread = threading.Thread(target=lambda: pids.append(warming.begin().pid))
+    thread.start()
+    thread.join()
+    with ddip.Group(1) as group:
+        assert [psutil.Process(member.pid).ppid() for member in group.members] == pids
+
+
+def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 1")
+    fork = int(notebook.ok("import os, time\nchild = os.fork()\nif not child: time.sleep(1000)\nprint(child)").stdout)
+    try:
+        notebook.kill()
+        assert_nothing_left(notebook.pid, 5)
+        assert psutil.pid_exists(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
+    code = "import os\nfrom ddip import warming\nprint(os.getpid(), warming.begin().pid, flush=True)\n"
+    for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)"):
+        done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True)
+        assert done.stderr == ""
+        owner, warm = map(int, done.stdout.split())
+        wait_until(lambda: not psutil.pid_exists(warm), 5)  # noqa: B023
+        assert_nothing_left(owner, 0)
+
+
+def test_ipyparallel_knows_the_cluster_as_one_of_its_own() -> None:
+    import ipyparallel
+
+    with ddip.Group(2) as group:
+        name = f"ddip-{os.getpid()}-"
+        command = [sys.executable, "-m", "ipyparallel.cluster", "list"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        (line,) = [line for line in lines if name in line and group.cluster.client.cluster.cluster_id in line]
+        assert line.split()[2:4] == ["True", "2"], line
+        other = ipyparallel.Cluster.from_file(group.cluster.client.cluster.cluster_file)
+        with other.connect_client_sync() as client:
+            client.wait_for_engines(2, timeout=30)
+            assert client[:].apply_sync(os.getpid) == [member.pid for member in group.members]
+            client.send_signal("SIGINT", block=True)

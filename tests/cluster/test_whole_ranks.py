@@ -1,0 +1,193 @@
+"""A rank can do what any Python process can, forked or spawned."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+from .leftovers import family_of, titled
+from .notebook import Notebook
+
+
+def values(group: ddip.Group, code: str) -> list[object]:
+    """Run `code` on every rank, and return what it leaves in ``found``."""
+    group.run(code, see=[])
+    return [values["found"] for values in group.pull_all(["found"], range(group.world_size))[0]]
+
+
+def test_random_numbers_are_the_ranks_own(cells: ddip.Group) -> None:
+    for code in (
+        "import random; found = random.random()",
+        "import numpy; found = numpy.random.rand()",
+        "import torch; found = torch.rand(1).item()",
+        "found = torch.initial_seed()",
+    ):
+        first, second = values(cells, code)
+        assert first != second
+
+
+def test_the_process_looks_freshly_started(cells: ddip.Group) -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "names = [name for name in os.environ if name.startswith(('DDIP', 'SPT_'))]\n"
+        "handlers = [signal.getsignal(s) for s in (signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1)]\n"
+        "found = (sys.argv, names, [h == signal.SIG_DFL for h in handlers], signal.pthread_sigmask(0, []),\n"
+        "         threading.current_thread() is threading.main_thread(), os.read(0, 1), os.getsid(0) == os.getpid())"
+    )
+    assert values(cells, code) == [([""], [], [True] * 3, set(), True, b"", True)] * 2
+    pythonpath = values(cells, "found = os.environ.get('PYTHONPATH')")
+    assert pythonpath == [os.environ.get("PYTHONPATH")] * 2
+
+
+def test_no_rank_holds_what_is_not_its_own(cells: ddip.Group) -> None:
+    """Sockets and pipes of the warm process and of other ranks."""
+    code = (
+        "import glob, os\n"
+        "links = [os.readlink(fd) for fd in glob.glob('/proc/self/fd/*') if os.path.lexists(fd)]\n"
+        "found = sorted(link for link in links if link.startswith(('socket', 'pipe')))"
+    )
+    first, second = values(cells, code)
+    assert not set(first) & set(second)  # type: ignore[call-overload]
+
+
+def test_the_cpu_threads_of_every_library_are_shared_out(cells: ddip.Group) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    code = "import numpy, threadpoolctl; found = {lib['num_threads'] for lib in threadpoolctl.threadpool_info()}"
+    assert values(cells, code) == [{share}] * 2
+
+
+def test_a_rank_may_take_more_threads(cells: ddip.Group) -> None:
+    code = (
+        "import torch\nshare = torch.get_num_threads()\ntorch.set_num_threads(2)\n"
+        "x = torch.ones(512, 512)\nfound = ((x @ x).sum().item(), torch.get_num_threads())\n"
+        "torch.set_num_threads(share)"
+    )
+    assert values(cells, code) == [(512.0**3, 2)] * 2
+
+
+def test_a_rank_that_stays_gets_a_new_share_of_the_threads() -> None:
+    cores = len(os.sched_getaffinity(0))
+    code = "import torch, os; torch.ones(512, 512) @ torch.ones(512, 512)\n"
+    code += "found = (torch.get_num_threads(), int(os.environ['OMP_NUM_THREADS']))"
+    with ddip.Group(1) as group:
+        assert values(group, code) == [(cores, cores)]
+        group.change(ddip.placement.Request(n=2))
+        assert values(group, code) == [(max(1, cores // 2),) * 2] * 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_data_loaders_have_workers(cells: ddip.Group, method: str) -> None:
+    code = (
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "data = TensorDataset(torch.arange(20))\n"
+        f"loader = DataLoader(data, 4, num_workers=2, multiprocessing_context={method!r})\n"
+        "found = [x.tolist() for (x,) in loader]"
+    )
+    assert values(cells, code) == [[list(range(i, i + 4)) for i in range(0, 20, 4)]] * 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_multiprocessing_works(cells: ddip.Group, method: str) -> None:
+    code = (
+        "import math, multiprocessing\n"
+        f"with multiprocessing.get_context({method!r}).Pool(2) as pool: found = pool.map(math.sqrt, [4, 9])"
+    )
+    assert values(cells, code) == [[2.0, 3.0]] * 2
+
+
+def test_a_process_that_a_cell_forks_can_be_terminated(cells: ddip.Group) -> None:
+    """The engine's own handler of SIGTERM would only wake it up."""
+    code = (
+        "import multiprocessing, time\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); child.start()\n"
+        "child.terminate(); child.join(); found = child.exitcode"
+    )
+    assert values(cells, code) == [-15, -15]
+
+
+def test_subprocesses_work(cells: ddip.Group) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "done = subprocess.run([sys.executable, '-c', 'import sys; print(6 * 7); sys.exit(3)'], capture_output=True)\n"
+        "found = (done.returncode, done.stdout.strip())"
+    )
+    assert values(cells, code) == [(3, b"42")] * 2
+
+
+def test_training_with_ddp_works(cells: ddip.Group) -> None:
+    code = (
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "model(torch.full((2, 4), rank + 1.0)).sum().backward(); optimizer.step()\n"
+        "found = model.module.weight.tolist()"
+    )
+    first, second = values(cells, code)
+    assert first == second
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_torch_compile_works(cells: ddip.Group, backend: str) -> None:
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no compiler here")
+    code = (
+        f"import torch\n@torch.compile(backend={backend!r})\ndef f(x): return (x * 2).relu() + 1\n"
+        "found = f(torch.tensor([-1.0, 3.0])).tolist()"
+    )
+    assert values(cells, code) == [[1.0, 7.0]] * 2
+
+
+def test_matplotlib_draws(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run(
+        "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\n"
+        f"plt.savefig({str(tmp_path)!r} + f'/{{rank}}.png'); plt.close()"
+    )
+    assert [(tmp_path / f"{rank}.png").read_bytes()[:4] for rank in (0, 1)] == [b"\x89PNG"] * 2
+
+
+def test_signals_reach_a_rank(cells: ddip.Group) -> None:
+    code = (
+        "import os, signal\nfound = []\n"
+        "former = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\nsignal.signal(signal.SIGUSR1, former)\nfound = [int(s) for s in found]"
+    )
+    assert values(cells, code) == [[10], [10]]
+
+
+def test_every_rank_has_a_log_of_its_own(cells: ddip.Group) -> None:
+    cells.run("import os; os.write(2, f'from the file descriptor of rank {rank}\\n'.encode())")
+    for rank, member in enumerate(cells.members):
+        lines = cells.cluster.log_tail(member.engine)
+        assert [line for line in lines if "descriptor" in line] == [f"from the file descriptor of rank {rank}"]
+
+
+def test_a_crash_leaves_its_stack_in_the_log() -> None:
+    with ddip.Group(1) as group:
+        with pytest.raises(ddip.CellError, match=r"rank 0 ended \(SIGSEGV\)"):
+            group.run("import ctypes, faulthandler\nfaulthandler.enable(open('/dev/fd/2', 'w'))\nctypes.string_at(0)")
+        assert any(line.startswith('  File "') for line in group.cluster.log_tail(0))
+
+
+def test_ps_shows_who_is_who(new_notebook: Callable[[], Notebook]) -> None:
+    notebook = new_notebook()
+    notebook.ok("import os; os.environ['JPY_SESSION_NAME'] = '/home/me/lesson 1.ipynb'\n%load_ext ddip\n%makedip -n 2")
+    for title in ("rank 0 of 2", "rank 1 of 2", "controller"):
+        assert titled(family_of(notebook.pid), f"ddip {title} (lesson 1.ipynb)")
+    notebook.ok("%makedip -n 1")
+    assert len(titled(family_of(notebook.pid), "ddip rank")) == 1
+    assert titled(family_of(notebook.pid), "ddip rank 0 of 1 (lesson 1.ipynb)")
+
+
+def test_nothing_of_a_gpu_is_touched_before_the_fork(cells: ddip.Group) -> None:
+    code = (
+        "import glob, os, torch\n"
+        "links = [os.readlink(fd) for fd in glob.glob('/proc/self/fd/*') if os.path.lexists(fd)]\n"
+        "found = (torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), [x for x in links if 'nvidia' in x])"
+    )
+    assert values(cells, code) == [(False, False, [])] * 2
