@@ -114,13 +114,21 @@ def programs(ranks: str) -> dict[str, Program]:
 def main() -> None:
     """Print one table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    sizes = sys.argv[2:] or ["2", "4", "8", "16"]
+    total: dict[str, dict[int, float]] = {"cold": {}, "warm": {}, "spawned": {}}
     print(f"start to the first all_reduce; medians of {rounds}, in turns")
     print(f"{'':20} {'ranks':>5} {'start':>7} {'/ import':>9} {'stop':>6} {'MB a rank':>10}")
-    for ranks in sys.argv[2:] or ["2", "4", "8", "16"]:
+    for ranks in sizes:
         found = medians(programs(ranks), rounds)
         unit = found["import torch"][0]
         for name, (start, stop, memory) in found.items():
             print(f"{name:20} {ranks:>5} {start:6.2f}s {start / unit:8.2f}x {stop:5.2f}s {memory:10.0f}", flush=True)
+            if name in total:
+                total[name][int(ranks)] = memory * int(ranks)
+    for name, memory_of in total.items():
+        few, many = min(memory_of), max(memory_of)
+        if many > few:
+            print(f"{name}: each further rank takes {(memory_of[many] - memory_of[few]) / (many - few):.0f} MB")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
             module, imports=[*self.needs, *self.also], argv=arguments, env=environment, log=self.output_file
         )
         try:
-            self.pid = await asyncio.wrap_future(child.pid)
+            self.pid = await asyncio.shield(asyncio.wrap_future(child.pid))  # only `end` may cancel the start
         except warming.CannotFork as error:
             self.why_spawned = str(error)
             return False

@@ -2,7 +2,7 @@
 
 Run as ``python -m ddip.warm NOTEBOOK MODULE ...``, with one end of a socket pair as standard input. Over it come
 
-    {"fork": id, "module": ..., "imports": [...], "argv": [...], "env": {...}, "cwd": ..., "log": ...}
+    {"fork": id, "module": ..., "imports": [...], "argv": [...], "env": {...}, "path": [...], "cwd": ..., "log": ...}
     {"end": id}                     end this child, or do not start it
 
 and there go
@@ -82,6 +82,7 @@ class Warm:
             if self.waiting:
                 request = self.waiting[0]
                 missing = [name for name in request["imports"] if name not in self.tried]
+                sys.path[:] = request["path"]
                 if missing:
                     self.load(missing[0])
                 elif self.fork(self.waiting.pop(0)):

@@ -116,12 +116,12 @@ class WarmProcess:
     def fork(
         self, module: str, *, imports: Sequence[str], argv: Sequence[str], env: Mapping[str, str], log: str
     ) -> Child:
-        """Ask for a process that runs ``module.main()``, once `imports` are imported; it starts in our directory."""
+        """Ask for a process that runs ``module.main()`` with our directory and path, once `imports` are imported."""
         child = Child(self, next(self._numbers))
         with self._lock:
             self._children[child.number] = child
         request = {"fork": child.number, "module": module, "imports": list(imports), "argv": list(argv)}
-        self.send({**request, "env": dict(env), "cwd": os.getcwd(), "log": log})
+        self.send({**request, "env": dict(env), "path": sys.path, "cwd": os.getcwd(), "log": log})
         return child
 
     def send(self, message: dict[str, Any]) -> None:

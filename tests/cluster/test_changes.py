@@ -18,6 +18,7 @@ import ddip
 from ddip.errors import BadInput, GroupError
 from ddip.placement import Request
 
+from .apps import an_app
 from .leftovers import assert_nothing_left, controllers_of, files_of, processes_of, shared_memory, wait_until
 
 
@@ -174,15 +175,15 @@ def command(text):
 """
 
 
-def test_an_app_is_prepared_commanded_and_released_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "toy_app.py").write_text(APP)
-    (tmp_path / "toy_app-1.0.dist-info").mkdir()
-    (tmp_path / "toy_app-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-app\nVersion: 1.0\n")
-    (tmp_path / "toy_app-1.0.dist-info" / "entry_points.txt").write_text("[ddip.apps]\ntoy = toy_app\n")
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.fixture
+def toy_app(tmp_path: Path) -> Iterator[None]:
+    """An installed app that remembers what was done with it."""
+    with an_app(tmp_path, APP):
+        yield
 
+
+@pytest.mark.usefixtures("toy_app")
+def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
     def states(group: ddip.Group) -> list[str]:
         group.run("import toy_app; state = toy_app.state")
         return [found["state"] for found in group.pull_all(["state"], range(group.world_size))[0]]

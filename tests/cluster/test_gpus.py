@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import glob
+import os
+from pathlib import Path
+
+import psutil
 import pytest
 
 import ddip
+from ddip import warming
 from ddip.devices import gpu_names
 
+from .apps import an_app
 from .leftovers import wait_until
 
 COUNT = len(gpu_names())
@@ -50,3 +57,31 @@ def test_reserved_memory_is_given_back_after_the_cell_and_tensors_arrive_on_the_
         wait_until(lambda: (group.info()[0].gpu_reserved or 0) < 100_000_000)
         values, moved = group.pull_all(["kept"], [0])
         assert (values[0]["kept"].device.type, moved) == ("cpu", ["kept"])
+
+
+def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> None:
+    with ddip.Group(gpus=[0]) as group:
+        group.run(
+            "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
+            "model = DistributedDataParallel(torch.nn.Linear(4, 1).to(device))\n"
+            "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+            "before = model.module.weight.clone()\n"
+            "model(torch.ones(2, 4, device=device)).sum().backward(); optimizer.step()\n"
+            "changed = not torch.equal(before, model.module.weight)"
+        )
+        assert group.pull(["changed"]) == {"changed": True}
+        parent = psutil.Process(group.members[0].pid).ppid()
+        if not group.spawn:
+            assert group.cluster.spawned == ""
+            assert parent == warming.begin().pid
+            links = [os.readlink(fd) for fd in glob.glob(f"/proc/{parent}/fd/*")]
+            assert [link for link in links if "nvidia" in link] == []
+
+
+@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
+def test_an_app_that_uses_a_gpu_when_it_is_imported_has_its_ranks_spawned(tmp_path: Path) -> None:
+    code = "import torch\nhere = torch.ones(1, device='cuda')\n"
+    with an_app(tmp_path, code), ddip.Group(gpus=[0], app="toy") as group:
+        assert group.cluster.spawned == "CUDA is initialised in the warm process"
+        group.run(SUM)
+    warming.end()

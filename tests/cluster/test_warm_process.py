@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 import ddip
 from ddip import warming
 
+from .apps import an_app
 from .leftovers import assert_nothing_left, family_of, titled, wait_until
 from .notebook import Notebook
 
@@ -36,19 +36,6 @@ def parents(notebook: Notebook) -> set[int]:
     """The parents of the ranks of `notebook`."""
     notebook.ok("%dipper g\nparents = [psutil.Process(m.pid).ppid() for m in g.members]")
     return {int(pid) for pid in notebook.ok("print(*parents)").stdout.split()}
-
-
-@contextlib.contextmanager
-def an_app(folder: Path, code: str) -> Iterator[None]:
-    """An installed app named ``toy``, with a module of this code."""
-    (folder / "toy_app.py").write_text(code)
-    (folder / "toy_app-1.0.dist-info").mkdir()
-    (folder / "toy_app-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-app\nVersion: 1.0\n")
-    (folder / "toy_app-1.0.dist-info" / "entry_points.txt").write_text("[ddip.apps]\ntoy = toy_app\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        yield
 
 
 def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNotebook) -> None:
@@ -138,6 +125,7 @@ def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch:
 
 
 def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> None:
+    # it is on the path of the notebook only
     with an_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
         group.run("import toy_app; found = toy_app.imported_in")
         found = [values["found"] for values in group.pull_all(["found"], [0, 1])[0]]

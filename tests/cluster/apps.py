@@ -1,0 +1,23 @@
+"""Apps of others, for the tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def an_app(folder: Path, code: str, module: str = "toy_app") -> Iterator[None]:
+    """An installed app named ``toy``, in a `module` with this code; the warm process is one that has not seen it."""
+    (folder / f"{module}.py").write_text(code)
+    info = folder / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[ddip.apps]\ntoy = {module}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("TOY_APP", str(folder))
+        yield
