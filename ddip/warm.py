@@ -82,7 +82,7 @@ class Warm:
             if self.waiting:
                 request = self.waiting[0]
                 missing = [name for name in request["imports"] if name not in self.tried]
-                sys.path[:] = request["path"]
+                sys.path += [folder for folder in request["path"] if folder not in sys.path]
                 if missing:
                     self.load(missing[0])
                 elif self.fork(self.waiting.pop(0)):

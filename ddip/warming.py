@@ -40,8 +40,8 @@ ENGINE = (
 """What an engine needs imported; all that its start would import."""
 LATER = ("sympy", "torch.distributed.fsdp", "torch.export", "torch._dynamo")
 """What DistributedDataParallel imports when it is first used, in steps: a request waits for one of them at most."""
-READ_WHEN_USED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
-"""Variables that nothing reads at import, or that scikit-learn sets in the notebook: only the children need them."""
+READ_WHEN_USED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "GLOO_", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "PYTEST_")
+"""Variables that nothing reads at import, or that scikit-learn and pytest set by themselves: the children get them."""
 
 
 class CannotFork(RuntimeError):
@@ -119,7 +119,10 @@ class WarmProcess:
         """Ask for a process that runs ``module.main()`` with our directory and path, once `imports` are imported."""
         child = Child(self, next(self._numbers))
         with self._lock:
+            ended = self.ended
             self._children[child.number] = child
+        if ended:
+            self._over(child.number, CannotFork("the warm process ended"))
         request = {"fork": child.number, "module": module, "imports": list(imports), "argv": list(argv)}
         self.send({**request, "env": dict(env), "path": sys.path, "cwd": os.getcwd(), "log": log})
         return child
@@ -132,22 +135,24 @@ class WarmProcess:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._heard(self._link.recv())
-        self.ended = True
+        with self._lock:
+            self.ended = True
+            children = list(self._children.values())
+            self._link.close()
         self._process.wait()
         with self._log as log:
             log.seek(0)
             last = "".join(f"\n  {line}" for line in log.read().decode(errors="replace").splitlines()[-12:])
-        with self._lock:
-            children, self._children = self._children, {}
-            self._link.close()
-        for child in children.values():
-            child.over(None if child.pid.done() else CannotFork(f"the warm process ended{last}"))
+        for child in children:
+            self._over(child.number, None if child.pid.done() else CannotFork(f"the warm process ended{last}"))
         self.asleep.set()
 
     def _heard(self, message: dict[str, Any]) -> None:
         match message:
-            case {"forked": number, "pid": pid} if number in self._children:
-                self._children[number].pid.set_result(pid)
+            case {"forked": number, "pid": pid}:
+                child = self._children.get(number)
+                if child is not None:  # else it was not wanted any more, and is being ended
+                    child.pid.set_result(pid)
             case {"refused": number, "why": why}:
                 self._over(number, CannotFork(why))
             case {"exited": number, "code": code}:
@@ -173,7 +178,7 @@ class WarmProcess:
     def retire(self) -> None:
         """End it as soon as its last child has ended."""
         self._retired = True
-        if not self._children:
+        if not self._children and self.owner == os.getpid():
             self._process.kill()
 
     def close(self) -> None:

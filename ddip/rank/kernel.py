@@ -53,6 +53,55 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         housekeeping.watch_cells(self.shell)
         gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
 
+    # An interrupt ends what a cell does, and only that: in ipykernel's own code, before the cell or after it, it would
+    # tear away the answer, and the notebook would wait for ever.
+
+    def pre_handler_hook(self) -> None:
+        """Before a request is handled."""
+        self._interruptible = False
+        self._interrupted = False
+        self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        if self._interruptible:
+            raise KeyboardInterrupt
+        self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
+
+    async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run a cell; never fails."""
+        try:
+            try:
+                self._interruptible = True
+                if self._interrupted:
+                    raise KeyboardInterrupt
+                return await super().do_execute(*args, **kwargs)  # type: ignore[no-any-return]
+            finally:
+                self._interruptible = False
+        except (Exception, KeyboardInterrupt) as error:
+            return {
+                "status": "error",
+                "ename": type(error).__name__,
+                "evalue": "",
+                "traceback": [],
+                "execution_count": self.execution_count,
+                "engine_info": self.get_engine_info(method="execute"),
+            }
+
+    def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
+        """Call a function; never fails."""
+        try:
+            try:
+                self._interruptible = True
+                if self._interrupted:
+                    raise KeyboardInterrupt
+                return super().do_apply(content, bufs, msg_id, reply_metadata)  # type: ignore[no-any-return]
+            finally:
+                self._interruptible = False
+        except (Exception, KeyboardInterrupt) as error:
+            info = self.get_engine_info(method="apply")
+            reply = {"status": "error", "ename": type(error).__name__, "evalue": "", "traceback": []}
+            return {**reply, "engine_info": info}, []
+
     def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer a ``ddip.rank.call`` from the control thread."""
         content = parent["content"]

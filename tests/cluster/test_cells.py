@@ -161,6 +161,30 @@ def test_an_interrupt_stops_a_cell_that_a_rank_has_not_begun(cells: ddip.Group, 
     assert [found["has_begun"] for found in cells.pull_all(["has_begun"], [0, 1])[0]] == [True, False]
 
 
+INTERRUPTING = """
+import os, signal
+kernel = get_ipython().kernel
+def interrupting(*args):
+    del kernel.{method}
+    os.kill(os.getpid(), signal.SIGINT)
+    return kernel.{method}(*args)
+if rank == 0: kernel.{method} = interrupting
+"""
+
+
+def test_an_interrupt_that_comes_just_before_a_cell_ends_it(cells: ddip.Group) -> None:
+    cells.run(INTERRUPTING.format(method="init_metadata"))  # ipykernel calls it next when the next cell has come
+    with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
+        cells.run("here = 1")
+    cells.run("ran = 'here' in globals()")
+    assert [found["ran"] for found in cells.pull_all(["ran"], [0, 1])[0]] == [False, True]
+
+
+def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cells: ddip.Group) -> None:
+    cells.run(INTERRUPTING.format(method="finish_metadata"))  # ipykernel calls it next when this cell has ended
+    cells.run("assert interrupting is not kernel.finish_metadata")
+
+
 def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group) -> None:
     def press_stop() -> None:
         wait_until(lambda: [info.state for info in cells.info()] == ["idle", "busy"])

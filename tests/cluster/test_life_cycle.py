@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_bus
     notebook = new_notebook()
     begin(notebook, BUSY_IN_PYTHON)
     notebook.shut_down()
-    assert_nothing_left(notebook.pid, 10)
+    assert_nothing_left(notebook.pid, 5)
 
 
 @pytest.mark.parametrize("now", [False, True], ids=["politely", "at once"])
@@ -104,7 +104,7 @@ def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, now: bool) 
     former = notebook.pid
     notebook.restart(now)
     assert notebook.pid != former
-    assert_nothing_left(former, 10)
+    assert_nothing_left(former, 5)
     notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
 
 

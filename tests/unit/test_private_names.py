@@ -99,3 +99,10 @@ def test_ipykernel_still_asks_an_absent_shell_thread_for_its_parent() -> None:
     """When this fails, ``_NoShellThread`` may be needed no longer."""
     if hasattr(Kernel, "_supports_kernel_subshells"):
         assert "self.shell_channel_thread.parent_thread" in inspect.getsource(IPythonKernel.do_execute)
+
+
+def test_the_kernel_handles_requests_between_the_hooks_that_ddip_replaces() -> None:
+    assert "signal(SIGINT, default_int_handler)" in inspect.getsource(Kernel.pre_handler_hook)
+    assert "signal(SIGINT, self.saved_sigint_handler)" in inspect.getsource(Kernel.post_handler_hook)
+    assert "= self.do_execute(**do_execute_args)" in inspect.getsource(Kernel.execute_request)
+    assert "self.do_apply(content, bufs, msg_id, md)" in inspect.getsource(IPythonParallelKernel.apply_request)
