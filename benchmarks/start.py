@@ -92,6 +92,12 @@ shell.run_cell_magic("distributed", "", REDUCE)
 manager = shell.magics_manager.registry["DistributedMagic"]._process_manager
 stop = manager.shutdown  # its own magic for this ends processes by a pattern, others' too
 {TAIL}"""
+LOAD = f"""{HEAD}
+began = clock()
+shell.run_line_magic("load_ext", "ddip")
+print()
+print(clock() - began)
+"""
 TORCH = """
 import subprocess, sys, time
 began = time.perf_counter()
@@ -125,6 +131,7 @@ def main() -> None:
             print(f"{name:20} {ranks:>5} {start:6.2f}s {start / unit:8.2f}x {stop:5.2f}s {memory:10.0f}", flush=True)
             if name in total:
                 total[name][int(ranks)] = memory * int(ranks)
+    print(f"%load_ext ddip: {1e3 * medians({'load': Program(LOAD, ('1',))}, rounds)['load'][0]:.0f} ms")
     for name, memory_of in total.items():
         few, many = min(memory_of), max(memory_of)
         if many > few:

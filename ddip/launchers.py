@@ -59,7 +59,7 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
 
     async def start(self) -> None:
         Path(self.output_file).touch(0o600)  # a cell may print secrets
-        if not (self.fork and await self._fork()):
+        if not (self.fork and warming.possible() and await self._fork()):
             self.environment.update(DDIP_OWNER=str(os.getpid()))
             super().start()
 

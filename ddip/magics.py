@@ -343,9 +343,10 @@ def _tell_moved(moved: list[str]) -> None:
 def load(shell: InteractiveShell) -> None:
     """Register the magics, and begin to warm up."""
     magics = DipMagics(shell)
+    modules = [apps.find(name) for name in magics.warm_apps]
     shell.register_magics(magics)
     if magics.warm and not magics.spawn and warming.possible():
-        warming.begin([apps.find(name) for name in magics.warm_apps])
+        warming.begin(modules)
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -60,6 +60,14 @@ def test_a_trait_turns_warming_off(new_notebook: NewNotebook) -> None:
     assert parents(notebook) == {warm_pid(notebook)}
 
 
+def test_a_trait_has_apps_imported_beforehand(new_notebook: NewNotebook) -> None:
+    notebook = new_notebook()
+    with an_app(notebook.folder, "import os, pathlib\npathlib.Path('imported_in').write_text(str(os.getpid()))"):
+        notebook.ok("get_ipython().config.DipMagics.warm_apps = ['toy']\n%load_ext ddip")
+        wait_until((notebook.folder / "imported_in").exists)
+        assert int((notebook.folder / "imported_in").read_text()) == warm_pid(notebook)
+
+
 def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("get_ipython().config.DipMagics.spawn = True\n%load_ext ddip\nimport psutil")
