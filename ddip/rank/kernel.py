@@ -67,13 +67,17 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             raise KeyboardInterrupt
         self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
 
+    def _begin(self) -> None:
+        """From here on an interrupt may come; raises KeyboardInterrupt if it has come, or has aborted this message."""
+        self._interruptible = True
+        if self._interrupted or self.get_parent("shell")["header"]["msg_id"] in self.aborted:
+            raise KeyboardInterrupt
+
     async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; never fails."""
         try:
             try:
-                self._interruptible = True
-                if self._interrupted:
-                    raise KeyboardInterrupt
+                self._begin()
                 return await super().do_execute(*args, **kwargs)  # type: ignore[no-any-return]
             finally:
                 self._interruptible = False
@@ -91,9 +95,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         """Call a function; never fails."""
         try:
             try:
-                self._interruptible = True
-                if self._interrupted:
-                    raise KeyboardInterrupt
+                self._begin()
                 return super().do_apply(content, bufs, msg_id, reply_metadata)  # type: ignore[no-any-return]
             finally:
                 self._interruptible = False

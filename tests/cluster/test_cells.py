@@ -180,6 +180,21 @@ def test_an_interrupt_that_comes_just_before_a_cell_ends_it(cells: ddip.Group) -
     assert [found["ran"] for found in cells.pull_all(["ran"], [0, 1])[0]] == [False, True]
 
 
+def test_a_cell_that_is_aborted_when_it_has_been_taken_up_does_not_begin(cells: ddip.Group) -> None:
+    cells.run(
+        "kernel = get_ipython().kernel\n"
+        "def aborting(parent):\n"
+        "    del kernel.init_metadata\n"
+        "    kernel.aborted.add(parent['header']['msg_id'])\n"
+        "    return kernel.init_metadata(parent)\n"
+        "if rank == 0: kernel.init_metadata = aborting"
+    )
+    with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
+        cells.run("here = 1")
+    cells.run("ran = 'here' in globals()")
+    assert [found["ran"] for found in cells.pull_all(["ran"], [0, 1])[0]] == [False, True]
+
+
 def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cells: ddip.Group) -> None:
     cells.run(INTERRUPTING.format(method="finish_metadata"))  # ipykernel calls it next when this cell has ended
     cells.run("assert interrupting is not kernel.finish_metadata")

@@ -105,4 +105,5 @@ def test_the_kernel_handles_requests_between_the_hooks_that_ddip_replaces() -> N
     assert "signal(SIGINT, default_int_handler)" in inspect.getsource(Kernel.pre_handler_hook)
     assert "signal(SIGINT, self.saved_sigint_handler)" in inspect.getsource(Kernel.post_handler_hook)
     assert "= self.do_execute(**do_execute_args)" in inspect.getsource(Kernel.execute_request)
+    assert "self.aborted.add(str(mid))" in inspect.getsource(IPythonParallelKernel.abort_request)
     assert "self.do_apply(content, bufs, msg_id, md)" in inspect.getsource(IPythonParallelKernel.apply_request)
