@@ -70,8 +70,10 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
         child = warm.fork(
             module, imports=[*self.needs, *self.also], argv=arguments, env=environment, log=self.output_file
         )
+        pid = asyncio.wrap_future(child.pid)
+        pid.add_done_callback(lambda done: done.exception())  # nobody asks for it when the start is given up
         try:
-            self.pid = await asyncio.shield(asyncio.wrap_future(child.pid))  # only `end` may cancel the start
+            self.pid = await asyncio.shield(pid)  # only `end` may cancel it
         except warming.CannotFork as error:
             self.why_spawned = str(error)
             return False
