@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 HEARTBEAT_MS = 1000
 MISSED_BEATS = 30
+"""After which the Hub takes an engine for dead: a cell in C code may hold up its heart for a while."""
 LOG_LINES = 12
 """Lines of an engine's log that an error shows."""
 
@@ -143,15 +144,18 @@ class Cluster:
             f"--HeartMonitor.period={HEARTBEAT_MS}",
             f"--HeartMonitor.max_heartmonitor_misses={MISSED_BEATS}",
         ]
-        self._on_loop(
-            self._ipp.start_controller(
-                controller_cmd=[sys.executable, "-m", "ddip.controller"],
-                controller_args=arguments,
-                connection_info_timeout=timeout,
-                environment=self._environment,
-                fork=self._fork,
-            )
+        starting = self._ipp.start_controller(
+            controller_cmd=[sys.executable, "-m", "ddip.controller"],
+            controller_args=arguments,
+            connection_info_timeout=timeout,
+            environment=self._environment,
+            fork=self._fork,
         )
+        try:
+            self._on_loop(starting, timeout)
+        except concurrent.futures.TimeoutError:
+            warming.give_up()
+            raise GroupError("the controller did not start in time; -t SECONDS waits longer") from None
         self._warm = self._ipp.controller.warm
         self._ipp.controller.on_stop(self._controller_ended)
         self._record()

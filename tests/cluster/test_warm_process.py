@@ -15,6 +15,8 @@ import pytest
 
 import ddip
 from ddip import warming
+from ddip.errors import GroupError
+from ddip.placement import Request
 
 from .apps import an_app
 from .leftovers import assert_nothing_left, family_of, titled, wait_until
@@ -94,6 +96,37 @@ def test_it_sleeps_when_it_is_not_used() -> None:
     assert (process.cpu_times(), switches()) == before
 
 
+def test_a_warm_process_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "torch").mkdir()
+    code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
+    (tmp_path / "torch" / "__init__.py").write_text(code)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        hanging = warming.begin()
+        wait_until(begun.exists)
+        with pytest.raises(GroupError, match="the controller did not start in time; -t SECONDS"):
+            ddip.Group(1, timeout=1)
+        wait_until(lambda: hanging.ended)
+
+
+def test_when_it_dies_before_it_has_forked_the_processes_are_spawned() -> None:
+    warm = warming.begin()
+    os.kill(warm.pid, signal.SIGSTOP)
+
+    def kill() -> None:
+        wait_until(lambda: warm._children)  # somebody waits for a fork
+        os.kill(warm.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with ddip.Group(1) as group:
+        thread.join()
+        group.run("assert world_size == 1")
+        (controller,) = titled(psutil.Process().children(), "ddip controller")
+        assert controller.ppid() == os.getpid()
+
+
 def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "NCCL_DEBUG", "MADE_UP"]
 
@@ -126,7 +159,7 @@ def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch:
         group.run("kept = 1")
         monkeypatch.setenv("MADE_UP", "here")
         assert warming.begin().pid != former
-        group.change(ddip.placement.Request(n=2))
+        group.change(Request(n=2))
         assert [psutil.Process(m.pid).ppid() for m in group.members] == [former, warming.begin().pid]
         assert group.pull(["kept"]) == {"kept": 1}
     wait_until(lambda: not psutil.pid_exists(former))
@@ -141,7 +174,7 @@ def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> N
 
 
 def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
-    said = pytest.raises(ddip.errors.GroupError, match="No module named 'nowhere_to_be_found'")
+    said = pytest.raises(GroupError, match="No module named 'nowhere_to_be_found'")
     with an_app(tmp_path, "import nowhere_to_be_found\n"), said:
         ddip.Group(1, app="toy")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddip
+from ddip.placement import Request
 
 from .leftovers import family_of, titled
 from .notebook import Notebook
@@ -77,7 +78,7 @@ def test_a_rank_that_stays_gets_a_new_share_of_the_threads() -> None:
     code += "found = (torch.get_num_threads(), int(os.environ['OMP_NUM_THREADS']))"
     with ddip.Group(1) as group:
         assert values(group, code) == [(cores, cores)]
-        group.change(ddip.placement.Request(n=2))
+        group.change(Request(n=2))
         assert values(group, code) == [(max(1, cores // 2),) * 2] * 2
 
 
