@@ -161,34 +161,22 @@ def test_an_interrupt_stops_a_cell_that_a_rank_has_not_begun(cells: ddip.Group, 
     assert [found["has_begun"] for found in cells.pull_all(["has_begun"], [0, 1])[0]] == [True, False]
 
 
-INTERRUPTING = """
+AT_THE_EDGE = """
 import os, signal
 kernel = get_ipython().kernel
-def interrupting(*args):
+def at_the_edge(parent, *args):
     del kernel.{method}
-    os.kill(os.getpid(), signal.SIGINT)
-    return kernel.{method}(*args)
-if rank == 0: kernel.{method} = interrupting
+    {what}
+    return kernel.{method}(parent, *args)
+if rank == 0: kernel.{method} = at_the_edge
 """
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+ABORT = "kernel.aborted.add(parent['header']['msg_id'])"
 
 
-def test_an_interrupt_that_comes_just_before_a_cell_ends_it(cells: ddip.Group) -> None:
-    cells.run(INTERRUPTING.format(method="init_metadata"))  # ipykernel calls it next when the next cell has come
-    with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
-        cells.run("here = 1")
-    cells.run("ran = 'here' in globals()")
-    assert [found["ran"] for found in cells.pull_all(["ran"], [0, 1])[0]] == [False, True]
-
-
-def test_a_cell_that_is_aborted_when_it_has_been_taken_up_does_not_begin(cells: ddip.Group) -> None:
-    cells.run(
-        "kernel = get_ipython().kernel\n"
-        "def aborting(parent):\n"
-        "    del kernel.init_metadata\n"
-        "    kernel.aborted.add(parent['header']['msg_id'])\n"
-        "    return kernel.init_metadata(parent)\n"
-        "if rank == 0: kernel.init_metadata = aborting"
-    )
+@pytest.mark.parametrize("what", [INTERRUPT, ABORT], ids=["interrupted", "aborted"])
+def test_a_cell_does_not_begin_that_is_stopped_when_it_has_been_taken_up(cells: ddip.Group, what: str) -> None:
+    cells.run(AT_THE_EDGE.format(method="init_metadata", what=what))  # called when the next has come
     with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
         cells.run("here = 1")
     cells.run("ran = 'here' in globals()")
@@ -196,8 +184,8 @@ def test_a_cell_that_is_aborted_when_it_has_been_taken_up_does_not_begin(cells: 
 
 
 def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cells: ddip.Group) -> None:
-    cells.run(INTERRUPTING.format(method="finish_metadata"))  # ipykernel calls it next when this cell has ended
-    cells.run("assert interrupting is not kernel.finish_metadata")
+    cells.run(AT_THE_EDGE.format(method="finish_metadata", what=INTERRUPT))  # called when it has ended
+    cells.run("assert kernel.finish_metadata is not at_the_edge")
 
 
 def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group) -> None:
