@@ -1,4 +1,9 @@
-"""Run a cell on ranks, and show what they have to say until the last of them has finished."""
+"""Run a cell on ranks, and show what they have to say until the last of them has finished.
+
+Every cell ends. When a rank has failed, the others get `Limits.grace` seconds to end by themselves; then whatever waits
+in a collective is released (``formation.py``). The stop button, and ``--timeout``, interrupt all ranks, release them,
+and do not wait for one that does not stop.
+"""
 
 from __future__ import annotations
 
@@ -8,133 +13,307 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from IPython.core.getipython import get_ipython
+
 from ddip import ipp_private, outputs
-from ddip.errors import CellError, CellInterrupted, GroupError, RankError, ranks_text
+from ddip.errors import RANK_ENDED, CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
+from ddip.formation import Formation
+from ddip.outputs import places_text
+from ddip.rank.place import Place
 from ddip.ranks import Ranks
 
 PATIENCE_SECONDS = 2.0
-"""How long ranks may run on after an interrupt, or after another's error, before the user is told who they are."""
+"""How long ranks may run on after another's error, before the user is told who they are."""
+STOP_GRACE_SECONDS = 0.5
+"""How long ranks may take to end by the interrupt alone, before those that wait in a collective are released."""
+STOP_SECONDS = 2.2
+"""How long an interrupted cell may take; a rank that has not stopped by then is named and left alone."""
+LOOK_SECONDS = 0.25
+"""How often the ranks are looked at while the cell runs; more often while it is being ended."""
+PULSE_SECONDS = 1.0
+"""How often ranks that are silent are asked whether they move."""
+IDLE_CPU = 0.05
+"""Below this share of a core a rank is taken to stand still, as a thread that waits for a socket does."""
 
-LOOK_SECONDS = 0.5
-"""How often the ranks are looked at while the cell runs."""
-END, STOP = "end", "stop"
+REPLY, OUTPUT_END, MESSAGE, STOP = "reply", "output end", "message", "stop"
 Futures: TypeAlias = Mapping[int, concurrent.futures.Future[Any]]
-Events: TypeAlias = "queue.SimpleQueue[tuple[int, outputs.Message] | str]"
-"""A rank's message; END for each rank's answer, and for its last message; STOP for the stop button."""
+Events: TypeAlias = "queue.SimpleQueue[tuple[str, int, Any]]"
+"""What happened, to which rank, and with what."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a cell may do what; seconds."""
+
+    grace: float = 1.0
+    """From the first failure until the other ranks are released."""
+    patience: float = 10.0
+    """Without progress, until the user is told who waits where."""
+    timeout: float | None = None
+    """For the cell as a whole; None: for ever."""
 
 
 class Cells:
     """The cells of a group, one after the other."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, formation: Formation) -> None:
         self._ranks = ranks
+        self._formation = formation
         self._given_up: Futures = {}
+
+    @property
+    def stuck(self) -> list[int]:
+        """Ranks that still run a cell that was given up."""
+        ended = self._ranks.ended
+        return [rank for rank in _unfinished(self._given_up) if rank not in ended]
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """These ranks have new processes."""
+        self._given_up = {rank: future for rank, future in self._given_up.items() if rank not in ranks}
 
     def require_idle(self) -> None:
         """Raise GroupError if a cell that the user gave up still runs: the next one would wait for it unseen."""
-        busy = _unfinished(self._given_up)
-        if busy:
-            what = f"{_still_run(busy)} the cell that you gave up"
-            raise GroupError(f"{what}; %makedip -i shows them, %makedip -r starts afresh")
+        if self.stuck:
+            self._formation.release()
+            concurrent.futures.wait(self._given_up.values(), timeout=1)
+        stuck = self.stuck
+        if stuck:
+            places = places_text(self._ranks.places(stuck, 0.5))
+            what = f"{ranks_text(stuck)} still {_verb(stuck, 'run')} the cell that you gave up"
+            raise GroupError(f"{what}:\n{places}\n{_way_out(stuck)}")
 
-    def run(self, code: str, ranks: Sequence[int], show: outputs.CellOutput) -> None:
-        """Run `code` on `ranks` to its end; raises CellError, CellInterrupted, or GroupError if the controller ends."""
-        events: Events = queue.SimpleQueue()
-        with _stop_button(events):
-            replies = {rank: self._send(rank, code, events) for rank in ranks}
+    def run(self, code: str, ranks: Sequence[int], show: outputs.CellOutput, limits: Limits) -> None:
+        """Run `code` on `ranks` to its end.
+
+        Raises CellError, CellTimeout, CellInterrupted, or GroupError if the controller ends.
+        """
+        cell = _Cell(self._ranks, self._formation, show, limits)
+        with _stop_button(cell.events):
+            cell.send(code, ranks)
             try:
-                interrupted = self._follow(replies, events, show)
+                cell.follow()
             finally:
                 show.finish()
-        failed = self._failed(replies)
-        if interrupted:
-            raise CellInterrupted(f"the cell was interrupted on {ranks_text(list(failed) or list(replies))}", failed)
-        if failed:
-            raise CellError(failed)
+                self._given_up = {rank: f for rank, f in cell.replies.items() if not f.done()}
+                if self._given_up:
+                    self._formation.sound = False
+                else:
+                    self._formation.judge(cell.reports, bool(cell.errors))
+        error = cell.error()
+        if error is not None:
+            raise error
 
-    def _send(self, rank: int, code: str, events: Events) -> concurrent.futures.Future[Any]:
-        """Send a cell to `rank`, whose messages and two ends will arrive in `events`."""
 
+class _Cell:
+    """One cell under way."""
+
+    def __init__(self, ranks: Ranks, formation: Formation, show: outputs.CellOutput, limits: Limits) -> None:
+        self.events: Events = queue.SimpleQueue()
+        self.replies: Futures = {}
+        self.errors: dict[int, RankError] = {}
+        self.reports: dict[int, dict[str, Any] | None] = {}
+        self._ranks = ranks
+        self._formation = formation
+        self._show = show
+        self._limits = limits
+        self._began = time.monotonic()
+        self._next_look = self._began + LOOK_SECONDS
+        self._watch = _Watch(ranks, limits.patience)
+        self._failed_at: float | None = None
+        self._stopped_at: float | None = None
+        self._released_at: float | None = None
+        self._timed_out = False
+        self._told = False
+        self._places: dict[int, Place | None] = {}
+        """Where the ranks were when their time was over."""
+
+    # -- beginning and end
+
+    def send(self, code: str, ranks: Sequence[int]) -> None:
+        """Send the cell to `ranks`; their messages, and their two ends, will arrive in `events`."""
+        shell = get_ipython()
+        number = shell.execution_count if shell is not None else None
+        self.replies = {rank: self._send(rank, code, number) for rank in ranks}
+
+    def _send(self, rank: int, code: str, number: int | None) -> concurrent.futures.Future[Any]:
         def on_message(message: outputs.Message) -> None:
-            events.put((rank, message))
-
-        def on_end(_: concurrent.futures.Future[Any]) -> None:
-            events.put(END)
+            self.events.put((MESSAGE, rank, message))
 
         engine = self._ranks.members[rank].engine
-        future = ipp_private.execute(self._ranks.cluster.client, engine, code, False, on_message)
-        future.add_done_callback(on_end)
-        future.output.add_done_callback(on_end)
+        future = ipp_private.execute(self._ranks.cluster.client, engine, code, False, on_message, number)
+        future.add_done_callback(lambda _: self.events.put((REPLY, rank, None)))
+        future.output.add_done_callback(lambda _: self.events.put((OUTPUT_END, rank, None)))
         return future  # type: ignore[no-any-return]
 
-    def _failed(self, replies: Futures) -> dict[int, RankError]:
-        """What the ranks that have finished raised, by rank."""
-        errors = {rank: self._ranks.error_of(rank, f.result()) for rank, f in replies.items() if f.done()}
-        return {rank: error for rank, error in errors.items() if error is not None}
+    def error(self) -> BaseException | None:
+        """What the user shall see of a cell that has ended; None if it went well."""
+        if self._released_at is None and not any(error.name == RANK_ENDED for error in self.errors.values()):
+            # nobody cut these connections from outside: that they broke is news
+            self.errors = {rank: replace(error, waited="") for rank, error in self.errors.items()}
+        stuck = _unfinished(self.replies)
+        if self._timed_out:
+            what = f"the cell took longer than {self._limits.timeout:g} s and was stopped"
+            return CellTimeout(self._with_places(what, stuck), self.errors)
+        if self._stopped_at is not None:
+            what = f"the cell was interrupted on {ranks_text(sorted(self.errors) or list(self.replies))}"
+            return CellInterrupted(self._with_places(what, stuck) if stuck else what, self.errors)
+        return CellError(self.errors) if self.errors else None
 
-    def _follow(self, replies: Futures, events: Events, show: outputs.CellOutput) -> bool:
-        """Show messages until every rank has answered and fallen silent; returns whether the user interrupted."""
-        open_ends = 2 * len(replies)
-        interrupted = False
-        unease = _Unease()
+    def _with_places(self, what: str, stuck: Sequence[int]) -> str:
+        lines = [what]
+        if self._places:
+            lines[0] += "; the ranks were here:"
+            lines.append(places_text(self._places))
+        if stuck:
+            lines.append(f"{ranks_text(stuck)} did not stop:")
+            lines.append(places_text(self._ranks.places(stuck, 0.5)))
+            lines.append(_way_out(stuck))
+        return "\n".join(lines)
+
+    # -- while it runs
+
+    def follow(self) -> None:
+        """Show messages until every rank has answered and fallen silent, or has been given up."""
+        open_ends = 2 * len(self.replies)
         while open_ends:
-            if events.empty():
+            if self.events.empty():
                 outputs.flush()
+            ending = self._failed_at is not None or self._stopped_at is not None
             with contextlib.suppress(queue.Empty):
-                event = events.get(timeout=LOOK_SECONDS)
-                if event == END:
-                    open_ends -= 1
-                elif event == STOP and interrupted:
-                    raise self._give_up(replies)
-                elif event == STOP:
-                    interrupted, unease = True, _Unease()
-                    self._interrupt(replies)
+                kind, rank, payload = self.events.get(timeout=0.05 if ending else LOOK_SECONDS)
+                self._watch.moved()
+                if kind == MESSAGE:
+                    self._show.receive(rank, payload)
+                elif kind == STOP:
+                    self._stop()
                 else:
-                    show.receive(*event)  # type: ignore[misc]
-            if unease.is_time_to_look():
-                self._ranks.cluster.require_controller()
-                unease.look(_unfinished(replies), self._failed(replies), interrupted)
-        return interrupted
+                    open_ends -= 1
+                    if kind == REPLY:
+                        self._take_reply(rank)
+            if self._is_given_up(time.monotonic()):
+                return
 
-    def _give_up(self, replies: Futures) -> CellInterrupted:
-        """What to raise when the user waits no longer."""
-        self._given_up = replies
-        self._interrupt(replies)
-        waiting = ranks_text(_unfinished(replies))
-        text = f"{waiting} did not stop; %makedip -i shows them, %makedip -r starts afresh"
-        return CellInterrupted(text, self._failed(replies))
+    def _take_reply(self, rank: int) -> None:
+        reply = self.replies[rank].result()
+        self.reports[rank] = ipp_private.report(reply)
+        error = self._ranks.error_of(rank, reply)
+        if error is not None:
+            self.errors[rank] = error
+            self._failed_at = self._failed_at or time.monotonic()
 
-    def _interrupt(self, replies: Futures) -> None:
-        ranks = _unfinished(replies)
-        self._ranks.interrupt(ranks, [replies[rank].msg_id for rank in ranks])  # type: ignore[attr-defined]
+    def _stop(self) -> None:
+        """The stop button: interrupt now; soon after, or when it is pressed again, release."""
+        running = _unfinished(self.replies)
+        self._ranks.interrupt(running, [self.replies[rank].msg_id for rank in running])  # type: ignore[attr-defined]
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+        elif running:
+            self._release()
+
+    def _release(self) -> None:
+        self._released_at = time.monotonic()
+        self._formation.release()
+
+    def _is_given_up(self, now: float) -> bool:
+        """Do what the time asks for; True when nobody shall wait for the ranks any longer."""
+        running = _unfinished(self.replies)
+        if not running:  # only messages are missing
+            return _is_over(self._stopped_at, STOP_SECONDS, now)
+        timeout = self._limits.timeout
+        if timeout is not None and now >= self._began + timeout and self._stopped_at is None:
+            self._timed_out = True
+            self._places = self._ranks.places(running, 0.4)
+            self._stop()
+        if self._released_at is None and (
+            _is_over(self._failed_at, self._limits.grace, now) or _is_over(self._stopped_at, STOP_GRACE_SECONDS, now)
+        ):
+            self._release()
+        if _is_over(self._stopped_at, STOP_SECONDS, now):
+            return True
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look(running, now)
+        return False
+
+    def _look(self, running: Sequence[int], now: float) -> None:
+        self._ranks.cluster.require_controller()
+        self._ranks.watch_memory(running)
+        if self._stopped_at is not None or self._told:
+            return
+        if self._failed_at is not None:
+            if _is_over(self._released_at, PATIENCE_SECONDS, now):
+                self._told = True
+                what = f"{CellError(self.errors)}; {ranks_text(running)} still {_verb(running, 'run')}"
+                outputs.tell(f"{what}, not in a collective:\n{places_text(self._ranks.places(running, 0.4))}\n{STOP_HINT}")
+        elif self._watch.stands_still(running, now):
+            self._told = True
+            places: dict[int, Place | str | None] = {**self._ranks.places(running, 0.4)}
+            places.update((rank, "finished") for rank in self.replies if rank not in running)
+            what = f"no rank has made progress for {self._limits.patience:g} s:\n{places_text(places)}"
+            outputs.tell(f"{what}\nit goes on waiting; {STOP_HINT}, and so does %%dip --timeout SECONDS")
+
+
+STOP_HINT = "the stop button ends the cell and keeps all variables"
+
+
+def _way_out(stuck: Sequence[int]) -> str:
+    those = "that rank" if len(stuck) == 1 else "those ranks"
+    return (
+        f"wait until {'it returns' if len(stuck) == 1 else 'they return'} from there, or type %makedip --repair: "
+        f"it puts new processes in place of {those}, and the others keep their variables"
+    )
+
+
+class _Watch:
+    """Do the ranks of a cell make progress?"""
+
+    def __init__(self, ranks: Ranks, patience: float) -> None:
+        self._ranks = ranks
+        self._patience = patience
+        self._since = self._asked = time.monotonic()
+        self._last: dict[int, tuple[int, float]] = {}
+
+    def moved(self) -> None:
+        """They do."""
+        self._since = time.monotonic()
+
+    def stands_still(self, running: Sequence[int], now: float) -> bool:
+        """True when no rank has moved for as long as the user's patience goes: no message, no step, no CPU time."""
+        interval = min(PULSE_SECONDS, self._patience / 4)
+        if now < self._since + interval or now < self._asked + interval:
+            return False
+        passed, self._asked = now - self._asked, now
+        answers = self._ranks.ask_beside(running, "stacks.pulse", seconds=0.3)
+        pulses = {rank: (steps, cpu) for rank, (steps, cpu) in ((r, a) for r, a in answers.items() if a is not None)}
+        if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
+            self.moved()
+        self._last.update(pulses)
+        return now >= self._since + self._patience
+
+
+def _has_moved(before: tuple[int, float] | None, now: tuple[int, float], passed: float) -> bool:
+    return before is None or before[0] != now[0] or now[1] - before[1] > IDLE_CPU * passed
 
 
 @contextlib.contextmanager
 def _stop_button(events: Events) -> Iterator[None]:
-    """An interrupt becomes an event: a KeyboardInterrupt that comes between two steps would be lost, or tear one.
-
-    A third interrupt is one again, for whoever waits in vain for what happens with the events.
-    """
+    """An interrupt becomes an event: a KeyboardInterrupt that comes between two steps would be lost, or tear one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed = 0
-
-    def press(number: int, frame: Any) -> None:
-        nonlocal pressed
-        pressed += 1
-        if pressed > 2:
-            raise KeyboardInterrupt
-        events.put(STOP)
-
-    handler = signal.signal(signal.SIGINT, press)
+    handler = signal.signal(signal.SIGINT, lambda number, frame: events.put((STOP, -1, None)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _is_over(since: float | None, seconds: float, now: float) -> bool:
+    return since is not None and now >= since + seconds
 
 
 def _unfinished(replies: Futures) -> list[int]:
@@ -142,36 +321,5 @@ def _unfinished(replies: Futures) -> list[int]:
     return [rank for rank, future in replies.items() if not future.done()]
 
 
-def _still_run(ranks: Sequence[int]) -> str:
-    return f"{ranks_text(ranks)} still run{'s' if len(ranks) == 1 else ''}"
-
-
-class _Unease:
-    """Tells the user once who still runs, when others have failed, or all should have stopped, for a while."""
-
-    def __init__(self) -> None:
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        self._since: float | None = None
-        self._told = False
-
-    def is_time_to_look(self) -> bool:
-        """From time to time, also while messages pour in."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + LOOK_SECONDS
-        return True
-
-    def look(self, running: Sequence[int], failed: Mapping[int, RankError], interrupted: bool) -> None:
-        """Say why nothing happens, if that has been so for long enough."""
-        if self._told or not running or not (interrupted or failed):
-            return
-        self._since = self._since or time.monotonic()
-        if time.monotonic() < self._since + PATIENCE_SECONDS:
-            return
-        self._told = True
-        if interrupted:
-            outputs.tell(f"{ranks_text(running)} did not stop yet; a second interrupt gives up waiting")
-        else:
-            what = f"{CellError(failed)}; {_still_run(running)}, perhaps waiting for it"
-            outputs.tell(f"{what}; an interrupt asks them to stop")
+def _verb(ranks: Sequence[int], verb: str) -> str:
+    return f"{verb}s" if len(ranks) == 1 else verb

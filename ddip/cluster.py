@@ -29,7 +29,8 @@ from ipyparallel import Client
 from ipyparallel import Cluster as IppCluster
 
 from ddip import ipp_private, owner, registry, warming
-from ddip.errors import GroupError, exit_text
+from ddip.deaths import exit_text
+from ddip.errors import GroupError
 from ddip.launchers import ControllerLauncher, EngineSetLauncher, Launcher
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Cluster:
         """Engines that nobody has ended."""
         self._logs: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
+        self._processes: dict[int, owner.Proc] = {}
         self._engines_started = 0
         self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._stopping = False
@@ -180,7 +182,7 @@ class Cluster:
     ) -> None:
         arguments = [
             f"--IPEngine.id={engine}",
-            "--IPEngine.log_level=WARN",
+            "--IPEngine.log_level=ERROR",  # what it warns of is no news
             "--IPEngine.enable_nanny=False",
             "--HistoryManager.enabled=False",  # it keeps a database and a thread
             "--IPEngine.max_heartbeat_misses=0",  # it dies with its parent instead
@@ -199,6 +201,8 @@ class Cluster:
         launched = self._ipp.engines[_set_name(engine)]
         for launcher in launched.launchers.values():  # none if it has ended already
             self._logs[engine] = Path(launcher.output_file)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes[engine] = owner.Proc.of(launcher.pid)
             self.spawned = launcher.why_spawned or self.spawned
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
 
@@ -296,6 +300,9 @@ class Cluster:
         self.exits[engine] = data.get("exit_code")
         if engine in self._wanted and self.connected and not self._stopping:
             ipp_private.unregister(self.client, engine)
+            gone = self._processes.get(engine)
+            if gone is not None:  # what it had forked holds its connections, and the other ranks would wait for them
+                threading.Thread(target=owner.end_processes, args=([gone],), name="ddip-end").start()
 
     def _record(self) -> None:
         """Write down what to clear up if this process dies."""

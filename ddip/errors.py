@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ __all__ = [
     "BadInput",
     "CellError",
     "CellInterrupted",
+    "CellTimeout",
     "DipUsageError",
     "NoGroup",
     "RankError",
@@ -54,6 +54,10 @@ class RankError:
     message: str
     traceback: str
     """As IPython formatted it on the rank, ANSI colours included; may be empty."""
+    waited: str = ""
+    """Where the rank waited for others when it was released, or lost them, and so raised this; else empty."""
+    at: float = 0.0
+    """When it was raised, on the rank's clock, seconds."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.message}" if self.message else self.name
@@ -75,17 +79,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(spans)
 
 
-def exit_text(code: int | None) -> str:
-    """How a process ended: ``SIGKILL``, ``exit code 3``."""
-    if code is None:
-        return "exit code unknown"
-    return signal.Signals(-code).name if code < 0 else f"exit code {int(code)}"
+RANK_ENDED = "RankEnded"
+"""Name of the error of a rank whose process is gone."""
+REPAIR = "%makedip --repair puts a new process in its place; the other ranks keep their variables"
+
+
+def _own(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
+    """Without what ranks raised only because they were released."""
+    return {rank: error for rank, error in by_rank.items() if not error.waited}
 
 
 def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError]]:
-    """Ranks with the same error together, by their lowest rank."""
+    """Ranks with the same error together, the earliest first."""
     groups: dict[tuple[str, str], tuple[list[int], RankError]] = {}
-    for rank, error in sorted(by_rank.items()):
+    for rank, error in sorted(by_rank.items(), key=lambda item: (item[1].at, item[0])):
         groups.setdefault((error.name, error.message), ([], error))[0].append(rank)
     return list(groups.values())
 
@@ -93,10 +100,26 @@ def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError
 def _tracebacks(by_rank: Mapping[int, RankError]) -> list[str]:
     """The ranks' own tracebacks, with the cell's lines and none of ddip's."""
     lines = []
-    for ranks, error in _groups(by_rank):
+    for ranks, error in _groups(_own(by_rank)):
         if error.traceback:
             lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
     return lines
+
+
+def _summary(by_rank: Mapping[int, RankError]) -> str:
+    """One clause for each error, the earliest first, and one for each place where ranks waited."""
+    parts = [f"{ranks_text(ranks)}: {error}" for ranks, error in _groups(_own(by_rank))]
+    waited: dict[str, list[int]] = {}
+    for rank, error in sorted(by_rank.items()):
+        if error.waited:
+            waited.setdefault(error.waited, []).append(rank)
+    parts += [
+        f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} waiting in {place}, and released"
+        for place, ranks in waited.items()
+    ]
+    if any(error.name == RANK_ENDED for error in by_rank.values()):
+        parts.append(REPAIR)
+    return "; ".join(parts)
 
 
 class CellError(RuntimeError):
@@ -104,11 +127,22 @@ class CellError(RuntimeError):
 
     def __init__(self, by_rank: Mapping[int, RankError]) -> None:
         self.by_rank = dict(by_rank)
-        super().__init__("; ".join(f"{ranks_text(ranks)}: {error}" for ranks, error in _groups(by_rank)))
+        super().__init__(_summary(by_rank))
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook."""
         return [*_tracebacks(self.by_rank), f"{type(self).__name__}: {self}"]
+
+
+class CellTimeout(CellError):
+    """A cell took longer than ``--timeout`` allows; ``by_rank`` has what the ranks that ended raised."""
+
+    def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
+        super().__init__(by_rank)
+        self.args = (message,)
+
+    def _render_traceback_(self) -> list[str]:
+        return [*_tracebacks(_not_stopped(self.by_rank)), f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(KeyboardInterrupt):
@@ -119,8 +153,12 @@ class CellInterrupted(KeyboardInterrupt):
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        own = {rank: error for rank, error in self.by_rank.items() if error.name != KeyboardInterrupt.__name__}
-        return [*_tracebacks(own), f"KeyboardInterrupt: {self}"]
+        return [*_tracebacks(_not_stopped(self.by_rank)), f"KeyboardInterrupt: {self}"]
+
+
+def _not_stopped(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
+    """What was raised for other reasons than that the cell was stopped."""
+    return {rank: error for rank, error in by_rank.items() if error.name != KeyboardInterrupt.__name__}
 
 
 class LocalCellFailed(RuntimeError):

@@ -7,7 +7,7 @@
         errors           -> one CellError, by rank
 
 Requests of ddip itself (join the group, take objects, tell figures) are calls of functions in ``ddip.rank``;
-``ranks.py`` sends them. ``cells.py`` runs the cells.
+``ranks.py`` sends them. ``cells.py`` runs the cells, ``formation.py`` forms the process group and mends it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from ddip import apps, devices, outputs, owner, placement, transfer, warming
-from ddip.cells import Cells
+from ddip import apps, devices, formation, outputs, owner, placement, transfer
+from ddip.cells import Cells, Limits
 from ddip.cluster import Cluster
-from ddip.errors import BadInput, GroupError, TransferError
+from ddip.errors import BadInput, GroupError, TransferError, ranks_text
+from ddip.formation import Formation
 from ddip.placement import Berth, Request, Wish
-from ddip.rank.seat import Seat
+from ddip.rank.place import Place, Stack
 from ddip.ranks import Member, Ranks
 
 log = logging.getLogger("ddip")
@@ -68,6 +67,11 @@ class Group:
     spawn
         Start each engine as a process of its own. Otherwise, on Linux, they are forked from one process that has
         imported torch: quicker, and in less memory.
+    grace
+        Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait in a
+        collective are released.
+    patience
+        Seconds without progress after which a cell says which rank waits where.
     progress
         Told what is under way while the group forms.
 
@@ -89,17 +93,19 @@ class Group:
         timeout: float = 60,
         collect: bool = True,
         spawn: bool = False,
+        grace: float = 1.0,
+        patience: float = 10.0,
         progress: Callable[[str], None] = _ignore,
     ) -> None:
         self.timeout = timeout
         self.collect = collect
         self.spawn = spawn
+        self.grace = grace
+        self.patience = patience
         self.progress = progress
         self.seconds = 0.0
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
-        self._stores = 0
-        self._broken = False
         self._app: str | None = None
         if gpus == "all":
             gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
@@ -119,7 +125,8 @@ class Group:
         try:
             owner.clear_up_orphans()
             self._ranks = Ranks(Cluster(ipp_log, fork=not self.spawn))
-            self._cells = Cells(self._ranks)
+            self._formation = Formation(self._ranks)
+            self._cells = Cells(self._ranks, self._formation)
             self._form(wish, self.request)
         except BaseException:
             self.shutdown()
@@ -155,7 +162,6 @@ class Group:
             return  # a fork of the owner: the group is not its to end
         atexit.unregister(self.shutdown)
         ranks, self._ranks = self._ranks, None
-        self._broken = False
         self._app = None
         if ranks is not None:
             with _undisturbed():
@@ -197,14 +203,12 @@ class Group:
         return self.ranks.cluster
 
     def require(self) -> None:
-        """Raise GroupError unless every rank is there and free."""
+        """Have every rank there, free, and in a good group; raises GroupError if that cannot be."""
         self.cluster.require_controller()
-        ended = self.ranks.ended
-        if ended:
-            raise GroupError(f"{self.ranks.ended_text(ended)}; %makedip -r starts the group afresh")
-        if self._broken:
-            raise GroupError("the group did not form when it was last changed; %makedip -r starts it afresh")
+        self.ranks.require_all()
         self._cells.require_idle()
+        if not self._formation.sound:
+            self._form_again()
 
     # -- forming
 
@@ -215,22 +219,83 @@ class Group:
         try:
             members = self._complete(wish, request, deadline)
             self.progress(f"ddip: forming a group of {wish.size} ranks")
-            self._broken = True
             if self.members:
                 self._leave(members, deadline)
             self.request, self.wish, self.ranks.members = request, wish, members
-            self._join(deadline)
-            if request.app is not None:
-                self.progress(f"ddip: preparing {request.app}")
-                self.ranks.ask(range(wish.size), "apps.prepare", apps.find(request.app))
+            self._formation.join(wish, self.collect, deadline)
+            self._prepare(request.app, range(wish.size))
         except BaseException:
             if self.members:  # else everything goes
                 with _undisturbed():
                     self.cluster.stop_engines_but([member.engine for member in self.members])
             raise
-        self._app = request.app
-        self._broken = False
         self.seconds = time.monotonic() - began
+
+    def _prepare(self, app: str | None, ranks: Sequence[int]) -> None:
+        if app is not None:
+            self.progress(f"ddip: preparing {app}")
+            self.ranks.ask(ranks, "apps.prepare", apps.find(app))
+        self._app = app
+
+    def _form_again(self) -> None:
+        """The same ranks in a new group: the former was released, or left by a cell."""
+        deadline = time.monotonic() + self.timeout
+        wrappers = self._formation.leave(deadline)
+        self._formation.join(self.wish, self.collect, deadline)
+        if wrappers:
+            outputs.tell(
+                "the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again"
+            )
+
+    def repair(self, names: Sequence[str] = (), source: int | None = None) -> list[int]:
+        """Put new processes in place of the ranks that ended, or that still run a cell that was given up.
+
+        The others keep their variables. `names` are copied from the rank `source` to the new ones. Returns the ranks
+        that were replaced. Raises GroupError or TransferError; if a name cannot be copied, or the new processes do not
+        come, nothing has changed.
+        """
+        self.cluster.require_controller()
+        began = time.monotonic()
+        deadline = began + self.timeout
+        gone = sorted({*self.ranks.ended, *self._cells.stuck})
+        packed: dict[str, bytes] = {}
+        if names:
+            packed = self._pack_for_repair(names, 0 if source is None else source, gone)
+        if not gone:
+            self.require()
+            return []
+        members = list(self.members)
+        try:
+            self.progress(f"ddip: starting {ranks_text(gone)}")
+            engines = self._start_engines(self.wish, self.request, len(gone), deadline)
+        except BaseException:
+            with _undisturbed():
+                self.cluster.stop_engines_but([member.engine for member in members])
+            raise
+        for rank, (engine, hello) in zip(gone, engines, strict=True):
+            members[rank] = Member(engine, hello["pid"], hello["host"], members[rank].berth)
+        with _undisturbed():
+            self._formation.release()
+            self.cluster.stop_engines_but([member.engine for member in members])
+            self.ranks.members = members
+            self._cells.forget(gone)
+        self._form_again()
+        self._prepare(self._app, gone)
+        if packed:
+            transfer.staged(dict(zip(gone, self.ranks.ask(gone, "transfer.stage", packed), strict=True)))
+            self.ranks.ask(gone, "transfer.commit")
+        self.seconds = time.monotonic() - began
+        return gone
+
+    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> dict[str, bytes]:
+        what = f"--from {source} {' '.join(names)}"
+        if not gone:
+            raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
+        if source in gone:
+            here = [rank for rank in range(self.world_size) if rank not in gone]
+            raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from one of {ranks_text(here)}")
+        (reply,) = self.ranks.ask([source], "transfer.pack", list(names))
+        return transfer.forward(source, reply, "repaired")
 
     def _complete(self, wish: Wish, request: Request, deadline: float) -> list[Member]:
         """All members of the new group in rank order: engines that can stay, and new ones where there is none."""
@@ -269,9 +334,8 @@ class Group:
     def _check_torch(self, wish: Wish, hello: Mapping[str, Any] | None = None) -> None:
         """Raise BadInput if the ranks' torch cannot do what `wish` needs; `hello` is what an engine tells of it."""
         if hello is None:
-            engines = [member.engine for rank, member in enumerate(self.members) if rank not in self.ranks.ended]
-            answers = self.ranks.ask_beside(engines, "housekeeping.hello", time.monotonic() + INFO_SECONDS)
-            hello = next((answer for answer in answers if answer is not None), None)
+            answers = self.ranks.ask_beside(self.ranks.live, "housekeeping.hello", seconds=INFO_SECONDS)
+            hello = next((answer for answer in answers.values() if answer is not None), None)
         if hello is not None:
             _check_torch(wish, hello)
 
@@ -279,7 +343,7 @@ class Group:
         """What must be set before torch loads: threads, and the GPUs that the rank sees."""
         environment = {}
         if "OMP_NUM_THREADS" not in os.environ:
-            environment = {name: str(_threads(wish.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+            environment = {name: str(formation.threads(wish.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         if wish.on_gpus:
             names = devices.gpu_names()
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in wish.visible)
@@ -290,38 +354,8 @@ class Group:
         if self._app is not None:
             self.ranks.ask(range(self.world_size), "apps.release", apps.find(self._app))
             self._app = None
-        self.ranks.ask_each(dict.fromkeys(range(self.world_size), ()), "process_group.leave", deadline)
+        self._formation.leave(deadline)
         self.cluster.stop_engines_but([member.engine for member in staying])
-
-    def _join(self, deadline: float) -> None:
-        self._stores += 1
-        store = self.cluster.run_folder / f"store-{self._stores}"
-        port = _free_port()
-        seats = {
-            rank: Seat(
-                rank=rank,
-                world_size=self.world_size,
-                local_rank=rank,
-                local_world_size=self.world_size,
-                group_rank=0,
-                master_addr="127.0.0.1",
-                master_port=port,
-                device=self.wish.device(rank),
-                backend=self.wish.backend,
-                store=str(store),
-                interface=_loopback(),
-                threads=None if "OMP_NUM_THREADS" in os.environ else _threads(self.world_size),
-                notebook=warming.notebook(),
-                collect=self.collect,
-                directory=os.getcwd(),
-                path=tuple(sys.path),
-            )
-            for rank in range(self.world_size)
-        }
-        self.ranks.ask_each({rank: (seat,) for rank, seat in seats.items()}, "process_group.join", deadline)
-        for old in self.cluster.run_folder.glob("store-*"):
-            if old != store:
-                old.unlink(missing_ok=True)
 
     def describe(self) -> str:
         """Ranks, devices and backend in one line."""
@@ -333,15 +367,23 @@ class Group:
     # -- cells
 
     def run(
-        self, code: str, ranks: Sequence[int] | None = None, *, see: Sequence[int] = (0,), quiet: bool = False
+        self,
+        code: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        see: Sequence[int] = (0,),
+        quiet: bool = False,
+        timeout: float | None = None,
     ) -> None:
         """Run `code` as a cell on `ranks` (default: all), and show what the ranks in `see` write and display.
 
-        Returns when every rank has finished. Raises CellError if it failed on any rank, seen or not; CellInterrupted if
-        the user interrupted it.
+        Returns when every rank has finished. Raises CellError if it failed on any rank, seen or not; CellTimeout if it
+        took longer than `timeout` seconds; CellInterrupted if the user interrupted it. Whatever waited in a collective
+        was released then, the variables are there, and the group is formed again before it is used.
         """
         self.require()
-        self._cells.run(code, self._all_or(ranks), outputs.CellOutput(see, quiet=quiet))
+        limits = Limits(self.grace, self.patience, timeout)
+        self._cells.run(code, self._all_or(ranks), outputs.CellOutput(see, quiet=quiet), limits)
 
     def _all_or(self, ranks: Sequence[int] | None) -> Sequence[int]:
         return range(self.world_size) if ranks is None else ranks
@@ -349,6 +391,18 @@ class Group:
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Send SIGINT to `ranks` (default: all): a cell in Python code ends there with KeyboardInterrupt."""
         self.ranks.interrupt(self._all_or(ranks))
+
+    def stacks(self) -> dict[int, Stack | None]:
+        """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""
+        answers = self.ranks.ask_beside(range(self.world_size), "stacks.whole", seconds=INFO_SECONDS)
+        return {rank: None if answer is None else outputs.stack_of(answer) for rank, answer in answers.items()}
+
+    def places_of(self, stacks: Mapping[int, Stack | None]) -> dict[int, Place | str | None]:
+        """Where each rank is, for ``outputs.places_text``; also those that have ended."""
+        ended = self.ranks.ended
+        return {
+            rank: "ended" if rank in ended else None if stack is None else stack.place for rank, stack in stacks.items()
+        }
 
     def set_collect(self, collect: bool) -> None:
         """Turn the collection of garbage after each cell on or off."""
@@ -395,14 +449,11 @@ class Group:
 
     def info(self) -> list[outputs.RankInfo]:
         """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""
-        deadline = time.monotonic() + INFO_SECONDS
         ended = self.ranks.ended
-        engines = {rank: member.engine for rank, member in enumerate(self.members) if rank not in ended}
-        answers = self.ranks.ask_beside(list(engines.values()), "housekeeping.figures", deadline)
-        by_rank = dict(zip(engines, answers, strict=True))
+        answers = self.ranks.ask_beside(range(self.world_size), "housekeeping.figures", seconds=INFO_SECONDS)
         infos = []
         for rank, member in enumerate(self.members):
-            figures = by_rank.get(rank) or {}
+            figures = answers[rank] or {}
             state = "ended" if rank in ended else "no answer"
             if figures:
                 state = "busy" if figures["busy"] else "idle"
@@ -422,24 +473,6 @@ class Group:
                 )
             )
         return infos
-
-
-def _threads(ranks: int) -> int:
-    """CPU threads for each of `ranks` on this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
-
-
-def _loopback() -> str:
-    """Name of the loopback interface."""
-    return "lo" if sys.platform == "linux" else "lo0"
-
-
-def _free_port() -> int:
-    """A TCP port that is free on loopback, for programs that want a MASTER_PORT; the group itself needs none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_torch(wish: Wish, hello: Mapping[str, Any]) -> None:

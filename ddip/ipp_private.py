@@ -11,6 +11,7 @@ from typing import Any
 
 from ipyparallel import Client
 from ipyparallel.client.futures import MessageFuture
+from ipyparallel.error import RemoteError
 
 Message = dict[str, Any]
 
@@ -20,9 +21,11 @@ def _identity(client: Client, engine: int) -> bytes:
 
 
 def execute(
-    client: Client, engine: int, code: str, silent: bool, on_message: Callable[[Message], None]
+    client: Client, engine: int, code: str, silent: bool, on_message: Callable[[Message], None], number: int | None = None
 ) -> MessageFuture:
     """Run `code` as a cell of `engine`; the ``output`` of the future is done when the last message has arrived.
+
+    With `number` the engine counts it as cell `number`.
 
     ``Client.send_execute_request`` cannot say ``stop_on_error=False`` (an engine would then abort what we send it right
     after a failed cell), and lets messages arrive before anybody listens.
@@ -34,6 +37,7 @@ def execute(
         "user_expressions": {},
         "allow_stdin": False,
         "stop_on_error": False,
+        "ddip_number": number,
     }
 
     def pass_on(message: Message) -> None:
@@ -50,6 +54,15 @@ def execute(
         track_outstanding=True,
         message_future_hook=lambda future: future.iopub_callbacks.append(pass_on),
     )
+
+
+def report(reply: Any) -> dict[str, Any] | None:
+    """What `RankKernel` adds to the reply of a cell; None for a reply that the rank has not made itself.
+
+    Of a failed request ipyparallel passes on the ``engine_info`` only; of a good one, what it keeps to itself.
+    """
+    info = reply.engine_info if isinstance(reply, RemoteError) else getattr(reply, "_content", {}).get("engine_info")
+    return (info or {}).get("ddip")
 
 
 def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[Message]:

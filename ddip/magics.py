@@ -23,7 +23,7 @@ PLACES = ("remote", "local", "everywhere")
 
 @magics_class
 class DipMagics(Magics):
-    """``%makedip``, ``%%dip``, ``%autodip``, ``%dipush``, ``%dipull`` and ``%dipper``."""
+    """``%makedip``, ``%%dip``, ``%autodip``, ``%dipush``, ``%dipull``, ``%dipstack`` and ``%dipper``."""
 
     timeout = Float(60, min=1, help="Seconds to wait for a group to form; -t of %makedip sets it.").tag(config=True)
     collect = Bool(True, help="Collect garbage, and empty the GPU cache, on every rank after each cell.").tag(
@@ -37,6 +37,15 @@ class DipMagics(Magics):
     spawn = Bool(False, help="Start each engine as a process of its own; otherwise they are forked, on Linux.").tag(
         config=True
     )
+    grace = Float(
+        1.0,
+        min=0,
+        help="Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait "
+        "in a collective are released.",
+    ).tag(config=True)
+    patience = Float(
+        10.0, min=1, help="Seconds without progress after which a cell says which rank waits where."
+    ).tag(config=True)
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 
     shell: InteractiveShell
@@ -51,6 +60,11 @@ class DipMagics(Magics):
     def _collect_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None and self.group.alive:
             self.group.set_collect(change["new"])
+
+    @observe("grace", "patience")
+    def _limits_changed(self, change: dict[str, Any]) -> None:
+        if self.group is not None:
+            setattr(self.group, change["name"], change["new"])
 
     def _parse(self, magic: Any, name: str, line: str) -> Any:
         try:
@@ -88,6 +102,18 @@ class DipMagics(Magics):
     @argument("-r", "--restart", action="store_true", help="End every rank first, and start afresh.")
     @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
     @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")
+    @argument(
+        "--repair",
+        action="store_true",
+        help="Put new processes in place of ranks that ended or cannot be stopped; the others keep their variables.",
+    )
+    @argument(
+        "--from",
+        dest="source",
+        nargs="+",
+        metavar=("RANK", "NAME"),
+        help="With --repair: copy these variables from this rank to the new ones.",
+    )
     @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait for the engines.")
     @argument(
         "-v", "--verbose", nargs="?", const="True", metavar="True|False", help="Say what each magic does, from now on."
@@ -108,6 +134,9 @@ class DipMagics(Magics):
             raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
         if args.kill:
             self.end_group()
+            return
+        if args.repair or args.source:
+            self._repair(args, line)
             return
         form = args.n or args.gpus or args.backend or args.app or args.restart
         only_settings = (args.verbose is not None or args.timeout is not None) and not form
@@ -142,6 +171,8 @@ class DipMagics(Magics):
                     timeout=self.timeout,
                     collect=self.collect,
                     spawn=self.spawn,
+                    grace=self.grace,
+                    patience=self.patience,
                     progress=progress,
                 )
             else:
@@ -162,6 +193,29 @@ class DipMagics(Magics):
             print(f"ddip: {self.group.wish.notice}")
         if self.group.cluster.spawned:
             self._say(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
+
+    def _repair(self, args: Any, line: str) -> None:
+        from ddip.errors import ranks_text
+        from ddip.outputs import Progress
+
+        if not args.repair or args.restart or args.n or args.gpus or args.backend or args.app:
+            raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
+        group = self._require_group("%makedip --repair")
+        source, names = placement.parse_source(args.source, group.world_size)
+        group.timeout = self.timeout
+        progress = group.progress = Progress()
+        try:
+            replaced = group.repair(names, source)
+        except BaseException:
+            progress.end("")
+            raise
+        if not replaced:
+            progress.end("ddip: every rank is there, there is nothing to repair")
+        else:
+            copied = f", with {', '.join(names)} from rank {source}" if names else ""
+            progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}, {group.seconds:.1f} s")
+        if args.info:
+            self._info()
 
     def _info(self) -> None:
         from ddip.outputs import info_table
@@ -193,6 +247,11 @@ class DipMagics(Magics):
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")
     @argument("-S", "--see", nargs="+", metavar="RANK", help="Show the output of these ranks, or all; default 0.")
     @argument("-q", "--quiet", action="store_true", help="Show the output when the cell has ended, not live.")
+    @argument(
+        "--timeout",
+        metavar="SECONDS",
+        help="End the cell when it has taken that long: it fails, and all variables are kept.",
+    )
     @argument("-a", "--appcmd", metavar="COMMAND", help="Give the app this command before the cell runs.")
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
@@ -200,6 +259,7 @@ class DipMagics(Magics):
         args = self._parse(self.dip, "%%dip", line)
         if args.where not in PLACES:
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
+        timeout = None if args.timeout is None else _positive(args.timeout, "--timeout")
         if args.where != "local":
             group = self._require_group("%%dip")
             size = group.world_size
@@ -211,7 +271,7 @@ class DipMagics(Magics):
             self._say(f"running on {len(ranks)} of {size} ranks")
             if args.appcmd is not None:
                 group.command(args.appcmd)
-            group.run(cell, ranks, see=see, quiet=args.quiet)
+            group.run(cell, ranks, see=see, quiet=args.quiet, timeout=timeout)
 
     def _seen(self, typed: list[str] | None, ranks: list[int], size: int) -> list[int]:
         """The ranks to show: those of -S, else those of the trait that run the cell, else the first that does."""
@@ -290,6 +350,18 @@ class DipMagics(Magics):
         _tell_moved(moved)
         self._say(f"pulled {', '.join(names)}")
 
+    @magic_arguments()
+    @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
+    @line_magic
+    def dipstack(self, line: str = "") -> None:
+        """Where each rank is right now: its innermost function, and the line of its cell."""
+        from ddip.outputs import places_text, stacks_text
+
+        args = self._parse(self.dipstack, "%dipstack", line)
+        group = self._require_group("%dipstack")
+        stacks = group.stacks()
+        print(stacks_text(stacks) if args.verbose else places_text(group.places_of(stacks)))
+
     @no_var_expand
     @line_magic
     def dipper(self, line: str = "") -> None:
@@ -314,12 +386,19 @@ def _flag(typed: str) -> bool:
 
 
 def _seconds(typed: str) -> float:
+    seconds = _positive(typed, "-t")
+    if seconds < 1:
+        raise BadInput(f"-t {typed}: type a number of seconds, 1 or more, such as -t 120")
+    return seconds
+
+
+def _positive(typed: str, option: str) -> float:
     try:
         seconds = float(typed)
     except ValueError:
         seconds = 0
-    if not 1 <= seconds < float("inf"):
-        raise BadInput(f"-t {typed}: type a number of seconds, 1 or more, such as -t 120")
+    if not 0 < seconds < float("inf"):
+        raise BadInput(f"{option} {typed}: type a number of seconds, such as {option} 120")
     return seconds
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 from IPython.display import clear_output, publish_display_data
+
+from ddip.errors import ranks_text
+from ddip.rank.place import Place, Stack
 
 Message = dict[str, Any]
 Bundle = dict[str, Any]
@@ -138,6 +141,41 @@ class Progress:
             sys.stderr.flush()
         if text:
             print(text)
+
+
+def places_text(places: Mapping[int, Place | str | None]) -> str:
+    """Where each rank is, one line each, ranks at the same place together; None: it does not answer."""
+    together: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        if place is None:
+            text = "no answer, so it is in C code that holds the interpreter"
+        elif isinstance(place, str):
+            text = place
+        else:
+            text = f"{place}: {place.source}" if place.source else str(place)
+        together.setdefault(text, []).append(rank)
+    return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in together.items())
+
+
+def stack_of(answer: dict[str, Any]) -> Stack:
+    """What a rank tells of its threads, as a `Stack`."""
+    return Stack(**{**answer, "place": Place(**answer["place"])})
+
+
+def stacks_text(stacks: Mapping[int, Stack | None]) -> str:
+    """All threads of each rank, ranks with the same stacks together."""
+    together: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        if stack is None:
+            text = "  no answer, so it is in C code that holds the interpreter"
+        else:
+            text = "\n".join(f"  {name}:\n{_indented(frames)}" for name, frames in stack.threads.items())
+        together.setdefault(text, []).append(rank)
+    return "\n".join(f"{ranks_text(ranks)}\n{text}" for text, ranks in together.items())
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def size_text(size: float | None) -> str:

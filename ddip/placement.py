@@ -165,3 +165,16 @@ def keep(berths: Sequence[Berth], new: Wish) -> list[int | None]:
             del free[fit]
         chosen.append(fit)
     return chosen
+
+
+def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, list[str]]:
+    """``--from 0 model opt``: the rank and the names; raises BadInput."""
+    if typed is None:
+        return None, []
+    what = f"--from {' '.join(typed)}"
+    if not typed[0].isdecimal() or int(typed[0]) >= size:
+        raise BadInput(f"{what}: type a rank from 0 to {size - 1} and names of its variables, such as --from 0 model opt")
+    names = list(typed[1:])
+    if not names or not all(name.isidentifier() for name in names):
+        raise BadInput(f"{what}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
+    return int(typed[0]), names

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from ipyparallel.error import EngineError, RemoteError, TaskAborted
 
 from ddip import ipp_private
 from ddip.cluster import Cluster
-from ddip.errors import CellError, GroupError, RankError, exit_text, ranks_text
+from ddip.deaths import HostMemory, cause_text, exit_text
+from ddip.errors import RANK_ENDED, REPAIR, CellError, GroupError, RankError, ranks_text
 from ddip.placement import Berth
 from ddip.rank import call
+from ddip.rank.place import Place
 
 log = logging.getLogger("ddip")
 
@@ -52,16 +56,41 @@ class Ranks:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.members: list[Member] = []
+        self._memory = HostMemory.now()
+        self._held: dict[int, int] = {}
 
     @property
     def ended(self) -> list[int]:
         """The ranks whose process is gone."""
         return [rank for rank, member in enumerate(self.members) if member.engine in self.cluster.exits]
 
-    def ended_text(self, ranks: Sequence[int]) -> str:
-        """``rank 1 ended (SIGKILL)``."""
-        codes = [self.cluster.exits.get(self.members[rank].engine) for rank in ranks]
-        return f"{ranks_text(ranks)} ended ({', '.join(exit_text(code) for code in codes)})"
+    @property
+    def live(self) -> list[int]:
+        """The others."""
+        return [rank for rank, member in enumerate(self.members) if member.engine not in self.cluster.exits]
+
+    def watch_memory(self, ranks: Sequence[int]) -> None:
+        """Remember how much memory `ranks` hold: when one of them has ended it is too late to ask."""
+        for rank in ranks:
+            member = self.members[rank]
+            with contextlib.suppress(psutil.Error):
+                self._held[member.engine] = psutil.Process(member.pid).memory_info().rss
+
+    def end_of(self, rank: int) -> RankError:
+        """What is known of the end of `rank`: its pid, how and why it ended, and the last lines of its log."""
+        member = self.members[rank]
+        code = self.cluster.exits.get(member.engine)
+        why = cause_text(code, self._held.get(member.engine), self._memory, HostMemory.now())
+        log = self.cluster.log_tail(member.engine)
+        text = f"pid {member.pid} ended ({exit_text(code)}): {why}"
+        return RankError(RANK_ENDED, text, "\n".join(["end of its log:", *log]) if log else "", at=time.time())
+
+    def require_all(self) -> None:
+        """Raise GroupError unless every rank has its process."""
+        ended = self.ended
+        if ended:
+            texts = [f"rank {rank}: {self.end_of(rank).message}" for rank in ended]
+            raise GroupError(f"{'; '.join(texts)}; {REPAIR}")
 
     def ask(self, ranks: Sequence[int], target: str, *args: Any) -> list[Any]:
         """Call ``ddip.rank.<target>(*args)`` on the main thread of each of `ranks`; returns the results in order."""
@@ -107,16 +136,41 @@ class Ranks:
             if failed_at is None and any(isinstance(reply, BaseException) or "error" in reply for reply in done):
                 failed_at = now
 
-    def ask_beside(self, engines: Sequence[int], target: str, deadline: float) -> list[Any]:
-        """Call ``ddip.rank.<target>()`` on the control threads of `engines`, which answer while a cell runs.
+    def ask_beside(self, ranks: Sequence[int], target: str, *args: Any, seconds: float) -> dict[int, Any]:
+        """Call ``ddip.rank.<target>(*args)`` on the control threads of `ranks`, which answer while a cell runs.
 
-        Returns None for an engine that has not answered at `deadline` on ``time.monotonic``.
+        The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`: its main
+        thread is in C code that does not let go of the interpreter.
         """
         client = self.cluster.client
-        request = {"target": target, "args": []}
-        futures = [ipp_private.control(client, engine, "ddip_request", request) for engine in engines]
-        concurrent.futures.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
-        return [future.result()["content"].get("ok") if future.done() else None for future in futures]
+        request = {"target": target, "args": list(args)}
+        ended = self.ended
+        futures = {
+            rank: ipp_private.control(client, self.members[rank].engine, "ddip_request", request)
+            for rank in ranks
+            if rank not in ended
+        }
+        concurrent.futures.wait(futures.values(), timeout=seconds)
+        answers = {rank: future.result() for rank, future in futures.items() if future.done()}
+        return {rank: answers[rank]["content"].get("ok") if rank in answers else None for rank in ranks}
+
+    def connections(self, ranks: Sequence[int], seconds: float) -> dict[int, list[tuple[Any, ...]]]:
+        """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""
+        answers = self.ask_beside(ranks, "sockets.connections", seconds=seconds)
+        found = {}
+        for rank, answer in answers.items():
+            if answer is None:
+                with contextlib.suppress(psutil.Error):
+                    answer = [
+                        (*c.laddr, *c.raddr) for c in psutil.Process(self.members[rank].pid).net_connections("tcp") if c.raddr
+                    ]
+            found[rank] = [tuple(ends) for ends in answer or ()]
+        return found
+
+    def places(self, ranks: Sequence[int], seconds: float) -> dict[int, Place | None]:
+        """Where the main threads of `ranks` are."""
+        answers = self.ask_beside(ranks, "stacks.here", seconds=seconds)
+        return {rank: None if answer is None else Place(**answer) for rank, answer in answers.items()}
 
     def interrupt(self, ranks: Sequence[int], cells: Sequence[str] = ()) -> None:
         """Send SIGINT to `ranks`; one that has not yet begun with one of `cells` (message ids) will not begin it."""
@@ -132,9 +186,11 @@ class Ranks:
         if not isinstance(reply, BaseException):
             return None
         if isinstance(reply, TaskAborted):
-            return RankError(KeyboardInterrupt.__name__, "before the cell began", "")
+            return RankError(KeyboardInterrupt.__name__, "before the cell began", "", at=time.time())
         if not isinstance(reply, RemoteError):
-            return RankError(type(reply).__name__, str(reply), "")
+            return RankError(type(reply).__name__, str(reply), "", at=time.time())
         if reply.ename == EngineError.__name__:
-            return RankError("RankEnded", f"{self.ended_text([rank])}; %makedip -r starts the group afresh", "")
-        return RankError(reply.ename, reply.evalue, reply.traceback)
+            return self.end_of(rank)
+        report = ipp_private.report(reply) or {}
+        waited, at = report.get("waited", ""), report.get("at", 0.0)
+        return RankError(reply.ename, reply.evalue, reply.traceback, waited, at)

@@ -49,17 +49,23 @@ def _where(errors_by_rank: Mapping[int, Mapping[str, str]], name: str) -> str:
     return ranks_text([rank for rank, errors in errors_by_rank.items() if name in errors])
 
 
-def unpack(rank: int, reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects in a rank's answer to ``transfer.pack``; raises TransferError that names what did not come."""
+def forward(rank: int, reply: Mapping[str, Any], what: str) -> dict[str, bytes]:
+    """The pickled objects in a rank's answer to ``transfer.pack``; raises TransferError that names what did not come.
+
+    `what` says what was to be done with them: ``pulled``.
+    """
     if reply["missing"]:
         names = ", ".join(reply["missing"])
-        raise TransferError(
-            f"nothing was pulled: rank {rank} has no {names}; %dipull takes names that a %%dip cell defined"
-        )
+        raise TransferError(f"nothing was {what}: rank {rank} has no {names}; type names that a %%dip cell defined")
     if reply["errors"]:
-        raise TransferError(f"nothing was pulled: {_reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
+        raise TransferError(f"nothing was {what}: {_reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
+    return dict(reply["values"])
+
+
+def unpack(rank: int, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects themselves."""
     values, errors = {}, {}
-    for name, data in reply["values"].items():
+    for name, data in forward(rank, reply, "pulled").items():
         try:
             values[name] = pickle.loads(data)
         except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -64,6 +65,7 @@ def main() -> None:
     from ddip.rank.kernel import RankEngine
 
     gc.enable()
+    faulthandler.enable()  # a crash in C code tells in the log where it was
     code: object = 1
     try:
         RankEngine.launch_instance(sys.argv[1:])

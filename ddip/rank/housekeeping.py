@@ -9,13 +9,11 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import threadpoolctl
 import torch
-
-if TYPE_CHECKING:
-    from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.getipython import get_ipython
 
 ANSWER_LEAVES_WITHIN = 0.02
 """Seconds after which a cell's last message has left this process: the collection holds the GIL, so it must not begin
@@ -39,7 +37,7 @@ class Cells:
     def busy(self) -> bool:
         return self._started is not None
 
-    def begin(self, *_: Any) -> None:
+    def begin(self) -> None:
         self._started = time.perf_counter()
         if self._pending:
             self._pending.cancel()
@@ -47,10 +45,11 @@ class Cells:
             _set_threads(self.threads)
             self.threads = None
 
-    def end(self, *_: Any) -> None:
+    def end(self) -> None:
         if self._started is not None:
             self.seconds = time.perf_counter() - self._started
         self._started = None
+        _drop_frames()
         if self.collect:
             self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.clean)
 
@@ -69,13 +68,21 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+def _drop_frames() -> None:
+    """Let go of the frames of a failed cell: they hold its tensors, and the sockets of its groups.
+
+    IPython and Python keep them for debuggers, which nobody can use on a rank; ``%tb`` goes with them.
+    """
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    shell = get_ipython()
+    if shell is not None:
+        shell.last_execution_result = None
+        shell.InteractiveTB.tb = None
+
+
 cells = Cells()
-
-
-def watch_cells(shell: ZMQInteractiveShell) -> None:
-    """Time each cell, and collect garbage after it, when its answer has been sent."""
-    shell.events.register("pre_run_cell", cells.begin)
-    shell.events.register("post_run_cell", cells.end)
 
 
 def set_collect(collect: bool) -> None:

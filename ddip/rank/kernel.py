@@ -8,17 +8,23 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from IPython.core.error import StdinNotImplementedError
 from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
-from ddip.rank import call, housekeeping
+from ddip.rank import call, process_group
+from ddip.rank.housekeeping import cells
 
 POLL_SECONDS = 0.005
+NOBODY_TYPES = (
+    "nobody can type into a rank; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the answer"
+)
 
 
 class _NoShellThread:
@@ -50,7 +56,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         if getattr(self, "shell_channel_thread", None) is None:
             self.shell_channel_thread = _NoShellThread()
         self.shell.ask_exit = _end_cell
-        housekeeping.watch_cells(self.shell)
+        self._streams = sys.stdout, sys.stderr
         gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
 
     # An interrupt ends what a cell does, and only that: in ipykernel's own code, before the cell or after it, it would
@@ -73,23 +79,82 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         if self._interrupted or self.get_parent("shell")["header"]["msg_id"] in self.aborted:
             raise KeyboardInterrupt
 
-    async def do_execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run a cell; never fails."""
+    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run a cell; never fails. The reply says what became of the group, and what was raised, as text."""
+        if not silent:
+            self._number_cell()
+            cells.begin()
+            call("process_group.begin_cell")
+        self.shell.last_execution_result = None
         try:
             try:
                 self._begin()
-                return await super().do_execute(*args, **kwargs)  # type: ignore[no-any-return]
+                reply = await super().do_execute(code, silent, *args, **kwargs)
             finally:
                 self._interruptible = False
         except (Exception, KeyboardInterrupt) as error:
-            return {
-                "status": "error",
-                "ename": type(error).__name__,
-                "evalue": "",
-                "traceback": [],
-                "execution_count": self.execution_count,
-                "engine_info": self.get_engine_info(method="execute"),
-            }
+            reply = self._error_reply("execute", self._raised() or error)
+        if silent:
+            return reply  # type: ignore[no-any-return]
+        self._mend_streams()
+        report = call("process_group.report").get("ok") or {"released": False, "state": "none"}
+        raised = self._raised()
+        if raised is not None:
+            report.update(at=time.time(), waited=call("process_group.waited_in", raised).get("ok", ""))
+        del raised  # cells.end() lets go of its frames
+        cells.end()
+        info = reply.get("engine_info") or self.get_engine_info(method="execute")
+        return {**reply, "engine_info": {**info, "ddip": report}}
+
+    def _number_cell(self) -> None:
+        """Count cells as the notebook does: tracebacks and results then name the cell that the user sees."""
+        number = self.get_parent("shell")["content"].get("ddip_number")
+        if number is not None:
+            self.shell.execution_count = number
+            typed = self.shell.user_ns.get("In")
+            if isinstance(typed, list):
+                typed.extend([""] * (number - len(typed)))
+
+    def _raised(self) -> BaseException | None:
+        """What the cell raised."""
+        result = self.shell.last_execution_result
+        return None if result is None else result.error_before_exec or result.error_in_exec
+
+    def _error_reply(self, method: str, error: BaseException) -> dict[str, Any]:
+        """For an `error` that IPython has not made a reply of."""
+        try:
+            text = str(error)
+        except Exception as why:
+            text = f"(it has no text: its __str__ raised {type(why).__name__})"
+        return {
+            "status": "error",
+            "ename": type(error).__name__,
+            "evalue": text,
+            "traceback": [],
+            "execution_count": self.execution_count,
+            "engine_info": self.get_engine_info(method=method),
+        }
+
+    def _mend_streams(self) -> None:
+        """Put back a stream that a cell has replaced by something that is none: the reply would be lost with it."""
+        for name, ours in zip(("stdout", "stderr"), self._streams, strict=True):
+            try:
+                getattr(sys, name).write("")
+                getattr(sys, name).flush()
+            except Exception as error:
+                setattr(sys, name, ours)
+                what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
+                self._streams[1].write(f"ddip: {what}; the former one is back\n")
+
+    def raw_input(self, prompt: str = "") -> str:
+        """Refuse ``input()``, and what asks through it."""
+        __tracebackhide__ = True  # IPython leaves out this frame
+        raise StdinNotImplementedError(NOBODY_TYPES)
+
+    def getpass(self, prompt: str = "", stream: Any = None) -> str:
+        """Refuse a password, too."""
+        __tracebackhide__ = True
+        raise StdinNotImplementedError(NOBODY_TYPES)
 
     def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
         """Call a function; never fails."""
@@ -100,9 +165,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             finally:
                 self._interruptible = False
         except (Exception, KeyboardInterrupt) as error:
-            info = self.get_engine_info(method="apply")
-            reply = {"status": "error", "ename": type(error).__name__, "evalue": "", "traceback": []}
-            return {**reply, "engine_info": info}, []
+            return self._error_reply("apply", error), []
 
     def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer a ``ddip.rank.call`` from the control thread."""

@@ -1,0 +1,121 @@
+"""Every private name of ``torch.distributed`` that ddip uses, and why no public one does.
+
+``tests/unit/test_private_names.py`` fails when a release changes one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
+    "torch.distributed.fsdp": "FSDPModule",
+}
+"""Modules that hold the group that they were made in, by the module that defines them."""
+LOST = (
+    "this {name} was made before the group was formed again (after a rank had failed, or was stopped in a collective); "
+    "wrap its module again, such as model = DDP(model.module): the parameters are as they were"
+)
+
+
+def world() -> dist.ProcessGroup | None:
+    """The default group."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def counts() -> dict[str, int]:
+    """How many collectives this rank has begun so far, by group and device; there is no public count."""
+    found = {}
+    if dist.is_initialized():
+        for group, name in list(distributed_c10d._world.pg_names.items()):
+            for device in group._device_types:
+                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                    found[f"{name} {device.type}"] = group._get_backend(device)._get_sequence_number_for_group()
+    return found
+
+
+def abort() -> None:
+    """Abort whatever waits in a backend that can do that (nccl); returns at once.
+
+    ``ProcessGroup.abort`` is public from torch 2.6 on; before that it was a method of the backend only.
+    """
+    if not dist.is_initialized():
+        return
+    backends = []
+    for group in list(distributed_c10d._world.pg_names):
+        for device in group._device_types:
+            with contextlib.suppress(RuntimeError):
+                backend = group._get_backend(device)
+                if device.type != "cpu" and backend not in backends:
+                    backends.append(backend)
+    for backend in backends:  # each in a thread: an abort may itself wait for the others
+        stop = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
+        if stop is not None:
+            threading.Thread(target=_quietly, args=(stop,), name="ddip-abort", daemon=True).start()
+
+
+def _quietly(stop: Any) -> None:
+    with contextlib.suppress(Exception):
+        stop()
+
+
+def forget() -> None:
+    """Leave all groups, whatever state they are in; they must have been released if they were stuck."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:  # a backend that fails when it is shut down has still to go
+        world = distributed_c10d._world
+        distributed_c10d._update_default_pg(None)
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.clear()
+        for table in (world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+            table.clear()
+        distributed_c10d._unregister_all_process_groups()
+        world.group_count = 0
+
+
+def retire_wrappers() -> int:
+    """Have each wrapper (DDP, FSDP) of the group that is left say so when it is used; returns how many there are.
+
+    DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
+    """
+    kinds = tuple(
+        getattr(sys.modules[module], name) for module, name in WRAPPERS.items() if hasattr(sys.modules.get(module), name)
+    )
+    if not kinds:
+        return 0
+    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    retired = 0
+    for wrapper in wrappers:
+        if wrapper.__dict__.get("_ddip_retired"):
+            continue
+        wrapper.__dict__["_ddip_retired"] = True
+        for name in ("reducer", "logger"):
+            wrapper.__dict__.pop(name, None)
+        wrapper.register_forward_pre_hook(_refuse, prepend=True)
+        retired += 1
+    return retired
+
+
+def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
+    raise RuntimeError(LOST.format(name=type(wrapper).__name__))
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Is `error` what a collective raises whose connections were shut down, or whose communicator was aborted?
+
+    gloo raises a bare RuntimeError; its text begins with the place in its source.
+    """
+    kinds = tuple(getattr(dist, name) for name in ("DistError",) if hasattr(dist, name))
+    text = str(error)
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(w in text for w in ("gloo", "NCCL")))

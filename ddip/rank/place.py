@@ -1,0 +1,36 @@
+"""Where a rank is, as it tells the notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the main thread of a rank is in its cell."""
+
+    function: str = ""
+    """The innermost function with a name for people; empty in the cell's own lines."""
+    cell: int | None = None
+    """Number of the cell that holds the innermost line of the user's; None if there is no such line."""
+    line: int = 0
+    source: str = ""
+    """That line."""
+    inner: str = ""
+    """The innermost frame of all: ``file.py:12 in function``."""
+    busy: bool = True
+
+    def __str__(self) -> str:
+        if not self.busy:
+            return "idle"
+        where = f"cell [{self.cell}] line {self.line}" if self.cell is not None else self.inner or "awaiting something"
+        return f"{self.function}, {where}" if self.function and self.cell is not None else where
+
+
+@dataclass(frozen=True)
+class Stack:
+    """All threads of a rank."""
+
+    place: Place
+    threads: dict[str, str]
+    """Stack of each thread, as text, by its name; the main thread first."""
