@@ -64,6 +64,7 @@ class Cells:
         self._ranks = ranks
         self._formation = formation
         self._given_up: Futures = {}
+        self._count = 0
 
     @property
     def stuck(self) -> list[int]:
@@ -91,9 +92,12 @@ class Cells:
 
         Raises CellError, CellTimeout, CellInterrupted, or GroupError if the controller ends.
         """
+        self._count += 1
+        shell = get_ipython()
+        number = self._count if shell is None else shell.execution_count
         cell = _Cell(self._ranks, self._formation, show, limits)
         with _stop_button(cell.events):
-            cell.send(code, ranks)
+            cell.send(code, ranks, number)
             try:
                 cell.follow()
             finally:
@@ -133,13 +137,11 @@ class _Cell:
 
     # -- beginning and end
 
-    def send(self, code: str, ranks: Sequence[int]) -> None:
-        """Send the cell to `ranks`; their messages, and their two ends, will arrive in `events`."""
-        shell = get_ipython()
-        number = shell.execution_count if shell is not None else None
+    def send(self, code: str, ranks: Sequence[int], number: int) -> None:
+        """Send it to `ranks` as cell `number`; their messages, and their two ends, will arrive in `events`."""
         self.replies = {rank: self._send(rank, code, number) for rank in ranks}
 
-    def _send(self, rank: int, code: str, number: int | None) -> concurrent.futures.Future[Any]:
+    def _send(self, rank: int, code: str, number: int) -> concurrent.futures.Future[Any]:
         def on_message(message: outputs.Message) -> None:
             self.events.put((MESSAGE, rank, message))
 
@@ -247,8 +249,9 @@ class _Cell:
         if self._failed_at is not None:
             if _is_over(self._released_at, PATIENCE_SECONDS, now):
                 self._told = True
+                places = places_text(self._ranks.places(running, 0.4))
                 what = f"{CellError(self.errors)}; {ranks_text(running)} still {_verb(running, 'run')}"
-                outputs.tell(f"{what}, not in a collective:\n{places_text(self._ranks.places(running, 0.4))}\n{STOP_HINT}")
+                outputs.tell(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
         elif self._watch.stands_still(running, now):
             self._told = True
             places: dict[int, Place | str | None] = {**self._ranks.places(running, 0.4)}

@@ -69,7 +69,7 @@ def exit_text(code: int | None) -> str:
 
 
 def cause_text(code: int | None, held: int | None, before: HostMemory, now: HostMemory) -> str:
-    """The likely cause; `held` is what the process was last seen to hold, in bytes, `before` is from before its start."""
+    """The likely cause; `held`: bytes that the process was last seen to hold; `before`: from before its start."""
     name = exit_text(code)
     if name in CRASHES:
         return "a crash in C code, such as an extension's or a driver's"

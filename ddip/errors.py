@@ -79,6 +79,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(spans)
 
 
+STOPPED = ("KeyboardInterrupt", "CancelledError")
+"""Names of what an interrupt raises; the second where a cell awaits."""
 RANK_ENDED = "RankEnded"
 """Name of the error of a rank whose process is gone."""
 REPAIR = "%makedip --repair puts a new process in its place; the other ranks keep their variables"
@@ -158,7 +160,7 @@ class CellInterrupted(KeyboardInterrupt):
 
 def _not_stopped(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
     """What was raised for other reasons than that the cell was stopped."""
-    return {rank: error for rank, error in by_rank.items() if error.name != KeyboardInterrupt.__name__}
+    return {rank: error for rank, error in by_rank.items() if error.name not in STOPPED}
 
 
 class LocalCellFailed(RuntimeError):

@@ -1,11 +1,11 @@
 """The process group of the ranks: formed, released when somebody waits in it for ever, and formed again.
 
-    a cell fails on rank 0, ranks 1-3 wait in all_reduce
-        store        :  replaced by what nobody can read               who waits for a key raises
-        connections  <- both ends of each, from every rank             those that two ranks share are the group's
-        release      -> every rank shuts them down, aborts nccl        who waits in a collective raises
-    the next cell
-        leave, join  -> main thread of every rank                      a new group; the variables are where they were
+a cell fails on rank 0, ranks 1-3 wait in all_reduce
+    store        :  replaced by what nobody can read               who waits for a key raises
+    connections  <- both ends of each, from every rank             those that two ranks share are the group's
+    release      -> every rank shuts them down, aborts nccl        who waits in a collective raises
+the next cell
+    leave, join  -> main thread of every rank                      a new group; the variables are where they were
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import os
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,15 @@ class Formation:
         self.sound = True
 
     def leave(self, deadline: float) -> int:
-        """Have all ranks leave their group, whatever state it is in; returns how many DDP wrappers they had in it."""
+        """Have all ranks leave their group, whatever state it is in.
+
+        Returns how many wrappers (DDP) and subgroups go with it.
+        """
         if not self.sound:
             self.release()
         self.sound = False
-        return max(self._ranks.ask_each(dict.fromkeys(self._ranks.live, ()), "process_group.leave", deadline), default=0)
+        nothing: dict[int, tuple[Any, ...]] = dict.fromkeys(self._ranks.live, ())
+        return max(self._ranks.ask_each(nothing, "process_group.leave", deadline), default=0)
 
     def release(self) -> None:
         """Make every collective that waits fail, on every rank, now."""

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from ddip import apps, devices, formation, outputs, owner, placement, transfer
+from ddip import apps, devices, outputs, owner, placement, transfer
 from ddip.cells import Cells, Limits
 from ddip.cluster import Cluster
+from ddip.engines import Engines
 from ddip.errors import BadInput, GroupError, TransferError, ranks_text
 from ddip.formation import Formation
-from ddip.placement import Berth, Request, Wish
+from ddip.placement import Request, Wish
 from ddip.rank.place import Place, Stack
 from ddip.ranks import Member, Ranks
 
@@ -125,6 +126,7 @@ class Group:
         try:
             owner.clear_up_orphans()
             self._ranks = Ranks(Cluster(ipp_log, fork=not self.spawn))
+            self._engines = Engines(self._ranks, lambda text: self.progress(text))
             self._formation = Formation(self._ranks)
             self._cells = Cells(self._ranks, self._formation)
             self._form(wish, self.request)
@@ -151,7 +153,7 @@ class Group:
         request = request.after(self.request)
         wish = self._wish(request)
         if self.alive:
-            self._check_torch(wish)
+            self._engines.check_torch(wish)
         self.shutdown()
         self.request = request
         self._start(wish)
@@ -217,7 +219,7 @@ class Group:
         began = time.monotonic()
         deadline = began + self.timeout
         try:
-            members = self._complete(wish, request, deadline)
+            members = self._engines.complete(wish, request.app, deadline)
             self.progress(f"ddip: forming a group of {wish.size} ranks")
             if self.members:
                 self._leave(members, deadline)
@@ -240,9 +242,12 @@ class Group:
     def _form_again(self) -> None:
         """The same ranks in a new group: the former was released, or left by a cell."""
         deadline = time.monotonic() + self.timeout
-        wrappers = self._formation.leave(deadline)
-        self._formation.join(self.wish, self.collect, deadline)
-        if wrappers:
+        try:
+            going = self._formation.leave(deadline)
+            self._formation.join(self.wish, self.collect, deadline)
+        except GroupError as error:
+            raise GroupError(f"the group could not be formed again: {error}; %makedip -r starts it afresh") from None
+        if going:
             outputs.tell(
                 "the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again"
             )
@@ -264,16 +269,13 @@ class Group:
         if not gone:
             self.require()
             return []
-        members = list(self.members)
         try:
             self.progress(f"ddip: starting {ranks_text(gone)}")
-            engines = self._start_engines(self.wish, self.request, len(gone), deadline)
+            members = self._engines.replace(gone, self.wish, self._app, deadline)
         except BaseException:
             with _undisturbed():
-                self.cluster.stop_engines_but([member.engine for member in members])
+                self.cluster.stop_engines_but([member.engine for member in self.members])
             raise
-        for rank, (engine, hello) in zip(gone, engines, strict=True):
-            members[rank] = Member(engine, hello["pid"], hello["host"], members[rank].berth)
         with _undisturbed():
             self._formation.release()
             self.cluster.stop_engines_but([member.engine for member in members])
@@ -296,58 +298,6 @@ class Group:
             raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from one of {ranks_text(here)}")
         (reply,) = self.ranks.ask([source], "transfer.pack", list(names))
         return transfer.forward(source, reply, "repaired")
-
-    def _complete(self, wish: Wish, request: Request, deadline: float) -> list[Member]:
-        """All members of the new group in rank order: engines that can stay, and new ones where there is none."""
-        kept = placement.keep([member.berth for member in self.members], wish)
-        new = [rank for rank, index in enumerate(kept) if index is None]
-        engines = self._start_engines(wish, request, len(new), deadline)
-        members = []
-        for rank, index in enumerate(kept):
-            if index is not None:
-                members.append(self.members[index])
-            else:
-                engine, hello = engines.pop(0)
-                members.append(Member(engine, hello["pid"], hello["host"], Berth(wish.visible, wish.gpus[rank])))
-        return members
-
-    def _start_engines(
-        self, wish: Wish, request: Request, count: int, deadline: float
-    ) -> list[tuple[int, dict[str, Any]]]:
-        """Start `count` engines for the ranks of `wish`; returns their ids and what they tell of themselves."""
-        cluster = self.cluster
-        first = not cluster.connected
-        if first:
-            self.progress("ddip: starting the controller")
-            cluster.start_controller(self.timeout)
-        also = [apps.find(request.app)] if request.app else []
-        started = cluster.start_engines(count, self._engine_environment(wish), also, self.timeout)
-        if first:
-            cluster.connect(deadline)
-        here = wish.size - count
-        hellos = cluster.wait_for(
-            started, deadline, lambda up: self.progress(f"ddip: {here + up} of {wish.size} engines are up")
-        )
-        self._check_torch(wish, hellos[0] if hellos else None)
-        return list(zip(started, hellos, strict=True))
-
-    def _check_torch(self, wish: Wish, hello: Mapping[str, Any] | None = None) -> None:
-        """Raise BadInput if the ranks' torch cannot do what `wish` needs; `hello` is what an engine tells of it."""
-        if hello is None:
-            answers = self.ranks.ask_beside(self.ranks.live, "housekeeping.hello", seconds=INFO_SECONDS)
-            hello = next((answer for answer in answers.values() if answer is not None), None)
-        if hello is not None:
-            _check_torch(wish, hello)
-
-    def _engine_environment(self, wish: Wish) -> dict[str, str]:
-        """What must be set before torch loads: threads, and the GPUs that the rank sees."""
-        environment = {}
-        if "OMP_NUM_THREADS" not in os.environ:
-            environment = {name: str(formation.threads(wish.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        if wish.on_gpus:
-            names = devices.gpu_names()
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in wish.visible)
-        return environment
 
     def _leave(self, staying: Sequence[Member], deadline: float) -> None:
         """All ranks leave the old group; those that are not `staying` end."""
@@ -473,17 +423,6 @@ class Group:
                 )
             )
         return infos
-
-
-def _check_torch(wish: Wish, hello: Mapping[str, Any]) -> None:
-    """Raise BadInput if the torch that `hello` tells of cannot do what `wish` needs."""
-    wanted = [part.rpartition(":")[2] for part in wish.backend.split(",")]
-    for backend in wanted:
-        if backend not in hello["backends"]:
-            has = ", ".join(hello["backends"])
-            raise BadInput(f"-b {wish.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")
-    if wish.on_gpus and not hello["cuda"]:
-        raise BadInput(f"torch {hello['torch']} was built without CUDA; install a CUDA build, or type -n {wish.size}")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,12 @@ def _identity(client: Client, engine: int) -> bytes:
 
 
 def execute(
-    client: Client, engine: int, code: str, silent: bool, on_message: Callable[[Message], None], number: int | None = None
+    client: Client,
+    engine: int,
+    code: str,
+    silent: bool,
+    on_message: Callable[[Message], None],
+    number: int | None = None,
 ) -> MessageFuture:
     """Run `code` as a cell of `engine`; the ``output`` of the future is done when the last message has arrived.
 

@@ -43,9 +43,9 @@ class DipMagics(Magics):
         help="Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait "
         "in a collective are released.",
     ).tag(config=True)
-    patience = Float(
-        10.0, min=1, help="Seconds without progress after which a cell says which rank waits where."
-    ).tag(config=True)
+    patience = Float(10.0, min=1, help="Seconds without progress after which a cell says which rank waits where.").tag(
+        config=True
+    )
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 
     shell: InteractiveShell

@@ -162,7 +162,9 @@ class Ranks:
             if answer is None:
                 with contextlib.suppress(psutil.Error):
                     answer = [
-                        (*c.laddr, *c.raddr) for c in psutil.Process(self.members[rank].pid).net_connections("tcp") if c.raddr
+                        (*c.laddr, *c.raddr)
+                        for c in psutil.Process(self.members[rank].pid).net_connections("tcp")
+                        if c.raddr
                     ]
             found[rank] = [tuple(ends) for ends in answer or ()]
         return found

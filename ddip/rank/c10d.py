@@ -21,6 +21,16 @@ WRAPPERS = {
     "torch.distributed.fsdp": "FSDPModule",
 }
 """Modules that hold the group that they were made in, by the module that defines them."""
+TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""Of ``distributed_c10d._world``: what it knows of each group."""
 LOST = (
     "this {name} was made before the group was formed again (after a rank had failed, or was stopped in a collective); "
     "wrap its module again, such as model = DDP(model.module): the parameters are as they were"
@@ -32,6 +42,11 @@ def world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def subgroups() -> int:
+    """How many groups there are besides the default one."""
+    return max(0, len(distributed_c10d._world.pg_names) - 1)
+
+
 def counts() -> dict[str, int]:
     """How many collectives this rank has begun so far, by group and device; there is no public count."""
     found = {}
@@ -39,7 +54,8 @@ def counts() -> dict[str, int]:
         for group, name in list(distributed_c10d._world.pg_names.items()):
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count
-                    found[f"{name} {device.type}"] = group._get_backend(device)._get_sequence_number_for_group()
+                    backend: Any = group._get_backend(device)
+                    found[f"{name} {device.type}"] = backend._get_sequence_number_for_group()
     return found
 
 
@@ -76,11 +92,9 @@ def forget() -> None:
     except Exception:  # a backend that fails when it is shut down has still to go
         world = distributed_c10d._world
         distributed_c10d._update_default_pg(None)
-        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-            table.clear()
-        for table in (world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
-            table.clear()
-        distributed_c10d._unregister_all_process_groups()
+        for name in TABLES:
+            getattr(world, name).clear()
+        distributed_c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
         world.group_count = 0
 
 
@@ -89,9 +103,8 @@ def retire_wrappers() -> int:
 
     DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
     """
-    kinds = tuple(
-        getattr(sys.modules[module], name) for module, name in WRAPPERS.items() if hasattr(sys.modules.get(module), name)
-    )
+    loaded = [(sys.modules[module], name) for module, name in WRAPPERS.items() if module in sys.modules]
+    kinds = tuple(getattr(module, name) for module, name in loaded if hasattr(module, name))
     if not kinds:
         return 0
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]

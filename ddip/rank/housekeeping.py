@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,17 @@ class Cells:
             _set_threads(self.threads)
             self.threads = None
 
-    def end(self) -> None:
+    def end(self, failed: bool, error: BaseException | None = None) -> None:
+        """Of a cell that has failed the garbage is collected at once: the next may come soon, and need the memory."""
         if self._started is not None:
             self.seconds = time.perf_counter() - self._started
         self._started = None
-        _drop_frames()
+        if failed:
+            _let_go(error)
+            del error
+            if self.collect:
+                self.clean()
+            return
         if self.collect:
             self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.clean)
 
@@ -68,11 +75,18 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _drop_frames() -> None:
-    """Let go of the frames of a failed cell: they hold its tensors, and the sockets of its groups.
+def _let_go(error: BaseException | None) -> None:
+    """Let go of the frames of a failed cell: they hold its tensors, its data loaders, the sockets of its groups.
 
-    IPython and Python keep them for debuggers, which nobody can use on a rank; ``%tb`` goes with them.
+    They are cleared, since they are often part of a cycle, and what the collector takes apart cannot tidy up in order:
+    torch waits 5 s for each worker of a data loader then. IPython and Python keep them for debuggers, which nobody can
+    use on a rank; ``%tb`` goes with them.
     """
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
             delattr(sys, name)

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from IPython.core.error import StdinNotImplementedError
 from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
+from IPython.core.error import StdinNotImplementedError
 
-from ddip.rank import call, process_group
+from ddip.rank import call
 from ddip.rank.housekeeping import cells
 
 POLL_SECONDS = 0.005
@@ -68,6 +68,11 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         self._interrupted = False
         self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
 
+    def post_handler_hook(self) -> None:
+        """After it; what comes next flushes the streams."""
+        super().post_handler_hook()
+        self._mend_streams()
+
     def _interrupt(self, number: int, frame: Any) -> None:
         if self._interruptible:
             raise KeyboardInterrupt
@@ -101,8 +106,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         raised = self._raised()
         if raised is not None:
             report.update(at=time.time(), waited=call("process_group.waited_in", raised).get("ok", ""))
-        del raised  # cells.end() lets go of its frames
-        cells.end()
+        cells.end(reply["status"] != "ok", raised)
+        del raised
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}
 
@@ -136,12 +141,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         }
 
     def _mend_streams(self) -> None:
-        """Put back a stream that a cell has replaced by something that is none: the reply would be lost with it."""
+        """Put back a stream that a cell has broken: ipykernel flushes it before it sends the reply, and after that."""
         for name, ours in zip(("stdout", "stderr"), self._streams, strict=True):
             try:
                 getattr(sys, name).write("")
                 getattr(sys, name).flush()
             except Exception as error:
+                for replaced in ("write", "flush"):
+                    vars(ours).pop(replaced, None)
                 setattr(sys, name, ours)
                 what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
                 self._streams[1].write(f"ddip: {what}; the former one is back\n")
@@ -178,6 +185,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         number = parent["content"]["sig"]
         self.session.send(stream, "signal_reply", {"status": "ok"}, parent, ident=ident)
         os.kill(os.getpid(), getattr(signal, number) if isinstance(number, str) else number)
+        self.io_loop.add_callback(lambda: None)  # wakes a cell that awaits: ipykernel's handler alone does not
 
 
 class RankEngine(app.IPEngine):  # type: ignore[misc]

@@ -75,12 +75,15 @@ def release(store: str, connections: list[Ends]) -> None:
 
 
 def leave() -> int:
-    """Leave the group, if this rank is in one; the variables stay. Returns how many wrappers (DDP) were of that group."""
+    """Leave the group, if this rank is in one; the variables stay.
+
+    Returns how many wrappers (DDP) and subgroups go with it.
+    """
     global _formed
     _formed = None
-    wrappers = c10d.retire_wrappers()
+    going = c10d.retire_wrappers() + c10d.subgroups()
     c10d.forget()
-    return wrappers
+    return going
 
 
 def begin_cell() -> None:
@@ -92,15 +95,18 @@ def begin_cell() -> None:
 def report() -> dict[str, Any]:
     """What became of the group in the cell that has just ended.
 
-    ``released``: whether the notebook has released it. ``state``: ``ours`` if it is the group that this rank has joined, ``none``, or ``other``, formed by the cell; then
-    ``rank`` and ``size`` tell this rank's place in it. ``counts``: collectives that the cell began, by group.
+    ``released``: whether the notebook has released it. ``state``: ``ours`` if it is the group that this rank has
+    joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this rank's place in it.
+    ``counts``: collectives that the cell began, by group.
     """
     now = c10d.world()
+    told: dict[str, Any] = {"released": _released, "state": "none"}
     if now is None:
-        return {"released": _released, "state": "none"}
+        return told
     if now is not _formed:
-        return {"released": _released, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
-    return {"released": _released, "state": "ours", "counts": {name: n - _counts.get(name, 0) for name, n in c10d.counts().items()}}
+        return {**told, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
+    counts = {name: count - _counts.get(name, 0) for name, count in c10d.counts().items()}
+    return {**told, "state": "ours", "counts": counts}
 
 
 def waited_in(error: BaseException) -> str:

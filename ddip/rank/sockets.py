@@ -15,7 +15,7 @@ Ends: TypeAlias = tuple[Any, ...]
 
 def _connected() -> Iterator[tuple[socket.socket, Ends]]:
     """Each connected TCP socket, as a duplicate to be used before the next is asked for."""
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"  # noqa: PTH112
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

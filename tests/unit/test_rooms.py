@@ -13,6 +13,7 @@ DDIP = Path(__file__).parents[2] / "ddip"
 ORDER = [
     "registry",
     "errors",
+    "deaths",
     "placement",
     "devices",
     "owner",
@@ -25,7 +26,7 @@ ORDER = [
     "launchers",
     "cluster",
 ]
-ORDER += ["ranks", "cells", "group", "autodip", "magics"]
+ORDER += ["ranks", "formation", "cells", "engines", "group", "autodip", "magics"]
 
 
 def imports(path: Path) -> set[str]:

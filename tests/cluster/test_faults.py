@@ -1,0 +1,247 @@
+"""The table of faults: what the ranks do x what goes wrong x what the user sees; the same proof after each."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
+
+from .leftovers import assert_nothing_left, wait_until
+
+STAGES = {
+    "all_reduce": "dist.all_reduce(x)",
+    "barrier": "dist.barrier()",
+    "broadcast_object_list": "dist.broadcast_object_list([rank], 0)",
+    "all_gather_object": "dist.all_gather_object([None] * world_size, rank)",
+    "recv": "dist.recv(x, 0)",
+    "send": "dist.send(torch.ones(1_000_000), 0)",
+    "wait": "work = dist.all_reduce(x, async_op=True); work.wait()",
+    "subgroup": "dist.all_reduce(x, group=everybody)",
+    "new_group": "dist.new_group(list(range(world_size)))",
+    "DDP constructor": "DDP(torch.nn.Linear(2, 2))",
+    "DDP backward": "loss.backward()",
+    "FSDP forward": "sharded(torch.ones(1, 4))",
+}
+"""What the ranks do when it happens; rank 0 does not take part."""
+NAMES = {
+    "broadcast_object_list": "broadcast",
+    "all_gather_object": "all_gather",
+    "recv": "i?recv",  # the connection may be gone before it waits
+    "send": "i?send",
+    "wait": "",
+    "subgroup": "all_reduce",
+    "DDP constructor": "DistributedDataParallel",
+    "DDP backward": "backward",
+    "FSDP forward": "(all_gather.*|foreach_all_gather)",
+}
+"""What they are said to be waiting in, where it is not what was typed."""
+SET_UP = """
+import os, signal, time, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+x = torch.ones(3)
+marker = f"rank {rank}"
+everybody = dist.new_group(list(range(world_size)))
+wrapper = DDP(torch.nn.Linear(2, 2))
+loss = wrapper(torch.ones(1, 2)).sum()
+sharded = torch.nn.Linear(4, 4)
+fully_shard(sharded)
+"""
+PROOF = """
+import torch, torch.distributed as dist
+y = torch.full((3,), float(rank))
+dist.all_reduce(y)
+assert y.tolist() == [world_size * (world_size - 1) / 2] * 3
+assert rank in {lost} or marker == f"rank {{rank}}"
+"""
+
+
+def prove(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
+    """An all_reduce over all ranks is right, and no rank but those that were `lost` has lost its variables."""
+    group.run(PROOF.format(lost=lost))
+
+
+@pytest.fixture(scope="session")
+def shared_four() -> Iterator[ddip.Group]:
+    with ddip.Group(4, grace=0.1) as group:
+        yield group
+    assert_nothing_left(os.getpid(), 0)
+
+
+@pytest.fixture
+def four(shared_four: ddip.Group) -> ddip.Group:
+    """Four ranks with what the stages need."""
+    shared_four.grace, shared_four.patience = 0.1, 10.0
+    shared_four.repair()  # what a test that failed has left
+    shared_four.run(SET_UP)
+    return shared_four
+
+
+def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Thread:
+    """Do something when ranks 1 to 3 stand where they wait for rank 0."""
+
+    def steps() -> list[object]:
+        answers = group.ranks.ask_beside(range(4), "stacks.pulse", seconds=10)
+        places = group.ranks.places(range(4), 10)
+        idle = places[0] is not None and not places[0].busy
+        waiting = all(place is not None and place.line == 2 for rank, place in places.items() if rank)
+        return [idle and waiting, *(answers[rank] and answers[rank][0] for rank in (1, 2, 3))]
+
+    def they_wait() -> bool:
+        before = steps()
+        return bool(before[0]) and steps() == before
+
+    def watch() -> None:
+        wait_until(they_wait)
+        do()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def waiting_in(stage: str) -> str:
+    name = NAMES.get(stage, stage)
+    return rf"{name}, cell \[\d+\] line 2" if name else r"cell \[\d+\] line 2"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
+    with pytest.raises(ddip.CellError) as caught:
+        four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
+    assert re.fullmatch(
+        rf"rank 0: ValueError: boom; ranks 1-3 were waiting in {waiting_in(stage)}, and released", str(caught.value)
+    )
+    assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
+    shown = "\n".join(caught.value._render_traceback_())
+    assert "boom" in shown and "gloo" not in shown and "Connection" not in shown
+    prove(four)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
+    thread = when_they_wait(four, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
+        four.run(f"if rank:\n    {STAGES[stage]}")
+    thread.join()
+    prove(four)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(four: ddip.Group, stage: str) -> None:
+    with pytest.raises(CellTimeout) as caught:
+        four.run(f"if rank:\n    {STAGES[stage]}", timeout=0.5)
+    text = "the cell took longer than 0.5 s and was stopped; the ranks were here:\n  ranks 1-3: "
+    assert re.match(re.escape(text) + waiting_in(stage), str(caught.value))
+    prove(four)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
+    pid = four.members[0].pid
+    with pytest.raises(ddip.CellError) as caught:
+        four.run(f"if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{STAGES[stage]}")
+    assert re.match(rf"rank 0: RankEnded: pid {pid} ended \(SIGKILL\)", str(caught.value))
+    _, *clauses, how_to_go_on, _ = re.split(r"; (?=rank|%|the other)", str(caught.value))
+    assert all(re.fullmatch(rf"ranks? .* waiting in {waiting_in(stage)}, and released", clause) for clause in clauses)
+    assert how_to_go_on.startswith("%makedip --repair")
+    assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
+    with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair puts a new process"):
+        four.run("pass")
+    assert four.repair() == [0]
+    prove(four, lost=(0,))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_other_sizes(size: int) -> None:
+    with ddip.Group(size, grace=0.1) as group:
+        for stage in ("all_reduce", "subgroup", "DDP backward"):
+            group.run(SET_UP)
+            with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) waiting in"):
+                group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
+            prove(group)
+        with pytest.raises(ddip.CellError, match="^rank 1: RankEnded"):
+            group.run("if rank == 1: os._exit(3)\ndist.barrier()")
+        assert group.repair() == [1]
+        prove(group, lost=(1,))
+
+
+@pytest.mark.parametrize(
+    ("death", "told"),
+    [
+        ("import ctypes; ctypes.string_at(0)", r"\(SIGSEGV\): a crash in C code"),
+        ("os.abort()", r"\(SIGABRT\): a crash in C code"),
+        ("os._exit(3)", r"\(exit code 3\): the cell, or a library, ended the process, as os._exit does"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*for lack of memory \(it was last seen to hold"),
+    ],
+)
+def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str) -> None:
+    with pytest.raises(ddip.CellError) as caught:
+        four.run(f"print('hello log', flush=True); time.sleep(0.6 * (rank == 2))\nif rank == 2: {death}")
+    assert re.search(told, caught.value.by_rank[2].message)
+    assert four.repair(["marker"], source=1) == [2]
+    four.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
+
+
+def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) -> None:
+    os.kill(four.members[3].pid, signal.SIGKILL)
+    wait_until(lambda: four.ranks.ended)
+    with pytest.raises(GroupError, match=r"^rank 3: pid \d+ ended \(SIGKILL\)"):
+        four.run("pass")
+    four.repair()
+    prove(four, lost=(3,))
+
+
+def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group) -> None:
+    """The forked processes hold the connections of the dead ranks: the others would wait for them."""
+    four.run("child = os.fork() if rank in (1, 2) else 0\nif rank in (1, 2) and not child: time.sleep(1000)")
+    with pytest.raises(ddip.CellError, match="^ranks? [12]"):
+        four.run("if rank in (1, 2): os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert four.repair() == [1, 2]
+    prove(four, lost=(1, 2))
+
+
+def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(four: ddip.Group, tmp_path: Path) -> None:
+    def press_stop() -> None:
+        wait_until((tmp_path / "held").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_stop)
+    thread.start()
+    with pytest.raises(CellInterrupted) as caught:
+        four.run(
+            f"import ctypes, pathlib\nif rank == 1:\n    pathlib.Path({str(tmp_path / 'held')!r}).touch()\n"
+            "    ctypes.PyDLL(None).sleep(1000)  # holds the interpreter\nelse: dist.barrier()"
+        )
+    thread.join()
+    assert "rank 1 did not stop:\n  rank 1: no answer" in str(caught.value)
+    assert "%makedip --repair: it puts new processes in place of that rank" in str(caught.value)
+    with pytest.raises(GroupError, match="^rank 1 still runs the cell that you gave up:\n  rank 1: no answer"):
+        four.run("pass")
+    assert four.repair(["marker"], 0) == [1]
+    prove(four, lost=(1,))
+
+
+def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError) as caught:
+        four.run(
+            "if rank == 0: raise ValueError('first')\ntime.sleep(0.03)\nif rank == 1: raise KeyError('second')\n"
+            "dist.barrier()"
+        )
+    assert re.fullmatch(
+        r"rank 0: ValueError: first; rank 1: KeyError: 'second'; "
+        r"ranks 2, 3 were waiting in barrier, cell \[\d+\] line 4, and released",
+        str(caught.value),
+    )
+    by_rank = caught.value.by_rank
+    assert [bool(by_rank[rank].waited) for rank in range(4)] == [False, False, True, True]
+    assert all(isinstance(error, RankError) for error in by_rank.values())
+    prove(four)

@@ -1,0 +1,363 @@
+"""After a failure: what is kept, what must be made again, and who says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted, CellTimeout, GroupError
+
+from .leftovers import controllers_of, wait_until
+
+PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
+DDP = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(rank)
+net = torch.nn.Linear(2, 1)
+wrapper = DDP(net)
+def step(wrapper):
+    wrapper.zero_grad()
+    wrapper(torch.full((4, 2), rank + 1.0)).sum().backward()
+    with torch.no_grad():
+        for p in wrapper.parameters(): p -= 0.1 * p.grad
+def same():
+    found = [None] * world_size
+    dist.all_gather_object(found, [p.tolist() for p in net.parameters()])
+    return all(f == found[0] for f in found)
+"""
+
+
+@pytest.fixture(autouse=True)
+def impatient(group: ddip.Group) -> None:
+    group.grace, group.patience = 0.1, 10.0
+
+
+def later(condition: Callable[[], object], do: Callable[[], object]) -> threading.Thread:
+    def watch() -> None:
+        wait_until(condition)
+        do()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def press_stop() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+# -- what is kept
+
+
+def test_a_wrapper_of_the_former_group_says_so_and_a_new_one_trains(cells: ddip.Group) -> None:
+    cells.run(DDP + "step(wrapper)\nbefore = [p.tolist() for p in net.parameters()]")
+    with pytest.raises(ddip.CellError, match="waiting in backward"):
+        cells.run("loss = wrapper(torch.ones(1, 2)).sum()\nif rank == 0: raise ValueError\nloss.backward()")
+    cells.run("assert [p.tolist() for p in net.parameters()] == before")
+    with pytest.raises(ddip.CellError, match="this DistributedDataParallel was made before the group was formed again"):
+        cells.run("wrapper(torch.ones(1, 2))")
+    cells.run("again = DDP(wrapper.module)\nstep(again); step(again)\nassert same()")
+
+
+def test_the_user_is_told_that_wrappers_must_be_made_again(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(DDP)
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 0: raise ValueError\ndist.barrier()")
+    cells.run("pass")
+    assert (
+        "the group was formed again; DDP(...) wrappers and subgroups that were made before" in capsys.readouterr().err
+    )
+    with pytest.raises(ddip.CellError):
+        cells.run("del wrapper\nif rank == 0: raise ValueError\ndist.barrier()")
+    cells.run("pass")
+    assert "made before" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
+def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrappers(cells: ddip.Group, code: str) -> None:
+    cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")
+    with pytest.raises(ddip.CellError):
+        cells.run(code)
+    cells.run("assert dist.group.WORLD is former\nstep(wrapper)\nassert same()")
+
+
+def test_an_error_that_leaves_the_ranks_out_of_step_forms_the_group_again(cells: ddip.Group) -> None:
+    """Every rank has ended by itself, but the next all_reduce of rank 0 would meet the last one of rank 1."""
+    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\nformer = dist.group.WORLD")
+    with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
+        cells.run("if rank == 0: raise ValueError\nwork = dist.all_reduce(x, async_op=True)")
+    cells.run("assert dist.group.WORLD is not former\n" + PROOF)
+
+
+def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
+    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\npair = dist.new_group([0, 1])")
+    with pytest.raises(ddip.CellError, match="rank 1 was waiting in all_reduce"):
+        cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x, group=pair)")
+    cells.run("pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)")
+
+
+def test_a_cell_on_some_ranks_that_waits_for_the_others_ends_too(cells: ddip.Group) -> None:
+    with pytest.raises(CellTimeout):
+        cells.run("import torch.distributed as dist\ndist.barrier()", ranks=[1], timeout=0.5)
+    cells.run(PROOF)
+
+
+def test_a_cell_may_catch_what_released_it(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
+        cells.run(
+            "import torch.distributed as dist\nif rank == 0: raise ValueError\n"
+            "try: dist.barrier()\nexcept RuntimeError: caught = True"
+        )
+    cells.run("assert rank == 0 or caught\n" + PROOF)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "dist.destroy_process_group()",
+        "dist.destroy_process_group() if rank else None",
+        "dist.destroy_process_group(); dist.init_process_group('gloo')",
+        "dist.destroy_process_group()\n"
+        "if rank: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "dist.destroy_process_group(); dist.init_process_group('gloo', rank=1 - rank, world_size=2)",
+    ],
+    ids=["destroyed", "destroyed on one rank", "formed anew", "formed by each alone", "formed in another order"],
+)
+def test_a_cell_may_destroy_or_form_the_group_itself(cells: ddip.Group, code: str) -> None:
+    cells.run(f"import torch.distributed as dist\nkept = rank\n{code}\nhere = dist.group.WORLD")
+    cells.run(f"{PROOF}\nassert kept == rank == dist.get_rank()")
+    adopted = "formed anew" if code.endswith("('gloo')") else ""
+    if adopted:
+        cells.run("assert dist.group.WORLD is here")
+
+
+def test_many_failures_leave_no_descriptor_or_thread_more(cells: ddip.Group) -> None:
+    count = "import os, threading\nheld = len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
+
+    def fail() -> None:
+        with pytest.raises(ddip.CellError):
+            cells.run("if rank == 0: raise ValueError\ndist.barrier()")
+        cells.run(PROOF)
+
+    def held() -> list[tuple[int, int]]:
+        cells.run(count)
+        return [value["held"] for value in cells.pull_all(["held"], [0, 1])[0]]
+
+    cells.run("import torch.distributed as dist")
+    fail()
+    before, here = held(), len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        fail()
+    assert held() == before
+    assert len(os.listdir("/proc/self/fd")) == here
+
+
+# -- interrupts
+
+
+BUSINESS = {
+    "a Python loop": "while True: pass",
+    "sleep": "time.sleep(1000)",
+    "C code that lets go of the interpreter": "x = torch.randn(700, 700)\nwhile True: x @ x @ x",
+    "data loader workers": (
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 100\n"
+        "    def __getitem__(self, i): time.sleep(0.2); return i\n"
+        "for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): pass"
+    ),
+    "a collective": "dist.barrier() if rank else time.sleep(1000)",
+    "await": "import asyncio\nawait asyncio.sleep(1000)",
+}
+
+
+@pytest.fixture
+def no_interrupts_here() -> Iterator[None]:
+    """A kernel, too, takes no notice of an interrupt that comes when the cell has ended."""
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("business", BUSINESS)
+@pytest.mark.parametrize("presses", [1, 3])
+def test_the_stop_button_ends_every_cell(
+    cells: ddip.Group, business: str, presses: int, tmp_path: Path, no_interrupts_here: None
+) -> None:
+    def press() -> None:
+        for _ in range(presses):
+            press_stop()
+            time.sleep(0.05)
+
+    cells.run("import time, pathlib, torch, torch.utils.data, torch.distributed as dist\nkept = rank")
+    thread = later(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press)
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
+        cells.run(f"(pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()\n{BUSINESS[business]}")
+    thread.join()
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns(
+    cells: ddip.Group, tmp_path: Path
+) -> None:
+    thread = later(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf"}, press_stop)
+    with pytest.raises(CellInterrupted) as caught:
+        cells.run(
+            f"import pathlib, signal, time, torch.distributed as dist\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+            "kept = rank\nif rank:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    (folder / 'deaf').touch()\n"
+            "    while not (folder / 'go-on').exists(): time.sleep(0.01)\nelse: dist.barrier()"
+        )
+    thread.join()
+    assert "the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: cell [" in str(caught.value)
+    assert "while not (folder / 'go-on').exists()" in str(caught.value)
+    with pytest.raises(GroupError, match="^rank 1 still runs the cell that you gave up"):
+        cells.run("pass")
+    (tmp_path / "go-on").touch()
+    wait_until(lambda: cells.info()[1].state == "idle")
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+# -- who waits where
+
+
+def test_after_some_time_without_progress_it_is_told_who_waits_where(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def is_told() -> bool:
+        told.append(capsys.readouterr().err)
+        return "it goes on waiting" in "".join(told)
+
+    cells.patience = 1
+    thread = later(is_told, press_stop)
+    with pytest.raises(CellInterrupted):
+        cells.run("import torch.distributed as dist\nif rank == 0:\n    dist.barrier()")
+    thread.join()
+    lines = "".join(told).splitlines()
+    assert lines[0] == "ddip: no rank has made progress for 1 s:"
+    assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
+    assert lines[2] == "  rank 1: finished"
+    assert "the stop button ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
+    cells.run(PROOF)
+
+
+@pytest.mark.parametrize("work", ["x @ x", "print('.')"])
+def test_ranks_that_work_are_left_alone(cells: ddip.Group, capsys: pytest.CaptureFixture[str], work: str) -> None:
+    cells.patience = 1
+    cells.run(
+        "import time, torch, torch.distributed as dist\nx = torch.randn(300, 300)\nend = time.monotonic() + 2.5\n"
+        f"if rank == 0:\n    while time.monotonic() < end:\n        {work}; time.sleep(0.01)\ndist.barrier()"
+    )
+    assert "progress" not in capsys.readouterr().err
+
+
+# -- what a cell can do to its rank
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.stdout = None",
+        "import sys; sys.stdout = sys.stderr = 3",
+        "import sys; sys.stdout.flush = None",
+        "import builtins; builtins.print = None",
+        "import sys; sys.stdout = open('/dev/full', 'w'); print('x' * 100000)",
+    ],
+)
+def test_a_cell_that_breaks_its_output_does_not_break_the_next(cells: ddip.Group, code: str) -> None:
+    cells.run("import builtins, sys; kept = print")
+    try:
+        with pytest.MonkeyPatch.context():
+            cells.run(f"try:\n    {code}\nexcept OSError: pass")
+        cells.run(PROOF)
+    finally:
+        cells.run("builtins.print = kept; sys.stdout.__dict__.pop('flush', None)")
+
+
+ODD = """
+class Odd(Exception):
+    def __{method}__(self, *args): raise TypeError('odd')
+raise Odd('x')
+"""
+
+
+@pytest.mark.parametrize("method", ["str", "repr", "reduce", "reduce_ex"])
+def test_an_exception_that_cannot_be_told_does_not_break_the_next_cell(cells: ddip.Group, method: str) -> None:
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: "):
+        cells.run(ODD.format(method=method))
+    cells.run(PROOF)
+
+
+def test_a_syntax_error_is_shown_once_and_nothing_of_the_cell_runs(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match=r"^ranks 0, 1: SyntaxError") as caught:
+        cells.run("ran = True\nif rank\n    pass")
+    assert "\n".join(caught.value._render_traceback_()).count("SyntaxError") == 2  # the traceback, and the summary
+    cells.run("assert 'ran' not in globals()")
+
+
+def test_output_of_a_thread_that_lives_on_does_not_disturb_the_next_cell(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(
+        "import threading, time\nstop = threading.Event()\n"
+        "def chat():\n    while not stop.wait(0.001): print('chatter', flush=True)\n"
+        "thread = threading.Thread(target=chat); thread.start()"
+    )
+    for _ in range(20):
+        cells.run("pass")
+    cells.run("stop.set(); thread.join()\n" + PROOF)
+
+
+def test_a_failed_cell_does_not_keep_its_objects(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError):
+        cells.run(
+            "import weakref, torch\ndef f():\n    global gone\n"
+            "    x = torch.ones(1000)\n    gone = weakref.ref(x)\n    1 / 0\nf()"
+        )
+    cells.run("assert gone() is None")
+
+
+def test_the_controllers_own_processes_are_not_needed(cells: ddip.Group) -> None:
+    for process in controllers_of(os.getpid())[0].children():
+        process.kill()
+    cells.run(PROOF)
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 0: raise ValueError\ndist.barrier()")
+    cells.run(PROOF)
+
+
+# -- stacks
+
+
+def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
+    seen: list[object] = []
+
+    def look() -> None:
+        seen.append(cells.stacks()[1])
+        press_stop()
+
+    def waits() -> bool:
+        place = cells.ranks.places([1], 5)[1]
+        return place is not None and place.function == "barrier"
+
+    thread = later(waits, look)
+    with pytest.raises(CellInterrupted):
+        cells.run("import torch.distributed as dist\ndef wait():\n    dist.barrier()\nif rank == 1:\n    wait()")
+    thread.join()
+    (stack,) = seen
+    place = stack.place  # type: ignore[attr-defined]
+    assert (place.function, place.line, place.source) == ("barrier", 3, "dist.barrier()")
+    main = stack.threads["main"].splitlines()  # type: ignore[attr-defined]
+    assert main[0].endswith("line 5, in <module>") and main[0].startswith("  cell [")
+    assert "ddip" not in stack.threads["main"]  # type: ignore[attr-defined]
+    assert [place and place.busy for place in cells.ranks.places([0, 1], 5).values()] == [False, False]
