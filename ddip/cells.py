@@ -254,9 +254,9 @@ class _Cell:
                 outputs.tell(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
         elif self._watch.stands_still(running, now):
             self._told = True
-            places: dict[int, Place | str | None] = {**self._ranks.places(running, 0.4)}
-            places.update((rank, "finished") for rank in self.replies if rank not in running)
-            what = f"no rank has made progress for {self._limits.patience:g} s:\n{places_text(places)}"
+            where: dict[int, Place | str | None] = {**self._ranks.places(running, 0.4)}
+            where.update((rank, "finished") for rank in self.replies if rank not in running)
+            what = f"no rank has made progress for {self._limits.patience:g} s:\n{places_text(where)}"
             outputs.tell(f"{what}\nit goes on waiting; {STOP_HINT}, and so does %%dip --timeout SECONDS")
 
 

@@ -29,7 +29,7 @@ from ipyparallel import Client
 from ipyparallel import Cluster as IppCluster
 
 from ddip import ipp_private, owner, registry, warming
-from ddip.deaths import exit_text
+from ddip.deaths import exit_text, log_end
 from ddip.errors import GroupError
 from ddip.launchers import ControllerLauncher, EngineSetLauncher, Launcher
 
@@ -286,12 +286,12 @@ class Cluster:
         return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
 
     def log_tail(self, engine: int) -> list[str]:
-        """The last lines that `engine` wrote to its log."""
+        """The last lines that `engine` wrote to its log; of a crash, those that tell where it was."""
         try:
             text = self._logs[engine].read_text(errors="replace")
         except (KeyError, OSError):  # not started, or ended
             text = self._last_words.get(engine, "")
-        return text.splitlines()[-LOG_LINES:]
+        return log_end(text, LOG_LINES)
 
     # -- running
 

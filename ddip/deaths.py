@@ -86,5 +86,17 @@ def cause_text(code: int | None, held: int | None, before: HostMemory, now: Host
     return "somebody ended it"
 
 
+def log_end(text: str, count: int) -> list[str]:
+    """The last `count` lines of a log, or, if the process has crashed, the innermost lines of the thread that did."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith(
+            "Fatal Python error"
+        ):  # faulthandler's words; the crashed thread's come next, innermost first
+            here = next((j for j in range(i, len(lines)) if lines[j].startswith("Current thread")), i + 1)
+            return [line, *lines[here : here + count - 1]]
+    return lines[-count:]
+
+
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f}"

@@ -40,6 +40,8 @@ ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
 
 SAME = Request()
 """Asks for nothing new."""
+STACK_SECONDS = 1.0
+"""How long ``stacks`` waits for a rank's answer."""
 INFO_SECONDS = 2.0
 """How long ``info`` waits for a rank's figures."""
 
@@ -344,7 +346,7 @@ class Group:
 
     def stacks(self) -> dict[int, Stack | None]:
         """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""
-        answers = self.ranks.ask_beside(range(self.world_size), "stacks.whole", seconds=INFO_SECONDS)
+        answers = self.ranks.ask_beside(range(self.world_size), "stacks.whole", seconds=STACK_SECONDS)
         return {rank: None if answer is None else outputs.stack_of(answer) for rank, answer in answers.items()}
 
     def places_of(self, stacks: Mapping[int, Stack | None]) -> dict[int, Place | str | None]:

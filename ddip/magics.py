@@ -129,7 +129,7 @@ class DipMagics(Magics):
         if args.verbose is not None:
             self.verbose = _flag(args.verbose)
         if args.timeout is not None:
-            self.timeout = _seconds(args.timeout)
+            self.timeout = _seconds(args.timeout, "-t", 1)
         if args.kill and (args.restart or args.n or args.gpus or args.backend or args.app):
             raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
         if args.kill:
@@ -259,7 +259,7 @@ class DipMagics(Magics):
         args = self._parse(self.dip, "%%dip", line)
         if args.where not in PLACES:
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
-        timeout = None if args.timeout is None else _positive(args.timeout, "--timeout")
+        timeout = None if args.timeout is None else _seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":
             group = self._require_group("%%dip")
             size = group.world_size
@@ -385,20 +385,13 @@ def _flag(typed: str) -> bool:
     return typed.lower() == "true"
 
 
-def _seconds(typed: str) -> float:
-    seconds = _positive(typed, "-t")
-    if seconds < 1:
-        raise BadInput(f"-t {typed}: type a number of seconds, 1 or more, such as -t 120")
-    return seconds
-
-
-def _positive(typed: str, option: str) -> float:
+def _seconds(typed: str, option: str, least: float) -> float:
     try:
         seconds = float(typed)
     except ValueError:
-        seconds = 0
-    if not 0 < seconds < float("inf"):
-        raise BadInput(f"{option} {typed}: type a number of seconds, such as {option} 120")
+        seconds = -1
+    if not least <= seconds < float("inf"):
+        raise BadInput(f"{option} {typed}: type a number of seconds, {least:g} or more, such as {option} 120")
     return seconds
 
 

@@ -173,9 +173,8 @@ def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, li
         return None, []
     what = f"--from {' '.join(typed)}"
     if not typed[0].isdecimal() or int(typed[0]) >= size:
-        raise BadInput(
-            f"{what}: type a rank from 0 to {size - 1} and names of its variables, such as --from 0 model opt"
-        )
+        which = f"type a rank from 0 to {size - 1} and names of its variables"
+        raise BadInput(f"{what}: {which}, such as --from 0 model opt")
     names = list(typed[1:])
     if not names or not all(name.isidentifier() for name in names):
         raise BadInput(f"{what}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")

@@ -65,7 +65,7 @@ def main() -> None:
     from ddip.rank.kernel import RankEngine
 
     gc.enable()
-    faulthandler.enable()  # a crash in C code tells in the log where it was
+    faulthandler.enable(os.dup(2))  # a crash tells in the log where it was; ipykernel puts a pipe in place of 2
     code: object = 1
     try:
         RankEngine.launch_instance(sys.argv[1:])

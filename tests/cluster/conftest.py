@@ -29,6 +29,7 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
         ddip.Group.__init__.__kwdefaults__["spawn"] = True
     with same_shared_memory():
         yield
+    assert_nothing_left(os.getpid(), 0)
     warming.end()
     assert family_of(os.getpid()) == []
 
@@ -44,7 +45,6 @@ def group() -> Iterator[ddip.Group]:
     """Two ranks on the CPU, owned by this process."""
     with ddip.Group(2) as group:
         yield group
-    assert_nothing_left(os.getpid(), 0)
 
 
 @pytest.fixture

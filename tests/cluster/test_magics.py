@@ -33,6 +33,18 @@ BAD_INPUT = [
     ("%makedip -r -b nope", r"-b nope: torch .* has no backend 'nope'"),
     ("%%dip -a save\n1", r"%%dip -a save: this group has no app; start it with %makedip -a NAME"),
     ('%%dip -S "0\n1', r'%%dip -S "0: No closing quotation'),
+    ("%%dip --timeout never\n1", r"--timeout never: type a number of seconds, 0.1 or more, such as --timeout 120"),
+    ("%%dip --timeout 0\n1", r"--timeout 0: type a number of seconds"),
+    (
+        "%makedip --repair -n 2",
+        r"%makedip --repair -n 2: type %makedip --repair, or %makedip --repair --from 0 model opt",
+    ),
+    ("%makedip --from 0 marker", r"%makedip --from 0 marker: type %makedip --repair"),
+    ("%makedip --repair --from 9 marker", r"--from 9 marker: type a rank from 0 to 2 and names of its variables"),
+    ("%makedip --repair --from 0", r"--from 0: type names of variables of rank 0, such as --from 0 model opt"),
+    ("%makedip --repair --from 0 a.b", r"--from 0 a.b: type names of variables of rank 0"),
+    ("%makedip --repair --from 0 marker", r"--from 0 marker: every rank is there, so nothing was copied"),
+    ("%dipstack 3", r"%dipstack 3: unrecognized arguments: 3"),
     ("%autodip maybe", r"%autodip maybe: type %autodip on or %autodip off"),
     ("%autodip off -a x", r"%autodip off -a x: -a goes with on"),
     ('%autodip on -a "--loud"', r"%%dip --loud: unrecognized arguments: --loud"),
@@ -46,7 +58,16 @@ BAD_INPUT = [
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
 ]
 
-BEFORE_ANY_GROUP = ["%%dip\n1", "%dipush marker", "%dipull marker", "%autodip on", "%makedip -i", "%dipper g"]
+BEFORE_ANY_GROUP = [
+    "%%dip\n1",
+    "%dipush marker",
+    "%dipull marker",
+    "%autodip on",
+    "%makedip -i",
+    "%dipper g",
+    "%dipstack",
+    "%makedip --repair",
+]
 
 
 @pytest.mark.parametrize(("cell", "message"), BAD_INPUT, ids=[cell.replace("\n", "|") for cell, _ in BAD_INPUT])
@@ -173,13 +194,88 @@ def test_dipper_gives_the_group(notebook: Notebook) -> None:
 
 
 def test_the_stop_button_ends_a_cell_on_the_ranks(notebook: Notebook) -> None:
-    running = notebook.begin("%%dip\nkept = 1\nprint('running')\nwhile True: pass")
+    running = notebook.begin(
+        "%%dip\nimport torch.distributed as dist\nkept = 1\ndist.barrier()\nprint('running')\nwhile True: pass"
+    )
     notebook.finish(running, until="running")
     notebook.interrupt()
     shown = notebook.finish(running)
     assert (shown.status, shown.error) == ("error", "CellInterrupted")
     assert "KeyboardInterrupt" in shown.traceback
     notebook.ok("%%dip\nimport torch, torch.distributed as dist\nassert kept == 1\ndist.barrier()")
+
+
+def test_the_numbers_of_cells_on_the_ranks_are_those_of_the_notebook(notebook: Notebook) -> None:
+    number = int(notebook.ok("print(get_ipython().execution_count)").stdout)
+    assert notebook.ok("%%dip\n1").text.startswith(f"Out[0:{number + 1}]")
+    notebook.ok("2")
+    shown = notebook.fails("%%dip\nx = 1\n1 / 0")
+    assert f"Cell In[{number + 3}], line 2" in shown.traceback
+    assert "ddip" not in shown.traceback and "ipyparallel" not in shown.traceback
+    assert notebook.ok(f"%%dip\nprint(_{number + 1}, repr(In[{number + 1}]))").stdout == "1 '1'\n"
+
+
+def test_an_error_that_is_caught_tells_what_each_rank_raised(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "try: get_ipython().run_cell_magic('dip', '', '1 / rank')\n"
+        "except Exception as error: print({rank: e.name for rank, e in error.by_rank.items()})"
+    )
+    assert shown.stdout == "{0: 'ZeroDivisionError'}\n"
+
+
+def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
+    shown = notebook.fails("%%dip --timeout 0.5\nimport torch.distributed as dist\nif rank: dist.barrier()")
+    assert shown.error == "CellTimeout"
+    number = int(notebook.ok("print(get_ipython().execution_count - 1)").stdout)
+    assert shown.traceback == (
+        "CellTimeout: the cell took longer than 0.5 s and was stopped; the ranks were here:\n"
+        f"  ranks 1, 2: barrier, cell [{number}] line 2: if rank: dist.barrier()"
+    )
+    notebook.ok("%%dip\ndist.barrier()")
+
+
+def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
+    notebook.ok("%dipper g\n%config DipMagics.grace = 0.2\n%config DipMagics.patience = 3")
+    assert notebook.ok("print(g.grace, g.patience)").stdout == "0.2 3.0\n"
+    notebook.ok("%config DipMagics.grace = 1.0\n%config DipMagics.patience = 10.0\ndel g")
+
+
+def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nimport os, signal\nmine, model = rank, 5")
+    shown = notebook.fails("%%dip\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert re.match(r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\): ", shown.message)
+    assert "%makedip --repair puts a new process in its place" in shown.message
+    assert "%makedip --repair" in notebook.fails("%%dip\npass").message
+    assert "nothing was repaired: rank 0 has no nowhere" in notebook.fails("%makedip --repair --from 0 nowhere").message
+    assert (
+        "rank 1 is gone itself; copy from one of ranks 0, 2" in notebook.fails("%makedip --repair --from 1 x").message
+    )
+    assert notebook.ok("%dipstack").stdout == "  ranks 0, 2: idle\n  rank 1: ended\n"
+    text = notebook.ok("%makedip --repair --from 2 model").text
+    assert re.search(r"ddip: rank 1 replaced, with model from rank 2, \d+\.\d s$", text)
+    notebook.ok(
+        "%%dip\nimport torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\n"
+        "assert x.item() == 3 and model == 5 and ('mine' in globals()) == (rank != 1)"
+    )
+    assert notebook.ok("%makedip --repair").text == "ddip: every rank is there, there is nothing to repair"
+
+
+def test_dipstack_tells_where_each_rank_is(notebook: Notebook) -> None:
+    assert notebook.ok("%dipstack").stdout == "  ranks 0-2: idle\n"
+    running = notebook.begin(
+        "%%dip\nimport ctypes, signal, torch.distributed as dist\ndef wait():\n    dist.barrier()\n"
+        "if rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\nwait()\nprint('begun')\n"
+        "if rank == 1:\n    while True: ctypes.PyDLL(None).sleep(1000)\nwait()"
+    )
+    notebook.finish(running, until="begun")
+    notebook.interrupt()
+    shown = notebook.finish(running)
+    held = "  rank 1: no answer, so it is in C code that holds the interpreter"
+    assert shown.error == "CellInterrupted"
+    assert f"the cell was interrupted on ranks 0, 2\nrank 1 did not stop:\n{held}\n" in shown.message
+    assert notebook.ok("%dipstack").stdout == f"  ranks 0, 2: idle\n{held}\n"
+    assert "ranks 0, 2\n  main:\n  idle" in notebook.ok("%dipstack -v").stdout
+    assert notebook.ok("%makedip --repair").text.endswith(" s")
 
 
 # -- %autodip

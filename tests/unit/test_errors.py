@@ -5,7 +5,7 @@ from __future__ import annotations
 from IPython.core.error import UsageError
 
 from ddip import errors
-from ddip.errors import BadInput, CellError, RankError, ranks_text
+from ddip.errors import BadInput, CellError, CellInterrupted, RankError, ranks_text
 
 
 def test_ranks_are_told_in_spans() -> None:
@@ -25,9 +25,39 @@ def test_an_error_without_a_message_is_its_name() -> None:
     assert str(CellError({0: RankError("AssertionError", "", "")})) == "rank 0: AssertionError"
 
 
+def test_the_earliest_error_comes_first_and_those_who_waited_are_folded_by_place() -> None:
+    late = RankError("KeyError", "late", "late trace", at=2.0)
+    early = RankError("ValueError", "early", "early trace", at=1.0)
+    waited = RankError(
+        "RuntimeError", "Connection closed by peer", "long trace", waited="barrier, cell [3] line 1", at=1.5
+    )
+    elsewhere = RankError("RuntimeError", "Connection closed", "long trace", waited="recv, cell [3] line 2", at=1.5)
+    error = CellError({0: late, 1: early, 2: waited, 3: waited, 4: elsewhere})
+    assert str(error) == (
+        "rank 1: ValueError: early; rank 0: KeyError: late; "
+        "ranks 2, 3 were waiting in barrier, cell [3] line 1, and released; "
+        "rank 4 was waiting in recv, cell [3] line 2, and released"
+    )
+    assert error._render_traceback_()[:-1] == ["[rank 1]", "early trace", "[rank 0]", "late trace"]
+    assert error.by_rank[2].message == "Connection closed by peer"
+
+
+def test_a_rank_that_ended_can_be_replaced() -> None:
+    text = str(CellError({1: RankError("RankEnded", "pid 7 ended (SIGKILL)", "")}))
+    assert text.startswith(
+        "rank 1: RankEnded: pid 7 ended (SIGKILL); %makedip --repair puts a new process in its place"
+    )
+
+
+def test_what_an_interrupt_raises_is_not_shown_as_an_error() -> None:
+    stopped = RankError("KeyboardInterrupt", "", "trace")
+    error = CellInterrupted("the cell was interrupted", {0: stopped, 1: RankError("ValueError", "own", "own trace")})
+    assert error._render_traceback_() == ["[rank 1]", "own trace", "KeyboardInterrupt: the cell was interrupted"]
+
+
 def test_all_that_users_cause_is_a_usage_error_of_one_line() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
-        if name not in ("CellError", "CellInterrupted", "LocalCellFailed", "RankError"):
+        if name not in ("CellError", "CellInterrupted", "CellTimeout", "LocalCellFailed", "RankError"):
             assert issubclass(kind, UsageError)
     assert BadInput("-n 0: type more")._render_traceback_() == ["UsageError: -n 0: type more"]
