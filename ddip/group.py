@@ -347,7 +347,12 @@ class Group:
     def stacks(self) -> dict[int, Stack | None]:
         """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""
         answers = self.ranks.ask_beside(range(self.world_size), "stacks.whole", seconds=STACK_SECONDS)
-        return {rank: None if answer is None else outputs.stack_of(answer) for rank, answer in answers.items()}
+        stacks = {rank: None if answer is None else outputs.stack_of(answer) for rank, answer in answers.items()}
+        for rank in [rank for rank, stack in stacks.items() if stack is None]:
+            place = self.ranks.place_from_outside(rank)
+            if place is not None:
+                stacks[rank] = Stack(place, {"main": str(place)})
+        return stacks
 
     def places_of(self, stacks: Mapping[int, Stack | None]) -> dict[int, Place | str | None]:
         """Where each rank is, for ``outputs.places_text``; also those that have ended."""
@@ -359,12 +364,13 @@ class Group:
     def set_collect(self, collect: bool) -> None:
         """Turn the collection of garbage after each cell on or off."""
         self.collect = collect
-        self.ranks.ask(range(self.world_size), "housekeeping.set_collect", collect)
+        self.ranks.ask(self.ranks.live, "housekeeping.set_collect", collect)
 
     def command(self, text: str) -> None:
         """Give `text` to the app on every rank."""
         if self._app is None:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
+        self.require()
         self.ranks.ask(range(self.world_size), "apps.command", apps.find(self._app), text)
 
     # -- objects

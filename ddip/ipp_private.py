@@ -11,13 +11,23 @@ from typing import Any
 
 from ipyparallel import Client
 from ipyparallel.client.futures import MessageFuture
-from ipyparallel.error import RemoteError
+from ipyparallel.error import EngineError, RemoteError
 
 Message = dict[str, Any]
 
 
 def _identity(client: Client, engine: int) -> bytes:
+    """Raises KeyError for an engine that has ended."""
     return str(client._engines[engine]).encode()
+
+
+def _ended() -> MessageFuture:
+    """The future of a request to an engine that has ended."""
+    future = MessageFuture("")
+    future.output = Future()
+    future.output.set_result(None)
+    future.set_result(RemoteError(EngineError.__name__, "", "", {}))
+    return future
 
 
 def execute(
@@ -50,11 +60,15 @@ def execute(
         client.metadata[message["parent_header"]["msg_id"]].update(stdout="", stderr="", outputs=[])
         on_message(message)
 
-    return client._send(  # type: ignore[no-any-return]
+    try:
+        identity = _identity(client, engine)
+    except KeyError:
+        return _ended()
+    return client._send(
         client._mux_stream,
         "execute_request",
         content=content,
-        ident=_identity(client, engine),
+        ident=identity,
         metadata={},
         track_outstanding=True,
         message_future_hook=lambda future: future.iopub_callbacks.append(pass_on),

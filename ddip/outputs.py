@@ -148,7 +148,7 @@ def places_text(places: Mapping[int, Place | str | None]) -> str:
     together: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         if place is None:
-            text = "no answer, so it is in C code that holds the interpreter"
+            text = "no answer"
         elif isinstance(place, str):
             text = place
         else:
@@ -167,7 +167,7 @@ def stacks_text(stacks: Mapping[int, Stack | None]) -> str:
     together: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
         if stack is None:
-            text = "  no answer, so it is in C code that holds the interpreter"
+            text = "  no answer"
         else:
             text = "\n".join(f"  {name}:\n{_indented(frames)}" for name, frames in stack.threads.items())
         together.setdefault(text, []).append(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ddip.cluster import Cluster
 from ddip.deaths import HostMemory, cause_text, exit_text
 from ddip.errors import RANK_ENDED, REPAIR, CellError, GroupError, RankError, ranks_text
 from ddip.placement import Berth
-from ddip.rank import call
+from ddip.rank import call, dump
 from ddip.rank.place import Place
 
 log = logging.getLogger("ddip")
@@ -36,6 +37,8 @@ WORDS = {
     "apps.command": "the app's command",
 }
 """What is asked of a rank, for people."""
+SIGNAL_SECONDS = 0.3
+"""How long a rank that does not answer may take to write down where it is."""
 GRACE_SECONDS = 1.0
 """How long the others may take to answer when one rank has failed."""
 
@@ -144,12 +147,11 @@ class Ranks:
         """
         client = self.cluster.client
         request = {"target": target, "args": list(args)}
-        ended = self.ended
-        futures = {
-            rank: ipp_private.control(client, self.members[rank].engine, "ddip_request", request)
-            for rank in ranks
-            if rank not in ended
-        }
+        futures = {}
+        for rank in self.live:
+            if rank in ranks:
+                with contextlib.suppress(KeyError):  # it has ended just now
+                    futures[rank] = ipp_private.control(client, self.members[rank].engine, "ddip_request", request)
         concurrent.futures.wait(futures.values(), timeout=seconds)
         answers = {rank: future.result() for rank, future in futures.items() if future.done()}
         return {rank: answers[rank]["content"].get("ok") if rank in answers else None for rank in ranks}
@@ -172,7 +174,29 @@ class Ranks:
     def places(self, ranks: Sequence[int], seconds: float) -> dict[int, Place | None]:
         """Where the main threads of `ranks` are."""
         answers = self.ask_beside(ranks, "stacks.here", seconds=seconds)
-        return {rank: None if answer is None else Place(**answer) for rank, answer in answers.items()}
+        return {
+            rank: self.place_from_outside(rank) if answer is None else Place(**answer)
+            for rank, answer in answers.items()
+        }
+
+    def place_from_outside(self, rank: int) -> Place | None:
+        """Where `rank` is, though it cannot answer; None if it does not even take a signal."""
+        if rank in self.ended:
+            return None
+        pid = self.members[rank].pid
+        path = dump.file_of(self.cluster.run_folder, pid)
+        try:
+            before = path.stat().st_size
+            os.kill(pid, dump.SIGNAL)
+            deadline = time.monotonic() + SIGNAL_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+                text = path.read_text()[before:]
+                if text.endswith("\n"):
+                    return dump.place_in(text)
+        except OSError:
+            pass  # it has ended just now, or is on a system without such a signal
+        return None
 
     def interrupt(self, ranks: Sequence[int], cells: Sequence[str] = ()) -> None:
         """Send SIGINT to `ranks`; one that has not yet begun with one of `cells` (message ids) will not begin it."""

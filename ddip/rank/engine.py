@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import setproctitle
@@ -55,16 +56,19 @@ def main() -> None:
     die_with(int(os.environ.pop("DDIP_OWNER")))
     setproctitle.setproctitle(f"ddip engine ({os.environ.pop('DDIP_NOTEBOOK')})")
     os.environ.pop("SPT_NOENV", None)
-    del os.environ["DDIP_RUN_FOLDER"]
+    run_folder = Path(os.environ.pop("DDIP_RUN_FOLDER"))
     os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts shall find what the user has set
     if not os.environ["PYTHONPATH"]:
         del os.environ["PYTHONPATH"]
     gc.disable()  # imports make no garbage worth a collection
     import torch.distributed  # noqa: F401
 
+    from ddip.rank import dump
     from ddip.rank.kernel import RankEngine
 
     gc.enable()
+    if hasattr(faulthandler, "register"):
+        dump.listen(run_folder, os.getpid())
     faulthandler.enable(os.dup(2))  # a crash tells in the log where it was; ipykernel puts a pipe in place of 2
     code: object = 1
     try:

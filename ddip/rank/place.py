@@ -19,12 +19,16 @@ class Place:
     inner: str = ""
     """The innermost frame of all: ``file.py:12 in function``."""
     busy: bool = True
+    held: bool = False
+    """Does C code hold the interpreter, so that no thread of the rank can answer?"""
 
     def __str__(self) -> str:
         if not self.busy:
             return "idle"
         where = f"cell [{self.cell}] line {self.line}" if self.cell is not None else self.inner or "awaiting something"
-        return f"{self.function}, {where}" if self.function and self.cell is not None else where
+        if self.function and (self.cell is not None or self.held):
+            where = f"{self.function}, {where}"
+        return f"{where}, in C code that holds the interpreter" if self.held else where
 
 
 @dataclass(frozen=True)

@@ -265,16 +265,16 @@ def test_dipstack_tells_where_each_rank_is(notebook: Notebook) -> None:
     running = notebook.begin(
         "%%dip\nimport ctypes, signal, torch.distributed as dist\ndef wait():\n    dist.barrier()\n"
         "if rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\nwait()\nprint('begun')\n"
-        "if rank == 1:\n    while True: ctypes.PyDLL(None).sleep(1000)\nwait()"
+        "if rank == 1:\n    while True: ctypes.PyDLL(None).sleep(1000)\nwait()"  # sleep, but with the interpreter held
     )
     notebook.finish(running, until="begun")
     notebook.interrupt()
     shown = notebook.finish(running)
-    held = "  rank 1: no answer, so it is in C code that holds the interpreter"
+    held = "  rank 1: line 8 of the cell, in C code that holds the interpreter"
     assert shown.error == "CellInterrupted"
     assert f"the cell was interrupted on ranks 0, 2\nrank 1 did not stop:\n{held}\n" in shown.message
     assert notebook.ok("%dipstack").stdout == f"  ranks 0, 2: idle\n{held}\n"
-    assert "ranks 0, 2\n  main:\n  idle" in notebook.ok("%dipstack -v").stdout
+    assert f"ranks 0, 2\n  main:\n  idle\nrank 1\n  main:\n  {held[10:]}" in notebook.ok("%dipstack -v").stdout
     assert notebook.ok("%makedip --repair").text.endswith(" s")
 
 

@@ -1,0 +1,45 @@
+"""Where ranks are, in words."""
+
+from __future__ import annotations
+
+from ddip.outputs import places_text, stacks_text
+from ddip.rank.dump import place_in
+from ddip.rank.place import Place, Stack
+
+WAITS = Place("all_reduce", 12, 4, "dist.all_reduce(x)", "distributed_c10d.py:3 in all_reduce")
+DUMP = """Current thread 0x01 (most recent call first):
+  File "/lib/old.py", line 1 in old
+
+Current thread 0x01 (most recent call first):
+  File "/lib/torch/linear.py", line 125 in forward
+  File "/tmp/ipykernel_7/123.py", line 3 in deep
+  File "/tmp/ipykernel_7/123.py", line 4 in <module>
+"""
+
+
+def test_equal_ranks_share_a_line() -> None:
+    places = {0: Place(busy=False), 1: WAITS, 2: WAITS, 3: "ended", 4: None}
+    assert places_text(places).splitlines() == [
+        "  rank 0: idle",
+        "  ranks 1, 2: all_reduce, cell [12] line 4: dist.all_reduce(x)",
+        "  rank 3: ended",
+        "  rank 4: no answer",
+    ]
+
+
+def test_a_place_outside_of_cells_is_a_line_of_a_file() -> None:
+    assert str(Place("fit", inner="train.py:88 in fit")) == "train.py:88 in fit"
+    assert str(Place()) == "awaiting something"
+
+
+def test_equal_stacks_are_shown_once() -> None:
+    stack = Stack(WAITS, {"main": "  cell [12], line 4", "Thread-1": "  x"})
+    shown = stacks_text({0: stack, 1: stack, 2: None})
+    assert shown == "ranks 0, 1\n  main:\n    cell [12], line 4\n  Thread-1:\n    x\nrank 2\n  no answer"
+
+
+def test_the_last_stack_that_was_written_down_counts() -> None:
+    assert str(place_in(DUMP)) == "forward, line 3 of the cell, in C code that holds the interpreter"
+    assert (
+        str(place_in("Current thread 0x01\n  <no Python frame>\n")) == "somewhere, in C code that holds the interpreter"
+    )
