@@ -210,7 +210,7 @@ class _Cell:
     def _stop(self) -> None:
         """The stop button: interrupt now; soon after, or when it is pressed again, release."""
         running = _unfinished(self.replies)
-        self._ranks.interrupt(running, [self.replies[rank].msg_id for rank in running])  # type: ignore[attr-defined]
+        self._ranks.interrupt({rank: self.replies[rank].msg_id for rank in running})  # type: ignore[attr-defined]
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
         elif running:

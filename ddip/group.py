@@ -342,7 +342,7 @@ class Group:
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Send SIGINT to `ranks` (default: all): a cell in Python code ends there with KeyboardInterrupt."""
-        self.ranks.interrupt(self._all_or(ranks))
+        self.ranks.signal(self._all_or(ranks))
 
     def stacks(self) -> dict[int, Stack | None]:
         """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""

@@ -198,14 +198,21 @@ class Ranks:
             pass  # it has ended just now, or is on a system without such a signal
         return None
 
-    def interrupt(self, ranks: Sequence[int], cells: Sequence[str] = ()) -> None:
-        """Send SIGINT to `ranks`; one that has not yet begun with one of `cells` (message ids) will not begin it."""
-        engines = [self.members[rank].engine for rank in ranks if rank not in self.ended]
+    def signal(self, ranks: Sequence[int]) -> None:
+        """Send SIGINT to `ranks`: whatever cell they run then is interrupted."""
+        engines = [self.members[rank].engine for rank in ranks if rank in self.live]
         if engines:
-            client = self.cluster.client
-            if cells:  # an idle engine ignores the signal, and would then run for ever what is still on its way
-                client.abort(list(cells), engines, block=False)
-            client.send_signal("SIGINT", engines, block=False)
+            self.cluster.client.send_signal("SIGINT", engines, block=False)
+
+    def interrupt(self, cells: Mapping[int, str]) -> None:
+        """Interrupt one cell on each rank, by its message id, whether it runs or is still on its way; and no other."""
+        live = self.live
+        for rank, cell in cells.items():
+            if rank in live:
+                with contextlib.suppress(KeyError):  # it has ended just now
+                    ipp_private.control(
+                        self.cluster.client, self.members[rank].engine, "ddip_interrupt", {"cell": cell}
+                    )
 
     def error_of(self, rank: int, reply: Any) -> RankError | None:
         """What `rank` raised, out of ipyparallel's reply to a request; None if it raised nothing."""

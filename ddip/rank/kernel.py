@@ -48,7 +48,7 @@ def _end_cell() -> NoReturn:
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     """One per engine."""
 
-    control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "signal_request"]
+    control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
 
     def __init__(self, **kwargs: Any) -> None:
@@ -57,6 +57,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self.shell_channel_thread = _NoShellThread()
         self.shell.ask_exit = _end_cell
         self._streams = sys.stdout, sys.stderr
+        self._cell: str | None = None
+        self._aimed_at: str | None = None
         gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
 
     # An interrupt ends what a cell does, and only that: in ipykernel's own code, before the cell or after it, it would
@@ -74,6 +76,9 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         self._mend_streams()
 
     def _interrupt(self, number: int, frame: Any) -> None:
+        aimed_at, self._aimed_at = self._aimed_at, None
+        if aimed_at not in (None, self._cell):
+            return  # that cell has ended meanwhile
         if self._interruptible:
             raise KeyboardInterrupt
         self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
@@ -81,8 +86,12 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _begin(self) -> None:
         """From here on an interrupt may come; raises KeyboardInterrupt if it has come, or has aborted this message."""
         self._interruptible = True
-        if self._interrupted or self.get_parent("shell")["header"]["msg_id"] in self.aborted:
+        if self._interrupted or self._message() in self.aborted:
             raise KeyboardInterrupt
+
+    def _message(self) -> str:
+        """Id of the request that is handled."""
+        return str(self.get_parent("shell")["header"]["msg_id"])
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; never fails. The reply says what became of the group, and what was raised, as text."""
@@ -91,12 +100,15 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             cells.begin()
             call("process_group.begin_cell")
         self.shell.last_execution_result = None
+        self._cell = self._message()
         try:
             try:
                 self._begin()
                 reply = await super().do_execute(code, silent, *args, **kwargs)
             finally:
                 self._interruptible = False
+                self.aborted.discard(self._cell)
+                self._cell = None
         except (Exception, KeyboardInterrupt) as error:
             reply = self._error_reply("execute", self._raised() or error)
         if silent:
@@ -158,7 +170,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         __tracebackhide__ = True  # IPython leaves out this frame
         raise StdinNotImplementedError(NOBODY_TYPES)
 
-    def getpass(self, prompt: str = "", stream: Any = None) -> str:
+    def getpass(self, prompt: str = "", *args: Any, **kwargs: Any) -> str:
         """Refuse a password, too."""
         __tracebackhide__ = True
         raise StdinNotImplementedError(NOBODY_TYPES)
@@ -180,11 +192,23 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         reply = {"status": "ok", **call(content["target"], *content["args"])}
         self.session.send(stream, "ddip_reply", reply, parent, ident=ident)
 
+    def ddip_interrupt(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Interrupt one cell, by the id of its request, whether it runs or is still on its way; and no other."""
+        self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
+        cell = parent["content"]["cell"]
+        self.aborted.add(cell)
+        if self._cell == cell:
+            self._aimed_at = cell
+            self._signal(signal.SIGINT)
+
     def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Do what ipyparallel's nanny would do for ``Client.send_signal``."""
         number = parent["content"]["sig"]
         self.session.send(stream, "signal_reply", {"status": "ok"}, parent, ident=ident)
-        os.kill(os.getpid(), getattr(signal, number) if isinstance(number, str) else number)
+        self._signal(getattr(signal, number) if isinstance(number, str) else number)
+
+    def _signal(self, number: int) -> None:
+        os.kill(os.getpid(), number)
         self.io_loop.add_callback(lambda: None)  # wakes a cell that awaits: ipykernel's handler alone does not
 
 

@@ -85,3 +85,51 @@ def test_an_app_that_uses_a_gpu_when_it_is_imported_has_its_ranks_spawned(tmp_pa
         assert group.cluster.spawned == "CUDA is initialised in the warm process"
         group.run(SUM)
     warming.end()
+
+
+# -- failures
+
+PROOF = SUM + "\nassert total == world_size and kept == rank"
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError", "nothing_of_that_name", "torch.ones(2) @ torch.ones(3)"])
+def test_an_error_with_nccl_leaves_the_group_and_its_variables(fault: str) -> None:
+    with ddip.Group(gpus=[0]) as group:
+        group.run(SUM + "\nkept = rank")
+        with pytest.raises(ddip.CellError):
+            group.run(f"dist.all_reduce(x)\n{fault}")
+        group.run(PROOF)
+
+
+def test_a_group_with_nccl_can_be_released_and_formed_again() -> None:
+    with ddip.Group(gpus=[0]) as group:
+        group.run(SUM + "\nkept = rank")
+        for _ in range(3):
+            group._formation.release()
+            group.run(PROOF)
+        with pytest.raises(ddip.errors.CellTimeout):
+            group.run("while True: dist.all_reduce(x); torch.cuda.synchronize()", timeout=2)
+        group.run("x = None\n" + PROOF)
+
+
+def test_a_rank_raises_while_another_waits_on_the_same_gpu() -> None:
+    with ddip.Group(gpus=[0, 0], grace=0.1) as group:
+        group.run("import torch, torch.distributed as dist\nkept, x = rank, torch.ones(3, device=device)\ny = x.cpu()")
+        with pytest.raises(ddip.CellError, match="^rank 0: ValueError; rank 1 was waiting in all_reduce"):
+            group.run("if rank == 0: raise ValueError\ndist.all_reduce(y)")
+        group.run(
+            "z = torch.ones(1)\ndist.all_reduce(z)\nassert z.item() == 2 and kept == rank and x.sum().item() == 3"
+        )
+
+
+def test_after_running_out_of_memory_what_was_reserved_is_given_back() -> None:
+    with ddip.Group(gpus=[0]) as group:
+        group.run(
+            "import torch\nkept = rank\n"
+            "def fill():\n    held = []\n    while True: held.append(torch.empty(2**30, device=device))"
+        )
+        for _ in range(2):
+            with pytest.raises(ddip.CellError, match="OutOfMemoryError"):
+                group.run("fill()")
+            assert (group.info()[0].gpu_reserved or 0) < 2 * 2**30
+        group.run("assert kept == rank")

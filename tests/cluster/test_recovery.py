@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.errors import CellInterrupted, CellTimeout, GroupError
+from ddip.errors import CellInterrupted, CellTimeout, GroupError, TransferError
 
+from .apps import an_app
 from .leftovers import controllers_of, wait_until
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
@@ -206,6 +207,28 @@ def test_the_stop_button_ends_every_cell(
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
+def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Group) -> None:
+    """It is still under way when its cell ends: here, by hand, all through the next one."""
+    cells.run("former = get_ipython().kernel.get_parent('shell')['header']['msg_id']")
+    former = {rank: values["former"] for rank, values in enumerate(cells.pull_all(["former"], [0, 1])[0])}
+    done = threading.Event()
+
+    def press() -> None:
+        wait_until(lambda: [info.state for info in cells.info()] == ["busy", "busy"])
+        while not done.is_set():
+            cells.ranks.interrupt(former)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        for _ in range(20):
+            cells.run("import time; time.sleep(0.05)")
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns(
     cells: ddip.Group, tmp_path: Path
 ) -> None:
@@ -334,6 +357,45 @@ def test_the_controllers_own_processes_are_not_needed(cells: ddip.Group) -> None
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 0: raise ValueError\ndist.barrier()")
     cells.run(PROOF)
+
+
+# -- repair
+
+APP = """
+import os
+def prepare():
+    from ddip.rank import namespace
+    namespace()["prepared"] = namespace().get("prepared", 0) + 1
+"""
+
+
+def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_path: Path) -> None:
+    with an_app(tmp_path, APP), ddip.Group(2, app="toy", grace=0.1) as group:
+        group.run(
+            "import threading, torch\nnet = torch.nn.Linear(2, 2)\ntensor = net(torch.ones(1, 2))[0].detach()\n"
+            "lock = threading.Lock()"
+        )
+        os.kill(group.members[0].pid, signal.SIGKILL)
+        wait_until(lambda: group.ranks.ended)
+        with pytest.raises(TransferError, match="nothing was repaired: .*lock cannot be pickled on rank 1"):
+            group.repair(["net", "lock"], source=1)
+        assert group.ranks.ended == [0]
+        assert group.repair(["net", "tensor"], source=1) == [0]
+        group.run(PROOF + "\nassert prepared == 1 and torch.equal(net(torch.ones(1, 2))[0], tensor)")
+        group.run("assert ('lock' in globals()) == (rank == 1)")
+
+
+def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ddip.Group(2, grace=0.1) as group:
+        group.run("kept = rank")
+        os.kill(group.members[0].pid, signal.SIGKILL)
+        wait_until(lambda: group.ranks.ended)
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "timeout", 0.001)
+            with pytest.raises(GroupError, match="came in time; -t SECONDS waits longer"):
+                group.repair()
+        assert group.repair() == [0]
+        group.run(PROOF + "\nassert rank == 0 or kept == 1")
 
 
 # -- stacks

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import inspect
 
 import ipyparallel
+import torch
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
+from ipyparallel.client.client import ExecuteReply
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
 from ipyparallel.controller import app as controller_app
@@ -16,6 +19,14 @@ from ipyparallel.controller.heartmonitor import HeartMonitor
 from ipyparallel.controller.hub import Hub
 from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
+from ipyparallel.error import unwrap_exception
+from IPython.core import ultratb
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.interactiveshell import InteractiveShell
+from torch._C._distributed_c10d import Backend
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from ddip.rank import c10d
 
 
 def test_the_client_sends_as_ddip_asks() -> None:
@@ -105,5 +116,44 @@ def test_the_kernel_handles_requests_between_the_hooks_that_ddip_replaces() -> N
     assert "signal(SIGINT, default_int_handler)" in inspect.getsource(Kernel.pre_handler_hook)
     assert "signal(SIGINT, self.saved_sigint_handler)" in inspect.getsource(Kernel.post_handler_hook)
     assert "= self.do_execute(**do_execute_args)" in inspect.getsource(Kernel.execute_request)
-    assert "self.aborted.add(str(mid))" in inspect.getsource(IPythonParallelKernel.abort_request)
+    assert "if msg_id in self.aborted:" in inspect.getsource(IPythonParallelKernel.should_handle)
     assert "self.do_apply(content, bufs, msg_id, md)" in inspect.getsource(IPythonParallelKernel.apply_request)
+
+
+def test_torch_knows_its_groups_by_the_names_that_ddip_asks_for() -> None:
+    world = distributed_c10d._world
+    for name in c10d.TABLES:
+        assert hasattr(getattr(world, name), "clear")
+    assert callable(distributed_c10d._update_default_pg) and callable(distributed_c10d._unregister_all_process_groups)
+    left = inspect.getsource(distributed_c10d.destroy_process_group)
+    for name in c10d.TABLES:
+        assert f"_world.{name}.clear()" in left
+    assert callable(ProcessGroup._get_backend) and hasattr(ProcessGroup, "_device_types")
+    assert callable(Backend._get_sequence_number_for_group)
+
+
+def test_a_wrapper_keeps_its_reducer_under_the_name_that_ddip_drops() -> None:
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
+    assert "self.reducer = dist.Reducer(" in source and "self.logger = dist.Logger(" in source
+    for module, name in c10d.WRAPPERS.items():
+        assert hasattr(importlib.import_module(module), name)
+
+
+def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
+    assert "last_execution_result" in InteractiveShell.class_traits()
+    assert "self.tb = etb" in inspect.getsource(ultratb)
+    assert "self._filename_map[name] = number" in inspect.getsource(CachingCompiler.cache)
+    assert "exec(code_obj, self.user_global_ns, self.user_ns)" in inspect.getsource(InteractiveShell.run_code)
+
+
+def test_the_client_keeps_what_a_cell_replied() -> None:
+    assert "self._content = content" in inspect.getsource(ExecuteReply)
+    assert "content.get('engine_info', {})" in inspect.getsource(unwrap_exception)
+
+
+def test_the_kernel_flushes_the_streams_before_it_replies_and_asks_through_its_own_methods() -> None:
+    assert "sys.stdout.flush()" in inspect.getsource(Kernel.execute_request)
+    assert list(inspect.signature(Kernel.raw_input).parameters) == ["self", "prompt"]
+    assert list(inspect.signature(Kernel.getpass).parameters)[:2] == ["self", "prompt"]
+    assert "self.io_loop = ioloop.IOLoop.current()" in inspect.getsource(Kernel.start)
+    assert "self.io_loop.add_callback(set_sigint_result)" in inspect.getsource(IPythonKernel._cancel_on_sigint)
