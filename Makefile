@@ -1,5 +1,6 @@
 # make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
 # make check   ruff, format, mypy                       make bench   the benchmarks
+# make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 #
 # Another Python, another torch, another place:
 #   make test PYTHON=python3.12 TORCH=torch==2.13.0 VENV=/tmp/ddip-env
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PEERS := $(VENV)-peers/bin/python
 READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench soak clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
@@ -28,10 +29,15 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+CELLS ?= 500
+soak: $(READY)
+	$(BIN)/python tests/soak.py $(CELLS) $(SEED)
+
 bench: $(READY) $(PEERS)
 	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
 	$(BIN)/python benchmarks/many_starts.py
+	$(BIN)/python benchmarks/recovery.py
 
 # The tools that the benchmarks compare with, and the same torch, in an environment of their own.
 $(PEERS):

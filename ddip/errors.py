@@ -128,7 +128,7 @@ class CellError(RuntimeError):
     """A cell failed on at least one rank; ``by_rank`` has what each of them raised."""
 
     def __init__(self, by_rank: Mapping[int, RankError]) -> None:
-        self.by_rank = dict(by_rank)
+        self.by_rank = dict(sorted(by_rank.items()))
         super().__init__(_summary(by_rank))
 
     def _render_traceback_(self) -> list[str]:
@@ -151,7 +151,7 @@ class CellInterrupted(KeyboardInterrupt):
     """The user interrupted a cell that ran on ranks; ``by_rank`` has what those that ended raised."""
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
-        self.by_rank = dict(by_rank)
+        self.by_rank = dict(sorted(by_rank.items()))
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
