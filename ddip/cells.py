@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
 
 from ddip import ipp_private, outputs
 from ddip.errors import RANK_ENDED, CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
@@ -93,11 +94,9 @@ class Cells:
         Raises CellError, CellTimeout, CellInterrupted, or GroupError if the controller ends.
         """
         self._count += 1
-        shell = get_ipython()
-        number = self._count if shell is None else shell.execution_count
         cell = _Cell(self._ranks, self._formation, show, limits)
         with _stop_button(cell.events):
-            cell.send(code, ranks, number)
+            cell.send(code, ranks, _notebooks_number() or self._count)
             try:
                 cell.follow()
             finally:
@@ -313,6 +312,14 @@ def _stop_button(events: Events) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _notebooks_number() -> int | None:
+    """Number of the notebook's cell that runs now; None in a script."""
+    shell = get_ipython()
+    if shell is None or type(shell) is InteractiveShell:  # IPython makes one of these where there is none, to display
+        return None
+    return int(shell.execution_count)
 
 
 def _is_over(since: float | None, seconds: float, now: float) -> bool:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from ipyparallel.engine import app
@@ -22,6 +23,8 @@ from ddip.rank import call
 from ddip.rank.housekeeping import cells
 
 POLL_SECONDS = 0.005
+AGAIN_SECONDS = 0.02
+"""After which an interrupt is tried again that came where it would have been lost."""
 NOBODY_TYPES = (
     "nobody can type into a rank; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the answer"
 )
@@ -43,6 +46,17 @@ class _NoShellThread:
 def _end_cell() -> NoReturn:
     """What ``exit`` and ``quit`` call: they end the cell, as ``sys.exit()`` does, and not the rank."""
     raise SystemExit
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Does a cell's own code run in `frame`? IPython's hooks and Python's finalizers let no exception through."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return False
+        if frame.f_code.co_name == "run_code":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
@@ -75,13 +89,23 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         super().post_handler_hook()
         self._mend_streams()
 
-    def _interrupt(self, number: int, frame: Any) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         aimed_at, self._aimed_at = self._aimed_at, None
         if aimed_at not in (None, self._cell):
             return  # that cell has ended meanwhile
-        if self._interruptible:
+        if not self._interruptible:
+            self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
+        elif self._cell is None or _is_users(frame):
             raise KeyboardInterrupt
-        self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
+        else:  # here it would be swallowed, and the cell go on
+            control = self.control_thread.io_loop
+            control.add_callback(control.call_later, AGAIN_SECONDS, self._aim, self._cell)
+
+    def _aim(self, cell: str) -> None:
+        """Send an interrupt to `cell`, if it still runs."""
+        if self._cell == cell:
+            self._aimed_at = cell
+            self._signal(signal.SIGINT)
 
     def _begin(self) -> None:
         """From here on an interrupt may come; raises KeyboardInterrupt if it has come, or has aborted this message."""
@@ -110,14 +134,16 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
                 self.aborted.discard(self._cell)
                 self._cell = None
         except (Exception, KeyboardInterrupt) as error:
-            reply = self._error_reply("execute", self._raised() or error)
+            raised = self._raised()
+            reply = self._error_reply("execute", error if raised is None else raised)
         if silent:
             return reply  # type: ignore[no-any-return]
         self._mend_streams()
         report = call("process_group.report").get("ok") or {"released": False, "state": "none"}
+        report["at"] = time.time()
         raised = self._raised()
         if raised is not None:
-            report.update(at=time.time(), waited=call("process_group.waited_in", raised).get("ok", ""))
+            report["waited"] = call("process_group.waited_in", raised).get("ok", "")
         cells.end(reply["status"] != "ok", raised)
         del raised
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
@@ -135,7 +161,10 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _raised(self) -> BaseException | None:
         """What the cell raised."""
         result = self.shell.last_execution_result
-        return None if result is None else result.error_before_exec or result.error_in_exec
+        if result is None:
+            return None
+        before: BaseException | None = result.error_before_exec
+        return before if before is not None else result.error_in_exec
 
     def _error_reply(self, method: str, error: BaseException) -> dict[str, Any]:
         """For an `error` that IPython has not made a reply of."""
@@ -155,6 +184,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _mend_streams(self) -> None:
         """Put back a stream that a cell has broken: ipykernel flushes it before it sends the reply, and after that."""
         for name, ours in zip(("stdout", "stderr"), self._streams, strict=True):
+            if getattr(sys, name) is ours and not vars(ours).keys() & {"write", "flush"}:
+                continue  # as it was; to try it would cost a turn of the output thread
             try:
                 getattr(sys, name).write("")
                 getattr(sys, name).flush()
@@ -197,9 +228,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
         cell = parent["content"]["cell"]
         self.aborted.add(cell)
-        if self._cell == cell:
-            self._aimed_at = cell
-            self._signal(signal.SIGINT)
+        self._aim(cell)
 
     def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Do what ipyparallel's nanny would do for ``Client.send_signal``."""

@@ -189,6 +189,26 @@ def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cell
     cells.run("assert kernel.finish_metadata is not at_the_edge")
 
 
+SWALLOWED = {
+    "a hook of IPython": (
+        "def hook(*_):\n    get_ipython().events.unregister('pre_run_cell', hook)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.01)\nget_ipython().events.register('pre_run_cell', hook)"
+    ),
+    "a finalizer": (
+        "class Final:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(0.01)\n"
+        "final = Final()"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", SWALLOWED)
+def test_an_interrupt_is_not_lost_where_python_would_swallow_it(cells: ddip.Group, place: str) -> None:
+    cells.run(f"import os, signal, time\n{SWALLOWED[place]}")
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt"):
+        cells.run("final = None\ntime.sleep(60)", timeout=30)
+    cells.run("pass")
+
+
 def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group) -> None:
     def press_stop() -> None:
         wait_until(lambda: [info.state for info in cells.info()] == ["idle", "busy"])
