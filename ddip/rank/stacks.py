@@ -50,8 +50,8 @@ def _cell_number(code: CodeType) -> int | None:
 def _name(code: CodeType) -> str:
     """Name of the function for people: of the class for a constructor; empty for what means nothing to them."""
     name = code.co_name
-    if name == "__init__":
-        return str(getattr(code, "co_qualname", name)).removesuffix(".__init__").rpartition(".")[2]
+    if name == "__init__":  # Python 3.10 does not know the class
+        return str(getattr(code, "co_qualname", "")).removesuffix(".__init__").rpartition(".")[2]
     return "" if name.startswith(("_", "<")) or name in ("wrapper", "inner", "decorate_context") else name
 
 

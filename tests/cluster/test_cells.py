@@ -192,7 +192,8 @@ def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cell
 SWALLOWED = {
     "a hook of IPython": (
         "def hook(*_):\n    get_ipython().events.unregister('pre_run_cell', hook)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.01)\nget_ipython().events.register('pre_run_cell', hook)"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.01)\n"
+        "get_ipython().events.register('pre_run_cell', hook)"
     ),
     "a finalizer": (
         "class Final:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(0.01)\n"

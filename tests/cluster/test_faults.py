@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ NAMES = {
     "send": "i?send",
     "wait": "",
     "subgroup": "all_reduce",
-    "DDP constructor": "DistributedDataParallel",
+    "DDP constructor": "DistributedDataParallel" if sys.version_info >= (3, 11) else "",
     "DDP backward": "backward",
     "FSDP forward": "(all_gather.*|foreach_all_gather)",
 }
