@@ -82,6 +82,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         """Before a request is handled."""
         self._interruptible = False
         self._interrupted = False
+        self._aimed_at = None  # the last cell may have ignored the signal that came with it
         self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
 
     def post_handler_hook(self) -> None:

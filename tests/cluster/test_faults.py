@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ddip
+from ddip import cells
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
 
 from .leftovers import wait_until
@@ -72,7 +73,8 @@ def prove(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
 
 @pytest.fixture(scope="session")
 def shared_four() -> Iterator[ddip.Group]:
-    with ddip.Group(4, grace=0.1) as group:
+    with pytest.MonkeyPatch.context() as patch, ddip.Group(4, grace=0.1) as group:
+        patch.setattr(cells, "STOP_GRACE_SECONDS", 0.2)
         yield group
 
 
@@ -138,8 +140,8 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(four: ddip.Group, stage: str) -> None:
     with pytest.raises(CellTimeout) as caught:
-        four.run(f"if rank:\n    {STAGES[stage]}", timeout=0.5)
-    text = "the cell took longer than 0.5 s and was stopped; the ranks were here:\n  ranks 1-3: "
+        four.run(f"if rank:\n    {STAGES[stage]}", timeout=0.3)
+    text = "the cell took longer than 0.3 s and was stopped; the ranks were here:\n  ranks 1-3: "
     assert re.match(re.escape(text) + waiting_in(stage), str(caught.value))
     prove(four)
 
