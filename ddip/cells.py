@@ -96,17 +96,17 @@ class Cells:
         self._count += 1
         cell = _Cell(self._ranks, self._formation, show, limits)
         with _stop_button(cell.events):
-            cell.send(code, ranks, _notebooks_number() or self._count)
             try:
+                cell.send(code, ranks, _notebooks_number() or self._count)
                 cell.follow()
             finally:
-                show.finish()
                 self._given_up = {rank: f for rank, f in cell.replies.items() if not f.done()}
                 if self._given_up:
                     self._formation.sound = False
-                else:
-                    self._formation.judge(cell.reports, bool(cell.errors))
+                show.finish()
         error = cell.error()
+        if not self._given_up:
+            self._formation.judge(cell.reports, bool(cell.errors))
         if error is not None:
             raise error
 
@@ -129,8 +129,10 @@ class _Cell:
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
         self._released_at: float | None = None
+        self._before_release: list[int] = []
+        """Ranks that failed before anybody was released."""
         self._timed_out = False
-        self._told = False
+        self._told_who_runs = self._told_who_waits = False
         self._places: dict[int, Place | None] = {}
         """Where the ranks were when their time was over."""
 
@@ -152,9 +154,9 @@ class _Cell:
 
     def error(self) -> BaseException | None:
         """What the user shall see of a cell that has ended; None if it went well."""
-        if self._released_at is None and not any(error.name == RANK_ENDED for error in self.errors.values()):
-            # nobody cut these connections from outside: that they broke is news
-            self.errors = {rank: replace(error, waited="") for rank, error in self.errors.items()}
+        if not any(error.name == RANK_ENDED for error in self.errors.values()):
+            for rank in self._before_release:  # nobody had cut its connections: that they broke is news
+                self.errors[rank] = replace(self.errors[rank], waited="")
         stuck = _unfinished(self.replies)
         if self._timed_out:
             what = f"the cell took longer than {self._limits.timeout:g} s and was stopped"
@@ -162,7 +164,18 @@ class _Cell:
         if self._stopped_at is not None:
             what = f"the cell was interrupted on {ranks_text(sorted(self.errors) or list(self.replies))}"
             return CellInterrupted(self._with_places(what, stuck) if stuck else what, self.errors)
-        return CellError(self.errors) if self.errors else None
+        if self.errors:
+            return CellError(self.errors)
+        if self._is_stop_waiting():
+            return CellInterrupted("the cell had ended when it was interrupted", {})
+        return None
+
+    def _is_stop_waiting(self) -> bool:
+        """Has the stop button been pressed when nobody looked any more?"""
+        while not self.events.empty():
+            if self.events.get()[0] == STOP:
+                return True
+        return False
 
     def _with_places(self, what: str, stuck: Sequence[int]) -> str:
         lines = [what]
@@ -204,6 +217,8 @@ class _Cell:
         error = self._ranks.error_of(rank, reply)
         if error is not None:
             self.errors[rank] = error
+            if self._released_at is None:
+                self._before_release.append(rank)
             self._failed_at = self._failed_at or time.monotonic()
 
     def _stop(self) -> None:
@@ -243,16 +258,16 @@ class _Cell:
     def _look(self, running: Sequence[int], now: float) -> None:
         self._ranks.cluster.require_controller()
         self._ranks.watch_memory(running)
-        if self._stopped_at is not None or self._told:
+        if self._stopped_at is not None:
             return
         if self._failed_at is not None:
-            if _is_over(self._released_at, PATIENCE_SECONDS, now):
-                self._told = True
+            if not self._told_who_runs and _is_over(self._released_at, PATIENCE_SECONDS, now):
+                self._told_who_runs = True
                 places = places_text(self._ranks.places(running, 0.4))
                 what = f"{CellError(self.errors)}; {ranks_text(running)} still {_verb(running, 'run')}"
                 outputs.tell(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
-        elif self._watch.stands_still(running, now):
-            self._told = True
+        elif not self._told_who_waits and self._watch.stands_still(running, now):
+            self._told_who_waits = True
             where: dict[int, Place | str | None] = {**self._ranks.places(running, 0.4)}
             where.update((rank, "finished") for rank in self.replies if rank not in running)
             what = f"no rank has made progress for {self._limits.patience:g} s:\n{places_text(where)}"

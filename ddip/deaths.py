@@ -65,7 +65,12 @@ def exit_text(code: int | None) -> str:
     """How a process ended: ``SIGKILL``, ``exit code 3``."""
     if code is None:
         return "exit code unknown"
-    return signal.Signals(-code).name if code < 0 else f"exit code {int(code)}"
+    if code >= 0:
+        return f"exit code {int(code)}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
 
 
 def cause_text(code: int | None, held: int | None, before: HostMemory, now: HostMemory) -> str:

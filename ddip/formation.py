@@ -27,6 +27,10 @@ ANSWER_SECONDS = 0.4
 """How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
 
 
+ADOPT_SECONDS = 2.0
+"""How long a rank may take to note that a group is its own."""
+
+
 class Formation:
     """The one group that the ranks are in, one after the other."""
 
@@ -59,7 +63,7 @@ class Formation:
                 threads=None if "OMP_NUM_THREADS" in os.environ else threads(wish.size),
                 notebook=warming.notebook(),
                 collect=collect,
-                directory=os.getcwd(),
+                directory=_directory(),
                 path=tuple(sys.path),
             )
             for rank in range(wish.size)
@@ -102,7 +106,8 @@ class Formation:
         elif all(report["state"] == "ours" for report in told.values()):
             self.sound = self.sound and (not failed or _in_step(list(told.values())))
         elif len(told) == size and all(_fits(report, rank, size) for rank, report in told.items()):
-            self._ranks.ask(range(size), "process_group.adopt")
+            answers = self._ranks.ask_beside(range(size), "process_group.adopt", seconds=ADOPT_SECONDS)
+            self.sound = all(answer is not None for answer in answers.values())
         else:
             self.sound = False
 
@@ -117,11 +122,15 @@ def _in_step(reports: Sequence[Mapping[str, Any]]) -> bool:
 
     If not, the next one would wait for ever, or take the result of another.
     """
-    counts: dict[str, set[int]] = {}
+    counts: dict[tuple[str, int], list[int]] = {}
     for report in reports:
-        for group, count in report["counts"].items():
-            counts.setdefault(group, set()).add(count)
-    return all(len(different) == 1 for different in counts.values())
+        for group, (count, size) in report["counts"].items():
+            counts.setdefault((group, size), []).append(count)
+    return all(
+        len(set(begun)) == 1
+        and (len(begun) == size or begun[0] == 0)  # not all ranks of the group may have run the cell
+        for (_, size), begun in counts.items()
+    )
 
 
 def _shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
@@ -146,6 +155,14 @@ def threads(ranks: int) -> int:
     """CPU threads for each of `ranks` on this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
+
+
+def _directory() -> str:
+    """Where the notebook is, for new ranks."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # somebody has removed it
+        return "/"
 
 
 def _loopback() -> str:

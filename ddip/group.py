@@ -110,6 +110,8 @@ class Group:
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
         self._app: str | None = None
+        self._unprepared: set[int] = set()
+        """Ranks on which the app has still to be prepared."""
         if gpus == "all":
             gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
         self.request = Request(n, None if gpus is None else tuple(gpus), backend, app)
@@ -167,6 +169,7 @@ class Group:
         atexit.unregister(self.shutdown)
         ranks, self._ranks = self._ranks, None
         self._app = None
+        self._unprepared = set()
         if ranks is not None:
             with _undisturbed():
                 ranks.cluster.stop()
@@ -213,6 +216,8 @@ class Group:
         self._cells.require_idle()
         if not self._formation.sound:
             self._form_again()
+        if self._unprepared:
+            self._prepare(self._app, sorted(self._unprepared))
 
     # -- forming
 
@@ -240,6 +245,7 @@ class Group:
             self.progress(f"ddip: preparing {app}")
             self.ranks.ask(ranks, "apps.prepare", apps.find(app))
         self._app = app
+        self._unprepared -= set(ranks)
 
     def _form_again(self) -> None:
         """The same ranks in a new group: the former was released, or left by a cell."""
@@ -248,17 +254,15 @@ class Group:
             going = self._formation.leave(deadline)
             self._formation.join(self.wish, self.collect, deadline)
         except GroupError as error:
-            raise GroupError(f"the group could not be formed again: {error}; %makedip -r starts it afresh") from None
-        if going:
-            outputs.tell(
-                "the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again"
-            )
+            hint = "" if "--repair" in str(error) else "; %makedip -r starts it afresh"
+            raise GroupError(f"the group could not be formed again: {error}{hint}") from None
+        _tell_going(going)
 
     def repair(self, names: Sequence[str] = (), source: int | None = None) -> list[int]:
         """Put new processes in place of the ranks that ended, or that still run a cell that was given up.
 
         The others keep their variables. `names` are copied from the rank `source` to the new ones. Returns the ranks
-        that were replaced. Raises GroupError or TransferError; if a name cannot be copied, or the new processes do not
+        that were replaced. Raises GroupError or TransferError; if a name cannot be pickled, or the new processes do not
         come, nothing has changed.
         """
         self.cluster.require_controller()
@@ -283,13 +287,21 @@ class Group:
             self.cluster.stop_engines_but([member.engine for member in members])
             self.ranks.members = members
             self._cells.forget(gone)
+            self._unprepared.update(gone)
         self._form_again()
         self._prepare(self._app, gone)
         if packed:
-            transfer.staged(dict(zip(gone, self.ranks.ask(gone, "transfer.stage", packed), strict=True)))
-            self.ranks.ask(gone, "transfer.commit")
+            self._unpack(packed, gone)
         self.seconds = time.monotonic() - began
         return gone
+
+    def _unpack(self, packed: dict[str, bytes], ranks: Sequence[int]) -> None:
+        try:
+            transfer.staged(dict(zip(ranks, self.ranks.ask(ranks, "transfer.stage", packed), strict=True)))
+        except TransferError as error:
+            self.ranks.ask(ranks, "transfer.drop")
+            raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
+        self.ranks.ask(ranks, "transfer.commit")
 
     def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> dict[str, bytes]:
         what = f"--from {source} {' '.join(names)}"
@@ -305,8 +317,8 @@ class Group:
         """All ranks leave the old group; those that are not `staying` end."""
         if self._app is not None:
             self.ranks.ask(range(self.world_size), "apps.release", apps.find(self._app))
-            self._app = None
-        self._formation.leave(deadline)
+            self._unprepared = set(range(self.world_size))
+        _tell_going(self._formation.leave(deadline))
         self.cluster.stop_engines_but([member.engine for member in staying])
 
     def describe(self) -> str:
@@ -364,7 +376,7 @@ class Group:
     def set_collect(self, collect: bool) -> None:
         """Turn the collection of garbage after each cell on or off."""
         self.collect = collect
-        self.ranks.ask(self.ranks.live, "housekeeping.set_collect", collect)
+        self.ranks.ask_beside(self.ranks.live, "housekeeping.set_collect", collect, seconds=INFO_SECONDS)
 
     def command(self, text: str) -> None:
         """Give `text` to the app on every rank."""
@@ -431,6 +443,14 @@ class Group:
                 )
             )
         return infos
+
+
+def _tell_going(going: int) -> None:
+    """Say what the ranks have lost with their former group."""
+    if going:
+        outputs.tell(
+            "the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again"
+        )
 
 
 @contextlib.contextmanager

@@ -130,13 +130,13 @@ class DipMagics(Magics):
             self.verbose = _flag(args.verbose)
         if args.timeout is not None:
             self.timeout = _seconds(args.timeout, "-t", 1)
+        if args.repair or args.source:
+            self._repair(args, line)
+            return
         if args.kill and (args.restart or args.n or args.gpus or args.backend or args.app):
             raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
         if args.kill:
             self.end_group()
-            return
-        if args.repair or args.source:
-            self._repair(args, line)
             return
         form = args.n or args.gpus or args.backend or args.app or args.restart
         only_settings = (args.verbose is not None or args.timeout is not None) and not form
@@ -198,7 +198,7 @@ class DipMagics(Magics):
         from ddip.errors import ranks_text
         from ddip.outputs import Progress
 
-        if not args.repair or args.restart or args.n or args.gpus or args.backend or args.app:
+        if not args.repair or args.kill or args.restart or args.n or args.gpus or args.backend or args.app:
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
         group = self._require_group("%makedip --repair")
         source, names = placement.parse_source(args.source, group.world_size)

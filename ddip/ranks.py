@@ -64,13 +64,15 @@ class Ranks:
 
     @property
     def ended(self) -> list[int]:
-        """The ranks whose process is gone."""
-        return [rank for rank, member in enumerate(self.members) if member.engine in self.cluster.exits]
+        """The ranks whose process is gone, or which the controller has given up."""
+        there = set(self.cluster.client.ids) - self.cluster.exits.keys()
+        return [rank for rank, member in enumerate(self.members) if member.engine not in there]
 
     @property
     def live(self) -> list[int]:
         """The others."""
-        return [rank for rank, member in enumerate(self.members) if member.engine not in self.cluster.exits]
+        ended = self.ended
+        return [rank for rank in range(len(self.members)) if rank not in ended]
 
     def watch_memory(self, ranks: Sequence[int]) -> None:
         """Remember how much memory `ranks` hold: when one of them has ended it is too late to ask."""
@@ -82,7 +84,10 @@ class Ranks:
     def end_of(self, rank: int) -> RankError:
         """What is known of the end of `rank`: its pid, how and why it ended, and the last lines of its log."""
         member = self.members[rank]
-        code = self.cluster.exits.get(member.engine)
+        if member.engine not in self.cluster.exits:
+            text = f"pid {member.pid} has not answered for so long that the controller has given it up"
+            return RankError(RANK_ENDED, text, "", at=time.time())
+        code = self.cluster.exits[member.engine]
         why = cause_text(code, self._held.get(member.engine), self._memory, HostMemory.now())
         log = self.cluster.log_tail(member.engine)
         text = f"pid {member.pid} ended ({exit_text(code)}): {why}"
@@ -104,14 +109,16 @@ class Ranks:
     ) -> list[Any]:
         """The same with arguments by rank, until `deadline` on ``time.monotonic``; raises GroupError."""
         client = self.cluster.client
-        answers = {
-            rank: client.direct_view(self.members[rank].engine).apply_async(call, target, *args)
-            for rank, args in arguments.items()
-        }
+        try:  # before anything is sent: the others would wait for the one that has ended
+            views = {rank: client.direct_view(self.members[rank].engine) for rank in arguments}
+        except IndexError:
+            gone = {rank: self.end_of(rank) for rank in self.ended}
+            raise GroupError(f"{WORDS[target]} failed: {CellError(gone)}") from None
+        answers = {rank: views[rank].apply_async(call, target, *args) for rank, args in arguments.items()}
         self._await(answers, deadline)
+        replies = {rank: answer.get(return_exceptions=True) for rank, answer in answers.items() if answer.done()}
         problems: dict[int, RankError] = {}
-        for rank, answer in answers.items():
-            reply = answer.get(return_exceptions=True) if answer.done() else {}
+        for rank, reply in replies.items():
             problem = self.error_of(rank, reply)
             if problem is None and "error" in reply:
                 problem = RankError(reply["error"], reply["message"], reply["traceback"])
@@ -120,10 +127,10 @@ class Ranks:
         if problems:
             log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
             raise GroupError(f"{WORDS[target]} failed: {CellError(problems)}")
-        late = [rank for rank, answer in answers.items() if not answer.done()]
+        late = [rank for rank in answers if rank not in replies]
         if late:
             raise GroupError(f"{ranks_text(late)} did not finish {WORDS[target]} in time; -t SECONDS waits longer")
-        return [answer.get()["ok"] for answer in answers.values()]
+        return [replies[rank]["ok"] for rank in answers]
 
     def _await(self, answers: Mapping[int, Any], deadline: float | None) -> None:
         """Wait until all `answers` are there; not for those that wait in vain, since another rank failed or ended."""
@@ -181,7 +188,7 @@ class Ranks:
 
     def place_from_outside(self, rank: int) -> Place | None:
         """Where `rank` is, though it cannot answer; None if it does not even take a signal."""
-        if rank in self.ended:
+        if rank in self.ended or dump.SIGNAL is None:
             return None
         pid = self.members[rank].pid
         path = dump.file_of(self.cluster.run_folder, pid)
@@ -189,10 +196,11 @@ class Ranks:
             before = path.stat().st_size
             os.kill(pid, dump.SIGNAL)
             deadline = time.monotonic() + SIGNAL_SECONDS
+            text = ""
             while time.monotonic() < deadline:
-                time.sleep(0.01)
-                text = path.read_text()[before:]
-                if text.endswith("\n"):
+                time.sleep(0.02)
+                former, text = text, path.read_text()[before:]
+                if text and text == former:  # it is written piece by piece
                     return dump.place_in(text)
         except OSError:
             pass  # it has ended just now, or is on a system without such a signal
@@ -200,9 +208,11 @@ class Ranks:
 
     def signal(self, ranks: Sequence[int]) -> None:
         """Send SIGINT to `ranks`: whatever cell they run then is interrupted."""
-        engines = [self.members[rank].engine for rank in ranks if rank in self.live]
-        if engines:
-            self.cluster.client.send_signal("SIGINT", engines, block=False)
+        live = self.live
+        for rank in ranks:
+            if rank in live:
+                with contextlib.suppress(IndexError):  # it has ended just now
+                    self.cluster.client.send_signal("SIGINT", self.members[rank].engine, block=False)
 
     def interrupt(self, cells: Mapping[int, str]) -> None:
         """Interrupt one cell on each rank, by its message id, whether it runs or is still on its way; and no other."""

@@ -32,8 +32,8 @@ TABLES = (
 )
 """Of ``distributed_c10d._world``: what it knows of each group."""
 LOST = (
-    "this {name} was made before the group was formed again (after a rank had failed, or was stopped in a collective); "
-    "wrap its module again, such as model = DDP(model.module): the parameters are as they were"
+    "this {name} was made in a group that is no more: the ranks have formed another since. Wrap its module again, such "
+    "as model = DDP(model.module); the parameters are as they were"
 )
 
 
@@ -47,15 +47,18 @@ def subgroups() -> int:
     return max(0, len(distributed_c10d._world.pg_names) - 1)
 
 
-def counts() -> dict[str, int]:
-    """How many collectives this rank has begun so far, by group and device; there is no public count."""
+def counts() -> dict[str, tuple[int, int]]:
+    """How many collectives this rank has begun so far, by group and device, and the size of the group.
+
+    There is no public count.
+    """
     found = {}
     if dist.is_initialized():
         for group, name in list(distributed_c10d._world.pg_names.items()):
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count
                     backend: Any = group._get_backend(device)
-                    found[f"{name} {device.type}"] = backend._get_sequence_number_for_group()
+                    found[f"{name} {device.type}"] = backend._get_sequence_number_for_group(), group.size()
     return found
 
 
@@ -86,16 +89,15 @@ def _quietly(stop: Any) -> None:
 
 def forget() -> None:
     """Leave all groups, whatever state they are in; they must have been released if they were stuck."""
-    try:
+    with contextlib.suppress(Exception):  # a backend that fails when it is shut down has still to go
         if dist.is_initialized():
             dist.destroy_process_group()
-    except Exception:  # a backend that fails when it is shut down has still to go
-        world = distributed_c10d._world
-        distributed_c10d._update_default_pg(None)
-        for name in TABLES:
-            getattr(world, name).clear()
-        distributed_c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-        world.group_count = 0
+    world = distributed_c10d._world
+    distributed_c10d._update_default_pg(None)
+    for name in TABLES:
+        getattr(world, name).clear()
+    distributed_c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    world.group_count = 0  # it is part of the next group's name, and counts those that failed to form
 
 
 def retire_wrappers() -> int:
@@ -114,7 +116,8 @@ def retire_wrappers() -> int:
             continue
         wrapper.__dict__["_ddip_retired"] = True
         for name in ("reducer", "logger"):
-            wrapper.__dict__.pop(name, None)
+            if name in wrapper.__dict__:
+                wrapper.__dict__[name] = None
         wrapper.register_forward_pre_hook(_refuse, prepend=True)
         retired += 1
     return retired
@@ -131,4 +134,6 @@ def is_broken_connection(error: BaseException) -> bool:
     """
     kinds = tuple(getattr(dist, name) for name in ("DistError",) if hasattr(dist, name))
     text = str(error)
-    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(w in text for w in ("gloo", "NCCL")))
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and any(word in text for word in ("gloo/transport", "NCCL"))
+    )

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from ddip.rank.place import Place
 
-SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
-"""One that nobody has a use for; programs and debuggers take SIGUSR1 and SIGUSR2."""
+SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+"""One that nobody has a use for: programs and debuggers take SIGUSR1 and SIGUSR2. None on systems without such."""
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
 def listen(folder: Path, pid: int) -> None:
     """Write the stack of this process, `pid`, to a file in `folder` whenever SIGNAL comes."""
-    faulthandler.register(SIGNAL, file=file_of(folder, pid).open("w"), all_threads=False)
+    if SIGNAL is not None:
+        faulthandler.register(SIGNAL, file=file_of(folder, pid).open("w"), all_threads=False)
 
 
 def file_of(folder: Path, pid: int) -> Path:

@@ -67,8 +67,7 @@ def main() -> None:
     from ddip.rank.kernel import RankEngine
 
     gc.enable()
-    if hasattr(faulthandler, "register"):
-        dump.listen(run_folder, os.getpid())
+    dump.listen(run_folder, os.getpid())
     faulthandler.enable(os.dup(2))  # a crash tells in the log where it was; ipykernel puts a pipe in place of 2
     code: object = 1
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
@@ -63,7 +64,8 @@ class Cells:
     def clean(self) -> None:
         gc.collect()
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # a context that has failed once fails for ever
+                torch.cuda.empty_cache()
         self.collections += 1
 
 

@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -102,6 +104,23 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             control = self.control_thread.io_loop
             control.add_callback(control.call_later, AGAIN_SECONDS, self._aim, self._cell)
 
+    @contextmanager
+    def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
+        """In a cell that awaits: ipykernel's cancels it, which only works while it waits and not while it computes."""
+        with super()._cancel_on_sigint(future):
+            cancel: Any = signal.getsignal(signal.SIGINT)
+
+            def interrupt(number: int, frame: FrameType | None) -> None:
+                aimed_at, self._aimed_at = self._aimed_at, None
+                if aimed_at not in (None, self._cell):
+                    return
+                if _is_users(frame):
+                    raise KeyboardInterrupt
+                cancel(number, frame)
+
+            signal.signal(signal.SIGINT, interrupt)
+            yield
+
     def _aim(self, cell: str) -> None:
         """Send an interrupt to `cell`, if it still runs."""
         if self._cell == cell:
@@ -145,7 +164,10 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         raised = self._raised()
         if raised is not None:
             report["waited"] = call("process_group.waited_in", raised).get("ok", "")
-        cells.end(reply["status"] != "ok", raised)
+        try:
+            cells.end(reply["status"] != "ok", raised)
+        except Exception:
+            self.log.exception("after a cell")
         del raised
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}

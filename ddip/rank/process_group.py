@@ -26,8 +26,8 @@ _store = ""
 """Of the group that was formed last; it names that group."""
 _formed: dist.ProcessGroup | None = None
 _released = False
-_counts: dict[str, int] = {}
-"""Collectives until the cell began."""
+_counts: dict[str, tuple[int, int]] = {}
+"""Collectives until the cell began, and the size of the group, by group."""
 
 
 def join(seat: Seat) -> None:
@@ -59,10 +59,11 @@ def join(seat: Seat) -> None:
     namespace().update(rank=seat.rank, world_size=seat.world_size, device=device)
 
 
-def adopt() -> None:
+def adopt() -> bool:
     """Take the group that a cell has formed for the group of this rank."""
     global _formed
     _formed = c10d.world()
+    return True
 
 
 def release(store: str, connections: list[Ends]) -> None:
@@ -70,8 +71,10 @@ def release(store: str, connections: list[Ends]) -> None:
     global _released
     if store == _store:  # else this comes too late: the rank was held up in C code, and has joined another group since
         _released = True
-        sockets.shut_down(connections)
-        c10d.abort()
+        try:
+            sockets.shut_down(connections)
+        finally:
+            c10d.abort()
 
 
 def leave() -> int:
@@ -97,7 +100,7 @@ def report() -> dict[str, Any]:
 
     ``released``: whether the notebook has released it. ``state``: ``ours`` if it is the group that this rank has
     joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this rank's place in it.
-    ``counts``: collectives that the cell began, by group.
+    ``counts``: collectives that the cell began, and the size of the group, by group.
     """
     now = c10d.world()
     told: dict[str, Any] = {"released": _released, "state": "none"}
@@ -105,7 +108,7 @@ def report() -> dict[str, Any]:
         return told
     if now is not _formed:
         return {**told, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
-    counts = {name: count - _counts.get(name, 0) for name, count in c10d.counts().items()}
+    counts = {name: (n - _counts.get(name, (0, 0))[0], size) for name, (n, size) in c10d.counts().items()}
     return {**told, "state": "ours", "counts": counts}
 
 

@@ -40,6 +40,7 @@ def shut_down(connections: list[Ends]) -> int:
     found = 0
     for connection, ends in _connected():
         if ends in wanted:
-            connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the other end was quicker
+                connection.shutdown(socket.SHUT_RDWR)
             found += 1
     return found

@@ -71,7 +71,7 @@ def prove(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
     group.run(PROOF.format(lost=lost))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_four() -> Iterator[ddip.Group]:
     with pytest.MonkeyPatch.context() as patch, ddip.Group(4, grace=0.1) as group:
         patch.setattr(cells, "STOP_GRACE_SECONDS", 0.2)
@@ -200,6 +200,17 @@ def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) ->
         four.run("pass")
     four.repair()
     prove(four, lost=(3,))
+
+
+def test_a_rank_that_dies_while_the_group_is_formed_again(four: ddip.Group) -> None:
+    """It leaves ranks that have begun to join and ranks that have not."""
+    four.run("from ddip.rank import process_group\nif rank == 1: process_group.join = lambda seat: os._exit(5)")
+    with pytest.raises(ddip.CellError):
+        four.run("if rank == 0: raise ValueError\ndist.barrier()")
+    with pytest.raises(GroupError, match=r"could not be formed again: .*rank 1: RankEnded: .*%makedip --repair puts"):
+        four.run("pass")
+    assert four.repair() == [1]
+    prove(four, lost=(1,))
 
 
 def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group) -> None:

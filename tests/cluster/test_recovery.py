@@ -63,7 +63,7 @@ def test_a_wrapper_of_the_former_group_says_so_and_a_new_one_trains(cells: ddip.
     with pytest.raises(ddip.CellError, match="waiting in backward"):
         cells.run("loss = wrapper(torch.ones(1, 2)).sum()\nif rank == 0: raise ValueError\nloss.backward()")
     cells.run("assert [p.tolist() for p in net.parameters()] == before")
-    with pytest.raises(ddip.CellError, match="this DistributedDataParallel was made before the group was formed again"):
+    with pytest.raises(ddip.CellError, match="this DistributedDataParallel was made in a group that is no more"):
         cells.run("wrapper(torch.ones(1, 2))")
     cells.run("again = DDP(wrapper.module)\nstep(again); step(again)\nassert same()")
 
@@ -98,6 +98,33 @@ def test_an_error_that_leaves_the_ranks_out_of_step_forms_the_group_again(cells:
     with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
         cells.run("if rank == 0: raise ValueError\nwork = dist.all_reduce(x, async_op=True)")
     cells.run("assert dist.group.WORLD is not former\n" + PROOF)
+
+
+def test_a_failed_cell_on_some_ranks_that_left_them_out_of_step_forms_the_group_again(cells: ddip.Group) -> None:
+    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)")
+    with pytest.raises(ddip.CellError):
+        cells.run("work = dist.all_reduce(torch.tensor([100.0]), async_op=True)\nraise ValueError", ranks=[0])
+    cells.run("dist.all_reduce(x)\nassert x.item() == 2")
+
+
+@pytest.mark.parametrize(
+    "own",
+    ["raise RuntimeError('of gloo/transport')", "dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.2))"],
+)
+def test_an_error_of_a_collective_that_nobody_has_released_is_told_as_it_is(cells: ddip.Group, own: str) -> None:
+    cells.run("import datetime, time, torch.distributed as dist\nkept = rank")
+    with pytest.raises(ddip.CellError, match="(?s)^rank 0: RuntimeError: .*rank 1 was waiting in barrier") as caught:
+        cells.run(f"if rank == 0: {own}\ntime.sleep(1)\ndist.barrier()")
+    assert "RuntimeError" in "\n".join(caught.value._render_traceback_())
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Group) -> None:
+    """torch counts the groups that it has begun to form, and makes their names of the count."""
+    cells.run("import torch.distributed as dist\nkept = rank")
+    with pytest.raises(ddip.CellError):
+        cells.run("dist.destroy_process_group()\nif rank: dist.init_process_group('gloo', init_method='tcp://no:0')")
+    cells.run(f"{PROOF}\nassert kept == rank")
 
 
 def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
@@ -249,6 +276,25 @@ def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
+def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_path: Path) -> None:
+    thread = later(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
+        cells.run(
+            "import asyncio, pathlib, time\nkept = rank\nawait asyncio.sleep(0)\n"
+            f"(pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()\nwhile True: time.sleep(0.01)"
+        )
+    thread.join()
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
+    cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddip.outputs.CellOutput.finish", lambda self: press_stop())
+    with pytest.raises(CellInterrupted, match="the cell had ended when it was interrupted"):
+        cells.run("pass")
+
+
 # -- who waits where
 
 
@@ -272,6 +318,23 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
     assert lines[2] == "  rank 1: finished"
     assert "the stop button ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
     cells.run(PROOF)
+
+
+def test_a_failure_is_told_though_it_was_told_before_who_waits(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def is_told() -> bool:
+        told.append(capsys.readouterr().err)
+        return "rank 0: ValueError: the news; rank 1 still runs" in "".join(told)
+
+    cells.patience = 1
+    thread = later(is_told, press_stop)
+    with pytest.raises(CellInterrupted):
+        cells.run("import time\nif rank == 0:\n    time.sleep(2)\n    raise ValueError('the news')\ntime.sleep(1000)")
+    thread.join()
+    assert "".join(told).index("no rank has made progress for 1 s") < "".join(told).index("the news")
 
 
 @pytest.mark.parametrize("work", ["x @ x", "print('.')"])

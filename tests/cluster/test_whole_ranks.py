@@ -33,7 +33,7 @@ def test_random_numbers_are_the_ranks_own(cells: ddip.Group) -> None:
         assert first != second
 
 
-def test_the_process_looks_freshly_started(cells: ddip.Group) -> None:
+def test_the_process_looks_freshly_started() -> None:
     code = (
         "import os, signal, sys, threading\n"
         "names = [name for name in os.environ if name.startswith(('DDIP', 'SPT_'))]\n"
@@ -41,8 +41,9 @@ def test_the_process_looks_freshly_started(cells: ddip.Group) -> None:
         "found = (sys.argv, names, [h == signal.SIG_DFL for h in handlers], signal.pthread_sigmask(0, []),\n"
         "         threading.current_thread() is threading.main_thread(), os.read(0, 1), os.getsid(0) == os.getpid())"
     )
-    assert values(cells, code) == [([""], [], [True] * 3, set(), True, b"", True)] * 2
-    pythonpath = values(cells, "found = os.environ.get('PYTHONPATH')")
+    with ddip.Group(2) as group:
+        assert values(group, code) == [([""], [], [True] * 3, set(), True, b"", True)] * 2
+        pythonpath = values(group, "found = os.environ.get('PYTHONPATH')")
     assert pythonpath == [os.environ.get("PYTHONPATH")] * 2
 
 

@@ -14,6 +14,7 @@ KILLED = HostMemory(100 * 10**9, 80 * 10**9, kills=4)
 
 def test_exits_are_told_by_signal_or_code() -> None:
     assert [exit_text(code) for code in (-9, 3, None)] == ["SIGKILL", "exit code 3", "exit code unknown"]
+    assert exit_text(-40) == "signal 40"
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ class _Ranks:
     def __init__(self) -> None:
         self.adopted = False
 
-    def ask(self, ranks: Any, target: str) -> None:
+    def ask_beside(self, ranks: Any, target: str, seconds: float) -> dict[int, bool]:
         assert target == "process_group.adopt"
         self.adopted = True
+        return dict.fromkeys(ranks, True)
 
 
 def report(state: str = "ours", released: bool = False, **more: Any) -> dict[str, Any]:
@@ -35,8 +36,8 @@ OTHER = [report("other", rank=0, size=2), report("other", rank=1, size=2)]
     [
         ([report(), report()], False, True, False),
         ([report(), report()], True, True, False),
-        ([report(counts={"0 cpu": 1}), report(counts={"0 cpu": 2})], True, False, False),
-        ([report(counts={"0 cpu": 1}), report(counts={"0 cpu": 2})], False, True, False),
+        ([report(counts={"0 cpu": (1, 2)}), report(counts={"0 cpu": (2, 2)})], True, False, False),
+        ([report(counts={"0 cpu": (1, 2)}), report(counts={"0 cpu": (2, 2)})], False, True, False),
         ([report(), report(released=True)], True, False, False),
         ([report(), None], True, False, False),
         ([report("none"), report("none")], False, False, False),
@@ -64,8 +65,15 @@ def test_a_group_that_was_released_is_not_good_again_after_a_good_cell() -> None
 
 
 def test_ranks_are_in_step_if_they_began_as_many_collectives_in_each_of_their_groups() -> None:
-    assert _in_step([report(counts={"0 cpu": 2, "1 cpu": 1}), report(counts={"0 cpu": 2})])
-    assert not _in_step([report(counts={"0 cpu": 2, "1 cpu": 1}), report(counts={"0 cpu": 2, "1 cpu": 0})])
+    assert _in_step([report(counts={"0 cpu": (2, 2), "1 cpu": (1, 1)}), report(counts={"0 cpu": (2, 2)})])
+    assert not _in_step(
+        [report(counts={"0 cpu": (2, 2), "1 cpu": (1, 2)}), report(counts={"0 cpu": (2, 2), "1 cpu": (0, 2)})]
+    )
+
+
+def test_ranks_are_out_of_step_with_those_that_did_not_run_the_cell() -> None:
+    assert _in_step([report(counts={"0 cpu": (0, 2)})])
+    assert not _in_step([report(counts={"0 cpu": (1, 2)})])
 
 
 def test_the_connections_between_ranks_are_those_with_a_rank_at_both_ends() -> None:
