@@ -211,6 +211,7 @@ class Cluster:
         timeout = max(0.1, deadline - time.monotonic())
         try:
             self._client = self._on_loop(self._ipp.connect_client(timeout=timeout), timeout)
+            ipp_private.forget_late_output(self._client)
         except (concurrent.futures.TimeoutError, TimeoutError):
             raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:

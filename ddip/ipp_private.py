@@ -5,15 +5,47 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from ipyparallel import Client
+from ipyparallel.client.client import Metadata
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.error import EngineError, RemoteError
 
 Message = dict[str, Any]
+MANY = 10_000
+"""Requests after which the first is forgotten."""
+
+
+class _Kept(collections.defaultdict):  # type: ignore[type-arg]
+    """What the client keeps of each request; of one that has been answered it keeps nothing.
+
+    ipyparallel adds up the output that comes later, from a thread of the cell, in a time that grows with its length: a
+    thread that goes on printing would soon take all of the client's time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Metadata)
+        self._answered: dict[str, None] = {}
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._answered[key] = None
+        if len(self._answered) > MANY:
+            del self._answered[next(iter(self._answered))]
+        return super().pop(key, *default)
+
+    def __missing__(self, key: str) -> Any:
+        return Metadata() if key in self._answered else super().__missing__(key)
+
+
+def forget_late_output(client: Client) -> None:
+    """Have `client` forget what cells print after they have ended."""
+    kept = _Kept()
+    kept.update(client.metadata)
+    client.metadata = kept
 
 
 def _identity(client: Client, engine: int) -> bytes:

@@ -137,7 +137,7 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
     prove(four)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["all_reduce", "new_group", "DDP backward"])  # then all goes as with the stop button
 def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(four: ddip.Group, stage: str) -> None:
     with pytest.raises(CellTimeout) as caught:
         four.run(f"if rank:\n    {STAGES[stage]}", timeout=0.3)
@@ -165,7 +165,7 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
 @pytest.mark.parametrize("size", [2, 8])
 def test_other_sizes(size: int) -> None:
     with ddip.Group(size, grace=0.1) as group:
-        for stage in ("all_reduce", "subgroup", "DDP backward"):
+        for stage in ("all_reduce", "DDP backward"):
             group.run(SET_UP)
             with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) waiting in"):
                 group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")

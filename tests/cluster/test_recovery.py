@@ -184,7 +184,7 @@ def test_many_failures_leave_no_descriptor_or_thread_more(cells: ddip.Group) -> 
     cells.run("import torch.distributed as dist")
     fail()
     before, here = held(), len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
+    for _ in range(5):
         fail()
     assert held() == before
     assert len(os.listdir("/proc/self/fd")) == here
@@ -402,6 +402,9 @@ def test_output_of_a_thread_that_lives_on_does_not_disturb_the_next_cell(
     for _ in range(20):
         cells.run("pass")
     cells.run("stop.set(); thread.join()\n" + PROOF)
+    cells.run("pass")
+    metadata = cells.cluster.client.metadata
+    assert not [text for text in (metadata[key]["stdout"] for key in list(metadata)) if text]
 
 
 def test_a_failed_cell_does_not_keep_its_objects(cells: ddip.Group) -> None:

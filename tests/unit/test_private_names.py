@@ -146,6 +146,12 @@ def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
     assert "exec(code_obj, self.user_global_ns, self.user_ns)" in inspect.getsource(InteractiveShell.run_code)
 
 
+def test_the_client_adds_up_output_in_what_it_keeps_of_a_request() -> None:
+    dispatch = inspect.getsource(ipyparallel.Client._dispatch_iopub)
+    assert "md = self.metadata[msg_id]" in dispatch and "new_text = (md[name] or '') + content['text']" in dispatch
+    assert "self.metadata.pop(msg_id, None)" in inspect.getsource(ipyparallel.Client)
+
+
 def test_the_client_keeps_what_a_cell_replied() -> None:
     assert "self._content = content" in inspect.getsource(ExecuteReply)
     assert "content.get('engine_info', {})" in inspect.getsource(unwrap_exception)
