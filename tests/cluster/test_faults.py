@@ -34,8 +34,8 @@ STAGES = {
 }
 """What the ranks do when it happens; rank 0 does not take part."""
 NAMES = {
-    "broadcast_object_list": "broadcast",
-    "all_gather_object": "all_gather",
+    "broadcast_object_list": "broadcast.*",
+    "all_gather_object": "all_gather.*",
     "recv": "i?recv",  # the connection may be gone before it waits
     "send": "i?send",
     "wait": "",
@@ -163,9 +163,9 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
 
 
 @pytest.mark.parametrize("size", [2, 8])
-def test_other_sizes(size: int) -> None:
+def test_groups_of_other_sizes(size: int) -> None:
     with ddip.Group(size, grace=0.1) as group:
-        for stage in ("all_reduce", "DDP backward"):
+        for stage in ("all_reduce",) if size == 2 else ("all_reduce", "DDP backward"):
             group.run(SET_UP)
             with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) waiting in"):
                 group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
