@@ -28,7 +28,7 @@ class Place:
         where = f"cell [{self.cell}] line {self.line}" if self.cell is not None else self.inner or "awaiting something"
         if self.function and (self.cell is not None or self.held):
             where = f"{self.function}, {where}"
-        return f"{where}, in C code that holds the interpreter" if self.held else where
+        return f"{where}, and it does not answer: C code may hold the interpreter" if self.held else where
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def test_ranks_that_do_not_stop_are_named_though_their_output_pours_in(cells: dd
 
     thread = threading.Thread(target=press_stop)
     thread.start()
-    with pytest.raises(CellInterrupted, match="ranks 0, 1 did not stop:\n  ranks? 0.*: .*cell "):
+    with pytest.raises(CellInterrupted, match="ranks 0, 1 did not stop:\n  ranks? 0.*: .*line .*"):
         cells.run(
             f"import pathlib, signal, time\nfolder = pathlib.Path({str(tmp_path)!r})\n"
             "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf{rank}').touch()\n"

@@ -236,7 +236,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(four: ddip.Group, t
             "    while True: ctypes.PyDLL(None).sleep(1000)  # holds the interpreter\nelse: dist.barrier()"
         )
     thread.join()
-    assert "rank 1 did not stop:\n  rank 1: line 5 of the cell, in C code that holds the" in str(caught.value)
+    assert "rank 1 did not stop:\n  rank 1: line 5 of the cell, and it does not answer: C code" in str(caught.value)
     assert "%makedip --repair: it puts new processes in place of that rank" in str(caught.value)
     with pytest.raises(GroupError, match="^rank 1 still runs the cell that you gave up:\n  rank 1: line 5 of the cell"):
         four.run("pass")

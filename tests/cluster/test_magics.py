@@ -270,7 +270,7 @@ def test_dipstack_tells_where_each_rank_is(notebook: Notebook) -> None:
     notebook.finish(running, until="begun")
     notebook.interrupt()
     shown = notebook.finish(running)
-    held = "  rank 1: line 8 of the cell, in C code that holds the interpreter"
+    held = "  rank 1: line 8 of the cell, and it does not answer: C code may hold the interpreter"
     assert shown.error == "CellInterrupted"
     assert f"the cell was interrupted on ranks 0, 2\nrank 1 did not stop:\n{held}\n" in shown.message
     assert notebook.ok("%dipstack").stdout == f"  ranks 0, 2: idle\n{held}\n"
