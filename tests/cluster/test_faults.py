@@ -51,12 +51,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 marker = f"rank {rank}"
-everybody = dist.new_group(list(range(world_size)))
-wrapper = DDP(torch.nn.Linear(2, 2))
-loss = wrapper(torch.ones(1, 2)).sum()
-sharded = torch.nn.Linear(4, 4)
-fully_shard(sharded)
 """
+ALSO = {
+    "subgroup": "everybody = dist.new_group(list(range(world_size)))",
+    "DDP backward": "wrapper = DDP(torch.nn.Linear(2, 2))\nloss = wrapper(torch.ones(1, 2)).sum()",
+    "FSDP forward": "sharded = torch.nn.Linear(4, 4)\nfully_shard(sharded);",
+}
+"""What a stage needs besides."""
 PROOF = """
 import torch, torch.distributed as dist
 y = torch.full((3,), float(rank))
@@ -87,6 +88,16 @@ def four(shared_four: ddip.Group) -> ddip.Group:
     return shared_four
 
 
+@pytest.fixture
+def stage(request: pytest.FixtureRequest, four: ddip.Group) -> str:
+    """Four ranks that are ready for a stage."""
+    four.run(ALSO.get(request.param, ""))
+    return str(request.param)
+
+
+every_stage = pytest.mark.parametrize("stage", STAGES, indirect=True)
+
+
 def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Thread:
     """Do something when ranks 1 to 3 stand where they wait for rank 0."""
 
@@ -115,7 +126,7 @@ def waiting_in(stage: str) -> str:
     return rf"{name}, cell \[\d+\] line 2" if name else r"cell \[\d+\] line 2"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
@@ -128,7 +139,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
     prove(four)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
     thread = when_they_wait(four, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
@@ -137,7 +148,7 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
     prove(four)
 
 
-@pytest.mark.parametrize("stage", ["all_reduce", "new_group", "DDP backward"])  # then all goes as with the stop button
+@pytest.mark.parametrize("stage", ["all_reduce", "new_group", "DDP backward"], indirect=True)  # the rest is as above
 def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(four: ddip.Group, stage: str) -> None:
     with pytest.raises(CellTimeout) as caught:
         four.run(f"if rank:\n    {STAGES[stage]}", timeout=0.3)
@@ -146,7 +157,7 @@ def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(four: dd
     prove(four)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     pid = four.members[0].pid
     with pytest.raises(ddip.CellError) as caught:
@@ -166,7 +177,7 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
 def test_groups_of_other_sizes(size: int) -> None:
     with ddip.Group(size, grace=0.1) as group:
         for stage in ("all_reduce",) if size == 2 else ("all_reduce", "DDP backward"):
-            group.run(SET_UP)
+            group.run(SET_UP + ALSO.get(stage, ""))
             with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) waiting in"):
                 group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
             prove(group)
