@@ -34,42 +34,37 @@ def raises(group: Group) -> float:
     raise AssertionError("did not fail")
 
 
-def when_they_wait(group: Group, do: Callable[[], None]) -> tuple[threading.Thread, list[float]]:
-    """Do something when rank 1 waits in all_reduce; the list will hold the time."""
+def _while_rank_1_waits(group: Group, fault: Callable[[], None], code: str, fails: type[BaseException]) -> float:
+    """Run `code`, which `fails`, and let the fault happen when rank 1 waits in all_reduce; returns when that was."""
     happened: list[float] = []
 
     def watch() -> None:
         place = None
         while place is None or place.function != "all_reduce":
-            place = group.ranks.places([1], 5)[1]
+            place = group.ranks.places([1])[1]
         happened.append(time.time())
-        do()
+        fault()
 
     thread = threading.Thread(target=watch)
     thread.start()
-    return thread, happened
+    try:
+        group.run(code)
+    except fails:
+        thread.join()
+        return happened[0]
+    raise AssertionError("did not fail")
 
 
 def interrupted(group: Group) -> float:
     """Returns when the stop button was pressed."""
-    thread, happened = when_they_wait(group, lambda: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        group.run("if rank: dist.all_reduce(x)")
-    except CellInterrupted:
-        thread.join()
-        return happened[0]
-    raise AssertionError("was not interrupted")
+    press_stop = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    return _while_rank_1_waits(group, press_stop, "if rank: dist.all_reduce(x)", CellInterrupted)
 
 
 def killed(group: Group) -> float:
     """Returns when the rank was killed."""
-    thread, happened = when_they_wait(group, lambda: os.kill(group.members[0].pid, signal.SIGKILL))
-    try:
-        group.run("time.sleep(1000) if rank == 0 else dist.all_reduce(x)")
-    except CellError:
-        thread.join()
-        return happened[0]
-    raise AssertionError("did not fail")
+    kill = lambda: os.kill(group.members[0].pid, signal.SIGKILL)  # noqa: E731
+    return _while_rank_1_waits(group, kill, "time.sleep(1000) if rank == 0 else dist.all_reduce(x)", CellError)
 
 
 def nothing(group: Group) -> float:

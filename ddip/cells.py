@@ -84,7 +84,7 @@ class Cells:
             concurrent.futures.wait(self._given_up.values(), timeout=1)
         stuck = self.stuck
         if stuck:
-            places = places_text(self._ranks.places(stuck, 0.5))
+            places = places_text(self._ranks.places(stuck))
             what = f"{ranks_text(stuck)} still {_verb(stuck, 'run')} the cell that you gave up"
             raise GroupError(f"{what}:\n{places}\n{_way_out(stuck)}")
 
@@ -184,7 +184,7 @@ class _Cell:
             lines.append(places_text(self._places))
         if stuck:
             lines.append(f"{ranks_text(stuck)} did not stop:")
-            lines.append(places_text(self._ranks.places(stuck, 0.5)))
+            lines.append(places_text(self._ranks.places(stuck)))
             lines.append(_way_out(stuck))
         return "\n".join(lines)
 
@@ -208,7 +208,7 @@ class _Cell:
                     open_ends -= 1
                     if kind == REPLY:
                         self._take_reply(rank)
-            if self._is_given_up(time.monotonic()):
+            if self._act_on_time(time.monotonic()):
                 return
 
     def _take_reply(self, rank: int) -> None:
@@ -234,7 +234,7 @@ class _Cell:
         self._released_at = time.monotonic()
         self._formation.release()
 
-    def _is_given_up(self, now: float) -> bool:
+    def _act_on_time(self, now: float) -> bool:
         """Do what the time asks for; True when nobody shall wait for the ranks any longer."""
         running = _unfinished(self.replies)
         if not running:  # only messages are missing
@@ -242,7 +242,7 @@ class _Cell:
         timeout = self._limits.timeout
         if timeout is not None and now >= self._began + timeout and self._stopped_at is None:
             self._timed_out = True
-            self._places = self._ranks.places(running, 0.4)
+            self._places = self._ranks.places(running)
             self._stop()
         if self._released_at is None and (
             _is_over(self._failed_at, self._limits.grace, now) or _is_over(self._stopped_at, STOP_GRACE_SECONDS, now)
@@ -263,13 +263,13 @@ class _Cell:
         if self._failed_at is not None:
             if not self._told_who_runs and _is_over(self._released_at, PATIENCE_SECONDS, now):
                 self._told_who_runs = True
-                places = places_text(self._ranks.places(running, 0.4))
+                places = places_text(self._ranks.places(running))
                 what = f"{CellError(self.errors)}; {ranks_text(running)} still {_verb(running, 'run')}"
                 outputs.tell(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
         elif not self._told_who_waits and self._watch.stands_still(running, now):
             self._told_who_waits = True
-            where: dict[int, Place | str | None] = {**self._ranks.places(running, 0.4)}
-            where.update((rank, "finished") for rank in self.replies if rank not in running)
+            finished: dict[int, Place | None] = dict.fromkeys(self.replies, Place(state="finished"))
+            where = {**finished, **self._ranks.places(running)}
             what = f"no rank has made progress for {self._limits.patience:g} s:\n{places_text(where)}"
             outputs.tell(f"{what}\nit goes on waiting; {STOP_HINT}, and so does %%dip --timeout SECONDS")
 
@@ -304,8 +304,8 @@ class _Watch:
         if now < self._since + interval or now < self._asked + interval:
             return False
         passed, self._asked = now - self._asked, now
-        answers = self._ranks.ask_beside(running, "stacks.pulse", seconds=0.3)
-        pulses = {rank: (steps, cpu) for rank, (steps, cpu) in ((r, a) for r, a in answers.items() if a is not None)}
+        answers = self._ranks.ask_beside(running, "stacks.pulse")
+        pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
         if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
             self.moved()
         self._last.update(pulses)

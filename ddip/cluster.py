@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 HEARTBEAT_MS = 1000
 MISSED_BEATS = 30
-"""After which the Hub takes an engine for dead: a cell in C code may hold up its heart for a while."""
+"""After which the Hub takes an engine for dead: one that a debugger has stopped for a while is not."""
 LOG_LINES = 12
 """Lines of an engine's log that an error shows."""
 

@@ -23,10 +23,6 @@ from ddip.placement import Wish
 from ddip.rank.seat import Seat
 from ddip.ranks import Ranks
 
-ANSWER_SECONDS = 0.4
-"""How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
-
-
 ADOPT_SECONDS = 2.0
 """How long a rank may take to note that a group is its own."""
 
@@ -94,8 +90,8 @@ class Formation:
         live = self._ranks.live
         if self._store is not None:
             _break(self._store)
-        ours = _shared(self._ranks.connections(live, ANSWER_SECONDS))
-        self._ranks.ask_beside(live, "process_group.release", str(self._store), ours, seconds=ANSWER_SECONDS)
+        ours = _shared(self._ranks.connections(live))
+        self._ranks.ask_beside(live, "process_group.release", str(self._store), ours)
 
     def judge(self, reports: Mapping[int, Mapping[str, Any] | None], failed: bool) -> None:
         """Look at what the ranks that have run a cell report of their group: it may have to be formed again."""

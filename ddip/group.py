@@ -358,20 +358,16 @@ class Group:
 
     def stacks(self) -> dict[int, Stack | None]:
         """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""
-        answers = self.ranks.ask_beside(range(self.world_size), "stacks.whole", seconds=STACK_SECONDS)
-        stacks = {rank: None if answer is None else outputs.stack_of(answer) for rank, answer in answers.items()}
-        for rank in [rank for rank, stack in stacks.items() if stack is None]:
-            place = self.ranks.place_from_outside(rank)
-            if place is not None:
-                stacks[rank] = Stack(place, {"main": str(place)})
-        return stacks
-
-    def places_of(self, stacks: Mapping[int, Stack | None]) -> dict[int, Place | str | None]:
-        """Where each rank is, for ``outputs.places_text``; also those that have ended."""
         ended = self.ranks.ended
-        return {
-            rank: "ended" if rank in ended else None if stack is None else stack.place for rank, stack in stacks.items()
-        }
+        answers = self.ranks.ask_beside(range(self.world_size), "stacks.whole", seconds=STACK_SECONDS)
+        stacks: dict[int, Stack | None] = {}
+        for rank, answer in answers.items():
+            if answer is not None:
+                stacks[rank] = outputs.stack_of(answer)
+            else:
+                place = Place(state="ended") if rank in ended else self.ranks.place_from_outside(rank)
+                stacks[rank] = None if place is None else Stack(place, {"main": str(place)})
+        return stacks
 
     def set_collect(self, collect: bool) -> None:
         """Turn the collection of garbage after each cell on or off."""

@@ -360,7 +360,8 @@ class DipMagics(Magics):
         args = self._parse(self.dipstack, "%dipstack", line)
         group = self._require_group("%dipstack")
         stacks = group.stacks()
-        print(stacks_text(stacks) if args.verbose else places_text(group.places_of(stacks)))
+        places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
+        print(stacks_text(stacks) if args.verbose else places_text(places))
 
     @no_var_expand
     @line_magic

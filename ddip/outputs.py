@@ -143,16 +143,11 @@ class Progress:
             print(text)
 
 
-def places_text(places: Mapping[int, Place | str | None]) -> str:
+def places_text(places: Mapping[int, Place | None]) -> str:
     """Where each rank is, one line each, ranks at the same place together; None: it does not answer."""
     together: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
-        if place is None:
-            text = "no answer"
-        elif isinstance(place, str):
-            text = place
-        else:
-            text = f"{place}: {place.source}" if place.source else str(place)
+        text = "no answer" if place is None else f"{place}: {place.source}" if place.source else str(place)
         together.setdefault(text, []).append(rank)
     return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in together.items())
 

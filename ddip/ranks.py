@@ -27,7 +27,6 @@ log = logging.getLogger("ddip")
 WORDS = {
     "process_group.join": "forming the group",
     "process_group.leave": "leaving the group",
-    "housekeeping.set_collect": "setting the collection",
     "transfer.stage": "pushing",
     "transfer.commit": "pushing",
     "transfer.drop": "pushing",
@@ -37,6 +36,8 @@ WORDS = {
     "apps.command": "the app's command",
 }
 """What is asked of a rank, for people."""
+ANSWER_SECONDS = 0.4
+"""How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
 SIGNAL_SECONDS = 0.3
 """How long a rank that does not answer may take to write down where it is."""
 GRACE_SECONDS = 1.0
@@ -146,11 +147,13 @@ class Ranks:
             if failed_at is None and any(isinstance(reply, BaseException) or "error" in reply for reply in done):
                 failed_at = now
 
-    def ask_beside(self, ranks: Sequence[int], target: str, *args: Any, seconds: float) -> dict[int, Any]:
+    def ask_beside(
+        self, ranks: Sequence[int], target: str, *args: Any, seconds: float = ANSWER_SECONDS
+    ) -> dict[int, Any]:
         """Call ``ddip.rank.<target>(*args)`` on the control threads of `ranks`, which answer while a cell runs.
 
-        The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`: its main
-        thread is in C code that does not let go of the interpreter.
+        The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`: perhaps
+        C code on its main thread does not let go of the interpreter.
         """
         client = self.cluster.client
         request = {"target": target, "args": list(args)}
@@ -163,9 +166,9 @@ class Ranks:
         answers = {rank: future.result() for rank, future in futures.items() if future.done()}
         return {rank: answers[rank]["content"].get("ok") if rank in answers else None for rank in ranks}
 
-    def connections(self, ranks: Sequence[int], seconds: float) -> dict[int, list[tuple[Any, ...]]]:
+    def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
         """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""
-        answers = self.ask_beside(ranks, "sockets.connections", seconds=seconds)
+        answers = self.ask_beside(ranks, "sockets.connections")
         found = {}
         for rank, answer in answers.items():
             if answer is None:
@@ -178,7 +181,7 @@ class Ranks:
             found[rank] = [tuple(ends) for ends in answer or ()]
         return found
 
-    def places(self, ranks: Sequence[int], seconds: float) -> dict[int, Place | None]:
+    def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, Place | None]:
         """Where the main threads of `ranks` are."""
         answers = self.ask_beside(ranks, "stacks.here", seconds=seconds)
         return {

@@ -33,9 +33,9 @@ def place_in(text: str) -> Place:
     """The place that the last stack in `text` shows; cells are told by ipykernel's names of their files."""
     frames = [match.groupdict() for match in map(FRAME.fullmatch, text.rpartition("\n\n")[2].splitlines()) if match]
     if not frames:
-        return Place(inner="somewhere", held=True)
+        return Place(inner="somewhere", state="held")
     mine = next((frame for frame in frames if "/ipykernel_" in frame["file"]), None)
     function = frames[0]["function"]
     file = frames[0]["file"].rpartition("/")[2]
     inner = f"{file}:{frames[0]['line']} in {function}" if mine is None else f"line {mine['line']} of the cell"
-    return Place("" if function == "<module>" else function, inner=inner, held=True)
+    return Place("" if function == "<module>" else function, inner=inner, state="held")

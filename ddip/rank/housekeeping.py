@@ -34,39 +34,41 @@ class Cells:
         self.seconds: float | None = None
         self._started: float | None = None
         self._pending: asyncio.TimerHandle | None = None
+        self._error: BaseException | None = None
+        """What the last cell raised, until its frames are let go."""
 
     @property
     def busy(self) -> bool:
         return self._started is not None
 
     def begin(self) -> None:
-        self._started = time.perf_counter()
         if self._pending:
             self._pending.cancel()
+        if self._error is not None:  # the memory of the failed cell may be needed
+            self.tidy()
+        self._started = time.perf_counter()
         if self.threads is not None:
             _set_threads(self.threads)
             self.threads = None
 
-    def end(self, failed: bool, error: BaseException | None = None) -> None:
-        """Of a cell that has failed the garbage is collected at once: the next may come soon, and need the memory."""
+    def end(self, error: BaseException | None) -> None:
         if self._started is not None:
             self.seconds = time.perf_counter() - self._started
         self._started = None
-        if failed:
-            _let_go(error)
-            del error
-            if self.collect:
-                self.clean()
-            return
-        if self.collect:
-            self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.clean)
+        self._error = error
+        self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.tidy)
 
-    def clean(self) -> None:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a context that has failed once fails for ever
-                torch.cuda.empty_cache()
-        self.collections += 1
+    def tidy(self) -> None:
+        """What is done when the cell's answer has left, or at the latest before the next."""
+        if self._error is not None:
+            _let_go(self._error)
+            self._error = None
+        if self.collect:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                with contextlib.suppress(RuntimeError):  # a context that has failed once fails for ever
+                    torch.cuda.empty_cache()
+            self.collections += 1
 
 
 def _set_threads(count: int) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from IPython.core.error import StdinNotImplementedError
+from traitlets import Type
 
 from ddip.rank import call
 from ddip.rank.housekeeping import cells
@@ -61,11 +63,26 @@ def _is_users(frame: FrameType | None) -> bool:
     return False
 
 
+class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
+    """Knows when a cell raised: to tell it, with its frames, takes longer on one rank than on another."""
+
+    raised_at = 0.0
+    """On ``time.time``."""
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        self.raised_at = self.raised_at or time.time()
+        super().showtraceback(*args, **kwargs)
+
+
+RankShell.__name__ = ZMQInteractiveShell.__name__  # by which rich, fastprogress and others tell that this is a notebook
+
+
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     """One per engine."""
 
     control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
+    shell_class = Type(RankShell)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -92,10 +109,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         super().post_handler_hook()
         self._mend_streams()
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _is_too_late(self) -> bool:
+        """Was the signal that has come meant for a cell that has ended meanwhile?"""
         aimed_at, self._aimed_at = self._aimed_at, None
-        if aimed_at not in (None, self._cell):
-            return  # that cell has ended meanwhile
+        return aimed_at not in (None, self._cell)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._is_too_late():
+            return
         if not self._interruptible:
             self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
         elif self._cell is None or _is_users(frame):
@@ -111,8 +132,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             cancel: Any = signal.getsignal(signal.SIGINT)
 
             def interrupt(number: int, frame: FrameType | None) -> None:
-                aimed_at, self._aimed_at = self._aimed_at, None
-                if aimed_at not in (None, self._cell):
+                if self._is_too_late():
                     return
                 if _is_users(frame):
                     raise KeyboardInterrupt
@@ -144,6 +164,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             cells.begin()
             call("process_group.begin_cell")
         self.shell.last_execution_result = None
+        self.shell.raised_at = 0.0
         self._cell = self._message()
         try:
             try:
@@ -160,14 +181,11 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             return reply  # type: ignore[no-any-return]
         self._mend_streams()
         report = call("process_group.report").get("ok") or {"released": False, "state": "none"}
-        report["at"] = time.time()
+        report["at"] = self.shell.raised_at or time.time()
         raised = self._raised()
         if raised is not None:
             report["waited"] = call("process_group.waited_in", raised).get("ok", "")
-        try:
-            cells.end(reply["status"] != "ok", raised)
-        except Exception:
-            self.log.exception("after a cell")
+        cells.end(raised)
         del raised
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}

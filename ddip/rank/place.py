@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+State: TypeAlias = Literal["busy", "held", "idle", "finished", "ended"]
+"""``held``: busy, and it does not answer, perhaps since C code holds the interpreter. ``finished``: with the cell that
+others still run. ``ended``: its process is gone."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +23,16 @@ class Place:
     """That line."""
     inner: str = ""
     """The innermost frame of all: ``file.py:12 in function``."""
-    busy: bool = True
-    held: bool = False
-    """Does C code hold the interpreter, so that no thread of the rank can answer?"""
+    state: State = "busy"
 
     def __str__(self) -> str:
-        if not self.busy:
-            return "idle"
+        held = self.state == "held"
+        if self.state != "busy" and not held:
+            return self.state
         where = f"cell [{self.cell}] line {self.line}" if self.cell is not None else self.inner or "awaiting something"
-        if self.function and (self.cell is not None or self.held):
+        if self.function and (self.cell is not None or held):
             where = f"{self.function}, {where}"
-        return f"{where}, and it does not answer: C code may hold the interpreter" if self.held else where
+        return f"{where}, and it does not answer: C code may hold the interpreter" if held else where
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def place_of(error: BaseException) -> Place:
 
 
 def _here(frames: Sequence[FrameType]) -> Place:
-    return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else Place(busy=False)
+    return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else Place(state="idle")
 
 
 def here() -> dict[str, Any]:

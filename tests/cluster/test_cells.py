@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -310,18 +311,20 @@ def test_garbage_in_cycles_is_collected_after_each_cell(cells: ddip.Group) -> No
     assert cells.pull(["is_gone"]) == {"is_gone": True}
 
 
-def test_the_answer_comes_before_the_collection(cells: ddip.Group, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_answer_comes_before_the_collection(cells: ddip.Group, tmp_path: Path, fails: bool) -> None:
     """The collection waits for a file that is made when the answer is here: it would wait for ever otherwise."""
-    cells.run(
-        "import gc, pathlib, time\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "def hold(phase, info):\n"
-        "    if phase == 'start' and info['generation'] == 2:\n"
-        "        gc.callbacks.remove(hold)\n"
-        "        (folder / f'began{rank}').touch()\n"
-        "        while not (folder / 'answered').exists(): time.sleep(0.01)\n"
-        "gc.callbacks.append(hold)"
-    )
+    with pytest.raises(ddip.CellError) if fails else contextlib.nullcontext():
+        cells.run(
+            "import gc, pathlib, time\n"
+            f"folder = pathlib.Path({str(tmp_path)!r})\n"
+            "def hold(phase, info):\n"
+            "    if phase == 'start' and info['generation'] == 2:\n"
+            "        gc.callbacks.remove(hold)\n"
+            "        (folder / f'began{rank}').touch()\n"
+            "        while not (folder / 'answered').exists(): time.sleep(0.01)\n"
+            "gc.callbacks.append(hold)" + ("\n1 / 0" if fails else "")
+        )
     wait_until(lambda: {f.name for f in tmp_path.iterdir()} == {"began0", "began1"})
     (tmp_path / "answered").touch()
     cells.run("pass")

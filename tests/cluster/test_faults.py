@@ -17,6 +17,7 @@ from ddip import cells
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
 
 from .leftovers import wait_until
+from .meanwhile import meanwhile, press_stop
 
 STAGES = {
     "all_reduce": "dist.all_reduce(x)",
@@ -104,7 +105,7 @@ def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Threa
     def steps() -> list[object]:
         answers = group.ranks.ask_beside(range(4), "stacks.pulse", seconds=10)
         places = group.ranks.places(range(4), 10)
-        idle = places[0] is not None and not places[0].busy
+        idle = places[0] is not None and places[0].state == "idle"
         waiting = all(place is not None and place.line == 2 for rank, place in places.items() if rank)
         return [idle and waiting, *(answers[rank] and answers[rank][0] for rank in (1, 2, 3))]
 
@@ -112,13 +113,7 @@ def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Threa
         before = steps()
         return bool(before[0]) and steps() == before
 
-    def watch() -> None:
-        wait_until(they_wait)
-        do()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
+    return meanwhile(they_wait, do)
 
 
 def waiting_in(stage: str) -> str:
@@ -141,7 +136,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
 
 @every_stage
 def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
-    thread = when_they_wait(four, lambda: os.kill(os.getpid(), signal.SIGINT))
+    thread = when_they_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
         four.run(f"if rank:\n    {STAGES[stage]}")
     thread.join()
@@ -196,9 +191,16 @@ def test_groups_of_other_sizes(size: int) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*for lack of memory \(it was last seen to hold"),
     ],
 )
-def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str) -> None:
+def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
+    engine = four.members[2].engine
+    four.ranks._held.clear()
+    thread = meanwhile(lambda: engine in four.ranks._held, (tmp_path / "seen").touch)  # its memory has been looked at
     with pytest.raises(ddip.CellError) as caught:
-        four.run(f"print('hello log', flush=True); time.sleep(0.6 * (rank == 2))\nif rank == 2: {death}")
+        four.run(
+            "import pathlib\nif rank == 2:\n"
+            f"    while not pathlib.Path({str(tmp_path / 'seen')!r}).exists(): time.sleep(0.01)\n    {death}"
+        )
+    thread.join()
     assert re.search(told, caught.value.by_rank[2].message)
     assert four.repair(["marker"], source=1) == [2]
     four.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
@@ -234,12 +236,7 @@ def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group)
 
 
 def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(four: ddip.Group, tmp_path: Path) -> None:
-    def press_stop() -> None:
-        wait_until((tmp_path / "held").exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press_stop)
-    thread.start()
+    thread = meanwhile((tmp_path / "held").exists, press_stop)
     with pytest.raises(CellInterrupted) as caught:
         four.run(
             f"import ctypes, pathlib\nif rank == 1:\n    pathlib.Path({str(tmp_path / 'held')!r}).touch()\n"
@@ -255,15 +252,21 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(four: ddip.Group, t
     prove(four, lost=(1,))
 
 
-def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group) -> None:
+def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Path) -> None:
+    thread = meanwhile(
+        lambda: four.info()[0].state == "idle" and four.info()[1].state == "busy", (tmp_path / "go").touch
+    )
     with pytest.raises(ddip.CellError) as caught:
         four.run(
-            "if rank == 0: raise ValueError('first')\ntime.sleep(0.03)\nif rank == 1: raise KeyError('second')\n"
-            "dist.barrier()"
+            "if rank == 0: raise ValueError('first')\n"
+            f"import pathlib; go = pathlib.Path({str(tmp_path / 'go')!r})\n"
+            "while rank == 1 and not go.exists(): time.sleep(0.01)\n"
+            "if rank == 1: raise KeyError('second')\ndist.barrier()"
         )
+    thread.join()
     assert re.fullmatch(
         r"rank 0: ValueError: first; rank 1: KeyError: 'second'; "
-        r"ranks 2, 3 were waiting in barrier, cell \[\d+\] line 4, and released",
+        r"ranks 2, 3 were waiting in barrier, cell \[\d+\] line 5, and released",
         str(caught.value),
     )
     by_rank = caught.value.by_rank

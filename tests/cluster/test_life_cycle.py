@@ -68,7 +68,7 @@ def test_the_end_of_the_controller_ends_the_ranks_and_is_told(new_notebook: NewN
 
 
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
-@pytest.mark.parametrize("code", [IDLE, IN_A_COLLECTIVE], ids=["idle", "in a collective"])
+@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
 def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(new_notebook: NewNotebook, code: str) -> None:
     notebook = new_notebook()
     running = begin(notebook, code)

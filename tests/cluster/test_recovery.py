@@ -6,16 +6,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ddip
+from ddip import ipp_private
+from ddip.cells import Limits
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, TransferError
+from ddip.outputs import CellOutput
 
 from .apps import an_app
-from .leftovers import controllers_of, wait_until
+from .leftovers import controllers_of, lives, wait_until
+from .meanwhile import Told, meanwhile, press_stop
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 DDP = """
@@ -39,20 +43,6 @@ def same():
 @pytest.fixture(autouse=True)
 def impatient(group: ddip.Group) -> None:
     group.grace, group.patience = 0.1, 10.0
-
-
-def later(condition: Callable[[], object], do: Callable[[], object]) -> threading.Thread:
-    def watch() -> None:
-        wait_until(condition)
-        do()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
-def press_stop() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 # -- what is kept
@@ -232,7 +222,7 @@ def test_the_stop_button_ends_every_cell(
         "import time, pathlib, torch, torch.utils.data, torch.distributed as dist\nkept = rank\n"
         f"def begun(): (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()"
     )
-    thread = later(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press)
+    thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
         cells.run(BUSINESS[business])
     thread.join()
@@ -264,12 +254,13 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Gro
 def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns(
     cells: ddip.Group, tmp_path: Path
 ) -> None:
-    thread = later(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf"}, press_stop)
+    thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf", "waits"}, press_stop)
     with pytest.raises(CellInterrupted) as caught:
         cells.run(
             f"import pathlib, signal, time, torch.distributed as dist\nfolder = pathlib.Path({str(tmp_path)!r})\n"
             "kept = rank\nif rank:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    (folder / 'deaf').touch()\n"
-            "    while not (folder / 'go-on').exists(): time.sleep(0.01)\nelse: dist.barrier()"
+            "    while not (folder / 'go-on').exists(): time.sleep(0.01)\n"
+            "else:\n    (folder / 'waits').touch()\n    dist.barrier()"
         )
     thread.join()
     assert "the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: cell [" in str(caught.value)
@@ -282,7 +273,7 @@ def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns
 
 
 def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_path: Path) -> None:
-    thread = later(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
+    thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
         cells.run(
             "import asyncio, pathlib, time\nkept = rank\nawait asyncio.sleep(0)\n"
@@ -306,18 +297,13 @@ def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
 def test_after_some_time_without_progress_it_is_told_who_waits_where(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
-
-    def is_told() -> bool:
-        told.append(capsys.readouterr().err)
-        return "it goes on waiting" in "".join(told)
-
     cells.patience = 1
-    thread = later(is_told, press_stop)
+    told = Told(capsys)
+    thread = meanwhile(lambda: "it goes on waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist\nif rank == 0:\n    dist.barrier()")
     thread.join()
-    lines = "".join(told).splitlines()
+    lines = told.text().splitlines()
     assert lines[0] == "ddip: no rank has made progress for 1 s:"
     assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
     assert lines[2] == "  rank 1: finished"
@@ -326,20 +312,20 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
 
 
 def test_a_failure_is_told_though_it_was_told_before_who_waits(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    told: list[str] = []
-
-    def is_told() -> bool:
-        told.append(capsys.readouterr().err)
-        return "rank 0: ValueError: the news; rank 1 still runs" in "".join(told)
-
     cells.patience = 1
-    thread = later(is_told, press_stop)
+    told = Told(capsys)
+    fail = meanwhile(lambda: "no rank has made progress for 1 s" in told.text(), (tmp_path / "fail").touch)
     with pytest.raises(CellInterrupted):
-        cells.run("import time\nif rank == 0:\n    time.sleep(2)\n    raise ValueError('the news')\ntime.sleep(1000)")
-    thread.join()
-    assert "".join(told).index("no rank has made progress for 1 s") < "".join(told).index("the news")
+        stop = meanwhile(lambda: "rank 0: ValueError: the news; rank 1 still runs" in told.text(), press_stop)
+        cells.run(
+            "import pathlib, time\n"
+            f"while rank == 0 and not pathlib.Path({str(tmp_path / 'fail')!r}).exists(): time.sleep(0.01)\n"
+            "if rank == 0: raise ValueError('the news')\ntime.sleep(1000)"
+        )
+    fail.join()
+    stop.join()
 
 
 @pytest.mark.parametrize("work", ["x @ x", "print('.')"])
@@ -456,6 +442,35 @@ def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_pa
         group.run("assert ('lock' in globals()) == (rank == 1)")
 
 
+def test_a_repair_whose_names_cannot_be_unpickled_says_that_the_rank_is_there(cells: ddip.Group) -> None:
+    cells.run("class Odd:\n    def __reduce__(self): return (int, ('no number',))\nodd = Odd()\nkept = rank")
+    os.kill(cells.members[0].pid, signal.SIGKILL)
+    wait_until(lambda: cells.ranks.ended)
+    with pytest.raises(TransferError, match="^rank 0 replaced, but nothing was pushed: odd cannot be unpickled there"):
+        cells.repair(["odd"], source=1)
+    assert cells.repair() == []
+    cells.run(f"{PROOF}\nassert rank == 0 or kept == 1")
+
+
+def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) -> None:
+    """The Hub is told by hand what it finds out when thirty heartbeats are missing; the process lives on."""
+    cells.run("kept = rank")
+    engine, pid = cells.members[1].engine, cells.members[1].pid
+    ipp_private.unregister(cells.cluster.client, engine)
+    wait_until(lambda: engine not in cells.cluster.client.ids)
+    gone = f"pid {pid} has not answered for so long that the controller has given it up"
+    with pytest.raises(GroupError, match=f"^rank 1: {gone}; %makedip --repair puts a new process in its place"):
+        cells.run("pass")
+    with pytest.raises(GroupError, match=f"^pushing failed: rank 1: RankEnded: {gone}"):  # as if it had been lost here
+        cells.ranks.ask([0, 1], "transfer.drop")
+    with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {gone}"):  # or here
+        cells._cells.run("pass", [0, 1], CellOutput([0]), Limits())
+    cells.interrupt()
+    assert cells.repair() == [1]
+    wait_until(lambda: not lives(pid))
+    cells.run(f"{PROOF}\nassert rank == 1 or kept == 0")
+
+
 def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with ddip.Group(2, grace=0.1) as group:
         group.run("kept = rank")
@@ -483,7 +498,7 @@ def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
         place = cells.ranks.places([1], 5)[1]
         return place is not None and place.function == "barrier"
 
-    thread = later(waits, look)
+    thread = meanwhile(waits, look)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist\ndef wait():\n    dist.barrier()\nif rank == 1:\n    wait()")
     thread.join()
@@ -493,4 +508,4 @@ def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
     main = stack.threads["main"].splitlines()  # type: ignore[attr-defined]
     assert main[0].endswith("line 5, in <module>") and main[0].startswith("  cell [")
     assert "ddip" not in stack.threads["main"]  # type: ignore[attr-defined]
-    assert [place and place.busy for place in cells.ranks.places([0, 1], 5).values()] == [False, False]
+    assert [place and place.state for place in cells.ranks.places([0, 1], 5).values()] == ["idle", "idle"]

@@ -193,3 +193,8 @@ def test_nothing_of_a_gpu_is_touched_before_the_fork(cells: ddip.Group) -> None:
         "found = (torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), [x for x in links if 'nvidia' in x])"
     )
     assert values(cells, code) == [(False, False, [])] * 2
+
+
+def test_a_rank_looks_like_a_notebooks_kernel(cells: ddip.Group) -> None:
+    """rich, fastcore and others ask for the name of this class."""
+    cells.run("assert type(get_ipython()).__name__ == 'ZMQInteractiveShell'")

@@ -18,7 +18,7 @@ Current thread 0x01 (most recent call first):
 
 
 def test_equal_ranks_share_a_line() -> None:
-    places = {0: Place(busy=False), 1: WAITS, 2: WAITS, 3: "ended", 4: None}
+    places = {0: Place(state="idle"), 1: WAITS, 2: WAITS, 3: Place(state="ended"), 4: None}
     assert places_text(places).splitlines() == [
         "  rank 0: idle",
         "  ranks 1, 2: all_reduce, cell [12] line 4: dist.all_reduce(x)",

@@ -10,6 +10,7 @@ import ipyparallel
 import torch
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
+from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.client.client import ExecuteReply
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
@@ -159,6 +160,7 @@ def test_the_client_keeps_what_a_cell_replied() -> None:
 
 def test_the_kernel_flushes_the_streams_before_it_replies_and_asks_through_its_own_methods() -> None:
     assert "sys.stdout.flush()" in inspect.getsource(Kernel.execute_request)
+    assert IPythonKernel.class_traits()["shell_class"].klass is ZMQInteractiveShell
     assert list(inspect.signature(Kernel.raw_input).parameters) == ["self", "prompt"]
     assert list(inspect.signature(Kernel.getpass).parameters)[:2] == ["self", "prompt"]
     assert "self.io_loop = ioloop.IOLoop.current()" in inspect.getsource(Kernel.start)
