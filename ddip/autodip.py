@@ -49,6 +49,10 @@ class Autodip:
         self._shell.events.unregister("pre_execute", self._begin)
         self._shell.events.unregister("post_execute", self._end)
 
+    def takes(self, text: str) -> bool:
+        """Would this cell run on the ranks?"""
+        return self._arguments is not None and bool(text.strip()) and not text.startswith("%")
+
     def _begin(self) -> None:
         self._running += 1
 
@@ -60,8 +64,7 @@ class Autodip:
 
         While a cell runs it is a magic that asks, such as ``%%time`` or ``%%dip local``, for a cell of its own.
         """
-        mine = bool("".join(lines).strip()) and not lines[0].startswith("%")
-        if self._arguments is None or not mine or self._running or self._hidden():
+        if not self.takes("".join(lines)) or self._running or self._hidden():
             return lines
         return [f"{self._magic}\n", *lines]
 

@@ -7,6 +7,7 @@ and do not wait for one that does not stop.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import queue
@@ -18,14 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from IPython.core.getipython import get_ipython
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.page import page as page_text
 
-from ddip import ipp_private, outputs
+from ddip import ipp_private
 from ddip.errors import RANK_ENDED, CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
 from ddip.formation import Formation
-from ddip.outputs import places_text
+from ddip.outputs import CellOutput, Message
+from ddip.page import cell_number, tell
 from ddip.rank.place import Place
 from ddip.ranks import Ranks
+from ddip.tables import places_text, where_text
 
 PATIENCE_SECONDS = 2.0
 """How long ranks may run on after another's error, before the user is told who they are."""
@@ -35,11 +38,17 @@ STOP_SECONDS = 2.2
 """How long an interrupted cell may take; a rank that has not stopped by then is named and left alone."""
 LOOK_SECONDS = 0.25
 """How often the ranks are looked at while the cell runs; more often while it is being ended."""
+DRAW_SECONDS = 0.1
+"""How often what changes in place is looked at."""
+LATE_CELLS = 20
+"""Cells whose late output is still shown."""
 PULSE_SECONDS = 1.0
 """How often ranks that are silent are asked whether they move."""
 IDLE_CPU = 0.05
 """Below this share of a core a rank is taken to stand still, as a thread that waits for a socket does."""
 
+PAGES = ("page", "set_next_input")
+"""What a cell may ask of the notebook, besides output."""
 REPLY, OUTPUT_END, MESSAGE, STOP = "reply", "output end", "message", "stop"
 Futures: TypeAlias = Mapping[int, concurrent.futures.Future[Any]]
 Events: TypeAlias = "queue.SimpleQueue[tuple[str, int, Any]]"
@@ -66,6 +75,7 @@ class Cells:
         self._formation = formation
         self._given_up: Futures = {}
         self._count = 0
+        self._listening: collections.deque[list[str]] = collections.deque()
 
     @property
     def stuck(self) -> list[int]:
@@ -88,7 +98,7 @@ class Cells:
             what = f"{ranks_text(stuck)} still {_verb(stuck, 'run')} the cell that you gave up"
             raise GroupError(f"{what}:\n{places}\n{_way_out(stuck)}")
 
-    def run(self, code: str, ranks: Sequence[int], show: outputs.CellOutput, limits: Limits) -> None:
+    def run(self, code: str, ranks: Sequence[int], show: CellOutput, limits: Limits) -> None:
         """Run `code` on `ranks` to its end.
 
         Raises CellError, CellTimeout, CellInterrupted, or GroupError if the controller ends.
@@ -97,24 +107,34 @@ class Cells:
         cell = _Cell(self._ranks, self._formation, show, limits)
         with _stop_button(cell.events):
             try:
-                cell.send(code, ranks, _notebooks_number() or self._count)
+                cell.send(code, ranks, cell_number() or self._count)
                 cell.follow()
             finally:
                 self._given_up = {rank: f for rank, f in cell.replies.items() if not f.done()}
                 if self._given_up:
                     self._formation.sound = False
-                show.finish()
+                cell.finish()
+                self._listen_on(cell)
         error = cell.error()
         if not self._given_up:
             self._formation.judge(cell.reports, bool(cell.errors))
         if error is not None:
             raise error
+        _turn_pages(cell)
+
+    def _listen_on(self, cell: _Cell) -> None:
+        """What comes late is shown for the last cells only."""
+        listeners = self._ranks.cluster.client.listeners
+        self._listening.append([future.msg_id for future in cell.replies.values()])  # type: ignore[attr-defined]
+        if len(self._listening) > LATE_CELLS:
+            for message in self._listening.popleft():
+                listeners.pop(message, None)
 
 
 class _Cell:
     """One cell under way."""
 
-    def __init__(self, ranks: Ranks, formation: Formation, show: outputs.CellOutput, limits: Limits) -> None:
+    def __init__(self, ranks: Ranks, formation: Formation, show: CellOutput, limits: Limits) -> None:
         self.events: Events = queue.SimpleQueue()
         self.replies: Futures = {}
         self.errors: dict[int, RankError] = {}
@@ -135,6 +155,10 @@ class _Cell:
         self._told_who_runs = self._told_who_waits = False
         self._places: dict[int, Place | None] = {}
         """Where the ranks were when their time was over."""
+        self._next_draw = 0.0
+        self._lock = threading.Lock()
+        self._shown = False
+        self._in_tabs: Collection[int] = ()
 
     # -- beginning and end
 
@@ -143,17 +167,45 @@ class _Cell:
         self.replies = {rank: self._send(rank, code, number) for rank in ranks}
 
     def _send(self, rank: int, code: str, number: int) -> concurrent.futures.Future[Any]:
-        def on_message(message: outputs.Message) -> None:
-            self.events.put((MESSAGE, rank, message))
+        def on_message(message: Message) -> None:
+            with self._lock:
+                if not self._shown:
+                    self.events.put((MESSAGE, rank, message))
+                    return
+            self._show.late(rank, message)
 
         engine = self._ranks.members[rank].engine
-        future = ipp_private.execute(self._ranks.cluster.client, engine, code, False, on_message, number)
+        asked = {"number": number, "limit": self._show.look.limit if rank in self._show.see else 0}
+        future = ipp_private.execute(self._ranks.cluster.client, engine, code, on_message, asked)
         future.add_done_callback(lambda _: self.events.put((REPLY, rank, None)))
         future.output.add_done_callback(lambda _: self.events.put((OUTPUT_END, rank, None)))
         return future  # type: ignore[no-any-return]
 
-    def error(self) -> BaseException | None:
+    def finish(self) -> None:
+        """Show what is left; what comes from here on comes late."""
+        with self._lock:
+            self._shown = True
+        others = []
+        while not self.events.empty():
+            kind, rank, payload = event = self.events.get()
+            if kind == MESSAGE:
+                self._show.receive(rank, payload)
+            else:
+                others.append(event)
+        for event in others:
+            self.events.put(event)
+        seconds = {rank: report["seconds"] for rank, report in sorted(self.reports.items()) if report is not None}
+        tell_it = bool(seconds) and max(seconds.values()) >= self._show.look.tell_after
+        self._in_tabs = self._show.finish(self.errors, where_text(seconds) if tell_it else "")
+
+    def error(self) -> CellError | CellInterrupted | None:
         """What the user shall see of a cell that has ended; None if it went well."""
+        error = self._error()
+        if error is not None:
+            error.in_tabs = self._in_tabs
+        return error
+
+    def _error(self) -> CellError | CellInterrupted | None:
         if not any(error.name == RANK_ENDED for error in self.errors.values()):
             for rank in self._before_release:  # nobody had cut its connections: that they broke is news
                 self.errors[rank] = replace(self.errors[rank], waited="")
@@ -193,12 +245,14 @@ class _Cell:
     def follow(self) -> None:
         """Show messages until every rank has answered and fallen silent, or has been given up."""
         open_ends = 2 * len(self.replies)
+        ended: set[int] = set()
         while open_ends:
-            if self.events.empty():
-                outputs.flush()
+            if self.events.empty() or time.monotonic() > self._next_draw:
+                self._show.draw()
+                self._next_draw = time.monotonic() + DRAW_SECONDS
             ending = self._failed_at is not None or self._stopped_at is not None
             with contextlib.suppress(queue.Empty):
-                kind, rank, payload = self.events.get(timeout=0.05 if ending else LOOK_SECONDS)
+                kind, rank, payload = self.events.get(timeout=0.05 if ending else DRAW_SECONDS)
                 self._watch.moved()
                 if kind == MESSAGE:
                     self._show.receive(rank, payload)
@@ -208,6 +262,10 @@ class _Cell:
                     open_ends -= 1
                     if kind == REPLY:
                         self._take_reply(rank)
+                    if rank in ended:
+                        error = self.errors.get(rank)
+                        self._show.ended(rank, error is not None and not error.waited)
+                    ended.add(rank)
             if self._act_on_time(time.monotonic()):
                 return
 
@@ -265,13 +323,13 @@ class _Cell:
                 self._told_who_runs = True
                 places = places_text(self._ranks.places(running))
                 what = f"{CellError(self.errors)}; {ranks_text(running)} still {_verb(running, 'run')}"
-                outputs.tell(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
+                tell(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
         elif not self._told_who_waits and self._watch.stands_still(running, now):
             self._told_who_waits = True
             finished: dict[int, Place | None] = dict.fromkeys(self.replies, Place(state="finished"))
             where = {**finished, **self._ranks.places(running)}
             what = f"no rank has made progress for {self._limits.patience:g} s:\n{places_text(where)}"
-            outputs.tell(f"{what}\nit goes on waiting; {STOP_HINT}, and so does %%dip --timeout SECONDS")
+            tell(f"{what}\nit goes on waiting; {STOP_HINT}, and so does %%dip --timeout SECONDS")
 
 
 STOP_HINT = "the stop button ends the cell and keeps all variables"
@@ -329,12 +387,18 @@ def _stop_button(events: Events) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _notebooks_number() -> int | None:
-    """Number of the notebook's cell that runs now; None in a script."""
+def _turn_pages(cell: _Cell) -> None:
+    """Show what ``model?`` has asked of the ranks, as the notebook shows its own help."""
     shell = get_ipython()
-    if shell is None or type(shell) is InteractiveShell:  # IPython makes one of these where there is none, to display
-        return None
-    return int(shell.execution_count)
+    for _, reply in sorted(cell.replies.items()):
+        pages = [page for page in ipp_private.payload(reply.result()) if page.get("source") in PAGES]
+        if pages and shell is not None:
+            for page in pages:
+                if getattr(shell, "kernel", None) is not None:
+                    shell.payload_manager.write_payload(page)  # type: ignore[union-attr]
+                elif page["source"] == PAGES[0]:
+                    page_text(page["data"])
+            return
 
 
 def _is_over(since: float | None, seconds: float, now: float) -> bool:

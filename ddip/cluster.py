@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import logging
 import os
 import sys
@@ -25,12 +26,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from ipyparallel import Client
 from ipyparallel import Cluster as IppCluster
 
 from ddip import ipp_private, owner, registry, warming
 from ddip.deaths import exit_text, log_end
 from ddip.errors import GroupError
+from ddip.ipp_private import RankClient
 from ddip.launchers import ControllerLauncher, EngineSetLauncher, Launcher
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Cluster:
             warming.begin()
         self.spawned = ""
         """Why engines were not forked, though they should be."""
-        self._client: Client | None = None
+        self._client: RankClient | None = None
         self.exits: dict[int, int | None] = {}
         """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
         self._wanted: set[int] = set()
@@ -116,8 +117,8 @@ class Cluster:
         return self._client is not None
 
     @property
-    def client(self) -> Client:
-        """The ``ipyparallel.Client``; there is one from `connect` on."""
+    def client(self) -> RankClient:
+        """An ``ipyparallel.Client``; there is one from `connect` on."""
         assert self._client is not None
         return self._client
 
@@ -210,13 +211,18 @@ class Cluster:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
         timeout = max(0.1, deadline - time.monotonic())
         try:
-            self._client = self._on_loop(self._ipp.connect_client(timeout=timeout), timeout)
-            ipp_private.forget_late_output(self._client)
+            self._client = self._on_loop(self._connect(timeout), timeout)
         except (concurrent.futures.TimeoutError, TimeoutError):
             raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:
             log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
             raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
+
+    async def _connect(self, timeout: float) -> RankClient:
+        """What ``ipyparallel.Cluster.connect_client`` does, with a client of our own."""
+        info = self._ipp.controller.get_connection_info()
+        files = await info if inspect.isawaitable(info) else info
+        return RankClient(files["client"], cluster=self._ipp, timeout=timeout)
 
     def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> list[dict[str, Any]]:
         """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
@@ -267,10 +273,8 @@ class Cluster:
 
     def _nothing(self, engine: int) -> concurrent.futures.Future[Any]:
         """Done when an empty cell has come back on the other channels."""
-        output: concurrent.futures.Future[Any] = ipp_private.execute(
-            self.client, engine, "", True, lambda message: None
-        ).output
-        return output
+        ping = ipp_private.execute(self.client, engine, "", lambda message: None, silent=True)
+        return ping.output  # type: ignore[no-any-return]
 
     def _check_start(self, engines: list[int], waiting: set[int], deadline: float) -> None:
         ended = [engine for engine in engines if engine in self.exits]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddip import apps, devices, formation, placement
 from ddip.errors import BadInput
 from ddip.placement import Berth, Wish
+from ddip.progress import Report
 from ddip.ranks import Member, Ranks
 
 HELLO_SECONDS = 2.0
@@ -19,7 +20,7 @@ HELLO_SECONDS = 2.0
 class Engines:
     """The engines of a group's cluster."""
 
-    def __init__(self, ranks: Ranks, progress: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Ranks, progress: Report) -> None:
         self._ranks = ranks
         self._progress = progress
 
@@ -54,16 +55,18 @@ class Engines:
         timeout = max(0.1, deadline - time.monotonic())
         first = not cluster.connected
         if first:
-            self._progress("ddip: starting the controller")
+            self._progress("ddip: starting the controller", 0.0)
             cluster.start_controller(timeout)
         also = [apps.find(app)] if app else []
         started = cluster.start_engines(len(ranks), _environment(wish), also, timeout)
         if first:
             cluster.connect(deadline)
         here = wish.size - len(ranks)
-        hellos = cluster.wait_for(
-            started, deadline, lambda up: self._progress(f"ddip: {here + up} of {wish.size} engines are up")
-        )
+
+        def tell(up: int) -> None:
+            self._progress(f"ddip: {here + up} of {wish.size} engines are up", 0.1 + 0.8 * up / len(started))
+
+        hellos = cluster.wait_for(started, deadline, tell)
         if hellos:
             _check_torch(wish, hellos[0])
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from IPython.core.error import UsageError
@@ -99,11 +99,11 @@ def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError
     return list(groups.values())
 
 
-def _tracebacks(by_rank: Mapping[int, RankError]) -> list[str]:
-    """The ranks' own tracebacks, with the cell's lines and none of ddip's."""
-    lines = []
+def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
+    """The ranks' own tracebacks, with the cell's lines and none of ddip's; of what is also `in_tabs`, the first."""
+    lines: list[str] = []
     for ranks, error in _groups(_own(by_rank)):
-        if error.traceback:
+        if error.traceback and not (lines and set(ranks) <= set(in_tabs)):
             lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
     return lines
 
@@ -127,13 +127,16 @@ def _summary(by_rank: Mapping[int, RankError]) -> str:
 class CellError(RuntimeError):
     """A cell failed on at least one rank; ``by_rank`` has what each of them raised."""
 
+    in_tabs: Collection[int] = ()
+    """Ranks whose tracebacks the cell's output shows."""
+
     def __init__(self, by_rank: Mapping[int, RankError]) -> None:
         self.by_rank = dict(sorted(by_rank.items()))
         super().__init__(_summary(by_rank))
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook."""
-        return [*_tracebacks(self.by_rank), f"{type(self).__name__}: {self}"]
+        return [*_tracebacks(self.by_rank, self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
 class CellTimeout(CellError):
@@ -144,18 +147,21 @@ class CellTimeout(CellError):
         self.args = (message,)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_tracebacks(_not_stopped(self.by_rank)), f"{type(self).__name__}: {self}"]
+        return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(KeyboardInterrupt):
     """The user interrupted a cell that ran on ranks; ``by_rank`` has what those that ended raised."""
+
+    in_tabs: Collection[int] = ()
+    """Ranks whose tracebacks the cell's output shows."""
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
         self.by_rank = dict(sorted(by_rank.items()))
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_tracebacks(_not_stopped(self.by_rank)), f"KeyboardInterrupt: {self}"]
+        return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"KeyboardInterrupt: {self}"]
 
 
 def _not_stopped(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:

@@ -19,17 +19,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from ddip import apps, devices, outputs, owner, placement, transfer
+from ddip import apps, devices, owner, placement, tables, transfer
 from ddip.cells import Cells, Limits
 from ddip.cluster import Cluster
+from ddip.comms import Comms
 from ddip.engines import Engines
 from ddip.errors import BadInput, GroupError, TransferError, ranks_text
 from ddip.formation import Formation
+from ddip.look import Look
+from ddip.outputs import CellOutput
+from ddip.page import tell
 from ddip.placement import Request, Wish
+from ddip.progress import Report
 from ddip.rank.place import Place, Stack
 from ddip.ranks import Member, Ranks
 
@@ -46,7 +52,7 @@ INFO_SECONDS = 2.0
 """How long ``info`` waits for a rank's figures."""
 
 
-def _ignore(text: str) -> None:
+def _ignore(text: str, share: float | None = None) -> None:
     pass
 
 
@@ -75,8 +81,10 @@ class Group:
         collective are released.
     patience
         Seconds without progress after which a cell says which rank waits where.
+    look
+        How cells are shown.
     progress
-        Told what is under way while the group forms.
+        Told what is under way while the group forms, or objects travel.
 
     Raises
     ------
@@ -98,14 +106,16 @@ class Group:
         spawn: bool = False,
         grace: float = 1.0,
         patience: float = 10.0,
-        progress: Callable[[str], None] = _ignore,
+        look: Look | None = None,
+        progress: Report = _ignore,
     ) -> None:
         self.timeout = timeout
         self.collect = collect
         self.spawn = spawn
         self.grace = grace
         self.patience = patience
-        self.progress = progress
+        self.look = look or Look()
+        self.progress: Report = progress
         self.seconds = 0.0
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
@@ -130,9 +140,10 @@ class Group:
         try:
             owner.clear_up_orphans()
             self._ranks = Ranks(Cluster(ipp_log, fork=not self.spawn))
-            self._engines = Engines(self._ranks, lambda text: self.progress(text))
+            self._engines = Engines(self._ranks, lambda text, share=None: self.progress(text, share))
             self._formation = Formation(self._ranks)
             self._cells = Cells(self._ranks, self._formation)
+            self._comms = Comms(self._ranks)
             self._form(wish, self.request)
         except BaseException:
             self.shutdown()
@@ -227,7 +238,7 @@ class Group:
         deadline = began + self.timeout
         try:
             members = self._engines.complete(wish, request.app, deadline)
-            self.progress(f"ddip: forming a group of {wish.size} ranks")
+            self.progress(f"ddip: forming a group of {wish.size} ranks", 0.9)
             if self.members:
                 self._leave(members, deadline)
             self.request, self.wish, self.ranks.members = request, wish, members
@@ -242,7 +253,7 @@ class Group:
 
     def _prepare(self, app: str | None, ranks: Sequence[int]) -> None:
         if app is not None:
-            self.progress(f"ddip: preparing {app}")
+            self.progress(f"ddip: preparing {app}", 0.95)
             self.ranks.ask(ranks, "apps.prepare", apps.find(app))
         self._app = app
         self._unprepared -= set(ranks)
@@ -269,14 +280,14 @@ class Group:
         began = time.monotonic()
         deadline = began + self.timeout
         gone = sorted({*self.ranks.ended, *self._cells.stuck})
-        packed: dict[str, bytes] = {}
+        packed: dict[str, bytes | bytearray] = {}
         if names:
             packed = self._pack_for_repair(names, 0 if source is None else source, gone)
         if not gone:
             self.require()
             return []
         try:
-            self.progress(f"ddip: starting {ranks_text(gone)}")
+            self.progress(f"ddip: starting {ranks_text(gone)}", 0.0)
             members = self._engines.replace(gone, self.wish, self._app, deadline)
         except BaseException:
             with _undisturbed():
@@ -295,22 +306,20 @@ class Group:
         self.seconds = time.monotonic() - began
         return gone
 
-    def _unpack(self, packed: dict[str, bytes], ranks: Sequence[int]) -> None:
+    def _unpack(self, packed: Mapping[str, bytes | bytearray], ranks: Sequence[int]) -> None:
         try:
-            transfer.staged(dict(zip(ranks, self.ranks.ask(ranks, "transfer.stage", packed), strict=True)))
+            transfer.deliver(self.ranks, packed, ranks, self.progress)
         except TransferError as error:
-            self.ranks.ask(ranks, "transfer.drop")
             raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
-        self.ranks.ask(ranks, "transfer.commit")
 
-    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> dict[str, bytes]:
+    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> dict[str, bytes | bytearray]:
         what = f"--from {source} {' '.join(names)}"
         if not gone:
             raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
         if source in gone:
             here = [rank for rank in range(self.world_size) if rank not in gone]
             raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from one of {ranks_text(here)}")
-        (reply,) = self.ranks.ask([source], "transfer.pack", list(names))
+        (reply,) = transfer.fetch(self.ranks, names, [source], self.progress)
         return transfer.forward(source, reply, "repaired")
 
     def _leave(self, staying: Sequence[Member], deadline: float) -> None:
@@ -338,8 +347,11 @@ class Group:
         see: Sequence[int] = (0,),
         quiet: bool = False,
         timeout: float | None = None,
+        tell: bool = False,
     ) -> None:
         """Run `code` as a cell on `ranks` (default: all), and show what the ranks in `see` write and display.
+
+        With `tell` it is said at the end where it ran and how long it took, however short that was.
 
         Returns when every rank has finished. Raises CellError if it failed on any rank, seen or not; CellTimeout if it
         took longer than `timeout` seconds; CellInterrupted if the user interrupted it. Whatever waited in a collective
@@ -347,7 +359,9 @@ class Group:
         """
         self.require()
         limits = Limits(self.grace, self.patience, timeout)
-        self._cells.run(code, self._all_or(ranks), outputs.CellOutput(see, quiet=quiet), limits)
+        look = replace(self.look, tell_after=0.0) if tell else self.look
+        show = CellOutput(see, look, quiet=quiet, comms=self._comms)
+        self._cells.run(code, self._all_or(ranks), show, limits)
 
     def _all_or(self, ranks: Sequence[int] | None) -> Sequence[int]:
         return range(self.world_size) if ranks is None else ranks
@@ -363,7 +377,7 @@ class Group:
         stacks: dict[int, Stack | None] = {}
         for rank, answer in answers.items():
             if answer is not None:
-                stacks[rank] = outputs.stack_of(answer)
+                stacks[rank] = tables.stack_of(answer)
             else:
                 place = Place(state="ended") if rank in ended else self.ranks.place_from_outside(rank)
                 stacks[rank] = None if place is None else Stack(place, {"main": str(place)})
@@ -381,6 +395,18 @@ class Group:
         self.require()
         self.ranks.ask(range(self.world_size), "apps.command", apps.find(self._app), text)
 
+    # -- names
+
+    def ask_soon(self, target: str, *args: Any, seconds: float) -> Any:
+        """What rank 0 answers on its main thread; None if it is busy, or takes longer than `seconds`."""
+        if 0 in self._cells.stuck:
+            return None
+        return self.ranks.ask_soon(0, target, *args, seconds=seconds)
+
+    def has_name(self, name: str) -> bool:
+        """Is `name` a variable of rank 0?"""
+        return bool(self.ranks.ask_beside([0], "names.has", name)[0])
+
     # -- objects
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> list[str]:
@@ -389,16 +415,7 @@ class Group:
         Raises TransferError, and changes nothing on any rank, if one of them cannot be carried.
         """
         self.require()
-        ranks = self._all_or(ranks)
-        packed = transfer.pack(values)
-        errors = self.ranks.ask(ranks, "transfer.stage", packed.values)
-        try:
-            transfer.staged(dict(zip(ranks, errors, strict=True)))
-        except TransferError:
-            self.ranks.ask(ranks, "transfer.drop")
-            raise
-        self.ranks.ask(ranks, "transfer.commit")
-        return packed.moved
+        return transfer.push(self.ranks, values, self._all_or(ranks), self.progress)
 
     def pull(self, names: Sequence[str], rank: int = 0) -> dict[str, Any]:
         """The objects `names` of `rank`, with tensors on the CPU; raises TransferError if one of them cannot be had."""
@@ -407,13 +424,11 @@ class Group:
     def pull_all(self, names: Sequence[str], ranks: Sequence[int]) -> tuple[list[dict[str, Any]], list[str]]:
         """The objects `names` of each of `ranks`, in order, and the names whose tensors moved to the CPU."""
         self.require()
-        replies = self.ranks.ask(ranks, "transfer.pack", list(names))
-        values = [transfer.unpack(rank, reply) for rank, reply in zip(ranks, replies, strict=True)]
-        return values, [name for name in names if any(name in reply["moved"] for reply in replies)]
+        return transfer.pull(self.ranks, names, ranks, self.progress)
 
     # -- figures
 
-    def info(self) -> list[outputs.RankInfo]:
+    def info(self) -> list[tables.RankInfo]:
         """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""
         ended = self.ranks.ended
         answers = self.ranks.ask_beside(range(self.world_size), "housekeeping.figures", seconds=INFO_SECONDS)
@@ -425,7 +440,7 @@ class Group:
                 state = "busy" if figures["busy"] else "idle"
             gpu = figures.get("gpu") or {}
             infos.append(
-                outputs.RankInfo(
+                tables.RankInfo(
                     rank=rank,
                     host=member.host,
                     pid=member.pid,
@@ -444,9 +459,7 @@ class Group:
 def _tell_going(going: int) -> None:
     """Say what the ranks have lost with their former group."""
     if going:
-        outputs.tell(
-            "the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again"
-        )
+        tell("the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again")
 
 
 @contextlib.contextmanager

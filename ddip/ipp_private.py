@@ -5,47 +5,48 @@
 
 from __future__ import annotations
 
-import collections
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from ipyparallel import Client
-from ipyparallel.client.client import Metadata
+from ipyparallel.client.client import unpack_message
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.error import EngineError, RemoteError
 
+log = logging.getLogger("ddip")
+
 Message = dict[str, Any]
-MANY = 10_000
-"""Requests after which the first is forgotten."""
+Listener = Callable[[Message], None]
 
 
-class _Kept(collections.defaultdict):  # type: ignore[type-arg]
-    """What the client keeps of each request; of one that has been answered it keeps nothing.
+class RankClient(Client):  # type: ignore[misc]
+    """An ``ipyparallel.Client`` that gives away what a cell shows, early or late, and keeps none of it.
 
-    ipyparallel adds up the output that comes later, from a thread of the cell, in a time that grows with its length: a
-    thread that goes on printing would soon take all of the client's time.
+    ipyparallel adds up all output of a request in a time that grows with its length, drops updates of displays, and
+    relays widgets past what was shown before them.
     """
 
-    def __init__(self) -> None:
-        super().__init__(Metadata)
-        self._answered: dict[str, None] = {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.listeners: dict[str, Listener] = {}
+        """By the id of the request; called on the client's own thread."""
+        super().__init__(*args, **kwargs)
 
-    def pop(self, key: str, *default: Any) -> Any:
-        self._answered[key] = None
-        if len(self._answered) > MANY:
-            del self._answered[next(iter(self._answered))]
-        return super().pop(key, *default)
-
-    def __missing__(self, key: str) -> Any:
-        return Metadata() if key in self._answered else super().__missing__(key)
-
-
-def forget_late_output(client: Client) -> None:
-    """Have `client` forget what cells print after they have ended."""
-    kept = _Kept()
-    kept.update(client.metadata)
-    client.metadata = kept
+    @unpack_message  # type: ignore[untyped-decorator]
+    def _dispatch_iopub(self, message: Message) -> None:
+        parent = message["parent_header"]
+        kind = message["header"]["msg_type"]
+        number = parent.get("msg_id")
+        if parent.get("session") != self.session.session:
+            return
+        if number in self.listeners and kind != "status":
+            try:
+                self.listeners[number](message)
+            except Exception as error:  # the notebook may be shutting down; the next message must not be lost
+                log.warning("a message of a rank could not be shown: %s: %s", type(error).__name__, error)
+        elif number in self._futures or number in self._output_futures:
+            Client._dispatch_iopub.__wrapped__(self, message)
 
 
 def _identity(client: Client, engine: int) -> bytes:
@@ -63,16 +64,17 @@ def _ended() -> MessageFuture:
 
 
 def execute(
-    client: Client,
+    client: RankClient,
     engine: int,
     code: str,
-    silent: bool,
-    on_message: Callable[[Message], None],
-    number: int | None = None,
+    on_message: Listener,
+    asked: dict[str, Any] | None = None,
+    silent: bool = False,
 ) -> MessageFuture:
     """Run `code` as a cell of `engine`; the ``output`` of the future is done when the last message has arrived.
 
-    With `number` the engine counts it as cell `number`.
+    `asked` is what ddip's kernel shall know of the cell. ``client.listeners`` keeps `on_message` for what comes later;
+    a silent cell has no output.
 
     ``Client.send_execute_request`` cannot say ``stop_on_error=False`` (an engine would then abort what we send it right
     after a failed cell), and lets messages arrive before anybody listens.
@@ -84,13 +86,12 @@ def execute(
         "user_expressions": {},
         "allow_stdin": False,
         "stop_on_error": False,
-        "ddip_number": number,
+        "ddip": asked or {},
     }
 
-    def pass_on(message: Message) -> None:
-        # the client would add each text to all before it, in a time that grows with their length
-        client.metadata[message["parent_header"]["msg_id"]].update(stdout="", stderr="", outputs=[])
-        on_message(message)
+    def listen(future: MessageFuture) -> None:
+        if not silent:
+            client.listeners[future.msg_id] = on_message
 
     try:
         identity = _identity(client, engine)
@@ -103,8 +104,29 @@ def execute(
         ident=identity,
         metadata={},
         track_outstanding=True,
-        message_future_hook=lambda future: future.iopub_callbacks.append(pass_on),
+        message_future_hook=listen,
     )
+
+
+def payload(reply: Any) -> list[dict[str, Any]]:
+    """What a good cell has for the page of the notebook's help, and the like."""
+    return list(getattr(reply, "_content", {}).get("payload") or [])
+
+
+def send_comm(client: RankClient, engine: int, message: Message, on_message: Listener) -> str:
+    """Send a widget's message to `engine`, and what its callbacks show to `on_message`; returns the message's id."""
+    header = client.session.msg_header(message["header"]["msg_type"])
+    client.listeners[header["msg_id"]] = on_message
+    client._send(
+        client._mux_stream,
+        header["msg_type"],
+        content=message["content"],
+        buffers=message.get("buffers") or [],
+        metadata=message.get("metadata") or {},
+        ident=_identity(client, engine),
+        header=header,
+    )
+    return str(header["msg_id"])
 
 
 def report(reply: Any) -> dict[str, Any] | None:

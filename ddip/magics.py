@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from traitlets import Bool, Float, List, Unicode, observe
+from traitlets import Bool, Enum, Float, Int, List, Unicode, observe
 
 from ddip import apps, placement, registry, warming
 from ddip.autodip import Autodip
-from ddip.errors import BadInput, LocalCellFailed, NoGroup
+from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup
+from ddip.hints import Hints
+from ddip.look import STYLES, Look
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group import Group
 
+QUIET_SECONDS = 0.5
+"""After which a push or a pull shows how far it is."""
 PLACES = ("remote", "local", "everywhere")
 
 
@@ -46,20 +53,41 @@ class DipMagics(Magics):
     patience = Float(10.0, min=1, help="Seconds without progress after which a cell says which rank waits where.").tag(
         config=True
     )
+    style = Enum(
+        STYLES,
+        "auto",
+        help="How the outputs of several ranks are told apart: tabs, labels, or grouped by rank at the end; auto: tabs "
+        "in a notebook, labels in a terminal.",
+    ).tag(config=True)
+    limit = Int(
+        400_000, min=1000, help="Characters of text that a rank shows in one cell; of more, the middle is left out."
+    ).tag(config=True)
+    tell_after = Float(
+        10.0, min=0, help="Seconds after which a cell says where it ran; under %autodip each cell does."
+    ).tag(config=True)
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 
     shell: InteractiveShell
+    group: Group | None = None
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
-        self.group: Group | None = None
         self._asked = placement.Request()
         self.autodipper = Autodip(shell)
+        self.hints = Hints(shell, lambda: self.group, self.autodipper)
 
     @observe("collect")
     def _collect_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None and self.group.alive:
             self.group.set_collect(change["new"])
+
+    @observe("style", "limit", "tell_after")
+    def _look_changed(self, change: dict[str, Any]) -> None:
+        if self.group is not None:
+            self.group.look = self._look()
+
+    def _look(self) -> Look:
+        return Look(self.style, self.limit, self.tell_after)
 
     @observe("grace", "patience")
     def _limits_changed(self, change: dict[str, Any]) -> None:
@@ -148,7 +176,7 @@ class DipMagics(Magics):
     def _make(self, args: Any) -> None:
         from ddip.devices import gpu_names
         from ddip.group import Group
-        from ddip.outputs import Progress
+        from ddip.progress import Progress
 
         request = placement.Request(
             None if args.n is None else placement.parse_count(args.n),
@@ -173,6 +201,7 @@ class DipMagics(Magics):
                     spawn=self.spawn,
                     grace=self.grace,
                     patience=self.patience,
+                    look=self._look(),
                     progress=progress,
                 )
             else:
@@ -196,7 +225,7 @@ class DipMagics(Magics):
 
     def _repair(self, args: Any, line: str) -> None:
         from ddip.errors import ranks_text
-        from ddip.outputs import Progress
+        from ddip.progress import Progress
 
         if not args.repair or args.kill or args.restart or args.n or args.gpus or args.backend or args.app:
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
@@ -218,7 +247,7 @@ class DipMagics(Magics):
             self._info()
 
     def _info(self) -> None:
-        from ddip.outputs import info_table
+        from ddip.tables import info_table
 
         group = self._require_group("%makedip -i")
         print(info_table(group.info()))
@@ -271,7 +300,12 @@ class DipMagics(Magics):
             self._say(f"running on {len(ranks)} of {size} ranks")
             if args.appcmd is not None:
                 group.command(args.appcmd)
-            group.run(cell, ranks, see=see, quiet=args.quiet, timeout=timeout)
+            tell = self.autodipper.state != "off"
+            try:
+                group.run(cell, ranks, see=see, quiet=args.quiet, timeout=timeout, tell=tell)
+            except CellError as error:
+                self.hints.explain(error)
+                raise
 
     def _seen(self, typed: list[str] | None, ranks: list[int], size: int) -> list[int]:
         """The ranks to show: those of -S, else those of the trait that run the cell, else the first that does."""
@@ -320,7 +354,9 @@ class DipMagics(Magics):
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise BadInput(f"%dipush: the notebook has no {', '.join(missing)}; nothing was pushed")
-        moved = group.push({name: self.shell.user_ns[name] for name in names}, ranks)
+        values = {name: self.shell.user_ns[name] for name in names}
+        with _progress(group, f"pushed {', '.join(names)}"):
+            moved = group.push(values, ranks)
         _tell_moved(moved)
         self._say(f"pushed {', '.join(names)}")
 
@@ -344,7 +380,8 @@ class DipMagics(Magics):
         names, ranks = _names_and_ranks(args.names, args.ranks or ["0"], group.world_size, "%dipull")
         check_names(names, "%dipull")
         assert ranks is not None
-        values, moved = group.pull_all(names, ranks)
+        with _progress(group, f"pulled {', '.join(names)}"):
+            values, moved = group.pull_all(names, ranks)
         as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
         self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
         _tell_moved(moved)
@@ -355,7 +392,7 @@ class DipMagics(Magics):
     @line_magic
     def dipstack(self, line: str = "") -> None:
         """Where each rank is right now: its innermost function, and the line of its cell."""
-        from ddip.outputs import places_text, stacks_text
+        from ddip.tables import places_text, stacks_text
 
         args = self._parse(self.dipstack, "%dipstack", line)
         group = self._require_group("%dipstack")
@@ -371,6 +408,22 @@ class DipMagics(Magics):
         if not name.isidentifier():
             raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
         self.shell.push({name: self._require_group("%dipper")})
+
+
+@contextlib.contextmanager
+def _progress(group: Group, done: str) -> Iterator[None]:
+    """Show how far objects are on their way, if that takes long."""
+    from ddip.progress import Progress
+
+    began = time.monotonic()
+    group.progress = progress = Progress(after=QUIET_SECONDS)
+    try:
+        yield
+    except BaseException:
+        progress.end("")
+        raise
+    if progress.shown:
+        progress.end(f"ddip: {done}, {time.monotonic() - began:.1f} s")
 
 
 def _unquoted(value: Any) -> Any:
@@ -428,4 +481,5 @@ def unload(shell: InteractiveShell) -> None:
     if magics is not None:
         magics.end_group()
         magics.autodipper.close()
+        magics.hints.close()
         warming.end()

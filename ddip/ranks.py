@@ -28,9 +28,11 @@ WORDS = {
     "process_group.join": "forming the group",
     "process_group.leave": "leaving the group",
     "transfer.stage": "pushing",
+    "transfer.add": "pushing",
     "transfer.commit": "pushing",
     "transfer.drop": "pushing",
     "transfer.pack": "pulling",
+    "transfer.part": "pulling",
     "apps.prepare": "preparing the app",
     "apps.release": "releasing the app",
     "apps.command": "the app's command",
@@ -165,6 +167,16 @@ class Ranks:
         concurrent.futures.wait(futures.values(), timeout=seconds)
         answers = {rank: future.result() for rank, future in futures.items() if future.done()}
         return {rank: answers[rank]["content"].get("ok") if rank in answers else None for rank in ranks}
+
+    def ask_soon(self, rank: int, target: str, *args: Any, seconds: float) -> Any:
+        """Call ``ddip.rank.<target>(*args)`` on the main thread of `rank`; None if that fails or takes longer."""
+        try:
+            answer = self.cluster.client.direct_view(self.members[rank].engine).apply_async(call, target, *args)
+        except IndexError:  # it has ended
+            return None
+        answer.wait(seconds)
+        reply = answer.get(return_exceptions=True) if answer.done() else None
+        return reply.get("ok") if isinstance(reply, dict) else None
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
         """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddip.errors import BadInput, TransferError, ranks_text
+from ddip.errors import BadInput, GroupError, TransferError, ranks_text
+from ddip.progress import Report
 from ddip.rank import pickling
+from ddip.ranks import Ranks
+from ddip.tables import size_text
 
-
-@dataclass(frozen=True)
-class Packed:
-    """Pickled values by name, and the names of those whose tensors came from an accelerator."""
-
-    values: dict[str, bytes]
-    moved: list[str]
+PART = 1 << 24
+"""Bytes of an object that travel at once."""
 
 
 def check_names(names: list[str], magic: str) -> None:
@@ -26,12 +24,72 @@ def check_names(names: list[str], magic: str) -> None:
             raise BadInput(f"{magic} {name}: {name!r} is no variable; type names, such as {magic} model losses")
 
 
-def pack(values: Mapping[str, Any]) -> Packed:
-    """Pickle `values` for the ranks; raises TransferError that names what cannot be."""
+def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> list[str]:
+    """Put `values` into the namespaces of the ranks `to`; returns the names whose tensors moved to the CPU.
+
+    Raises TransferError that names what cannot be pickled here, or unpickled there; then nothing has changed.
+    """
     packed, errors, moved = pickling.dump_all(dict(values))
     if errors:
         raise TransferError(f"nothing was pushed: {_reasons(errors, 'cannot be pickled')}")
-    return Packed(packed, moved)
+    deliver(ranks, packed, to, progress)
+    return moved
+
+
+def deliver(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
+    """Put pickled objects into the namespaces of the ranks `to`: all of them, or none."""
+    try:
+        _send_parts(ranks, packed, to, progress)
+        small = {name: data if len(data) <= PART else None for name, data in packed.items()}
+        errors = ranks.ask(to, "transfer.stage", small)
+        staged(dict(zip(to, errors, strict=True)))
+    except BaseException:
+        with contextlib.suppress(GroupError):  # what has failed is told, not this
+            ranks.ask(to, "transfer.drop")
+        raise
+    ranks.ask(to, "transfer.commit")
+
+
+def _send_parts(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
+    """Send what is large ahead."""
+    large = {name: data for name, data in packed.items() if len(data) > PART}
+    whole, done = sum(map(len, large.values())), 0
+    for name, data in large.items():
+        for begin, end in _parts(len(data)):
+            progress(f"ddip: pushing {name}, {size_text(len(data))}", done / whole)
+            ranks.ask(to, "transfer.add", name, bytes(data[begin:end]), begin == 0)
+            done += end - begin
+
+
+def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[dict[str, Any]]:
+    """What each of the ranks `of` answers to ``transfer.pack``, with all of its values."""
+    replies: list[dict[str, Any]] = ranks.ask(of, "transfer.pack", list(names), PART)
+    whole, done = sum(size for reply in replies for size in reply["sizes"].values()), 0
+    for rank, reply in zip(of, replies, strict=True):
+        for name, size in reply["sizes"].items():
+            data = bytearray()
+            for begin, end in _parts(size):
+                progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", done / whole)
+                data += ranks.ask([rank], "transfer.part", name, begin, end)[0]
+                done += end - begin
+            reply["values"][name] = data
+    if whole:
+        ranks.ask(of, "transfer.drop")
+    return replies
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Begin and end of each part of an object of `size` bytes."""
+    return [(begin, min(size, begin + PART)) for begin in range(0, size, PART)]
+
+
+def pull(
+    ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects `names` of each of the ranks `of`, in order, and the names whose tensors moved to the CPU."""
+    replies = fetch(ranks, names, of, progress)
+    values = [unpack(rank, reply) for rank, reply in zip(of, replies, strict=True)]
+    return values, [name for name in names if any(name in reply["moved"] for reply in replies)]
 
 
 def staged(errors_by_rank: Mapping[int, Mapping[str, str]]) -> None:
@@ -49,7 +107,7 @@ def _where(errors_by_rank: Mapping[int, Mapping[str, str]], name: str) -> str:
     return ranks_text([rank for rank, errors in errors_by_rank.items() if name in errors])
 
 
-def forward(rank: int, reply: Mapping[str, Any], what: str) -> dict[str, bytes]:
+def forward(rank: int, reply: Mapping[str, Any], what: str) -> dict[str, bytes | bytearray]:
     """The pickled objects in a rank's answer to ``transfer.pack``; raises TransferError that names what did not come.
 
     `what` says what was to be done with them: ``pulled``.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from traitlets import Type
 
 from ddip.rank import call
 from ddip.rank.housekeeping import cells
+from ddip.rank.streams import RankDisplay, RankStream, threads_belong_to_their_cells
 
 POLL_SECONDS = 0.005
 AGAIN_SECONDS = 0.02
@@ -63,9 +65,30 @@ def _is_users(frame: FrameType | None) -> bool:
     return False
 
 
+class _OfACell:
+    """A stream that a cell has put in place of stdout or stderr, and which may fail at any time: its disk may be full.
+
+    ipykernel flushes it after each request, and if that raised, the answer would be lost.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except Exception:
+            if _is_users(sys._getframe()):
+                raise
+
+
 class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     """Knows when a cell raised: to tell it, with its frames, takes longer on one rank than on another."""
 
+    display_pub_class = Type(RankDisplay)
     raised_at = 0.0
     """On ``time.time``."""
 
@@ -89,7 +112,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         if getattr(self, "shell_channel_thread", None) is None:
             self.shell_channel_thread = _NoShellThread()
         self.shell.ask_exit = _end_cell
-        self._streams = sys.stdout, sys.stderr
+        threads_belong_to_their_cells()
         self._cell: str | None = None
         self._aimed_at: str | None = None
         gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
@@ -97,8 +120,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     # An interrupt ends what a cell does, and only that: in ipykernel's own code, before the cell or after it, it would
     # tear away the answer, and the notebook would wait for ever.
 
+    @cached_property
+    def _streams(self) -> tuple[Any, Any]:
+        """stdout and stderr before any cell could replace them: looked at when the first request comes."""
+        return sys.stdout, sys.stderr
+
     def pre_handler_hook(self) -> None:
         """Before a request is handled."""
+        assert isinstance(self._streams[0], RankStream)
         self._interruptible = False
         self._interrupted = False
         self._aimed_at = None  # the last cell may have ignored the signal that came with it
@@ -160,7 +189,11 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; never fails. The reply says what became of the group, and what was raised, as text."""
         if not silent:
-            self._number_cell()
+            asked = self.get_parent("shell")["content"].get("ddip", {})
+            self._number_cell(asked.get("number"))
+            header = self.get_parent("shell")["header"]
+            for stream in self._streams:
+                stream.begin_cell(header, asked.get("limit", sys.maxsize))
             cells.begin()
             call("process_group.begin_cell")
         self.shell.last_execution_result = None
@@ -187,12 +220,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             report["waited"] = call("process_group.waited_in", raised).get("ok", "")
         cells.end(raised)
         del raised
+        report["seconds"] = cells.seconds
+        for stream in self._streams:
+            stream.end_cell(header)
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}
 
-    def _number_cell(self) -> None:
+    def _number_cell(self, number: int | None) -> None:
         """Count cells as the notebook does: tracebacks and results then name the cell that the user sees."""
-        number = self.get_parent("shell")["content"].get("ddip_number")
         if number is not None:
             self.shell.execution_count = number
             typed = self.shell.user_ns.get("In")
@@ -225,11 +260,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _mend_streams(self) -> None:
         """Put back a stream that a cell has broken: ipykernel flushes it before it sends the reply, and after that."""
         for name, ours in zip(("stdout", "stderr"), self._streams, strict=True):
-            if getattr(sys, name) is ours and not vars(ours).keys() & {"write", "flush"}:
+            left = getattr(sys, name)
+            if isinstance(left, _OfACell) or (left is ours and not vars(ours).keys() & {"write", "flush"}):
                 continue  # as it was; to try it would cost a turn of the output thread
             try:
-                getattr(sys, name).write("")
-                getattr(sys, name).flush()
+                left.write("")
+                left.flush()
+                if left is not ours:
+                    setattr(sys, name, _OfACell(left))
             except Exception as error:
                 for replaced in ("write", "flush"):
                     vars(ours).pop(replaced, None)
@@ -284,6 +322,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
 
 class RankEngine(app.IPEngine):  # type: ignore[misc]
     """ipyparallel's engine with a `RankKernel`."""
+
+    out_stream_factory = Type(RankStream)
 
     def initialize(self, argv: list[str] | None = None) -> None:
         app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class

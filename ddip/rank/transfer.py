@@ -1,5 +1,7 @@
 """Objects in and out of the namespace of this rank.
 
+What is large comes and goes in parts, so that a person sees it go on, and no copy of the whole is made on the way.
+
 A push has two steps, so that all names arrive on all ranks or none does: every rank unpickles into a waiting room, and
 only when all could, every rank takes what waits there.
 """
@@ -12,15 +14,24 @@ from typing import Any
 from ddip.rank import namespace, pickling
 
 _waiting: dict[str, Any] = {}
+_parts: dict[str, bytearray] = {}
+"""Pickled objects that arrive, or leave, in parts."""
 
 
-def stage(packed: dict[str, bytes]) -> dict[str, str]:
-    """Unpickle `packed` into the waiting room; returns the errors by name."""
+def add(name: str, part: bytes, first: bool) -> None:
+    """The next part of a pickled object."""
+    if first:
+        _parts[name] = bytearray()
+    _parts[name] += part
+
+
+def stage(packed: dict[str, bytes | None]) -> dict[str, str]:
+    """Unpickle `packed` into the waiting room; returns the errors by name. None: it has come in parts."""
     _waiting.clear()
     errors = {}
     for name, data in packed.items():
         try:
-            _waiting[name] = pickle.loads(data)
+            _waiting[name] = pickle.loads(_parts.pop(name) if data is None else data)
         except BaseException as error:
             errors[name] = f"{type(error).__name__}: {error}"
     if errors:
@@ -35,13 +46,27 @@ def commit() -> None:
 
 
 def drop() -> None:
-    """Forget the waiting objects."""
+    """Forget the waiting objects, and what has come or was to leave in parts."""
     _waiting.clear()
+    _parts.clear()
 
 
-def pack(names: list[str]) -> dict[str, Any]:
-    """Pickle `names`: ``values`` and ``errors`` by name, the ``missing`` names, and those ``moved`` to the CPU."""
+def pack(names: list[str], most: int | None = None) -> dict[str, Any]:
+    """Pickle `names`: ``values`` and ``errors`` by name, the ``missing`` names, and those ``moved`` to the CPU.
+
+    What is longer than `most` bytes waits for `part`; ``sizes`` has its length by name.
+    """
     here = namespace()
     missing = [name for name in names if name not in here]
     values, errors, moved = pickling.dump_all({name: here[name] for name in names if name in here})
-    return {"values": values, "errors": errors, "missing": missing, "moved": moved}
+    sizes = {}
+    for name, data in list(values.items()):
+        if most is not None and len(data) > most and not errors and not missing:
+            _parts[name] = bytearray(values.pop(name))
+            sizes[name] = len(data)
+    return {"values": values, "errors": errors, "missing": missing, "moved": moved, "sizes": sizes}
+
+
+def part(name: str, begin: int, end: int) -> bytes:
+    """A part of an object that `pack` keeps."""
+    return bytes(memoryview(_parts[name])[begin:end])

@@ -24,6 +24,12 @@ class Shown:
     stderr: str = ""
     data: list[dict[str, Any]] = field(default_factory=list)
     """MIME bundles, in order: displayed, updated, and the result."""
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """All of them, but states: type and content."""
+    number: int = 0
+    """Of the cell, as a person sees it."""
+    pages: list[dict[str, Any]] = field(default_factory=list)
+    """Help, and the like."""
     status: str = ""
     error: str = ""
     """Name of the exception."""
@@ -42,7 +48,11 @@ class Notebook:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=str(folder))
+        # ipykernel does not capture what C code writes where pytest runs
+        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        self.manager.start_kernel(cwd=str(folder), env=environment)
+        self._others: list[Any] = []
+        """Messages for cells that had ended."""
         self._connect()
 
     def _connect(self) -> None:
@@ -78,8 +88,11 @@ class Notebook:
         while True:
             message = self._next(end, shown)
             if message["parent_header"].get("msg_id") != message_id:
+                self._others.append(message)
                 continue
             content = message["content"]
+            if message["msg_type"] not in ("status", "execute_input"):
+                shown.messages.append((message["msg_type"], content))
             match message["msg_type"]:
                 case "stream":
                     setattr(shown, content["name"], getattr(shown, content["name"]) + content["text"])
@@ -96,7 +109,35 @@ class Notebook:
             reply = self.client.get_shell_msg(timeout=max(1, end - time.monotonic()))
             if reply["parent_header"].get("msg_id") == message_id:
                 shown.status = reply["content"]["status"]
+                shown.number = reply["content"]["execution_count"]
+                shown.pages = reply["content"].get("payload", [])
                 return shown
+
+    def late(self, message_id: str, until: str, timeout: float = 30) -> str:
+        """Wait until a cell that has ended shows `until`; returns all that it showed then, as text."""
+        shown = Shown()
+        end = time.monotonic() + timeout
+        text = ""
+        while until not in text:
+            message = self._others.pop(0) if self._others else self._next(end, shown)
+            if message["parent_header"].get("msg_id") == message_id:
+                content = message["content"]
+                text += content.get("text") or content.get("data", {}).get("text/plain", "")
+        return text
+
+    def ask(self, kind: str, code: str, cursor: int | None = None, **options: Any) -> dict[str, Any]:
+        """Press Tab (`complete`), or ask for help (`inspect`), at the end of `code`."""
+        request = getattr(self.client, kind)(code, len(code) if cursor is None else cursor, **options)
+        while True:
+            reply = self.client.get_shell_msg(timeout=30)
+            if reply["parent_header"].get("msg_id") == request:
+                return dict(reply["content"])
+
+    def send_comm(self, name: str, data: dict[str, Any]) -> str:
+        """What the page of a widget sends; returns the id of the message."""
+        message = self.client.session.msg("comm_msg", {"comm_id": name, "data": data})
+        self.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
 
     def _next(self, end: float, shown: Shown) -> Any:
         try:

@@ -229,7 +229,7 @@ def test_nothing_is_left_of_a_script_that(tmp_path: Path, end: str, code: int) -
 def test_an_interrupted_start_leaves_nothing() -> None:
     before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
 
-    def press_stop(text: str) -> None:
+    def press_stop(text: str, share: float | None = None) -> None:
         if "engines are up" in text:
             signal.raise_signal(signal.SIGINT)
 

@@ -77,6 +77,7 @@ def test_the_user_is_told_that_wrappers_must_be_made_again(
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
 def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrappers(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")
+    cells.grace = 30  # all ranks end by themselves, however slow one of them is
     with pytest.raises(ddip.CellError):
         cells.run(code)
     cells.run("assert dist.group.WORLD is former\nstep(wrapper)\nassert same()")
@@ -286,7 +287,7 @@ def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_
 def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddip.outputs.CellOutput.finish", lambda self: press_stop())
+    monkeypatch.setattr("ddip.outputs.CellOutput.finish", lambda self, errors, note: press_stop())
     with pytest.raises(CellInterrupted, match="the cell had ended when it was interrupted"):
         cells.run("pass")
 
@@ -359,6 +360,18 @@ def test_a_cell_that_breaks_its_output_does_not_break_the_next(cells: ddip.Group
         cells.run(PROOF)
     finally:
         cells.run("builtins.print = kept; sys.stdout.__dict__.pop('flush', None)")
+
+
+def test_a_stream_that_fails_between_cells_does_not_lose_an_answer(cells: ddip.Group) -> None:
+    cells.run(
+        "import sys, threading\nkept = sys.stdout\nsys.stdout = open('/dev/full', 'w')\n"
+        "go, gone = threading.Event(), threading.Event()\n"
+        "def write():\n    go.wait()\n    sys.stdout.write('x')\n    gone.set()\n"
+        "thread = threading.Thread(target=write); thread.start()"
+    )
+    cells.run("go.set(); _ = gone.wait()", timeout=20)
+    cells.run("thread.join()\ntry: sys.stdout.flush()\nexcept OSError: failed = True\nassert failed", timeout=20)
+    cells.run(f"sys.stdout = kept\n{PROOF}", timeout=20)
 
 
 ODD = """

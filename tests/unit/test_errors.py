@@ -61,3 +61,11 @@ def test_all_that_users_cause_is_a_usage_error_of_one_line() -> None:
         if name not in ("CellError", "CellInterrupted", "CellTimeout", "LocalCellFailed", "RankError"):
             assert issubclass(kind, UsageError)
     assert BadInput("-n 0: type more")._render_traceback_() == ["UsageError: -n 0: type more"]
+
+
+def test_of_what_is_in_the_tabs_only_the_first_traceback_is_told_again() -> None:
+    error = CellError({rank: RankError("E", str(rank), f"traceback {rank}", at=float(rank)) for rank in range(3)})
+    told = lambda: [line for line in error._render_traceback_() if line.startswith("traceback")]  # noqa: E731
+    assert told() == ["traceback 0", "traceback 1", "traceback 2"]
+    error.in_tabs = (0, 1)
+    assert told() == ["traceback 0", "traceback 2"]

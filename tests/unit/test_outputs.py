@@ -6,25 +6,21 @@ from typing import Any
 
 import pytest
 
-from ddip.outputs import CellOutput, RankInfo, info_table, size_text
+from ddip.outputs import CellOutput
+from ddip.tables import RankInfo, info_table, size_text, where_text
 
 
 def stream(text: str, name: str = "stdout") -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": text}}
 
 
-def test_another_rank_alone_is_labelled(capsys: pytest.CaptureFixture[str]) -> None:
-    show = CellOutput([2])
-    show.receive(2, stream("a\n"))
-    assert capsys.readouterr().out == "[rank 2] a\n"
-
-
-def test_rank_0_is_shown_as_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    show = CellOutput([0])
-    show.receive(0, stream("half"))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_alone_is_shown_as_it_writes(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([rank])
+    show.receive(rank, stream("half"))
     show.receive(1, stream("not seen\n"))
-    show.receive(0, stream("\rwhole\n"))
-    show.receive(0, stream("bad\n", "stderr"))
+    show.receive(rank, stream("\rwhole\n"))
+    show.receive(rank, stream("bad\n", "stderr"))
     show.finish()
     assert tuple(capsys.readouterr()) == ("half\rwhole\n", "bad\n")
 
@@ -45,6 +41,34 @@ def test_quiet_keeps_all_until_the_end(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == ""
     show.finish()
     assert capsys.readouterr().out == "[rank 0] a\n[rank 1] b\n"
+
+
+def test_of_a_flood_the_middle_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for see in ([0], [0, 1]):
+        label = "[rank 0] " if len(see) > 1 else ""
+        show = CellOutput(see)
+        show.receive(0, stream("line 0\n"))
+        show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "7\n", "line": 7}})
+        show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "9\n", "line": 9}})
+        show.finish()
+        assert capsys.readouterr().out == f"{label}line 0\n{label}… 8 lines left out …\n{label}9\n"
+
+
+def test_bars_of_several_ranks_leave_their_last_state(capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([0, 1])
+    for rank in (0, 1):
+        show.receive(rank, stream("\r 50%", "stderr"))
+    show.draw()
+    show.receive(1, stream("\r100%\nafter\n", "stderr"))
+    show.receive(0, stream("\r 75%", "stderr"))
+    show.finish()
+    assert capsys.readouterr().err == "[rank 1] 100%\n[rank 1] after\n[rank 0]  75%\n"
+
+
+def test_where_a_cell_ran_is_for_people() -> None:
+    assert where_text({}) == ""
+    assert where_text({2: 0.123}) == "rank 2 · 0.12 s"
+    assert where_text({0: 1.0, 1: 61.23, 2: 3.0}) == "ranks 0-2 · 61.2 s · slowest: rank 1"
 
 
 def test_sizes_are_for_people() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ddip.outputs import places_text, stacks_text
 from ddip.rank.dump import place_in
 from ddip.rank.place import Place, Stack
+from ddip.tables import places_text, stacks_text
 
 WAITS = Place("all_reduce", 12, 4, "dist.all_reduce(x)", "distributed_c10d.py:3 in all_reduce")
 DUMP = """Current thread 0x01 (most recent call first):

@@ -8,9 +8,10 @@ import inspect
 
 import ipyparallel
 import torch
+from ipykernel.iostream import OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
-from ipykernel.zmqshell import ZMQInteractiveShell
+from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from ipyparallel.client.client import ExecuteReply
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
@@ -147,10 +148,23 @@ def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
     assert "exec(code_obj, self.user_global_ns, self.user_ns)" in inspect.getsource(InteractiveShell.run_code)
 
 
-def test_the_client_adds_up_output_in_what_it_keeps_of_a_request() -> None:
-    dispatch = inspect.getsource(ipyparallel.Client._dispatch_iopub)
-    assert "md = self.metadata[msg_id]" in dispatch and "new_text = (md[name] or '') + content['text']" in dispatch
-    assert "self.metadata.pop(msg_id, None)" in inspect.getsource(ipyparallel.Client)
+def test_the_client_dispatches_output_where_ddip_takes_it() -> None:
+    dispatch = inspect.getsource(ipyparallel.Client._dispatch_iopub.__wrapped__)
+    assert "future = self._output_futures.get(msg_id)" in dispatch and "future.set_result(None)" in dispatch
+    source = inspect.getsource(ipyparallel.Client)
+    assert "on_recv(self._dispatch_iopub" in source and "self._futures.pop(msg_id, None)" in source
+    assert list(inspect.signature(ipyparallel.Client._dispatch_iopub.__wrapped__).parameters) == ["self", "msg"]
+
+
+def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
+    assert "for parent, data in self._flush_buffers():" in inspect.getsource(OutStream._flush)
+    assert "self._schedule_flush()" in inspect.getsource(OutStream.write)
+    assert "self.call_later(self.flush_interval" in inspect.getsource(OutStream._schedule_flush).replace(
+        "_io_loop.", ""
+    )
+    assert "parent = self.parent_header" in inspect.getsource(OutStream.write)
+    assert "parent=self.parent_header" in inspect.getsource(ZMQDisplayPublisher.publish)
+    assert InteractiveShell.class_traits()["display_pub_class"].klass is not None
 
 
 def test_the_client_keeps_what_a_cell_replied() -> None:

@@ -18,15 +18,22 @@ ORDER = [
     "devices",
     "owner",
     "rank",
+    "look",
+    "tables",
+    "screen",
+    "sections",
+    "page",
+    "progress",
+    "tabs",
+    "views",
     "ipp_private",
     "apps",
-    "outputs",
-    "transfer",
     "warming",
     "launchers",
     "cluster",
 ]
-ORDER += ["ranks", "formation", "cells", "engines", "group", "autodip", "magics"]
+ORDER += ["ranks", "transfer", "comms", "outputs", "formation", "cells", "engines", "group", "autodip", "hints"]
+ORDER += ["magics"]
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,174 @@
+"""What a rank writes: sent soon, not sent where nobody looks, and of a flood only the beginning and the end.
+
+ipykernel hands text to a thread that sends it every so often. What is done here is done in that thread, so that a loop
+of prints costs what it costs in a notebook's own kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ipykernel.iostream import OutStream
+from ipykernel.zmqshell import ZMQDisplayPublisher
+
+TICK_SECONDS = 0.25
+"""How often something of a flood is sent, so that a person sees that it goes on."""
+TICK_CHARACTERS = 2_000
+CELLS = 50
+"""Cells whose budgets are kept, for what their threads write later."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of what a cell wrote to one stream."""
+
+    text: str
+    line: int | None = None
+    """None: it follows what was sent before. Else it replaces the end of that, and begins at this line, from 0."""
+
+
+@dataclass
+class Budget:
+    """How much of what one cell writes to one stream is sent: `limit` characters, then the end of it."""
+
+    limit: int
+    _written: int = 0
+    _sent: int = 0
+    """Characters up to the end of what was sent last."""
+    _lines: int = 0
+    _end: str = ""
+    """What was written last, above the limit."""
+    _ticked: float = field(default_factory=time.monotonic)
+
+    def take(self, text: str) -> Piece | None:
+        """What to send when `text` has been written; None: nothing now."""
+        room = self.limit - self._written
+        self._written += len(text)
+        self._lines += text.count("\n")
+        if self._written <= self.limit:
+            self._sent = self._written
+            return Piece(text)
+        if room > 0:  # the last whole lines that fit; the rest is above the limit
+            begin = text.rfind("\n", 0, room) + 1
+            self._sent = self._written - len(text) + begin
+            self._end = text[begin:][-(self.limit // 2) :]
+            return Piece(text[:begin])
+        self._end = (self._end + text)[-(self.limit // 2) :]
+        now = time.monotonic()
+        if now < self._ticked + TICK_SECONDS:
+            return None
+        self._ticked = now
+        new = self._written - self._sent
+        self._sent = self._written
+        return Piece(self._end[-new:]) if new <= TICK_CHARACTERS else self._last(TICK_CHARACTERS)
+
+    def rest(self) -> Piece | None:
+        """The end of a flood; None if there was none."""
+        return self._last(self.limit // 2) if self._written > self.limit else None
+
+    def _last(self, most: int) -> Piece:
+        text = self._end[-most:]
+        text = text[text.find("\n") + 1 :]  # whole lines
+        return Piece(text, self._lines - text.count("\n"))
+
+
+_cell: ContextVar[dict[str, Any]] = ContextVar("ddip_cell")
+"""Header of the request whose output this is: of a task, the one in which it was made."""
+
+
+class _OfThreads:
+    """Whoever starts a thread is its cell: ipykernel would take the cell that runs when the thread writes."""
+
+    _latest: dict[str, Any] = {}
+
+    @property
+    def parent_header(self) -> dict[str, Any]:
+        try:
+            return _cell.get()
+        except LookupError:
+            return getattr(threading.current_thread(), "ddip_cell", None) or self._latest
+
+    @parent_header.setter
+    def parent_header(self, value: dict[str, Any]) -> None:
+        _cell.set(value)
+        self._latest = value
+
+
+class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
+    """stdout or stderr of a rank."""
+
+    flush_interval = 0.04
+
+    def begin_cell(self, header: dict[str, Any], limit: int) -> None:
+        """The cell of the request with this header may show `limit` characters; 0: nobody looks."""
+        self._budgets[header["msg_id"]] = Budget(limit)
+        if len(self._budgets) > CELLS:
+            del self._budgets[next(iter(self._budgets))]
+
+    def end_cell(self, header: dict[str, Any]) -> None:
+        """Send the end of what the cell wrote, with the next flush: ipykernel flushes before it answers."""
+        self._ended.append(header)
+        if getattr(sys, self.name) is not self:
+            self.pub_thread.schedule(self._flush)
+
+    @cached_property
+    def _budgets(self) -> dict[str, Budget]:
+        return {}
+
+    @cached_property
+    def _ended(self) -> deque[dict[str, Any]]:
+        return deque()
+
+    def _flush(self) -> None:
+        self._flush_pending = False
+        self._subprocess_flush_pending = False
+        for parent, piece in self._pieces():
+            self._send(piece, parent)
+        while self._ended:
+            header = self._ended.popleft()
+            rest = self._budgets[header["msg_id"]].rest()
+            if rest is not None:
+                self._send(rest, header)
+
+    def _pieces(self) -> Iterator[tuple[dict[str, Any], Piece]]:
+        for parent, text in self._flush_buffers():
+            budget = self._budgets.get(parent.get("msg_id"))
+            if budget is None:
+                yield parent, Piece(text)
+            elif budget.limit:
+                piece = budget.take(text)
+                if piece is not None:
+                    yield parent, piece
+
+    def _send(self, piece: Piece, parent: dict[str, Any]) -> None:
+        if not piece.text:
+            return
+        self.session.pid = os.getpid()  # as ipykernel does: this is also called in what a cell forks
+        content = {"name": self.name, "text": piece.text}
+        if piece.line is not None:
+            content["line"] = piece.line
+        self.session.send(self.pub_thread, self.session.msg("stream", content, parent=parent), ident=self.topic)
+
+
+class RankDisplay(_OfThreads, ZMQDisplayPublisher):  # type: ignore[misc]
+    """What a rank displays."""
+
+
+def threads_belong_to_their_cells() -> None:
+    """From here on each thread knows the cell in which it was started, and so do the threads that it starts."""
+    start = threading.Thread.start
+
+    def start_in_cell(self: threading.Thread) -> None:
+        self.ddip_cell = getattr(sys.stdout, "parent_header", None)  # type: ignore[attr-defined]
+        start(self)
+
+    threading.Thread.start = start_in_cell  # type: ignore[method-assign]

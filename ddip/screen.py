@@ -1,0 +1,304 @@
+"""Text as a terminal would show it: overwritten lines, colours, and of a flood only the beginning and the end."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+
+TOKEN = re.compile(r"\n|\r|\x08|\x1b\[[0-9;?]*[A-Za-z]|\x1b.|[^\n\r\x08\x1b]+", re.DOTALL)
+"""A character that moves the cursor, an escape sequence, or a run of plain text."""
+MOVES = re.compile(r"\r(?!\n)|\x08|\x1b\[[0-9;?]*[A-HJKf]")
+"""What makes more of a text than lines, one after the other."""
+STYLE = re.compile(r"\x1b\[([0-9;]*)m")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|\x08")
+LIVE_ROWS = 31
+"""Of a long text, while it grows."""
+RESET = "\x1b[0m"
+COLOURS = ["#3e424d", "#e75c58", "#00a250", "#ddb62b", "#208ffb", "#d160c4", "#60c6c8", "#c5c1b4"]
+BRIGHT = ["#282c36", "#b22b31", "#007427", "#b27d12", "#0065ca", "#a03196", "#258f8f", "#a1a6b2"]
+
+
+class Screen:
+    """Lines that grow; characters that move the cursor are obeyed. Above `limit` characters the middle is left out."""
+
+    def __init__(self, limit: int) -> None:
+        self._half = limit // 2
+        self._head: list[str] = []
+        self._tail: list[str] = [""]
+        self._size = 0
+        """Of the tail, in characters."""
+        self._whole = True
+        self._up = 0
+        """Rows from the cursor's down to the last."""
+        self._column: int | None = None
+        """Of the cursor; None: at the end of its row."""
+        self._style = ""
+        self.skipped = 0
+        """Lines left out, here or on the rank."""
+
+    def write(self, text: str) -> None:
+        """Show more."""
+        if self._up or self._column is not None or MOVES.search(text):
+            for token in TOKEN.findall(text):
+                self._obey(token)
+        else:
+            first, *rest = text.replace("\r\n", "\n").split("\n")
+            self._tail[-1] += first
+            self._tail += rest
+            self._style = _style_after(self._style, text)
+        self._size += len(text)
+        if self._size > 2 * self._half:
+            self._leave_out()
+
+    def jump(self, line: int, text: str) -> None:
+        """Show `text`, which begins at `line` from 0, in place of all but the beginning."""
+        if self._whole:
+            self._divide()
+        self.skipped = max(0, line - len(self._head))
+        self._tail, self._size, self._up, self._column = [""], 0, 0, None
+        self.write(text)
+
+    @property
+    def unfinished(self) -> bool:
+        """Is the cursor within a line that something more will be written into?"""
+        return bool(self._up or plain(self._tail[-1]).strip())
+
+    @property
+    def text(self) -> str:
+        """All lines, colours included."""
+        note = [f"… {self.skipped:,} lines left out …"] if self.skipped else []
+        return "\n".join([*self._head, *note, *self._tail])
+
+    def live_text(self, most: int) -> str:
+        """The same while it grows; above `most` characters the last rows of it."""
+        if not self.skipped and self._size < most:
+            return self.text
+        above = self.skipped + len(self._head) + max(0, len(self._tail) - LIVE_ROWS)
+        return "\n".join([f"… {above:,} lines above …", *self._tail[-LIVE_ROWS:]])
+
+    @property
+    def end_text(self) -> str:
+        """The lines after those that were left out."""
+        return "\n".join(self._tail)
+
+    def take(self) -> str:
+        """Take away all lines that are finished, each with its end."""
+        whole = self._tail[: len(self._tail) - 1 - self._up]
+        if not whole:
+            return ""
+        self._tail = self._tail[len(whole) :]
+        self._size = sum(map(len, self._tail))
+        return "".join(f"{row}\n" for row in whole)
+
+    # -- the cursor
+
+    def _obey(self, token: str) -> None:
+        match token[0]:
+            case "\n":
+                if self._up:
+                    self._up -= 1
+                else:
+                    self._tail.append("")
+                self._column = 0 if self._tail[-1 - self._up] else None
+            case "\r":
+                self._column = 0
+            case "\b":
+                self._column = max(0, self._where() - 1)
+            case "\x1b":
+                self._escape(token)
+            case _:
+                self._put(token)
+
+    def _where(self) -> int:
+        return len(plain(self._tail[-1 - self._up])) if self._column is None else self._column
+
+    def _escape(self, token: str) -> None:
+        row = -1 - self._up
+        digits = re.sub(r"\D", "", token)
+        count = int(digits or 1)
+        if token.endswith("m"):
+            self._style = _style_after(self._style, token)
+            if self._column is None:
+                self._tail[row] += token
+        elif token[-1] in "AF":
+            self._column = self._where() if token[-1] == "A" else 0
+            self._up = min(len(self._tail) - 1, self._up + count)
+        elif token[-1] in "BE":
+            self._column = self._where() if token[-1] == "B" else 0
+            self._up = max(0, self._up - count)
+        elif token.endswith("C"):
+            self._column = self._where() + count
+        elif token.endswith("D"):
+            self._column = max(0, self._where() - count)
+        elif token.endswith("G"):
+            self._column = count - 1
+        elif token.endswith("K"):
+            cells = _cells(self._tail[row])
+            if digits == "2":
+                cells = []
+            elif digits == "1":
+                cells = [("", " ")] * min(len(cells), self._where()) + cells[self._where() :]
+            else:
+                cells = cells[: self._where()]
+            self._column = self._where()
+            self._tail[row] = _row(cells)
+        elif token.endswith("J") and digits in ("", "0"):
+            self._column = self._where()
+            self._tail[row] = _row(_cells(self._tail[row])[: self._column])
+            if self._up:
+                del self._tail[len(self._tail) - self._up :]
+                self._up = 0
+
+    def _put(self, run: str) -> None:
+        row = -1 - self._up
+        if self._column is None:
+            self._tail[row] += run
+            return
+        cells = _cells(self._tail[row])
+        cells += [("", " ")] * (self._column - len(cells))
+        cells[self._column : self._column + len(run)] = [(self._style, character) for character in run]
+        self._column += len(run)
+        self._tail[row] = _row(cells)
+
+    # -- floods
+
+    def _divide(self) -> None:
+        """Keep the first lines for ever."""
+        self._whole = False
+        size = count = 0
+        last = len(self._tail) - 1 - self._up
+        while count < last and size + len(self._tail[count]) < self._half:
+            size += len(self._tail[count]) + 1
+            count += 1
+        self._head, self._tail = self._tail[:count], self._tail[count:]
+        self._size -= size
+
+    def _leave_out(self) -> None:
+        if self._whole:
+            self._divide()
+        count = 0
+        last = len(self._tail) - 1 - self._up
+        while count < last and self._size > self._half:
+            self._size -= len(self._tail[count]) + 1
+            count += 1
+        del self._tail[:count]
+        self.skipped += count
+        if self._size > 2 * self._half:  # a single line, or one that was overwritten again and again
+            self._tail = [row[-self._half :] for row in self._tail]
+            self._size = sum(map(len, self._tail))
+
+
+def moves(text: str) -> bool:
+    """Does `text` overwrite what was written before, as a progress bar does?"""
+    return MOVES.search(text) is not None
+
+
+def plain(text: str) -> str:
+    """`text` without colours."""
+    return ESCAPE.sub("", text)
+
+
+def _style_after(style: str, text: str) -> str:
+    """The escape sequences that are in force at the end of `text`."""
+    for found in STYLE.finditer(text):
+        style = "" if found[1] in ("", "0") else style + found[0]
+    return style
+
+
+def _cells(row: str) -> list[tuple[str, str]]:
+    """Each character of `row`, with the escape sequences in force there."""
+    cells: list[tuple[str, str]] = []
+    style = ""
+    for token in TOKEN.findall(row):
+        if STYLE.fullmatch(token):
+            style = _style_after(style, token)
+        else:
+            cells += [(style, character) for character in token]
+    return cells
+
+
+def _row(cells: list[tuple[str, str]]) -> str:
+    parts: list[str] = []
+    style = ""
+    for now, character in cells:
+        if now != style:
+            parts.append((RESET if style else "") + now)
+            style = now
+        parts.append(character)
+    return "".join(parts) + (RESET if style else "")
+
+
+def to_html(text: str) -> str:
+    """`text` with its colours, for a ``<pre>``."""
+    parts: list[str] = []
+    state: dict[str, str] = {}
+    end = 0
+    for found in STYLE.finditer(text):
+        parts.append(_span(text[end : found.start()], state))
+        state = _state_after(state, found[1])
+        end = found.end()
+    parts.append(_span(text[end:], state))
+    return "".join(parts)
+
+
+def _span(text: str, state: dict[str, str]) -> str:
+    text = html.escape(ESCAPE.sub("", text), quote=False)
+    if not text or not state:
+        return text
+    return f'<span style="{";".join(f"{key}:{value}" for key, value in state.items())}">{text}</span>'
+
+
+def _state_after(state: dict[str, str], codes: str) -> dict[str, str]:
+    state = dict(state)
+    numbers = iter([int(code or 0) for code in codes.split(";")])
+    for number in numbers:
+        match number:
+            case 0:
+                state = {}
+            case 1:
+                state["font-weight"] = "bold"
+            case 2:
+                state["opacity"] = ".7"
+            case 3:
+                state["font-style"] = "italic"
+            case 4:
+                state["text-decoration"] = "underline"
+            case 22:
+                state.pop("font-weight", None)
+                state.pop("opacity", None)
+            case 23:
+                state.pop("font-style", None)
+            case 24:
+                state.pop("text-decoration", None)
+            case 39:
+                state.pop("color", None)
+            case 49:
+                state.pop("background", None)
+            case 38 | 48:
+                colour = _extended(numbers)
+                if colour:
+                    state["color" if number == 38 else "background"] = colour
+            case _ if 30 <= number <= 37 or 90 <= number <= 97:
+                state["color"] = (COLOURS if number < 90 else BRIGHT)[number % 10]
+            case _ if 40 <= number <= 47 or 100 <= number <= 107:
+                state["background"] = (COLOURS if number < 100 else BRIGHT)[number % 10]
+    return state
+
+
+def _extended(numbers: Iterator[int]) -> str:
+    """One of 256 colours, or three parts."""
+    kind = next(numbers, 0)
+    if kind == 2:
+        return "rgb({},{},{})".format(*(next(numbers, 0) for _ in range(3)))
+    if kind != 5:
+        return ""
+    number = next(numbers, 0)
+    if number < 16:
+        return (COLOURS + BRIGHT)[number]
+    if number < 232:
+        steps = [0, 95, 135, 175, 215, 255]
+        number -= 16
+        return f"rgb({steps[number // 36]},{steps[number // 6 % 6]},{steps[number % 6]})"
+    grey = 8 + 10 * (number - 232)
+    return f"rgb({grey},{grey},{grey})"

@@ -1,0 +1,369 @@
+"""What a cell on ranks shows, as the messages of a real kernel: order, kinds, ids."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .notebook import Notebook
+
+TABS = "── "
+
+
+def kinds(notebook: Notebook, code: str) -> list[tuple[str, object]]:
+    """Type of each message, and its text or the kinds of data."""
+    return [
+        (kind, content["text"] if kind == "stream" else sorted(content.get("data", content)))
+        for kind, content in notebook.ok(code).messages
+    ]
+
+
+def last_text(notebook: Notebook, code: str) -> str:
+    """The tabs as text."""
+    return str(notebook.ok(code).data[-1]["text/plain"])
+
+
+# -- one rank, as in the kernel itself
+
+
+def test_everything_arrives_in_order(notebook: Notebook) -> None:
+    shown = kinds(
+        notebook,
+        "%%dip\nimport sys\nfrom IPython.display import HTML, display\nprint('one')\ndisplay(HTML('<b>two</b>'))\n"
+        "print('three', file=sys.stderr)\nprint('four')\ndisplay({'application/json': {'a': 1}}, raw=True)\n"
+        "print('five')\n'six'",
+    )
+    assert shown[:2] == [("stream", "one\n"), ("display_data", ["text/html", "text/plain"])]
+    assert sorted(shown[2:4]) == [("stream", "four\n"), ("stream", "three\n")]
+    assert shown[4:6] == [("display_data", ["application/json"]), ("stream", "five\n")]
+    assert shown[6] == ("display_data", ["text/plain"]) and len(shown) == 7
+
+
+def test_what_is_written_arrives_while_the_cell_runs(notebook: Notebook) -> None:
+    running = notebook.begin("%%dip\nimport time\nprint('begun')\nwhile True: time.sleep(0.01)")
+    assert notebook.finish(running, until="begun").status == ""
+    notebook.interrupt()
+    assert notebook.finish(running).error == "CellInterrupted"
+
+
+def test_c_code_and_subprocesses_write_too(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip\nimport os, subprocess\nos.write(1, b'from C\\n')\nsubprocess.run(['echo', 'from a shell']); None"
+    )
+    assert sorted(shown.stdout.splitlines()) == ["from C", "from a shell"]
+    assert "from a pipe" in notebook.ok("%%dip\n!echo from a pipe").stdout
+
+
+def test_displays_are_updated_by_their_id_also_from_a_later_cell(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip\nhandle = display('a', display_id='mine')\nhandle.update('b')").messages
+    assert [(kind, content["data"]["text/plain"]) for kind, content in shown] == [
+        ("display_data", "'a'"),
+        ("update_display_data", "'b'"),
+    ]
+    assert {content["transient"]["display_id"] for _, content in shown} == {"mine"}
+    ((kind, content),) = notebook.ok("%%dip\nhandle.update('c')").messages
+    assert (kind, content["transient"]["display_id"]) == ("update_display_data", "mine")
+
+
+def test_clear_output_arrives(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip\nfrom IPython.display import clear_output\nprint(1)\nclear_output(wait=True)\nprint(2)\nclear_output()"
+    ).messages
+    assert [content.get("wait", content.get("text")) for _, content in shown] == ["1\n", True, "2\n", False]
+
+
+def test_figures_are_shown_as_in_the_notebook(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('between')\nplt.plot([3]);"
+    )
+    assert [("image/png" in bundle) for bundle in shown.data] == [True, True]
+    assert shown.stdout == "between\n"
+    frame = notebook.ok("%%dip\nimport pandas\npandas.DataFrame({'a': [1]})").data[0]
+    assert "<table" in frame["text/html"]
+
+
+def test_widgets_work_both_ways(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip\nimport ipywidgets\nslider = ipywidgets.IntSlider(3)\n"
+        "slider.observe(lambda change: print('now', change['new'], 'on', rank), 'value')\nslider"
+    )
+    model = shown.data[0]["application/vnd.jupyter.widget-view+json"]["model_id"]
+    assert model in [content["comm_id"] for kind, content in shown.messages if kind == "comm_open"]
+    notebook.send_comm(model, {"method": "update", "state": {"value": 7}, "buffer_paths": []})
+    notebook.ok("%%dip -r 0\nassert slider.value == 7")
+    update = notebook.ok("%%dip -r 0\nslider.value = 9").messages
+    assert [content["data"]["state"] for kind, content in update if kind == "comm_msg"] == [{"value": 9}]
+    assert "slider" in notebook.fails("slider").message
+
+
+def test_what_a_widgets_callback_prints_goes_to_the_widgets_cell(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip\nimport ipywidgets\nbutton = ipywidgets.Button()\nbutton.on_click(lambda b: print('clicked'))\nbutton"
+    )
+    model = notebook.finish(cell).data[0]["application/vnd.jupyter.widget-view+json"]["model_id"]
+    notebook.send_comm(model, {"method": "custom", "content": {"event": "click"}})
+    assert notebook.late(cell, "clicked") == "clicked\n"
+
+
+def test_help_is_shown_in_the_pager(notebook: Notebook) -> None:
+    (page,) = notebook.ok("%%dip\ndef double(x):\n    'Twice as much.'\n    return 2 * x\ndouble?").pages
+    assert page["source"] == "page" and "Twice as much." in page["data"]["text/plain"]
+
+
+# -- progress bars
+
+
+def test_a_bar_in_text_is_one_display_that_ends_at_100_percent(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip\nfrom tqdm import tqdm\nprint('before')\nfor i in tqdm(range(2000)): pass\nprint('after')"
+    )
+    assert shown.stdout == "before\nafter\n" and shown.stderr == ""
+    assert len({content["transient"]["display_id"] for kind, content in shown.messages if kind != "stream"}) == 1
+    assert shown.data[-1]["text/plain"].startswith("100%|") and "2000/2000" in shown.data[-1]["text/plain"]
+
+
+def test_bars_of_tqdm_notebook_are_widgets_of_rank_0(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(50)): pass")
+    opened = {content["comm_id"]: content["data"]["state"] for kind, content in shown.messages if kind == "comm_open"}
+    assert [state["_model_name"] for state in opened.values()].count("FloatProgressModel") == 1
+    assert any("50/50" in str(content["data"]) for kind, content in shown.messages if kind == "comm_msg")
+
+
+def test_bars_of_fastprogress_are_updated(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip\nfrom fastprogress import progress_bar\nfor i in progress_bar(range(50)): pass")
+    assert "100.00% [50/50" in shown.data[-1]["text/html"]
+    assert [kind for kind, _ in shown.messages].count("display_data") <= 2  # its style, and itself
+
+
+def test_bars_of_rich_are_drawn_into_one_widget(notebook: Notebook) -> None:
+    cell = notebook.begin("%%dip\nfrom rich.progress import track\nfor i in track(range(50)): pass")
+    shown = notebook.finish(cell)
+    captured = [
+        content["data"]["state"]["msg_id"]
+        for kind, content in shown.messages
+        if kind == "comm_msg" and "msg_id" in content["data"].get("state", {})
+    ]
+    assert set(captured) == {cell, ""}  # the page shall catch what belongs to this cell
+    assert "100%" in [bundle["text/plain"] for bundle in shown.data if bundle["text/plain"]][-1]
+
+
+# -- by rank
+
+
+def test_each_rank_has_a_tab_and_equal_ranks_share_one(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip -S all\nprint('same' if rank else 'different')\ndisplay({'text/html': '<i>x</i>'}, raw=True)"
+    )
+    assert shown.data[-1]["text/plain"].startswith("── rank 0 ──\ndifferent\n── ranks 1, 2 ──\nsame")
+    page = shown.data[-1]["text/html"]
+    assert page.count("<label") == 2 and page.count("<i>x</i>") == 2
+    assert "ddip-ranks" in shown.data[0]["text/html"] and shown.data[0]["text/html"].count('type="radio"') == 3
+    for rank in range(3):
+        assert f'-{rank}"' in shown.data[0]["text/html"]
+    assert {content["transient"].get("display_id") for kind, content in shown.messages[1:]} != {None}
+
+
+def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
+    shown = notebook.fails(
+        "%%dip -S all\nimport matplotlib.pyplot as plt\nplt.figure(figsize=(1, 1))\nplt.plot([rank])\nplt.show()\n"
+        "if rank == 1: 1 / 0"
+    )
+    page = shown.data[-1]["text/html"]
+    assert page.count('<img src="data:image/png;base64,') == 3
+    assert "rank 1 ✗" in page and "division by zero" in page and "ZeroDivisionError" in shown.traceback
+    assert shown.error == "CellError"
+
+
+def test_who_waited_for_a_failed_rank_has_not_failed(notebook: Notebook) -> None:
+    shown = notebook.fails(
+        "%%dip -S all\nimport torch.distributed as dist\nif rank == 0: 1 / 0\nprint('on')\ndist.barrier()"
+    )
+    text = shown.data[-1]["text/plain"]
+    assert (
+        text.startswith("── rank 0 ✗ ──\n---")
+        and "\nZeroDivisionError: division by zero\n── ranks 1, 2 ──\non\n" in text
+    )
+    assert re.search(r"\non\nwas waiting in barrier, cell \[\d+\] line 4, and released$", text)
+
+
+def test_tabs_are_updated_while_the_cell_runs(notebook: Notebook) -> None:
+    running = notebook.begin("%%dip -S all\nimport time\nprint('begun', rank)\nwhile True: time.sleep(0.01)")
+    notebook.finish(running, until="begun 2")
+    notebook.interrupt()
+    notebook.finish(running)
+
+
+def test_clear_output_and_updates_are_each_ranks_own(notebook: Notebook) -> None:
+    text = last_text(
+        notebook,
+        "%%dip -S all\nfrom IPython.display import clear_output, display\nprint('gone' if rank == 1 else 'stays')\n"
+        "if rank == 1: clear_output()\nh = display(rank, display_id='same')\nh.update(10 + rank)",
+    )
+    assert text == "── rank 0 ──\nstays\n10\n── rank 1 ──\n11\n── rank 2 ──\nstays\n12"
+
+
+def test_with_all_ranks_shown_there_is_one_bar_a_rank(notebook: Notebook) -> None:
+    text = last_text(
+        notebook, "%%dip -S all\nfrom tqdm import tqdm\nfor i in tqdm(range(100 + rank)): pass\nprint('done')"
+    )
+    for rank in range(3):
+        assert re.search(rf"── rank {rank} ──\n100%\|.*{100 + rank}/{100 + rank} .*\ndone", text)
+    text = last_text(
+        notebook, "%%dip -S all\nfrom rich.progress import track\nprint('kept')\nfor i in track(range(9)): pass"
+    )
+    assert text.count("kept") == text.count("100%") >= 1
+
+
+def test_widgets_are_below_the_tabs_and_labelled(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip -S all\nimport ipywidgets\nprint('text')\nipywidgets.IntSlider(rank)")
+    assert sum("application/vnd.jupyter.widget-view+json" in bundle for bundle in shown.data) == 3
+    assert sorted(shown.stdout.splitlines()) == ["[rank 0]", "[rank 1]", "[rank 2]"]
+
+
+def test_the_other_styles(notebook: Notebook) -> None:
+    notebook.ok("%config DipMagics.style = 'labels'")
+    shown = notebook.ok("%%dip -S all\nprint('a\\nb', end='')")
+    assert sorted(shown.stdout.splitlines()) == sorted(f"[rank {rank}] {line}" for rank in range(3) for line in "ab")
+    bars = notebook.ok("%%dip -S all\nfrom tqdm import tqdm\nfor i in tqdm(range(100)): pass\nprint('done')")
+    assert sorted(bars.stdout.splitlines()) == [f"[rank {rank}] done" for rank in range(3)]
+    displays = {content["transient"]["display_id"]: content for kind, content in bars.messages if kind != "stream"}
+    lines = "\n".join(content["data"]["text/plain"] for content in displays.values()).splitlines()
+    assert len(lines) == 3 and all(re.match(r"\[rank \d\] 100%\|.*100/100", line) for line in lines)
+    notebook.ok("%config DipMagics.style = 'grouped'")
+    shown = notebook.ok("%%dip -S all\nprint('same' if rank else 'different')")
+    assert shown.stdout == "── rank 0 ──\ndifferent\n── ranks 1, 2 ──\nsame\n"
+    notebook.ok("%config DipMagics.style = 'auto'")
+
+
+# -- floods
+
+
+def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
+    notebook.ok("%config DipMagics.limit = 20000")
+    shown = notebook.ok("%%dip -r 0\nfor i in range(300_000): print('line', i)")
+    lines = shown.stdout.splitlines()
+    assert lines[0] == "line 0" and lines[-1] == "line 299999"
+    (note,) = [bundle["text/plain"] for bundle in shown.data if "left out" in bundle["text/plain"]]
+    assert note == f"… {300_000 - len(lines):,} lines left out …"
+    assert len(shown.stdout) < 60_000
+    text = last_text(notebook, "%%dip -S all\nfor i in range(30_000): print('line', i)")
+    assert re.match("── ranks? .* ──\nline 0\n", text)
+    assert text.endswith("\nline 29999") and "lines left out" in text
+    notebook.ok("%config DipMagics.limit = 400000")
+
+
+# -- late output
+
+
+def test_what_a_thread_writes_later_goes_to_its_own_cell(notebook: Notebook) -> None:
+    begin = (
+        "import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late')\n"
+        "thread = threading.Thread(target=late)\nthread.start()"
+    )
+    cell = notebook.begin(f"%%dip\n{begin}")
+    assert notebook.finish(cell).status == "ok"
+    tabs = notebook.begin(f"%%dip -S all\nprint('tabs')\n{begin.replace('go', 'come')}")
+    assert notebook.finish(tabs).status == "ok"
+    assert notebook.ok("%%dip\nprint('next')\ngo.set(); come.set(); thread.join()").stdout == "next\n"
+    notebook.begin("%%dip\npass")
+    assert notebook.late(cell, "late") == "late\n"
+
+
+def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> None:
+    tabs = notebook.begin(
+        "%%dip -S all\nimport threading\nprint('early')\ngo = threading.Event()\n"
+        "thread = threading.Thread(target=lambda: (go.wait(), print('late')))\nthread.start()"
+    )
+    assert notebook.finish(tabs).status == "ok"
+    notebook.begin("%%dip\ngo.set(); thread.join()")
+    assert "early\nlate" in notebook.late(tabs, "late")
+
+
+# -- where it ran
+
+
+def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
+    notebook.ok("%config DipMagics.tell_after = 0.3")
+    assert notebook.ok("%%dip\n1").data[-1]["text/plain"].startswith("Out[")
+    note = last_text(notebook, "%%dip\nimport time\ntime.sleep(0.3 + 0.2 * (rank == 1))")
+    assert re.fullmatch(r"ranks 0-2 · 0\.\d\d s · slowest: rank 1", note)
+    note = last_text(notebook, "%%dip -r 2\ntime.sleep(0.4)")
+    assert re.fullmatch(r"rank 2 · 0\.\d\d s", note)
+    note = last_text(notebook, "%%dip -S all\nprint(1)\ntime.sleep(0.4)")
+    assert re.search(r"\nranks 0-2 · 0\.\d\d s · slowest: rank \d$", note)
+    notebook.ok("%config DipMagics.tell_after = 10")
+    notebook.ok("%autodip on")
+    assert last_text(notebook, "pass").startswith("ranks 0-2 · 0.0")
+    notebook.ok("%autodip off")
+
+
+# -- names on the other side
+
+
+def test_a_name_on_the_other_side_is_told(notebook: Notebook) -> None:
+    notebook.ok("only_here = 1\n")
+    notebook.ok("%%dip\nonly_there = 1")
+    assert notebook.fails("%%dip\nonly_here").message.endswith(
+        "; only_here is a variable of the notebook; %dipush only_here copies to every rank"
+    )
+    assert notebook.fails("only_there").stderr == (
+        "ddip: only_there is a variable of the ranks; %dipull only_there copies rank 0's to the notebook\n"
+    )
+    assert notebook.fails("nowhere").stderr == ""
+    assert "dipush" not in notebook.fails("%%dip\nnowhere").message
+
+
+def test_tab_and_help_know_the_names_of_rank_0(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nclass There:\n    'Lives on the ranks.'\n    def method(self): 'Does it.'\nthing = There()")
+    assert notebook.ask("complete", "%%dip -S all\nthing.me")["matches"] == [".method"]
+    assert notebook.ask("complete", "thing.me")["matches"] == []
+    assert notebook.ask("complete", "%%dip local\nthing.me")["matches"] == []
+    found = notebook.ask("inspect", "%%dip\nthing.method")
+    assert found["found"] and "Does it." in found["data"]["text/plain"]
+    assert not notebook.ask("inspect", "thing.method")["found"]
+    notebook.ok("%autodip on")
+    assert notebook.ask("complete", "x = thing.me")["matches"] == [".method"]
+    assert "Lives on the ranks." in notebook.ask("inspect", "thing")["data"]["text/plain"]
+    assert "%makedip" in notebook.ask("complete", "%makedi")["matches"]
+    notebook.ok("%autodip off")
+
+
+def test_a_busy_rank_does_not_hold_up_tab(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip -r 0\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\nfree = False\n"
+        "while not free: time.sleep(0.01)"
+    )
+    notebook.finish(cell, until="deaf")
+    notebook.interrupt()
+    assert notebook.finish(cell).error == "CellInterrupted"
+    assert notebook.ask("complete", "%%dip\nprin")["matches"] == ["print"]
+    assert notebook.ask("inspect", "%%dip\nprint")["found"]
+    notebook.ok("%makedip --repair", timeout=60)
+
+
+# -- ddip's own
+
+
+def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
+    notebook.ok("%makedip -n 2")
+    bars = [bundle for bundle in notebook.ok("%makedip -n 3").data if "<progress" in bundle.get("text/html", "")]
+    assert bars and "━" in bars[-1]["text/plain"]
+    notebook.ok("import ddip.magics, ddip.transfer\nddip.transfer.PART, ddip.magics.QUIET_SECONDS = 1000, -1")
+    shown = notebook.ok("big = bytes(10_000)\n%dipush big")
+    assert [bundle["text/plain"].count("━") for bundle in shown.data[:-1]] == list(range(0, 21, 2))
+    assert re.fullmatch(r"ddip: pushed big, \d\.\d s", shown.data[-1]["text/plain"])
+    notebook.ok("%%dip\nbig += b'1'")
+    assert re.fullmatch(r"ddip: pulled big, \d\.\d s", notebook.ok("%dipull big").data[-1]["text/plain"])
+    notebook.ok("assert big == bytes(10_000) + b'1'\nddip.transfer.PART, ddip.magics.QUIET_SECONDS = 1 << 24, 0.5")
+
+
+@pytest.mark.parametrize("options", ["", "-S all", "-S 1", "-q", "-q -S all"])
+def test_every_way_to_look_shows_what_is_there(notebook: Notebook, options: str) -> None:
+    shown = notebook.ok(
+        f"%%dip {options}\nprint('text', rank)\ndisplay({{'text/html': '<b>rich</b>'}}, raw=True)\n'value'"
+    )
+    everything = str(shown.messages)
+    for rank in [0, 1, 2] if "all" in options else [1] if "1" in options else [0]:
+        assert f"text {rank}" in everything
+    assert "<b>rich</b>" in everything and "value" in everything

@@ -1,0 +1,34 @@
+"""How much of what a cell writes leaves the rank."""
+
+from __future__ import annotations
+
+from ddip.rank.streams import TICK_CHARACTERS, Budget, Piece
+
+
+def test_up_to_the_limit_everything_is_sent_at_once() -> None:
+    budget = Budget(100)
+    assert [budget.take(f"{number:09}\n") for number in range(10)] == [Piece(f"{n:09}\n") for n in range(10)]
+    assert budget.rest() is None
+
+
+def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> None:
+    budget = Budget(1000)
+    lines = [f"{number:09}\n" for number in range(100_000)]
+    pieces = [budget.take("".join(lines[begin : begin + 10])) for begin in range(0, len(lines), 10)]
+    assert pieces[9] == Piece("".join(lines[90:100])) and pieces[10] is None
+    sent = [piece for piece in pieces if piece is not None]
+    assert sum(len(piece.text) for piece in sent) < 1000 + TICK_CHARACTERS * len(sent)
+    assert len(sent) < len(pieces) / 2
+    rest = budget.rest()
+    assert rest is not None and rest.line is not None
+    assert rest.text == "".join(lines[rest.line :])
+    assert 400 < len(rest.text) <= 500
+
+
+def test_slow_text_above_the_limit_is_not_cut() -> None:
+    budget = Budget(100)
+    budget.take("x" * 100)
+    budget._ticked -= 1
+    assert budget.take("a line\n") == Piece("a line\n")
+    budget._ticked -= 1
+    assert budget.take("another\n") == Piece("another\n")
