@@ -1,5 +1,7 @@
 # make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
 # make check   ruff, format, mypy                       make bench   the benchmarks
+# make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal
+# make pictures      the README's pictures, of that JupyterLab
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 #
 # Another Python, another torch, another place:
@@ -9,16 +11,25 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
+SUDO := $(shell command -v sudo)
 PEERS := $(VENV)-peers/bin/python
 READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 
-.PHONY: demo test check format bench soak clean
+SYSTEM := $(READY)-system
+
+.PHONY: demo test test-system pictures check format bench soak clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-system: $(SYSTEM)
+	$(BIN)/python -m pytest tests/system $(ARGS)
+
+pictures: $(SYSTEM)
+	$(BIN)/python -m tests.system.pictures notebooks/pictures
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -38,6 +49,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/cell.py
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/output.py
 
 # The tools that the benchmarks compare with, and the same torch, in an environment of their own.
 $(PEERS):
@@ -52,6 +64,12 @@ $(READY): setup.cfg setup.py pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install -qq --editable ".[test]"
+	touch $@
+
+# What the system tests need besides: Python packages, and Debian's browser.
+$(SYSTEM): $(READY)
+	$(BIN)/python -m pip install -qq --editable ".[test,system]"
+	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@
 
 clean:

@@ -1,0 +1,169 @@
+"""A real JupyterLab in a headless Chromium, driven by keyboard and mouse as a person would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import Locator, Page, sync_playwright
+
+CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+CHROMIUM += ("--disable-component-update", "--disable-sync")
+SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    """Wait until `condition` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {seconds} s for: {what}")
+        time.sleep(0.02)
+
+
+class Lab:
+    """A server in `folder`, and one page."""
+
+    def __init__(self, folder: Path, page: Page, url: str) -> None:
+        self.folder = folder
+        self.page = page
+        self.url = url
+
+    def open(self, name: str, cells: list[str]) -> None:
+        """Make a notebook of `cells` and open it."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=KERNEL)
+        nbformat.write(notebook, self.folder / name)
+        self.load(name)
+
+    def load(self, name: str) -> None:
+        """Open a notebook that is there, afresh."""
+        self.page.goto(f"{self.url}/lab/tree/{name}?reset")
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=30_000)
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=30_000)
+
+    def cell(self, number: int) -> Locator:
+        """The cell `number`, from 0."""
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+
+    def output(self, number: int) -> Locator:
+        """What that cell shows."""
+        return self.cell(number).locator(".jp-Cell-outputWrapper")
+
+    def text(self, number: int) -> str:
+        """The text that a person sees below that cell."""
+        output = self.output(number)
+        return output.inner_text() if output.count() else ""
+
+    def begin(self, number: int) -> None:
+        """Run that cell, by keyboard; again, as a person would, if the page was not ready and nothing happens."""
+        before = self.prompt(number)
+
+        def has_begun() -> bool:
+            prompt = self.prompt(number)
+            return (prompt != before and any(map(str.isdigit, prompt))) or self._is_busy()
+
+        for _ in range(5):
+            self.cell(number).locator(".cm-content").click()
+            self.page.keyboard.press("Control+Enter")
+            with contextlib.suppress(AssertionError):
+                return wait_for(has_begun, "the cell to begin", 4)
+        raise AssertionError(f"cell {number} does not begin; its prompt is {self.prompt(number)}")
+
+    def _is_busy(self) -> bool:
+        """Does the server see a kernel at work?"""
+        with urllib.request.urlopen(f"{self.url}/api/kernels", timeout=5) as answer:
+            return any(kernel["execution_state"] == "busy" for kernel in json.load(answer))
+
+    def prompt(self, number: int) -> str:
+        """What stands before that cell: ``[7]:``."""
+        return self.cell(number).locator(".jp-InputPrompt").inner_text()
+
+    def is_running(self, number: int) -> bool:
+        """Is it under way?"""
+        prompt = self.prompt(number)
+        return "*" in prompt or not any(letter.isdigit() for letter in prompt)
+
+    def run(self, number: int, seconds: float = 40) -> str:
+        """Run that cell to its end; returns what it shows."""
+        self.begin(number)
+        self.finish(number, seconds)
+        return self.text(number)
+
+    def finish(self, number: int, seconds: float = 40) -> None:
+        """Wait for its end."""
+        try:
+            wait_for(lambda: not self.is_running(number), f"the end of cell {number}", seconds)
+        except AssertionError:
+            self.page.screenshot(path=str(self.folder.parent / "page.png"))
+            log = (self.folder.parent / "server.log").read_text()
+            raise AssertionError(
+                f"cell {number} did not end; it shows {self.text(number)!r}; the server's log:\n{log[-3000:]}"
+            ) from None
+
+    def save(self) -> None:
+        """Save, by keyboard."""
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+        dirty = self.page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty")
+        wait_for(lambda: dirty.count() == 0, "the notebook to be saved")
+
+    def picture(self, locator: Any, path: Path) -> None:
+        """A picture of a part of the page."""
+        locator.screenshot(path=str(path))
+
+
+@contextlib.contextmanager
+def open_lab(folder: Path) -> Iterator[Lab]:
+    """Start a server and a browser, and end both."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_DATA_DIR": str(folder / "data")}
+    settings |= {"JUPYTER_RUNTIME_DIR": str(folder / "runtime"), "IPYTHONDIR": str(folder / "ipython")}
+    settings |= {f"JUPYTERLAB_{kind}_DIR": str(folder / kind) for kind in ("SETTINGS", "WORKSPACES")}
+    overrides = folder / "config" / "labconfig"
+    overrides.mkdir(parents=True)
+    (overrides / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    work = folder / "notebooks"
+    work.mkdir()
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", "--ip=127.0.0.1", "--allow-root"]
+    command += ["--ServerApp.token=", "--ServerApp.password=", f"--ServerApp.root_dir={work}"]
+    command += [
+        "--ServerApp.port_retries=0",
+    ]
+    url = f"http://127.0.0.1:{port}"
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=work)
+        try:
+            wait_for(lambda: _answers(url) or server.poll() is not None, "the server")
+            assert server.poll() is None, (folder / "server.log").read_text()
+            with sync_playwright() as playwright:
+                browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(CHROMIUM))
+                try:
+                    page = browser.new_page(viewport={"width": 1100, "height": 1400})
+                    page.set_default_timeout(20_000)
+                    yield Lab(work, page, url)
+                finally:
+                    browser.close()
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/api", timeout=1):
+            return True
+    except OSError:
+        return False

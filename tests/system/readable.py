@@ -1,0 +1,56 @@
+"""What a person reads in a notebook that was run, or on a terminal, with all that may change put out of the way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ddip.screen import Screen, plain
+
+CHANGES = [
+    (r"\d+\.\d+ s\b", "# s"),
+    (r"slowest: rank \d", "slowest: rank #"),
+    (r"\[\d\d:\d\d<\d\d:\d\d, +[^\]]*\]", "[time]"),
+    (r"In\[\d+\]", "In[#]"),
+    (r"Out\[(\d):\d+\]", r"Out[\1:#]"),
+    (r"Out\[\d+\]", "Out[#]"),
+    (r"-{20,}", "---"),
+    (r"  +", "  "),
+    (r" +$", ""),
+]
+
+
+def stable(text: str) -> str:
+    """`text` without times, numbers of cells, colours, and what was overwritten."""
+    screen = Screen(1_000_000)
+    screen.write(text)
+    text = plain(screen.text)
+    for pattern, instead in CHANGES:
+        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
+    return text
+
+
+def notebook_text(notebook: Any) -> str:
+    """The cells of a notebook that was run, and what is below each."""
+    lines: list[str] = []
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or "injected-parameters" in cell.metadata.get("tags", []):
+            continue
+        lines += [f">>> {line}" for line in cell.source.splitlines()]
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                lines.append(output.text.rstrip("\n"))
+            elif output.output_type == "error":
+                lines.append("\n".join(output.traceback))
+            else:
+                kinds = ", ".join(sorted(kind for kind in output.data if kind != "text/plain"))
+                lines.append(f"({kinds or 'text'}) {output.data.get('text/plain', '')}".rstrip())
+    return stable("\n".join(lines)) + "\n"
+
+
+def assert_golden(text: str, path: Path, write: bool) -> None:
+    """Compare with the file, or write it."""
+    if write:
+        path.write_text(text)
+    assert text.splitlines() == path.read_text().splitlines(), f"{path.name}: see --golden to write it anew"

@@ -1,0 +1,149 @@
+"""A notebook that nobody looks at while it runs, and a terminal: what is left to read is compared with golden files.
+
+``pytest tests/system --golden`` writes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pexpect
+import pytest
+
+from .lab import KERNEL
+from .readable import assert_golden, notebook_text, stable
+
+GOLDEN = Path(__file__).parent / "golden"
+CELLS = [
+    "%load_ext ddip\n%makedip -n 3",
+    "%%dip\nfrom tqdm import tqdm\nprint('one rank')\nfor i in tqdm(range(3000)): pass\n1 + 1",
+    "%%dip -S all\nprint('same' if rank else 'different')\n{'rank': min(rank, 1)}",
+    "%%dip -S all\nfor i in tqdm(range(3000), desc='bar'): pass",
+    "%%dip\nimport matplotlib.pyplot as plt\nfrom fastprogress import progress_bar\n"
+    "for i in progress_bar(range(50)): pass\nplt.figure(figsize=(1, 1)); plt.plot([1, 2]);",
+    "%config DipMagics.limit = 1000",
+    "%%dip\nfor i in range(1000): print('line', i)",
+    "%autodip on",
+    "rank * 10",
+    "%autodip off",
+    "%%dip -S 1\nif rank: 1 / 0",
+]
+
+
+@pytest.fixture
+def write(pytestconfig: pytest.Config) -> bool:
+    """Are the golden files to be written anew?"""
+    return bool(pytestconfig.getoption("--golden"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The notebook to run."""
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+    cells[-1].metadata["tags"] = ["raises-exception"]
+    path = tmp_path / "source.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL), path)
+    return path
+
+
+def test_run_by_nbconvert(source: Path, write: bool) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "nbconvert",
+        "--to",
+        "notebook",
+        "--execute",
+        "--output",
+        "done.ipynb",
+        source.name,
+    ]
+    subprocess.run(command, cwd=source.parent, check=True, capture_output=True)
+    done = nbformat.read(source.parent / "done.ipynb", as_version=4)
+    assert_golden(notebook_text(done), GOLDEN / "notebook.txt", write)
+
+
+def test_run_by_papermill(source: Path) -> None:
+    command = [sys.executable, "-m", "papermill", source.name, "done.ipynb", "--no-progress-bar"]
+    ended = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
+    assert "ZeroDivisionError" in ended.stderr  # papermill stops at the error, and says so
+    done = nbformat.read(source.parent / "done.ipynb", as_version=4)
+    done.cells = [cell for cell in done.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])]
+    assert_golden(notebook_text(done), GOLDEN / "notebook.txt", False)
+
+
+class Terminal:
+    """IPython in a terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        command = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=nocolor"]
+        environment = {**os.environ, "IPYTHONDIR": str(folder), "TERM": "xterm", "COLUMNS": "120", "LINES": "50"}
+        environment.pop("PYTEST_CURRENT_TEST", None)
+        self.child = pexpect.spawn(
+            sys.executable,
+            command,
+            env=environment,
+            cwd=str(folder),
+            encoding="utf-8",
+            dimensions=(50, 120),
+            echo=False,
+        )
+        self._wait()
+
+    def _wait(self) -> str:
+        self.child.expect(r"In \[\d+\]: ", timeout=90)
+        return str(self.child.before)
+
+    def begin(self, code: str) -> None:
+        """Type a cell."""
+        lines = code.splitlines()
+        for number, line in enumerate(lines):
+            if number:
+                self.child.expect(r"\.\.\.: ", timeout=10)
+            self.child.sendline(line)
+        for _ in range(2 if len(lines) > 1 else 0):  # blank lines end it
+            self.child.expect(r"\.\.\.: ", timeout=10)
+            self.child.sendline("")
+
+    def run(self, code: str) -> str:
+        """Type a cell; returns what is there to read when it has ended."""
+        self.begin(code)
+        return self._wait()
+
+    def finish(self) -> str:
+        """Wait for the prompt."""
+        return self._wait()
+
+
+def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
+    terminal = Terminal(tmp_path)
+    texts = []
+    for cell in CELLS[:4] + CELLS[5:]:
+        for part in cell.split("\n") if cell.startswith("%load_ext") else [cell]:
+            texts += [f">>> {line}" for line in part.splitlines()]
+            lines = stable(terminal.run(part)).strip("\n").splitlines()
+            texts += sorted(lines) if "-S all" in part else lines  # which rank comes first is not told
+    assert_golden("\n".join(texts) + "\n", GOLDEN / "terminal.txt", write)
+    terminal.begin(
+        "%%dip\nimport torch.distributed as dist\nprint('hangs')\nif rank: dist.barrier()\nwhile not rank: pass"
+    )
+    terminal.child.expect("hangs\r\n", timeout=20)
+    terminal.child.sendintr()
+    assert "KeyboardInterrupt: the cell was interrupted on ranks 0-2" in terminal.finish()
+    terminal.run(
+        "%%dip\nimport threading\ngo = threading.Event()\n"
+        "threading.Thread(target=lambda: (go.wait(), print('late'))).start()"
+    )
+    terminal.run("%%dip\ngo.set()")
+    seen = ""
+    while "late" not in seen:
+        seen = terminal.run("pass")
+    assert "[cell " in seen and "] late" in seen
+    terminal.child.sendline("exit")
+    terminal.child.expect(pexpect.EOF, timeout=30)
+    terminal.child.close()
+    assert terminal.child.exitstatus == 0
