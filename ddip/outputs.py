@@ -49,7 +49,7 @@ class CellOutput:
             return Grouped(self._page, ranks, limit)
         if style == "tabs" or (style == "auto" and self._page.rich):
             return Tabs(self._page, ranks, limit)
-        return Labels(self._page, ranks, limit)
+        return Labels(self._page, limit)
 
     def receive(self, rank: int, message: Message) -> None:
         """Show one message, or keep it for the end."""

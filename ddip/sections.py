@@ -151,14 +151,15 @@ def own_id(rank: int, display_id: str | None) -> str | None:
     return None if display_id is None else f"{display_id}-rank{rank}"
 
 
-def plain_of(items: Sequence[Item]) -> str:
-    """All of it as text without colours, where only text can be shown."""
+def plain_of(items: Sequence[Item], most: int | None = None) -> str:
+    """All of it as text without colours; of text longer than `most` characters the last rows."""
     parts = []
     for item in items:
         if isinstance(item, Text):
-            parts.append(plain(item.screen.text).rstrip("\n"))
+            text = item.screen.text if most is None else item.screen.live_text(most)
+            parts.append(plain(text).rstrip("\n"))
         elif isinstance(item, Area):
-            parts.append(plain_of(item.items))
+            parts.append(plain_of(item.items, most))
         else:
             parts.append(plain(item.data.get("text/plain", "")))
     return "\n".join(part for part in parts if part)

@@ -112,9 +112,7 @@ class Tabs:
             if section.changed or rank not in self._html:
                 section.changed = False
                 self._html[rank] = _html(section.items, not self._done)
-        if not self._begun:
-            self._begin()
-        sent = self._send(update=True)
+        sent = self._send()
         self._next = now + max(REDRAW_SECONDS, sent / REDRAW_BYTES)
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
@@ -127,22 +125,21 @@ class Tabs:
         self._failed = {rank for rank, error in errors.items() if not error.waited}
         self._note = note
         self._html = {rank: _html(section.items, False) for rank, section in self._sections.items()}
-        if not self._begun:
-            self._begin()
-        self._send(update=True)
+        self._send()
         self._next = 0.0
         return True
 
-    def _begin(self) -> None:
-        self._begun = True
+    def _show_buttons(self) -> None:
         buttons = "".join(
             f'<input type="radio" name="{self._id}" id="{self._id}-{rank}"{" checked" if first else ""}>'
             for first, rank in zip([True] + [False] * len(self._sections), self._sections, strict=False)
         )
         self._page.show({"text/html": f'<div class="ddip-ranks">{STYLE}{buttons}</div>', "text/plain": ""})
-        self._page.show({"text/html": "", "text/plain": ""}, display_id=self._id)
 
-    def _send(self, update: bool) -> int:
+    def _send(self) -> int:
+        """Show the tabs as they are; returns their size."""
+        if not self._begun:
+            self._show_buttons()
         groups = self._groups()
         parts = [_choice(self._id, groups)]
         texts = []
@@ -160,8 +157,10 @@ class Tabs:
             parts.append(f'<span class="ddip-note">{html.escape(self._note)}</span>')
             texts.append(self._note)
         page = f'<div class="ddip" id="{self._id}">{"".join(parts)}</div>'
-        self._page.show({"text/html": page, "text/plain": "\n".join(texts)}, display_id=self._id, update=update)
-        return len(page)
+        text = "\n".join(texts)
+        self._page.show({"text/html": page, "text/plain": text}, display_id=self._id, update=self._begun)
+        self._begun = True
+        return len(page) + len(text)
 
     def _groups(self) -> list[tuple[list[int], str]]:
         """Ranks, and what their tab has inside."""
@@ -179,7 +178,8 @@ class Tabs:
         return groups
 
     def _plain(self, rank: int) -> str:
-        parts = [plain_of(self._sections[rank].items), plain(self._errors.get(rank, ""))]
+        shown = plain_of(self._sections[rank].items, None if self._done else LIVE_CHARACTERS)
+        parts = [shown, plain(self._errors.get(rank, ""))]
         return "\n".join(part for part in parts if part)
 
 

@@ -178,7 +178,7 @@ class Plain:
 class Labels:
     """Each line with its rank, none torn by another's; bars change in place, one a rank."""
 
-    def __init__(self, page: Page, ranks: Sequence[int], limit: int) -> None:
+    def __init__(self, page: Page, limit: int) -> None:
         self._page = page
         self._limit = limit
         self._screens: dict[tuple[int, str], Screen] = {}
@@ -188,7 +188,6 @@ class Labels:
         """The last state of each bar, those that have ended included."""
         self._live: _Live | None = None
         self._drawn: list[str] = []
-        self._width = max(len(str(rank)) for rank in ranks)
 
     def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
         """Whole lines at once; the rest when it comes."""
@@ -209,6 +208,8 @@ class Labels:
                 bar, _, whole = whole.partition("\n")
                 self._bars[key] = bar
                 self._finish_bars()
+            elif whole and not screen.unfinished:
+                self._bars.pop(key, None)
             self._write(rank, stream, whole)
 
     def _write(self, rank: int, stream: str, lines: str) -> None:
@@ -232,7 +233,7 @@ class Labels:
         self._page.show(data, metadata, own_id(rank, display_id))
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """In place; a terminal shows the last state when the cell has ended."""
+        """In place; a terminal cannot."""
         if self._page.rich:
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ddip.outputs import CellOutput
+from ddip.screen import Screen, plain
 from ddip.tables import RankInfo, info_table, size_text, where_text
 
 
@@ -86,3 +87,26 @@ def test_the_table_has_gpu_figures_only_where_there_is_a_gpu() -> None:
     assert lines[0].startswith("rank  host  pid  device  memory  GPU memory allocated / reserved / total")
     assert lines[2].endswith(" 1.50 s")
     assert "0 B / 2 MB / 80.0 GB" in lines[2]
+
+
+def test_a_terminal_has_the_bars_of_all_ranks_at_the_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Screen(10_000)
+
+    def seen() -> list[str]:
+        show.draw()
+        terminal.write(capsys.readouterr().out)
+        return plain(terminal.text).splitlines()
+
+    show = CellOutput([0, 1])
+    show._page.terminal = True
+    for rank in (0, 1):
+        show.receive(rank, stream("\r 10%"))
+    assert seen() == ["[rank 0]  10%", "[rank 1]  10%"]
+    show.receive(0, stream("\r 20%"))
+    show.receive(1, stream("\r100%"))
+    assert seen() == ["[rank 0]  20%", "[rank 1] 100%"]
+    show.receive(1, stream("\nsaid\n"))
+    assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0]  20%"]
+    show.receive(0, stream("\r100%\n"))
+    show.finish()
+    assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0] 100%"]
