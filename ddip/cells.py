@@ -183,8 +183,11 @@ class _Cell:
 
     def finish(self) -> None:
         """Show what is left; what comes from here on comes late."""
-        with self._lock:
-            self._shown = True
+        with self._lock:  # what comes now waits until all before it has been shown
+            self._finish()
+
+    def _finish(self) -> None:
+        self._shown = True
         others = []
         while not self.events.empty():
             kind, rank, payload = event = self.events.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from ddip.ranks import Ranks
 from ddip.sections import Section
 
 Message = dict[str, Any]
+KEPT = 200
+"""Messages of the page whose late output is still shown."""
 
 
 class Comms:
@@ -24,6 +27,7 @@ class Comms:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._sent: collections.deque[str] = collections.deque()
 
     def relay(
         self,
@@ -37,16 +41,26 @@ class Comms:
         if not page.rich:
             return
         content = message["content"]
-        name = content["comm_id"]
-        state = (content.get("data") or {}).get("state") or {}
-        if message["header"]["msg_type"] == "comm_open":
+        name, kind = content["comm_id"], message["header"]["msg_type"]
+        data = content.get("data")
+        state = data.get("state") if isinstance(data, dict) else None
+        state = state if isinstance(state, dict) else {}
+        if kind == "comm_open":
             if section is not None and state.get("_model_name") == "OutputModel":
                 section.add_area(name)
             self._open(rank, content, late)
-        if "msg_id" in state:  # of the request whose output an Output widget shall capture
-            if section is not None and section.is_area(name):
+            children = state.get("children")
+            if section is not None and isinstance(children, list):  # inside another widget, below the tabs
+                section.drop_areas(str(child).removeprefix("IPY_MODEL_") for child in children)
+        elif kind == "comm_close":
+            proxy = comm.get_comm_manager().comms.pop(name, None)
+            if proxy is not None:
+                proxy._closed = True  # else it would close the rank's again
+        elif "msg_id" in state:  # of the request whose output an Output widget shall capture
+            if section is not None:
                 section.capture(name, bool(state["msg_id"]))
-                return  # the page has no part in it
+                if section.is_area(name):
+                    return  # the page has no part in it
             if state["msg_id"]:
                 state["msg_id"] = page.message
         page.send(message)
@@ -56,8 +70,11 @@ class Comms:
         proxy = comm.create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
 
         def to_rank(message: Message) -> None:
-            with contextlib.suppress(KeyError):  # its rank has ended
-                ipp_private.send_comm(self._ranks.cluster.client, engine, message, lambda shown: late(rank, shown))
+            client = self._ranks.cluster.client
+            with contextlib.suppress(KeyError, OSError):  # its rank has ended, or the whole group
+                self._sent.append(ipp_private.send_comm(client, engine, message, lambda shown: late(rank, shown)))
+            if len(self._sent) > KEPT:
+                client.listeners.pop(self._sent.popleft(), None)
 
         def close(message: Message | None = None) -> None:
             to_rank({"header": {"msg_type": "comm_close"}, "content": {"comm_id": content["comm_id"], "data": {}}})

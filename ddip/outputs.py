@@ -8,6 +8,7 @@ The view decides what it looks like (``views.py``, ``tabs.py``); the page knows 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,11 @@ from ddip.page import Page
 from ddip.tabs import Tabs
 from ddip.views import Grouped, Labels, Plain, View
 
+log = logging.getLogger("ddip")
+
 Message = dict[str, Any]
+LATE_SECONDS = 0.5
+"""After which late output is drawn once more: a view does not draw again at once."""
 
 
 class CellOutput:
@@ -36,8 +41,11 @@ class CellOutput:
         self._page = Page()
         self._comms = comms
         self._view = self._new_view()
+        self._captured = Plain(self._page, self.look.limit)
+        """For what a widget on the page captures."""
         self._kept: list[tuple[int, Message]] | None = [] if quiet else None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._again: threading.Timer | None = None
 
     def _new_view(self) -> View:
         ranks = sorted(self.see) or [0]
@@ -55,19 +63,22 @@ class CellOutput:
         """Show one message, or keep it for the end."""
         if rank not in self.see:
             return
-        if self._kept is not None:
-            self._kept.append((rank, message))
-        else:
-            self._show(rank, message)
+        with self._lock:
+            if self._kept is not None:
+                self._kept.append((rank, message))
+            else:
+                self._show(rank, message)
 
     def ended(self, rank: int, failed: bool) -> None:
         """The rank has finished the cell, and all that it has shown is here."""
         if rank in self.see and self._kept is None:
-            self._view.ended(rank, failed)
+            with self._lock:
+                self._view.ended(rank, failed)
 
     def draw(self) -> None:
         """No message is waiting: bring the page up to date."""
-        self._view.draw()
+        with self._lock:
+            self._view.draw()
 
     def finish(self, errors: Mapping[int, RankError] | None = None, note: str = "") -> frozenset[int]:
         """The cell has ended on every rank: show what is left, and `note`; returns whose errors are shown."""
@@ -88,23 +99,47 @@ class CellOutput:
         """Show a message that came when the cell had ended: a thread wrote it, or a widget's callback."""
         with self._lock:
             self.receive(rank, message)
+            if message["header"]["msg_type"] == "error" and rank in self.see:  # the cell's own comes with its reply
+                traceback = "\n".join(message["content"]["traceback"])
+                self._view.text(rank, "stderr", f"{traceback}\n", None)
+            self._draw_late()
+
+    def _draw_late(self) -> None:
+        """Draw now, and once more for what comes too soon after that."""
+        self._view.draw()
+        if self._again is None:
+            self._again = threading.Timer(LATE_SECONDS, self._draw_again)
+            self._again.daemon = True
+            self._again.start()
+
+    def _draw_again(self) -> None:
+        with self._lock:
+            self._again = None
             self._view.draw()
 
     def _show(self, rank: int, message: Message) -> None:
+        """Have the view show it; what a rank sends may be odd, and shall not end the cell."""
+        try:
+            self._dispatch(rank, message)
+        except Exception as error:
+            kind = message["header"]["msg_type"]
+            log.warning("a %s of rank %d could not be shown: %s: %s", kind, rank, type(error).__name__, error)
+
+    def _dispatch(self, rank: int, message: Message) -> None:
         content = message["content"]
+        section = self._view.section(rank)
+        view = self._captured if section is not None and section.outside else self._view
         match message["header"]["msg_type"]:
             case "stream":
-                self._view.text(rank, content["name"], content["text"], content.get("line"))
+                view.text(rank, content["name"], content["text"], content.get("line"))
             case "execute_result":
-                self._view.result(rank, content["execution_count"], content["data"], content.get("metadata") or {})
+                view.result(rank, content["execution_count"], content["data"], content.get("metadata") or {})
             case "display_data":
                 display_id = (content.get("transient") or {}).get("display_id")
-                self._view.display(rank, content["data"], content.get("metadata") or {}, display_id)
+                view.display(rank, content["data"], content.get("metadata") or {}, display_id)
             case "update_display_data":
-                self._view.update(
-                    rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"]
-                )
+                view.update(rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"])
             case "clear_output":
-                self._view.clear(rank, content.get("wait", False))
+                view.clear(rank, content.get("wait", False))
             case "comm_open" | "comm_msg" | "comm_close" if self._comms is not None:
-                self._comms.relay(rank, message, self._page, self._view.section(rank), self.late)
+                self._comms.relay(rank, message, self._page, section, self.late)

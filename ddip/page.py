@@ -31,7 +31,9 @@ class Page:
         self._script = _is_script(shell)
         self._parent = None if self._kernel is None else self._kernel.get_parent("shell")
         self._number = cell_number()
-        self._closed = False
+        self._stream = ""
+        self.closed = False
+        """Has the cell ended?"""
         self.rich = self._kernel is not None
         """A notebook's page: shows HTML and images, and can change what it shows."""
         self.terminal = not self.rich and sys.stdout.isatty()
@@ -39,13 +41,16 @@ class Page:
 
     def close(self) -> None:
         """The cell has ended; what comes now may come from any thread."""
-        self._closed = True
+        self.closed = True
 
     def write(self, stream: str, text: str) -> None:
         """Write to ``stdout`` or ``stderr``; a terminal gets what comes late with a label."""
         if not text:
             return
-        if not self._closed:
+        if not self.closed:
+            if stream != self._stream:  # what was written before leaves before
+                self._stream = stream
+                flush()
             (sys.stderr if stream == "stderr" else sys.stdout).write(text)
         elif self.rich:
             self._send("stream", {"name": stream, "text": text})
@@ -60,7 +65,7 @@ class Page:
     ) -> None:
         """Display a MIME bundle, or put it in place of the one with the same `display_id`."""
         transient = {} if display_id is None else {"display_id": display_id}
-        if not self._closed:
+        if not self.closed:
             flush()
             publish_display_data(data, metadata, transient=transient, update=update)
         elif self.rich:
@@ -71,13 +76,16 @@ class Page:
 
     def clear(self, wait: bool) -> None:
         """Clear what the cell has shown."""
-        flush()
-        clear_output(wait)
+        if not self.closed:
+            flush()
+            clear_output(wait)
+        elif self.rich:
+            self._send("clear_output", {"wait": wait})
 
     def send(self, message: dict[str, Any]) -> None:
         """Pass on a widget's message."""
         if self._kernel is not None:
-            if not self._closed:
+            if not self.closed:
                 flush()
             header = message["header"]
             self._send(header["msg_type"], message["content"], message.get("buffers"), message.get("metadata"))

@@ -42,17 +42,24 @@ class Screen:
         if self._up or self._column is not None or MOVES.search(text):
             for token in TOKEN.findall(text):
                 self._obey(token)
+            self._size = sum(map(len, self._tail)) + len(self._tail) - 1
         else:
             first, *rest = text.replace("\r\n", "\n").split("\n")
             self._tail[-1] += first
             self._tail += rest
             self._style = _style_after(self._style, text)
-        self._size += len(text)
+            self._size += len(text)
         if self._size > 2 * self._half:
             self._leave_out()
 
     def jump(self, line: int, text: str) -> None:
         """Show `text`, which begins at `line` from 0, in place of all but the beginning."""
+        if self._whole and line < len(self._tail):  # nothing is missing between
+            self._tail[line:] = [""]
+            self._size = sum(map(len, self._tail)) + len(self._tail) - 1
+            self._up, self._column = 0, None
+            self.write(text)
+            return
         if self._whole:
             self._divide()
         self.skipped = max(0, line - len(self._head))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ class Display:
     display_id: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Area:
     """What an Output widget has captured."""
 
@@ -52,7 +52,7 @@ class Section:
         self._lines: dict[str, int] = {}
         self._areas: dict[str, Area] = {}
         self._captured: list[str] = []
-        self._clear_next = False
+        self._clear_next: list[Item] | None = None
 
     def text(self, stream: str, text: str, line: int | None) -> None:
         """More text; with `line` it replaces the end of what was there (``Screen.jump``)."""
@@ -99,7 +99,7 @@ class Section:
 
     def clear(self, wait: bool) -> None:
         """Forget what was shown, now or when something new comes."""
-        self._clear_next = wait
+        self._clear_next = self._target if wait else None
         if not wait:
             self._target.clear()
             self.changed = True
@@ -112,6 +112,16 @@ class Section:
         """There is an Output widget."""
         self._areas[model] = Area()
 
+    def drop_areas(self, models: Iterable[str]) -> None:
+        """These Output widgets are shown by the page, inside others."""
+        for model in models:
+            self._areas.pop(model, None)
+
+    @property
+    def outside(self) -> bool:
+        """Is what is shown now captured by a widget that the page shows?"""
+        return bool(self._captured) and self._captured[-1] not in self._areas
+
     def capture(self, model: str, on: bool) -> None:
         """From here on, what is shown goes into the Output widget `model`, or no longer."""
         if on:
@@ -121,12 +131,12 @@ class Section:
 
     @property
     def _target(self) -> list[Item]:
-        return self._areas[self._captured[-1]].items if self._captured else self.items
+        return self._areas[self._captured[-1]].items if self._captured and not self.outside else self.items
 
     def _before(self) -> None:
         self.changed = True
-        if self._clear_next:
-            self._clear_next = False
+        if self._clear_next is not None and self._clear_next is self._target:
+            self._clear_next = None
             self._target.clear()
 
 

@@ -232,7 +232,9 @@ def _bundle(item: Display) -> str:
     for mime, encoding in PICTURES.items():
         if mime in data:
             size = item.metadata.get(mime) or {}
-            given = "".join(f' {side}="{int(size[side])}"' for side in ("width", "height") if side in size)
+            given = "".join(
+                f' {side}="{html.escape(str(size[side]), quote=True)}"' for side in ("width", "height") if side in size
+            )
             text = html.escape(data.get("text/plain", ""), quote=True)
             picture = "".join(data[mime].split())
             return f'<div><img src="data:{mime};{encoding},{picture}" alt="{text}"{given}></div>'

@@ -44,8 +44,7 @@ def deliver(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[
         errors = ranks.ask(to, "transfer.stage", small)
         staged(dict(zip(to, errors, strict=True)))
     except BaseException:
-        with contextlib.suppress(GroupError):  # what has failed is told, not this
-            ranks.ask(to, "transfer.drop")
+        _drop(ranks, to)
         raise
     ranks.ask(to, "transfer.commit")
 
@@ -65,17 +64,26 @@ def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Repor
     """What each of the ranks `of` answers to ``transfer.pack``, with all of its values."""
     replies: list[dict[str, Any]] = ranks.ask(of, "transfer.pack", list(names), PART)
     whole, done = sum(size for reply in replies for size in reply["sizes"].values()), 0
-    for rank, reply in zip(of, replies, strict=True):
-        for name, size in reply["sizes"].items():
-            data = bytearray()
-            for begin, end in _parts(size):
-                progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", done / whole)
-                data += ranks.ask([rank], "transfer.part", name, begin, end)[0]
-                done += end - begin
-            reply["values"][name] = data
-    if whole:
-        ranks.ask(of, "transfer.drop")
+    try:
+        for rank, reply in zip(of, replies, strict=True):
+            for name, size in reply["sizes"].items():
+                data = bytearray()
+                for begin, end in _parts(size):
+                    progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", done / whole)
+                    data += ranks.ask([rank], "transfer.part", name, begin, end)[0]
+                    done += end - begin
+                reply["values"][name] = data
+    finally:
+        if whole:
+            _drop(ranks, of)
     return replies
+
+
+def _drop(ranks: Ranks, of: Sequence[int]) -> None:
+    """Have ranks forget what was under way; if one of them is gone, that is told elsewhere."""
+    live = ranks.live
+    with contextlib.suppress(GroupError):
+        ranks.ask([rank for rank in of if rank in live], "transfer.drop")
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

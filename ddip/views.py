@@ -83,11 +83,19 @@ class _Stream:
             self._flood[0].jump(line - self._lines, text)
         elif self._flood is not None:
             self._flood[0].write(text)
-        elif self._page.rich and (self._bar is not None or moves(text)):
+        elif self._page.rich and self._goes_into_bar(text):
             self._write_bar(text)
         else:
             self._lines += text.count("\n")
             self._page.write(self._name, text)
+
+    def _goes_into_bar(self, text: str) -> bool:
+        """A bar ends when what follows it is an ordinary line: bars within bars come in pieces."""
+        if moves(text):
+            return True
+        if self._bar is not None and not self._bar[0].unfinished:
+            self.end_bar()
+        return self._bar is not None
 
     def _write_bar(self, text: str) -> None:
         if self._bar is None:
@@ -98,15 +106,13 @@ class _Stream:
             self._lines += before.count("\n")
             self._page.write(self._name, before)
             self._bar = Screen(self._limit), _Live(self._page)
-        screen, live = self._bar
-        screen.write(text)
-        if not screen.unfinished:
-            self.end_bar()
+        self._bar[0].write(text)
 
     def end_bar(self) -> None:
         """Show the bar as it is in the end."""
         if self._bar is not None:
             (screen, live), self._bar = self._bar, None
+            self._lines += screen.text.count("\n")
             live.show(screen.text.rstrip("\n"), at_once=True)
 
     def draw(self) -> None:
@@ -185,7 +191,9 @@ class Labels:
         self._floods: dict[tuple[int, str], Screen] = {}
         self._lines: dict[tuple[int, str], int] = {}
         self._bars: dict[tuple[int, str], str] = {}
-        """The last state of each bar, those that have ended included."""
+        """What each bar that is under way shows."""
+        self._ended: list[str] = []
+        """Lines of bars that have ended, beside others that have not."""
         self._live: _Live | None = None
         self._drawn: list[str] = []
 
@@ -198,19 +206,24 @@ class Labels:
         elif key in self._floods:
             self._floods[key].write(text)
         else:
-            screen = self._screens.setdefault(key, Screen(self._limit))
-            if moves(text):
-                self._bars[key] = ""
-            screen.write(text)
-            whole = screen.take()
-            self._lines[key] = self._lines.get(key, 0) + whole.count("\n")
-            if key in self._bars and whole and self._page.rich:  # it stays where it has been drawn
-                bar, _, whole = whole.partition("\n")
-                self._bars[key] = bar
-                self._finish_bars()
-            elif whole and not screen.unfinished:
-                self._bars.pop(key, None)
-            self._write(rank, stream, whole)
+            self._write_lines(rank, stream, text)
+
+    def _write_lines(self, rank: int, stream: str, text: str) -> None:
+        key = rank, stream
+        screen = self._screens.setdefault(key, Screen(self._limit))
+        if self._page.rich and key in self._bars and not moves(text) and not screen.unfinished:
+            self._end_line(rank, stream)  # its bar has ended
+            screen = self._screens[key] = Screen(self._limit)
+        if moves(text):
+            self._bars[key] = ""
+        screen.write(text)
+        if self._page.rich and key in self._bars:
+            return
+        whole = screen.take()
+        self._lines[key] = self._lines.get(key, 0) + whole.count("\n")
+        if whole and not screen.unfinished:
+            self._bars.pop(key, None)
+        self._write(rank, stream, whole)
 
     def _write(self, rank: int, stream: str, lines: str) -> None:
         if lines:
@@ -257,14 +270,14 @@ class Labels:
 
     def draw(self) -> None:
         """The bars."""
-        for (rank, stream), screen in self._screens.items():
-            if (rank, stream) in self._bars and screen.unfinished:
-                self._bars[rank, stream] = screen.text
+        for key in self._bars:
+            if key in self._screens:
+                self._bars[key] = self._screens[key].text.rstrip("\n")
         lines = [f"{self._label(rank)} {row}" for (rank, _), text in self._bars.items() for row in text.splitlines()]
         if self._page.rich and lines:
             self._live = self._live or _Live(self._page)
-            self._live.show("\n".join(lines))
-        elif self._page.terminal and lines != self._drawn:
+            self._live.show("\n".join(self._ended + lines))
+        elif self._page.terminal and not self._page.closed and lines != self._drawn:
             self._erase()
             self._page.write("stdout", "".join(f"{line}\n" for line in lines))
             self._drawn = lines
@@ -276,24 +289,20 @@ class Labels:
             self._page.write("stdout", f"\x1b[{len(self._drawn)}F\x1b[J")
             self._drawn = []
 
-    def _finish_bars(self) -> None:
-        """All bars that there are have ended: leave them, and begin anew with the next."""
-        if not any(self._screens[key].unfinished for key in self._bars):
-            lines = [f"{self._label(rank)} {text}" for (rank, _), text in self._bars.items()]
-            (self._live or _Live(self._page)).show("\n".join(lines), at_once=True)
-            self._bars, self._live = {}, None
-
     def _end_line(self, rank: int, stream: str) -> None:
-        screen = self._screens.pop((rank, stream), None)
-        if screen is None or not screen.text:
-            return
-        if (rank, stream) in self._bars and self._page.rich:
-            self._bars[rank, stream] = screen.text
-            self._screens[rank, stream] = Screen(self._limit)
-            self._finish_bars()
-        else:
-            self._bars.pop((rank, stream), None)
-            self._write(rank, stream, screen.text)
+        """No more will be written into the last line."""
+        key = rank, stream
+        screen = self._screens.pop(key, None)
+        bar = self._bars.pop(key, None)
+        text = "" if screen is None else screen.text.rstrip("\n")
+        if bar is not None and self._page.rich:
+            self._lines[key] = self._lines.get(key, 0) + text.count("\n") + 1
+            self._ended += [f"{self._label(rank)} {row}" for row in text.splitlines()]
+            if not self._bars:  # leave them, and begin anew with the next
+                (self._live or _Live(self._page)).show("\n".join(self._ended), at_once=True)
+                self._ended, self._live = [], None
+        elif text:
+            self._write(rank, stream, text)
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
         """Lines without an end, and the ends of floods."""

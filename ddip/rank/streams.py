@@ -45,12 +45,16 @@ class Budget:
     _sent: int = 0
     """Characters up to the end of what was sent last."""
     _lines: int = 0
+    _above: int = 0
+    """Characters written above the limit."""
     _end: str = ""
-    """What was written last, above the limit."""
+    """The last of them."""
     _ticked: float = field(default_factory=time.monotonic)
 
     def take(self, text: str) -> Piece | None:
         """What to send when `text` has been written; None: nothing now."""
+        if not text:
+            return None
         room = self.limit - self._written
         self._written += len(text)
         self._lines += text.count("\n")
@@ -60,8 +64,10 @@ class Budget:
         if room > 0:  # the last whole lines that fit; the rest is above the limit
             begin = text.rfind("\n", 0, room) + 1
             self._sent = self._written - len(text) + begin
+            self._above = len(text) - begin
             self._end = text[begin:][-(self.limit // 2) :]
             return Piece(text[:begin])
+        self._above += len(text)
         self._end = (self._end + text)[-(self.limit // 2) :]
         now = time.monotonic()
         if now < self._ticked + TICK_SECONDS:
@@ -73,11 +79,15 @@ class Budget:
 
     def rest(self) -> Piece | None:
         """The end of a flood; None if there was none."""
-        return self._last(self.limit // 2) if self._written > self.limit else None
+        if self._written <= self.limit:
+            return None
+        self._sent = self._written
+        return self._last(self.limit // 2)
 
     def _last(self, most: int) -> Piece:
         text = self._end[-most:]
-        text = text[text.find("\n") + 1 :]  # whole lines
+        if len(text) < self._above:  # not all: whole lines
+            text = text[text.find("\n") + 1 :]
         return Piece(text, self._lines - text.count("\n"))
 
 
@@ -107,6 +117,18 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     """stdout or stderr of a rank."""
 
     flush_interval = 0.04
+    _writer: RankStream | None = None
+    """Which of the two was written to last; of both."""
+
+    def write(self, string: str) -> int:
+        """What the other stream still holds was written before, and leaves before."""
+        before = RankStream._writer
+        if before is not self:
+            RankStream._writer = self
+            if before is not None and before._flush_pending:
+                self.pub_thread.schedule(before._flush)
+        super().write(string)
+        return len(string)
 
     def begin_cell(self, header: dict[str, Any], limit: int) -> None:
         """The cell of the request with this header may show `limit` characters; 0: nobody looks."""

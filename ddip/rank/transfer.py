@@ -14,7 +14,7 @@ from typing import Any
 from ddip.rank import namespace, pickling
 
 _waiting: dict[str, Any] = {}
-_parts: dict[str, bytearray] = {}
+_parts: dict[str, bytes | bytearray] = {}
 """Pickled objects that arrive, or leave, in parts."""
 
 
@@ -22,7 +22,9 @@ def add(name: str, part: bytes, first: bool) -> None:
     """The next part of a pickled object."""
     if first:
         _parts[name] = bytearray()
-    _parts[name] += part
+    arriving = _parts[name]
+    assert isinstance(arriving, bytearray)
+    arriving += part
 
 
 def stage(packed: dict[str, bytes | None]) -> dict[str, str]:
@@ -59,11 +61,11 @@ def pack(names: list[str], most: int | None = None) -> dict[str, Any]:
     here = namespace()
     missing = [name for name in names if name not in here]
     values, errors, moved = pickling.dump_all({name: here[name] for name in names if name in here})
-    sizes = {}
-    for name, data in list(values.items()):
-        if most is not None and len(data) > most and not errors and not missing:
-            _parts[name] = bytearray(values.pop(name))
-            sizes[name] = len(data)
+    if errors or missing:
+        values = {}  # nothing is taken
+    sizes = {name: len(data) for name, data in values.items() if most is not None and len(data) > most}
+    _parts.clear()
+    _parts.update({name: values.pop(name) for name in sizes})
     return {"values": values, "errors": errors, "missing": missing, "moved": moved, "sizes": sizes}
 
 

@@ -25,7 +25,7 @@ class Shown:
     data: list[dict[str, Any]] = field(default_factory=list)
     """MIME bundles, in order: displayed, updated, and the result."""
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    """All of them, but states: type and content."""
+    """All of them, but states: type and content; text of a stream that came in pieces is whole."""
     number: int = 0
     """Of the cell, as a person sees it."""
     pages: list[dict[str, Any]] = field(default_factory=list)
@@ -35,6 +35,14 @@ class Shown:
     """Name of the exception."""
     message: str = ""
     traceback: str = ""
+
+    def add(self, kind: str, content: dict[str, Any]) -> None:
+        """One more message."""
+        before = self.messages[-1] if self.messages else ("", {})
+        if kind == before[0] == "stream" and content["name"] == before[1]["name"]:
+            content = {**content, "text": before[1]["text"] + content["text"]}
+            self.messages.pop()
+        self.messages.append((kind, content))
 
     @property
     def text(self) -> str:
@@ -92,7 +100,7 @@ class Notebook:
                 continue
             content = message["content"]
             if message["msg_type"] not in ("status", "execute_input"):
-                shown.messages.append((message["msg_type"], content))
+                shown.add(message["msg_type"], content)
             match message["msg_type"]:
                 case "stream":
                     setattr(shown, content["name"], getattr(shown, content["name"]) + content["text"])

@@ -35,9 +35,17 @@ def test_everything_arrives_in_order(notebook: Notebook) -> None:
         "print('five')\n'six'",
     )
     assert shown[:2] == [("stream", "one\n"), ("display_data", ["text/html", "text/plain"])]
-    assert sorted(shown[2:4]) == [("stream", "four\n"), ("stream", "three\n")]
+    assert shown[2:4] == [("stream", "three\n"), ("stream", "four\n")]
     assert shown[4:6] == [("display_data", ["application/json"]), ("stream", "five\n")]
     assert shown[6] == ("display_data", ["text/plain"]) and len(shown) == 7
+
+
+def test_stdout_and_stderr_stay_in_order(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip\nimport sys\nfor i in range(5):\n    print('out', i)\n    print('err', i, file=sys.stderr, flush=True)"
+    )
+    expected = [f"{name} {i}\n" for i in range(5) for name in ("out", "err")]
+    assert [content["text"] for _, content in shown.messages] == expected
 
 
 def test_what_is_written_arrives_while_the_cell_runs(notebook: Notebook) -> None:
@@ -48,10 +56,13 @@ def test_what_is_written_arrives_while_the_cell_runs(notebook: Notebook) -> None
 
 
 def test_c_code_and_subprocesses_write_too(notebook: Notebook) -> None:
-    shown = notebook.ok(
+    cell = notebook.begin(
         "%%dip\nimport os, subprocess\nos.write(1, b'from C\\n')\nsubprocess.run(['echo', 'from a shell']); None"
     )
-    assert sorted(shown.stdout.splitlines()) == ["from C", "from a shell"]
+    text = notebook.finish(cell).stdout  # they write into a pipe: it may take until after the cell
+    for written in ("from C\n", "from a shell\n"):
+        if written not in text:
+            text += notebook.late(cell, written)
     assert "from a pipe" in notebook.ok("%%dip\n!echo from a pipe").stdout
 
 
@@ -70,7 +81,8 @@ def test_clear_output_arrives(notebook: Notebook) -> None:
     shown = notebook.ok(
         "%%dip\nfrom IPython.display import clear_output\nprint(1)\nclear_output(wait=True)\nprint(2)\nclear_output()"
     ).messages
-    assert [content.get("wait", content.get("text")) for _, content in shown] == ["1\n", True, "2\n", False]
+    parts = [str(content.get("wait", content.get("text"))) for _, content in shown]
+    assert "".join(parts) == "1\nTrue2\nFalse"
 
 
 def test_figures_are_shown_as_in_the_notebook(notebook: Notebook) -> None:
@@ -146,6 +158,52 @@ def test_bars_of_rich_are_drawn_into_one_widget(notebook: Notebook) -> None:
     ]
     assert set(captured) == {cell, ""}  # the page shall catch what belongs to this cell
     assert "100%" in [bundle["text/plain"] for bundle in shown.data if bundle["text/plain"]][-1]
+
+
+def test_bars_within_bars_are_one_display(notebook: Notebook) -> None:
+    code = (
+        "%%dip\nfrom tqdm import tqdm\nfor epoch in tqdm(range(3), desc='outer', mininterval=0):\n"
+        "    for x in tqdm(range(5), desc='inner', mininterval=0, leave=False): pass\nprint('after')"
+    )
+    shown = notebook.ok(code)
+    assert shown.stdout == "after\n"
+    assert len({content["transient"]["display_id"] for kind, content in shown.messages if kind != "stream"}) == 1
+    assert re.match(r"outer: 100%\|.*3/3", shown.data[-1]["text/plain"])
+
+
+# -- odd things
+
+
+def test_what_is_odd_does_not_end_the_cell(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip -S all\nimport comm\nfrom IPython.display import Image\nchannel = comm.create_comm(target_name='odd')\n"
+        "channel.send('just text')\nchannel.close()\n"
+        "display({'image/png': 'AAAA'}, metadata={'image/png': {'width': '50%'}}, raw=True)\nprint('whole')"
+    )
+    assert 'width="50%"' in shown.data[-1]["text/html"] and "whole" in shown.data[-1]["text/plain"]
+
+
+def test_an_output_widget_within_another_is_the_pages(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip -S all\nimport ipywidgets\nout = ipywidgets.Output()\nbox = ipywidgets.VBox([out])\ndisplay(box)\n"
+        "with out: print('inside', rank)\nprint('outside')"
+    )
+    shown = notebook.finish(cell)
+    opened = [content["data"]["state"]["_model_name"] for kind, content in shown.messages if kind == "comm_open"]
+    assert opened.count("OutputModel") == 3
+    captured = [c["data"]["state"].get("msg_id") for kind, c in shown.messages if kind == "comm_msg"]
+    assert captured.count(cell) == 3
+    assert sorted(re.findall(r"inside \d", shown.stdout)) == ["inside 0", "inside 1", "inside 2"]
+    assert shown.data[-1]["text/plain"] == "── ranks 0-2 ──\noutside"
+
+
+def test_an_error_in_a_widgets_callback_is_told(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip\nimport ipywidgets\nbutton = ipywidgets.Button()\nbutton.on_click(lambda b: 1 / 0)\nbutton"
+    )
+    model = notebook.finish(cell).data[0]["application/vnd.jupyter.widget-view+json"]["model_id"]
+    notebook.send_comm(model, {"method": "custom", "content": {"event": "click"}})
+    assert "ZeroDivisionError" in notebook.late(cell, "division by zero")
 
 
 # -- by rank
@@ -278,6 +336,14 @@ def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> 
     assert notebook.finish(tabs).status == "ok"
     notebook.begin("%%dip\ngo.set(); thread.join()")
     assert "early\nlate" in notebook.late(tabs, "late")
+    tabs = notebook.begin(
+        "%%dip -S all\nprint('tabs')\ncome = threading.Event()\n"
+        "thread = threading.Thread(target=lambda: (come.wait(), [print(i, flush=True) for i in range(9)]))\n"
+        "thread.start()"
+    )
+    assert notebook.finish(tabs).status == "ok"
+    notebook.begin("%%dip\ncome.set(); thread.join()")
+    assert "6\n7\n8" in notebook.late(tabs, "6\n7\n8")
 
 
 # -- where it ran

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -53,4 +54,5 @@ def assert_golden(text: str, path: Path, write: bool) -> None:
     """Compare with the file, or write it."""
     if write:
         path.write_text(text)
-    assert text.splitlines() == path.read_text().splitlines(), f"{path.name}: see --golden to write it anew"
+    changes = "\n".join(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), lineterm="", n=1))
+    assert not changes, f"{path.name}; --golden writes it anew:\n{changes}"
