@@ -51,6 +51,7 @@ class Lab:
         self.page.goto(f"{self.url}/lab/tree/{name}?reset")
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=30_000)
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=30_000)
+        wait_for(lambda: not self._is_busy(), "the kernel to be idle")
 
     def cell(self, number: int) -> Locator:
         """The cell `number`, from 0."""
