@@ -51,7 +51,7 @@ class Lab:
         self.page.goto(f"{self.url}/lab/tree/{name}?reset")
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=30_000)
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=30_000)
-        wait_for(lambda: not self._is_busy(), "the kernel to be idle")
+        wait_for(lambda: self._is_busy() is False, "the kernel to be idle")
 
     def cell(self, number: int) -> Locator:
         """The cell `number`, from 0."""
@@ -72,7 +72,7 @@ class Lab:
 
         def has_begun() -> bool:
             prompt = self.prompt(number)
-            return (prompt != before and any(map(str.isdigit, prompt))) or self._is_busy()
+            return (prompt != before and any(map(str.isdigit, prompt))) or self._is_busy() is True
 
         for _ in range(5):
             self.cell(number).locator(".cm-content").click()
@@ -81,10 +81,13 @@ class Lab:
                 return wait_for(has_begun, "the cell to begin", 4)
         raise AssertionError(f"cell {number} does not begin; its prompt is {self.prompt(number)}")
 
-    def _is_busy(self) -> bool:
-        """Does the server see a kernel at work?"""
-        with urllib.request.urlopen(f"{self.url}/api/kernels", timeout=5) as answer:
-            return any(kernel["execution_state"] == "busy" for kernel in json.load(answer))
+    def _is_busy(self) -> bool | None:
+        """Does the server see a kernel at work? None: it does not know; it fails while a kernel starts."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/kernels", timeout=5) as answer:
+                return any(kernel["execution_state"] == "busy" for kernel in json.load(answer))
+        except OSError:
+            return None
 
     def prompt(self, number: int) -> str:
         """What stands before that cell: ``[7]:``."""
