@@ -51,8 +51,9 @@ def notebook_text(notebook: Any) -> str:
 
 
 def assert_golden(text: str, path: Path, write: bool) -> None:
-    """Compare with the file, or write it."""
+    """Compare with the file, empty lines aside, or write it."""
     if write:
         path.write_text(text)
-    changes = "\n".join(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), lineterm="", n=1))
+    golden, seen = ([line for line in lines.splitlines() if line.strip()] for lines in (path.read_text(), text))
+    changes = "\n".join(difflib.unified_diff(golden, seen, lineterm="", n=1))
     assert not changes, f"{path.name}; --golden writes it anew:\n{changes}"
