@@ -32,6 +32,17 @@ def stable(text: str) -> str:
     return text
 
 
+def _whole(outputs: Any) -> list[Any]:
+    """With texts of a stream that came in pieces put together, as a page shows them."""
+    found: list[Any] = []
+    for output in outputs:
+        if found and output.output_type == found[-1].output_type == "stream" and output.name == found[-1].name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
+
+
 def notebook_text(notebook: Any) -> str:
     """The cells of a notebook that was run, and what is below each."""
     lines: list[str] = []
@@ -39,7 +50,7 @@ def notebook_text(notebook: Any) -> str:
         if cell.cell_type != "code" or "injected-parameters" in cell.metadata.get("tags", []):
             continue
         lines += [f">>> {line}" for line in cell.source.splitlines()]
-        for output in cell.outputs:
+        for output in _whole(cell.outputs):
             if output.output_type == "stream":
                 lines.append(output.text.rstrip("\n"))
             elif output.output_type == "error":
@@ -51,9 +62,8 @@ def notebook_text(notebook: Any) -> str:
 
 
 def assert_golden(text: str, path: Path, write: bool) -> None:
-    """Compare with the file, empty lines aside, or write it."""
+    """Compare with the file, or write it."""
     if write:
         path.write_text(text)
-    golden, seen = ([line for line in lines.splitlines() if line.strip()] for lines in (path.read_text(), text))
-    changes = "\n".join(difflib.unified_diff(golden, seen, lineterm="", n=1))
+    changes = "\n".join(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), lineterm="", n=1))
     assert not changes, f"{path.name}; --golden writes it anew:\n{changes}"
