@@ -55,15 +55,15 @@ class DipMagics(Magics):
     )
     style = Enum(
         STYLES,
-        "auto",
+        Look.style,
         help="How the outputs of several ranks are told apart: tabs, labels, or grouped by rank at the end; auto: tabs "
         "in a notebook, labels in a terminal.",
     ).tag(config=True)
     limit = Int(
-        400_000, min=1000, help="Characters of text that a rank shows in one cell; of more, the middle is left out."
+        Look.limit, min=1000, help="Characters of text that a rank shows in one cell; of more, the middle is left out."
     ).tag(config=True)
     tell_after = Float(
-        10.0, min=0, help="Seconds after which a cell says where it ran; under %autodip each cell does."
+        Look.tell_after, min=0, help="Seconds after which a cell says where it ran; under %autodip each cell does."
     ).tag(config=True)
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 

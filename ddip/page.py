@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import threading
 import uuid
@@ -13,8 +14,8 @@ from IPython.display import clear_output, publish_display_data
 
 Bundle = dict[str, Any]
 
-_late: list[str] = []
-"""What came for cells that had ended, where a terminal waits for input."""
+_late: collections.deque[str] = collections.deque(maxlen=1000)
+"""What came last for cells that had ended, where a terminal waits for input: a thread may go on writing for hours."""
 _lock = threading.Lock()
 
 
@@ -137,7 +138,8 @@ def tell(text: str) -> None:
 def tell_late() -> None:
     """Before a terminal's cell: what came since the last."""
     with _lock:
-        texts, _late[:] = list(_late), []
+        texts = list(_late)
+        _late.clear()
     if texts:
         sys.stdout.write("".join(texts))
         flush()

@@ -106,9 +106,8 @@ class _Stream:
             self._lines += before.count("\n")
             self._page.write(self._name, before)
             self._bar = Screen(self._limit), _Live(self._page)
-        screen, live = self._bar
-        screen.write(text)
-        live.show(screen.text)  # the first time at once: what comes next shall be below it
+        self._bar[0].write(text)
+        self.draw()  # the first time at once: what comes next shall be below it
 
     def end_bar(self) -> None:
         """Show the bar as it is in the end."""

@@ -350,8 +350,9 @@ def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> 
 
 
 def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
-    notebook.ok("%config DipMagics.tell_after = 0.3")
+    notebook.ok("%config DipMagics.tell_after = 1000")
     assert notebook.ok("%%dip\n1").data[-1]["text/plain"].startswith("Out[")
+    notebook.ok("%config DipMagics.tell_after = 0.3")
     note = last_text(notebook, "%%dip\nimport time\ntime.sleep(0.3 + 0.2 * (rank == 1))")
     assert re.fullmatch(r"ranks 0-2 · 0\.\d\d s · slowest: rank 1", note)
     note = last_text(notebook, "%%dip -r 2\ntime.sleep(0.4)")
