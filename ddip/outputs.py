@@ -3,7 +3,8 @@
     engine  --stream, display_data, comm_msg...-->  client's thread  --queue-->  CellOutput  -->  view  -->  page
                                                                      (late) --->
 
-The view decides what it looks like (``views.py``, ``tabs.py``); the page knows where it goes (``page.py``).
+The view decides what it looks like (``views.py``, ``labels.py``, ``grouped.py``, ``tabs.py``); the page knows where it
+goes (``page.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 from ddip.comms import Comms
 from ddip.errors import RankError
+from ddip.grouped import Grouped
+from ddip.labels import Labels
 from ddip.look import Look
 from ddip.page import Page
 from ddip.tabs import Tabs
-from ddip.views import Grouped, Labels, Plain, View
+from ddip.views import Plain, View
 
 log = logging.getLogger("ddip")
 

@@ -26,6 +26,8 @@ ORDER = [
     "progress",
     "tabs",
     "views",
+    "labels",
+    "grouped",
     "ipp_private",
     "apps",
     "warming",
