@@ -29,6 +29,7 @@ from ddip.page import cell_number, tell
 from ddip.rank.place import Place
 from ddip.ranks import Ranks
 from ddip.tables import places_text, where_text
+from ddip.watch import Watch
 
 PATIENCE_SECONDS = 2.0
 """How long ranks may run on after another's error, before the user is told who they are."""
@@ -42,11 +43,6 @@ DRAW_SECONDS = 0.1
 """How often what changes in place is looked at."""
 LATE_CELLS = 20
 """Cells whose late output is still shown."""
-PULSE_SECONDS = 1.0
-"""How often ranks that are silent are asked whether they move."""
-IDLE_CPU = 0.05
-"""Below this share of a core a rank is taken to stand still, as a thread that waits for a socket does."""
-
 PAGES = ("page", "set_next_input")
 """What a cell may ask of the notebook, besides output."""
 REPLY, OUTPUT_END, MESSAGE, STOP = "reply", "output end", "message", "stop"
@@ -145,7 +141,7 @@ class _Cell:
         self._limits = limits
         self._began = time.monotonic()
         self._next_look = self._began + LOOK_SECONDS
-        self._watch = _Watch(ranks, limits.patience)
+        self._watch = Watch(ranks, limits.patience)
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
         self._released_at: float | None = None
@@ -344,37 +340,6 @@ def _way_out(stuck: Sequence[int]) -> str:
         f"wait until {'it returns' if len(stuck) == 1 else 'they return'} from there, or type %makedip --repair: "
         f"it puts new processes in place of {those}, and the others keep their variables"
     )
-
-
-class _Watch:
-    """Do the ranks of a cell make progress?"""
-
-    def __init__(self, ranks: Ranks, patience: float) -> None:
-        self._ranks = ranks
-        self._patience = patience
-        self._since = self._asked = time.monotonic()
-        self._last: dict[int, tuple[int, float]] = {}
-
-    def moved(self) -> None:
-        """They do."""
-        self._since = time.monotonic()
-
-    def stands_still(self, running: Sequence[int], now: float) -> bool:
-        """True when no rank has moved for as long as the user's patience goes: no message, no step, no CPU time."""
-        interval = min(PULSE_SECONDS, self._patience / 4)
-        if now < self._since + interval or now < self._asked + interval:
-            return False
-        passed, self._asked = now - self._asked, now
-        answers = self._ranks.ask_beside(running, "stacks.pulse")
-        pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
-        if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
-            self.moved()
-        self._last.update(pulses)
-        return now >= self._since + self._patience
-
-
-def _has_moved(before: tuple[int, float] | None, now: tuple[int, float], passed: float) -> bool:
-    return before is None or before[0] != now[0] or now[1] - before[1] > IDLE_CPU * passed
 
 
 @contextlib.contextmanager

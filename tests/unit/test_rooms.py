@@ -34,7 +34,19 @@ ORDER = [
     "launchers",
     "cluster",
 ]
-ORDER += ["ranks", "transfer", "comms", "outputs", "formation", "cells", "engines", "group", "autodip", "hints"]
+ORDER += [
+    "ranks",
+    "transfer",
+    "comms",
+    "outputs",
+    "formation",
+    "watch",
+    "cells",
+    "engines",
+    "group",
+    "autodip",
+    "hints",
+]
 ORDER += ["magics"]
 
 
