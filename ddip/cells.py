@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -160,9 +161,11 @@ class _Cell:
 
     def send(self, code: str, ranks: Sequence[int], number: int) -> None:
         """Send it to `ranks` as cell `number`; their messages, and their two ends, will arrive in `events`."""
-        self.replies = {rank: self._send(rank, code, number) for rank in ranks}
+        name = uuid.uuid4().hex
+        told = {"number": number, "name": name, "ranks": list(ranks)}
+        self.replies = {rank: self._send(rank, code, told) for rank in ranks}
 
-    def _send(self, rank: int, code: str, number: int) -> concurrent.futures.Future[Any]:
+    def _send(self, rank: int, code: str, told: dict[str, Any]) -> concurrent.futures.Future[Any]:
         def on_message(message: Message) -> None:
             with self._lock:
                 if not self._shown:
@@ -171,7 +174,7 @@ class _Cell:
             self._show.late(rank, message)
 
         engine = self._ranks.members[rank].engine
-        asked = {"number": number, "limit": self._show.look.limit if rank in self._show.see else 0}
+        asked = {**told, "limit": self._show.look.limit if rank in self._show.see else 0}
         future = ipp_private.execute(self._ranks.cluster.client, engine, code, on_message, asked)
         future.add_done_callback(lambda _: self.events.put((REPLY, rank, None)))
         future.output.add_done_callback(lambda _: self.events.put((OUTPUT_END, rank, None)))

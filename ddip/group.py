@@ -242,6 +242,7 @@ class Group:
             if self.members:
                 self._leave(members, deadline)
             self.request, self.wish, self.ranks.members = request, wish, members
+            self._unprepared &= set(range(wish.size))
             self._formation.join(wish, self.collect, deadline)
             self._prepare(request.app, range(wish.size))
         except BaseException:

@@ -9,10 +9,13 @@ it imports at its top is imported once for all ranks, before they are forked: no
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from ddip.errors import BadInput
 
 GROUP = "ddip.apps"
+NEEDED = {"fastai": ("fastai", "accelerate")}
+"""What ddip's own apps need, which its core does not."""
 
 
 def find(name: str | None) -> str:
@@ -23,4 +26,7 @@ def find(name: str | None) -> str:
     if name not in found:
         there = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
         raise BadInput(f"-a {name}: there is no app {name!r}; {there}")
+    missing = [module for module in NEEDED.get(name, ()) if find_spec(module) is None]
+    if missing:
+        raise BadInput(f"-a {name}: {' and '.join(missing)} cannot be found; type pip install 'ddip[{name}]'")
     return found[name]

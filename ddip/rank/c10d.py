@@ -123,6 +123,18 @@ def retire_wrappers() -> int:
     return retired
 
 
+def drop(wrapper: torch.nn.Module) -> None:
+    """Be done with a wrapper of ddip's own: its hooks on the parameters go now, and not when it is collected."""
+    wrapper.__dict__["_ddip_retired"] = True
+    for name in ("reducer", "logger"):
+        wrapper.__dict__.pop(name, None)
+
+
+def store() -> Any:
+    """Through which the group was formed; there is no public way to it."""
+    return distributed_c10d._get_default_store()
+
+
 def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
     raise RuntimeError(LOST.format(name=type(wrapper).__name__))
 

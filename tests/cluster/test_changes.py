@@ -193,7 +193,7 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         group.run("import toy_app; state = toy_app.state")
         return [found["state"] for found in group.pull_all(["state"], range(group.world_size))[0]]
 
-    with pytest.raises(BadInput, match="-a toys: there is no app 'toys'; there is toy"):
+    with pytest.raises(BadInput, match="-a toys: there is no app 'toys'; there is fastai, toy"):
         ddip.Group(1, app="toys")
     with ddip.Group(1) as group:
         group.run("kept = 1")
@@ -205,6 +205,8 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         assert group.change(Request(n=2))
         assert states(group) == ["prepared rank 0 of 2", "prepared rank 1 of 2"]
         assert group.pull(["kept"]) == {"kept": 1}
+        assert group.change(Request(n=1))
+        assert states(group) == ["prepared rank 0 of 1"]
 
 
 @pytest.mark.parametrize(

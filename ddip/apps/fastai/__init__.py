@@ -1,0 +1,55 @@
+"""fastai on the ranks: a lesson's own cells train on all of them.
+
+While the app is there, fastai is changed in the places that ``mends`` lists; each file here says which fault of which
+version it mends. ``release`` takes everything out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import fastai.callback.all
+import fastai.distributed
+import fastai.tabular.all
+import fastai.text.all
+from fastcore.foundation import defaults
+from IPython.core.getipython import get_ipython
+
+from ddip.apps.fastai import contexts, evaluate, files, finder, fit, patches, precision, randomness, show
+
+with contextlib.suppress(ImportError):  # torchvision must fit torch
+    import fastai.vision.all  # noqa: F401
+
+MENDS = (fit, evaluate, finder, files, show, contexts, precision)
+
+
+def prepare() -> None:
+    """Change fastai, on a rank that has joined a group."""
+    release()
+    for module in MENDS:
+        module.mend()
+    patches.put(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))  # loaders' workers
+    shell = get_ipython()
+    assert shell is not None
+    shell.events.register("pre_run_cell", _begin_cell)
+
+
+def release() -> None:
+    """Leave fastai as it was."""
+    patches.take_out()
+    shell = get_ipython()
+    if shell is not None and _begin_cell in shell.events.callbacks["pre_run_cell"]:
+        shell.events.unregister("pre_run_cell", _begin_cell)
+
+
+def command(text: str) -> None:
+    """``%%dip -a mends`` tells what is changed in fastai."""
+    if text.strip() != "mends":
+        raise ValueError(f"%%dip -a {text}: the app fastai knows one command: %%dip -a mends")
+    for module in MENDS:
+        print(f"{module.__name__}: {module.__doc__}")
+
+
+def _begin_cell(info: object) -> None:
+    randomness.agree()

@@ -1,0 +1,89 @@
+"""What a user's cell may say of distribution itself: ``distrib_ctx``, ``rank0_first``.
+
+Mends, in fastai 2.8.12: ``distrib_ctx`` fails on the CPU unless told ``cpu=True``, and with batch norm there even so;
+``rank0_first`` strands the others when rank 0 raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from fastai import distributed, torch_core
+from fastai.learner import Learner
+from torch import nn
+
+from ddip.apps.fastai import patches, ranks
+from ddip.rank import current
+
+
+@contextlib.contextmanager
+def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
+    """Batch norm over the batches of all ranks, where torch has that: on GPUs."""
+    parameter = next(learn.model.parameters(), None)
+    if not wanted or not ranks.together() or parameter is None or parameter.device.type != "cuda":
+        yield
+        return
+    plain = {name: module for name, module in learn.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    learn.model = nn.SyncBatchNorm.convert_sync_batchnorm(learn.model)
+    try:
+        yield
+    finally:  # parameters and buffers are shared by both
+        for name, module in plain.items():
+            learn.model.set_submodule(name, module)
+
+
+def _together_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `func` on rank 0, then on the others; if it fails there, raise on all."""
+    if not ranks.together():
+        return func(*args, **kwargs)
+    failed, result = "", None
+    if ranks.rank() == 0:
+        try:
+            with ranks.each_by_itself():
+                result = func(*args, **kwargs)
+        except BaseException as error:
+            ranks.of_rank_0(f"{type(error).__name__}: {error}")
+            raise
+    failed = ranks.of_rank_0(failed)
+    if failed:
+        raise RuntimeError(f"rank 0 failed in {getattr(func, '__name__', func)}: {failed}")
+    if ranks.rank() != 0:
+        with ranks.each_by_itself():
+            result = func(*args, **kwargs)
+    return result
+
+
+def mend() -> None:
+    """Make both harmless: fit distributes by itself."""
+
+    @contextlib.contextmanager
+    def distrib_ctx(self: Learner, sync_bn: bool = True, in_notebook: bool = False, **kwargs: Any) -> Iterator[Learner]:
+        """Train on all ranks, as ddip's fastai app does anyway; with `sync_bn`, batch norm is over all of them."""
+        with _synced(self, sync_bn):
+            yield self
+
+    def to_distributed(self: Learner, sync_bn: bool = True, **kwargs: Any) -> Learner:
+        """Return the learner: ddip's fastai app trains it on all ranks anyway."""
+        return self
+
+    def detach_distributed(self: Learner) -> Learner:
+        """Return the learner."""
+        return self
+
+    @functools.wraps(distributed.rank0_first)
+    def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _together_first(func, *args, **kwargs)
+
+    def num_distrib() -> int:
+        """Ranks that a barrier can wait for."""
+        return torch.distributed.get_world_size() if current.is_everywhere() else 0
+
+    patches.put(Learner, "distrib_ctx", distrib_ctx)
+    patches.put(Learner, "to_distributed", to_distributed)
+    patches.put(Learner, "detach_distributed", detach_distributed)
+    patches.put_everywhere("rank0_first", distributed.rank0_first, rank0_first)
+    patches.put(torch_core, "num_distrib", num_distrib)  # as distrib_barrier sees it: ``load`` in a cell on one rank

@@ -1,0 +1,109 @@
+"""``validate``, ``get_preds``, and the validation of each epoch: every batch on one rank, the results on all.
+
+Mends, in fastai 2.8.12: ``get_preds`` returns a permutation, ``validate`` counts padding, and outside ``distrib_ctx``
+each gathers from ranks that may not be there (``maybe_gather``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from fastai import torch_core
+from fastai.callback.core import Callback, GatherPredsCallback
+from fastai.learner import Learner
+
+from ddip.apps.fastai import metrics, patches, plan, randomness, ranks, shards
+
+GATHERED = ("inputs", "preds", "targets", "losses")
+"""Of GatherPredsCallback: lists with an item for each batch."""
+
+
+class Merge(Callback):
+    """Puts together what the ranks have made of their batches, before anything else looks at it."""
+
+    order = -1000
+
+    def __init__(self) -> None:
+        self.seen = metrics.Seen()
+
+    def after_batch(self) -> None:
+        if any(metrics.needs_batches(metric) for metric in self._metrics()):
+            self.seen.add(self.learn)
+
+    def after_validate(self) -> None:
+        metrics.merge(self.learn, self._metrics(), self.seen)
+        for callback in self.learn.cbs:
+            if isinstance(callback, GatherPredsCallback):
+                _gather(callback)
+
+    def _metrics(self) -> list[Any]:
+        recorder = getattr(self.learn, "recorder", None)
+        return [] if recorder is None else list(recorder._valid_mets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Callback, ())  # an exported learner needs no ddip
+
+
+def _gather(callback: GatherPredsCallback) -> None:
+    mine = {name: value for name in GATHERED if isinstance(value := vars(callback).get(name), list)}
+    everyone = ranks.gather(mine)
+    for name in mine:
+        setattr(callback, name, plan.in_order([theirs[name] for theirs in everyone]))
+
+
+def _agreed_seed(learn: Learner, dl: Any) -> int | None:
+    """A seed for the order of `dl`; None if each rank has to make all of its batches."""
+    if not ranks.together() or not shards.is_divisible(dl) or shards.carries_state(dl) or _saves_batches(learn):
+        return None
+    training = any(getattr(callback, "is_of_ddip", False) for callback in learn.cbs)
+    model = () if training else ranks.print_of(ranks.state_of(learn.model))
+    seed = randomness.Seeds.draw().python
+    told = ranks.gather((shards.looks(dl), ranks.fingerprint(model), seed))
+    same = all(one[:2] == told[0][:2] for one in told)  # each works with data, or a model, of its own otherwise
+    return told[0][2] if same else None
+
+
+def _saves_batches(learn: Learner) -> bool:
+    """Is each batch written to a file, named by its number? Then each rank makes all of them."""
+    gatherers = [callback for callback in learn.cbs if isinstance(callback, GatherPredsCallback)]
+    return any(one.save_preds is not None or one.save_targs is not None for one in gatherers)
+
+
+def _by_itself(predict: Callable[..., Any]) -> Callable[..., Any]:
+    """One item is no work to divide, and a rank may well be alone in asking for it."""
+
+    @functools.wraps(predict)
+    def predict_here(self: Learner, *args: Any, **kwargs: Any) -> Any:
+        with ranks.each_by_itself():
+            return predict(self, *args, **kwargs)
+
+    return predict_here
+
+
+def _kinds_of(kind: type) -> list[type]:
+    subclasses: list[type] = kind.__subclasses__()
+    return [kind, *(below for subclass in subclasses for below in _kinds_of(subclass))]
+
+
+def mend() -> None:
+    """Divide evaluations among the ranks."""
+    whole = Learner._do_epoch_validate
+
+    @functools.wraps(whole)
+    def divided(self: Learner, ds_idx: int = 1, dl: Any = None) -> None:
+        if dl is None:
+            dl = self.dls[ds_idx]
+        seed = _agreed_seed(self, dl)
+        if seed is None:
+            whole(self, ds_idx, dl)
+            return
+        with randomness.kept(), self.added_cbs([Merge()]):
+            whole(self, ds_idx, shards.of_evaluation(dl, seed))
+
+    patches.put(Learner, "_do_epoch_validate", divided)
+    for kind in _kinds_of(Learner):
+        if "predict" in vars(kind):
+            patches.put(kind, "predict", _by_itself(vars(kind)["predict"]))
+    patches.put(torch_core, "maybe_gather", lambda x, axis=0: x)

@@ -1,0 +1,212 @@
+"""``Learner.fit`` on all ranks: the data divided, the gradients averaged, every loss and every decision the same.
+
+Mends, in fastai 2.8.12: nothing is distributed without ``distrib_ctx``, which fails on the CPU; a learner stays wrapped
+after an error, in autocast, with the loss function of MixUp, and its table and files open; each rank sees its own loss,
+so that callbacks decide differently and strand each other; ranks but the first lose their logger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fastai.callback import training
+from fastai.callback.core import Callback
+from fastai.callback.schedule import LRFinder
+from fastai.distributed import DistributedTrainer
+from fastai.learner import Learner
+from fastai.torch_core import find_bs
+from fastcore.foundation import L
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddip.apps.fastai import finder, metrics, patches, ranks
+from ddip.apps.fastai.job import Job
+
+_jobs: list[Job] = []
+"""The fit under way, if one is."""
+
+
+class _OfDdip(Callback):
+    """Works while the learner trains; gone when it has."""
+
+    run_valid = False
+    is_of_ddip = True
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Callback, ())  # an exported learner needs no ddip
+
+
+class First(_OfDdip):
+    """Before all other callbacks."""
+
+    order = -1000
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._work: Any = None
+        self._loss: torch.Tensor | None = None
+        self._metrics: Any = None
+
+    def before_fit(self) -> None:
+        self.job.begin()
+
+    def before_train(self) -> None:
+        self.job.begin_epoch()
+        self._seen = metrics.Seen()
+
+    def after_pred(self) -> None:
+        self.job.unwrap()
+
+    def after_loss(self) -> None:
+        """Begin to make one loss of all; the backward pass goes on meanwhile."""
+        self._loss = self.learn.loss.detach().float().mean() * (self.job.weight / ranks.size())
+        self._work = dist.all_reduce(self._loss, async_op=True)
+
+    def after_backward(self) -> None:
+        self.job.end_backward()
+
+    def after_batch(self) -> None:
+        """Every rank records the loss of all, and decides by it."""
+        self.job.unwrap()
+        if self._work is not None:
+            self._work.wait()
+            self.learn.loss, self._work = self._loss, None
+        if self.job.weight == 0:
+            self._metrics = metrics.before(self._train_metrics())
+        elif any(metrics.needs_batches(metric) for metric in self._train_metrics()):
+            self._seen.add(self.learn)
+
+    def forget_batch(self) -> None:
+        """A batch that fills up the last step is no batch for a metric."""
+        if self._metrics is not None:
+            metrics.back(self._train_metrics(), self._metrics)
+            self._metrics = None
+
+    def after_train(self) -> None:
+        self.job.end_epoch()
+        if self._train_metrics():
+            metrics.merge(self.learn, self._train_metrics(), self._seen)
+
+    def _train_metrics(self) -> list[Any]:
+        recorder = getattr(self.learn, "recorder", None)
+        return [] if recorder is None else list(recorder._train_mets[1:])
+
+
+class Last(_OfDdip):
+    """After all others."""
+
+    order = 1000
+
+    def before_batch(self) -> None:
+        self.job.wrap()
+
+    def before_backward(self) -> None:
+        if self.job.weight != 1:
+            self.learn.loss_grad = self.learn.loss_grad * self.job.weight * _scale(self.learn.loss_func)
+
+    def after_batch(self) -> None:
+        for callback in self.learn.cbs:
+            if isinstance(callback, First):
+                callback.forget_batch()
+
+    def after_validate(self) -> None:
+        """What the recorder has written down may be a callback's own: rank 0's counts."""
+        recorder = getattr(self.learn, "recorder", None)
+        if recorder is not None:
+            recorder.log = type(recorder.log)(ranks.of_rank_0(list(recorder.log)))
+
+
+def _scale(loss_func: Any) -> float:
+    """A loss that is a sum is a sum over all ranks, while gradients are averaged."""
+    return float(ranks.size()) if getattr(loss_func, "reduction", "mean") == "sum" else 1.0
+
+
+def is_distributed_by_user(learn: Learner) -> bool:
+    """Has the user wrapped the model, or added fastai's own callback? Then nothing is done twice."""
+    wrapped = isinstance(learn.model, DistributedDataParallel | DataParallel)
+    return wrapped or any(isinstance(callback, DistributedTrainer) for callback in learn.cbs)
+
+
+@contextlib.contextmanager
+def _tidy(learn: Learner, added: list[Any]) -> Iterator[None]:
+    """An error or an interrupt leaves the learner as it was before, but for what it has learned."""
+    kept = {name: vars(learn)[name] for name in ("loss_func", "logger", "create_mbar", "dls") if name in vars(learn)}
+    devices = ("cpu", "cuda")
+    autocast = {device: torch.is_autocast_enabled(device) for device in devices}
+    callbacks = list(learn.cbs)
+    try:
+        yield
+    except BaseException:
+        for name, value in kept.items():
+            setattr(learn, name, value)
+        for device in devices:
+            torch.set_autocast_enabled(device, autocast[device])
+        for callback in [callback for callback in learn.cbs if callback not in callbacks]:
+            learn.remove_cb(callback)
+        for callback in [*callbacks, *added]:
+            _close(callback)
+            finder.restore(callback, learn)
+        learn._end_cleanup()
+        raise
+
+
+def _close(callback: Any) -> None:
+    """What ``after_fit`` would have closed."""
+    if not isinstance(callback, Callback):
+        return  # a class, of which fit had not made a callback yet
+    callback.run = True
+    file = vars(callback).get("file")
+    if hasattr(file, "close"):
+        file.close()
+    for name in ("mbar", "pbar"):
+        vars(callback).pop(name, None)
+
+
+def mend() -> None:
+    """Train on all ranks."""
+    plain = Learner.fit
+
+    @functools.wraps(plain)
+    def fit(self: Learner, n_epoch: int, *args: Any, **kwargs: Any) -> None:
+        if not ranks.together() or _jobs or is_distributed_by_user(self):
+            with _tidy(self, _added(args, kwargs)):
+                plain(self, n_epoch, *args, **kwargs)
+            return
+        job = Job(self)
+        _jobs.append(job)
+        try:
+            with _tidy(self, _added(args, kwargs)), self.added_cbs([First(job), Last(job)]):
+                plain(self, _epochs(self, n_epoch, args, kwargs), *args, **kwargs)
+        finally:
+            _jobs.remove(job)
+            job.end()
+
+    patches.put(Learner, "fit", fit)
+    patches.put(training, "find_bs", _items_of_step)
+
+
+def _items_of_step(batch: Any) -> float:
+    """For GradientAccumulation, which in fastai 2.8.12 counts a rank's own items: ranks step at different times."""
+    training_now = bool(_jobs) and bool(_jobs[-1].learn.training)
+    return _jobs[-1].items if training_now else find_bs(batch)
+
+
+def _added(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The callbacks that a call of fit adds."""
+    return list(L(kwargs.get("cbs", args[2] if len(args) > 2 else None)))
+
+
+def _epochs(learn: Learner, n_epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """``lr_find`` asks for as many epochs as one process would need for its steps; an epoch has fewer steps here."""
+    for callback in _added(args, kwargs):
+        if isinstance(callback, LRFinder):
+            steps = -(-len(learn.dls.train) // ranks.size())
+            return int(callback.num_it) // max(steps, 1) + 1
+    return n_epoch

@@ -1,0 +1,192 @@
+"""One fit, on all ranks: what they begin with, whose batch is whose, and the mean of their gradients."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from fastai.learner import Learner
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddip.apps.fastai import plan, randomness, ranks, shards
+from ddip.rank import c10d
+
+_used: weakref.WeakKeyDictionary[nn.Module, list[bool]] = weakref.WeakKeyDictionary()
+"""Which trainable parameters of a model every rank has been seen to use."""
+
+
+class Job:
+    """One fit of one learner."""
+
+    def __init__(self, learn: Learner) -> None:
+        self.learn = learn
+        self.seeds = randomness.Seeds(0, 0, 0)
+        self.common: randomness.State | None = None
+        self.plan = plan.Plan((), (), ())
+        self.epochs = 0
+        self.model: nn.Module | None = None
+        """The learner's own, while its place is taken by the wrapper."""
+        self._wrapper: nn.Module | None = None
+        self._probing = False
+
+    # -- beginning: the same everywhere
+
+    def begin(self) -> None:
+        """Have every rank begin with the same; raises ValueError on all of them if their data differ."""
+        learn = self.learn
+        learn.model.to(getattr(learn.dls, "device", None))
+        if not shards.is_divisible(learn.dls.train):
+            raise TypeError(NOT_DIVISIBLE.format(kind=type(learn.dls.train).__name__))
+        self.seeds = randomness.Seeds.draw()
+        self.common = randomness.State.now()
+        told = {
+            "data": shards.looks(learn.dls.train),
+            "epochs": learn.n_epoch,
+            "model": ranks.fingerprint(ranks.print_of(ranks.state_of(learn.model))),
+            "optimizer": _print_of_optimizer(learn),
+            "seeds": self.seeds,
+        }
+        everyone = ranks.gather(told)
+        _require_same(everyone)
+        self.seeds = everyone[0]["seeds"]
+        if len({one["model"] for one in everyone}) > 1:
+            ranks.share(ranks.state_of(learn.model))
+        if len({one["optimizer"] for one in everyone}) > 1:
+            _share_optimizer(learn)
+        self.seeds.sow(more=1 + ranks.rank())
+
+    def begin_epoch(self) -> None:
+        """Take this rank's part of the training data, as one seed shuffles it for all."""
+        self.epochs += 1
+        self.learn.dl, self.plan = shards.of_training(self.learn.dl, (self.seeds.python + self.epochs) % 2**62)
+
+    # -- a step
+
+    @property
+    def step(self) -> int:
+        """Of the epoch."""
+        return int(self.learn.iter)
+
+    @property
+    def weight(self) -> float:
+        """Of this rank's loss."""
+        return self.plan.weights[self.step]
+
+    @property
+    def items(self) -> float:
+        """Of this step, as a mean over the ranks."""
+        return self.plan.items[self.step]
+
+    def wrap(self) -> None:
+        """Put the wrapper that averages gradients where fastai calls the model."""
+        model = self.learn.model
+        if self._wrapper is None:
+            self._wrapper = self._wrapper_of(model)
+        if self._wrapper is not model:
+            self.model, self.learn.model = model, self._wrapper
+
+    def unwrap(self) -> None:
+        """Give the learner its model back."""
+        if self.model is not None:
+            self.learn.model, self.model = self.model, None
+
+    def _wrapper_of(self, model: nn.Module) -> nn.Module:
+        trainable = _trainable(model)
+        used = _used.get(model)
+        if used is None or len(used) != len(trainable):
+            self._probing = True  # until it is known which parameters are used, gradients are averaged by hand
+            for parameter in trainable:
+                parameter.grad = None
+        if self._probing or not trainable:
+            return model
+        device = next(model.parameters()).device
+        ids = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(
+            model, device_ids=ids, find_unused_parameters=not all(used or ()), init_sync=False
+        )
+
+    def end_backward(self) -> None:
+        """After a model's first backward it is known whether every parameter is used: always to look takes time."""
+        if not self._probing:
+            return
+        self._probing = False
+        trainable = _trainable(self.learn.model)
+        theirs = ranks.gather([parameter.grad is not None for parameter in trainable])
+        for parameter, used in zip(trainable, zip(*theirs, strict=True), strict=True):
+            if any(used):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                ranks.average(parameter.grad)
+        _used[self.learn.model] = [all(used) for used in zip(*theirs, strict=True)]
+        self._wrapper = None
+
+    def _drop(self) -> None:
+        if self._wrapper is not None and self._wrapper is not self.learn.model:
+            c10d.drop(self._wrapper)
+        self._wrapper = None
+
+    # -- the end
+
+    def end_epoch(self) -> None:
+        """What a model counts by itself (batch norm) is rank 0's, as in any step."""
+        ranks.share(list(self.learn.model.buffers()))
+
+    def end(self) -> None:
+        """However it ended."""
+        self.unwrap()
+        self._drop()
+        if self.common is not None:
+            self.common.restore()
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+NOT_DIVISIBLE = (
+    "the training data cannot be divided among the ranks: their {kind} has no length, or cannot be indexed. Give it a "
+    "dataset with __len__ and __getitem__; ddip divides it"
+)
+DIFFERENT = (
+    "the ranks do not train on the same: {what} {differ}. Make the DataLoaders and call fit in cells on all ranks, "
+    "with the same data on each; ddip divides them"
+)
+
+
+def _require_same(everyone: list[dict[str, Any]]) -> None:
+    rows = [{**one["data"], "epochs": one["epochs"]} for one in everyone]
+    for what in rows[0]:
+        values = [row[what] for row in rows]
+        if len(set(values)) > 1:
+            if what == "sample":
+                raise ValueError(DIFFERENT.format(what="their items", differ="differ, though not in number"))
+            differ = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(DIFFERENT.format(what=f"{what}:", differ=differ))
+
+
+def _print_of_optimizer(learn: Learner) -> int:
+    tensors: list[torch.Tensor] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return "tensor"
+        if isinstance(value, dict):
+            return [(str(key), plain(item)) for key, item in value.items()]
+        if isinstance(value, str | int | float | bool | None):
+            return value
+        return [plain(item) for item in value] if hasattr(value, "__iter__") else repr(value)
+
+    state = plain(learn.opt.state_dict())
+    trained = [parameter.requires_grad for parameter in learn.model.parameters()]
+    return ranks.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), ranks.print_of(tensors)))
+
+
+def _share_optimizer(learn: Learner) -> None:
+    trained = [parameter.requires_grad for parameter in learn.model.parameters()]
+    state, trained, frozen = ranks.of_rank_0((learn.opt.state_dict(), trained, getattr(learn.opt, "frozen_idx", 0)))
+    learn.opt.load_state_dict(state)
+    learn.opt.frozen_idx = frozen
+    for parameter, requires_grad in zip(learn.model.parameters(), trained, strict=True):
+        parameter.requires_grad_(requires_grad)

@@ -1,0 +1,304 @@
+"""fastai on the ranks is right: what one process alone would have made, and the same on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddip
+from ddip.placement import Request
+
+from .fastai_source import DATA
+
+pytest.importorskip("fastai")
+pytest.importorskip("accelerate")
+
+SIZES = [4, 3, 2]
+
+
+@pytest.fixture(scope="module")
+def group_with_app() -> Iterator[ddip.Group]:
+    with ddip.Group(4, app="fastai", timeout=120) as group:
+        yield group
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ranks(request: pytest.FixtureRequest, group_with_app: ddip.Group) -> ddip.Group:
+    """A group of each size, which knows the data."""
+    group_with_app.change(Request(n=request.param))
+    group_with_app.run(DATA)
+    return group_with_app
+
+
+two_ranks = pytest.mark.parametrize("ranks", [2], indirect=True)
+"""Where the size makes no difference."""
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The same names in this process: fastai as it is."""
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fastai's own
+        exec(DATA, names)
+    return names
+
+
+def of_all(group: ddip.Group, expression: str) -> list[Any]:
+    """What each rank makes of `expression`."""
+    group.run(f"_told = {expression}")
+    return [group.pull(["_told"], rank)["_told"] for rank in range(group.world_size)]
+
+
+def of_any(group: ddip.Group, expression: str) -> Any:
+    """The same on every rank."""
+    first, *others = of_all(group, expression)
+    for other in others:
+        assert _equal(first, other), (expression, first, other)
+    return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def single(alone: dict[str, Any], group: ddip.Group, code: str, **names: Any) -> dict[str, Any]:
+    """Run `code` here, with a `learn` whose model is that of the ranks, and the `names`."""
+    here = {**alone, **names}
+    exec("learn = learner()", here)
+    here["learn"].model.load_state_dict(group.pull(["state"])["state"])
+    exec(f"with learn.no_bar(), learn.no_logging():\n    {code}", here)
+    return here
+
+
+STATE = "state = {name: value.clone() for name, value in learn.model.state_dict().items()}"
+
+
+# -- training
+
+
+def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
+    ranks.run("learn = learner(norm=True)")
+    of_any(ranks, "weights(learn)")
+    for fit in ("fit(1)", "fit_one_cycle(1, 1e-2)", "fit_flat_cos(1)", "fine_tune(1)"):
+        splitter = "splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())]"
+        ranks.run(f"learn = learner(norm=True, {splitter})\nbefore = weights(learn)\nlearn.{fit}")
+        of_any(ranks, "weights(learn)")
+        assert not _equal(*of_any(ranks, "[before, weights(learn)]"))
+        assert of_any(ranks, "type(learn.model).__name__") == "Sequential"
+
+
+@pytest.mark.parametrize("opt", ["SGD", "Adam", "partial(OptimWrapper, opt=torch.optim.AdamW)"])
+@pytest.mark.parametrize("drop_last", [False, True], ids=["all items", "drop_last"])
+def test_an_epoch_is_that_of_one_process_with_the_larger_batch(
+    ranks: ddip.Group, alone: dict[str, Any], opt: str, drop_last: bool
+) -> None:
+    ranks.run(f"learn = learner(loaders(drop_last={drop_last}), opt_func={opt})\n{STATE}\nlearn.fit(1, 0.05)")
+    kept = 101 // 8 * 8 if drop_last else 101
+    here = {**alone, "size": ranks.world_size, "kept": kept}
+    exec(
+        f"dls = loaders(n=101, bs=8 * size)\ndls.train.get_idxs = lambda: list(range(kept))\ndls.train.n = kept\n"
+        f"learn = learner(dls, opt_func={opt})",
+        here,
+    )
+    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging():\n    learn.fit(1, 0.05)\nw = weights(learn)", here)
+    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["w"], strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+    theirs = here["learn"].recorder.values[0]
+    assert of_any(ranks, "list(learn.recorder.values[0])") == pytest.approx(list(theirs), abs=1e-4)
+
+
+def test_losses_of_steps_are_those_of_the_larger_batch(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05)")
+    here = single(
+        alone,
+        ranks,
+        "learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(1, 0.05)",
+        size=ranks.world_size,
+    )
+    theirs = [float(loss) for loss in here["learn"].recorder.losses]
+    assert of_any(ranks, "[float(loss) for loss in learn.recorder.losses]") == pytest.approx(theirs, abs=1e-5)
+
+
+def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> None:
+    ranks.run("learn = learner(loaders(n=96, shuffle=True))")
+    orders = []
+    for _ in range(2):
+        ranks.run("learn.dls.train.dataset.asked.clear()\nlearn.fit(1)")
+        asked = of_all(ranks, "learn.dls.train.dataset.asked")
+        steps = len(asked[0]) // 8
+        whole = [item for step in range(steps) for one in asked for item in one[step * 8 : step * 8 + 8]]
+        assert sorted(set(whole)) == list(range(96))
+        assert len(whole) - 96 == -96 // 8 % -ranks.world_size * -8 or len(whole) - 96 < 8 * ranks.world_size
+        orders.append(whole)
+    assert orders[0] != sorted(orders[0]) and orders[0] != orders[1]
+
+
+def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    cbs = "cbs=GradientAccumulation({n})"
+    ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(2, 0.05, {cbs.format(n=24)})")
+    code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(2, 0.05, {cbs.format(n='24 * size')})"
+    here = single(alone, ranks, code, size=ranks.world_size)
+    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["weights"](here["learn"]), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+
+
+@two_ranks
+def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> None:
+    ranks.run("""
+        class Spare(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.spare = nn.Linear(6, 3), nn.Linear(6, 3)
+            def forward(self, x):
+                return self.used(x)
+        learn = Learner(loaders(), Spare(), loss_func=CrossEntropyLossFlat())
+        spare = learn.model.spare.weight.detach().clone()
+        learn.fit(2)
+    """)
+    assert of_any(ranks, "torch.equal(spare, learn.model.spare.weight)")
+    of_any(ranks, "weights(learn)")
+
+
+@two_ranks
+def test_ranks_draw_the_same_random_numbers_but_while_they_train(ranks: ddip.Group) -> None:
+    ranks.run(
+        "noise = []\nlearn = learner()\nlearn.add_cb(Callback(after_pred=lambda self: noise.append(torch.rand(()))))"
+    )
+    ranks.run("learn.fit(1)")
+    mine, theirs = of_all(ranks, "[float(n) for n in noise]")
+    assert mine != theirs
+    draw = "(float(torch.rand(())), random.random(), float(np.random.rand()), list(RandomSplitter()(range(20))[1]))"
+    first = of_any(ranks, draw)
+    assert of_any(ranks, draw) != first
+    ranks.run("random.random(), torch.rand(3), np.random.rand(3)", ranks=[1])
+    of_any(ranks, draw)
+    with pytest.raises(ddip.CellError):
+        ranks.run("torch.rand(3 + rank)\n1 / 0")
+    of_any(ranks, draw)
+
+
+@two_ranks
+def test_a_seed_gives_the_same_training_again(ranks: ddip.Group) -> None:
+    runs = []
+    for _ in range(2):
+        ranks.run("set_seed(7)\nlearn = learner(loaders(shuffle=True))\nlearn.fit(1)")
+        runs.append(of_any(ranks, "weights(learn)"))
+    assert _equal(*runs)
+
+
+# -- evaluation
+
+
+def test_validate_is_that_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    ranks.run(f"learn = learner()\n{STATE}\ntold = list(learn.validate()), list(learn.validate(ds_idx=0))")
+    here = single(alone, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
+    for mine, theirs in zip(of_any(ranks, "told"), here["told"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def test_get_preds_is_that_of_one_process_and_in_order(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    calls = [
+        "learn.get_preds()",
+        "learn.get_preds(ds_idx=0)",
+        "learn.get_preds(with_input=True, with_loss=True, with_decoded=True)",
+        "learn.get_preds(dl=learn.dls.train.new(shuffle=True))",
+        "learn.get_preds(dl=DataLoader(Items(3, 5), bs=2))",
+        "learn.get_preds(with_preds=False, with_targs=False, with_loss=True)",
+    ]
+    ranks.run(f"learn = learner()\n{STATE}\ntold = [{', '.join(calls)}]")
+    here = single(alone, ranks, f"told = [{', '.join(calls)}]")
+    for mine, theirs in zip(of_any(ranks, "told"), here["told"], strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one is other is None or torch.allclose(one, other, atol=1e-5)
+
+
+def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    record = "[cb for cb in learn.cbs if isinstance(cb, Recorder)][0].train_metrics = True"
+    ranks.run(f"learn = learner(lr=0.)\n{record}\n{STATE}\nlearn.fit(1, 0.)")
+    here = single(alone, ranks, f"{record}; learn.fit(1, 0.)")
+    mine, theirs = of_any(ranks, "list(learn.recorder.values[0])"), list(here["learn"].recorder.values[0])
+    assert mine[1:] == pytest.approx(theirs[1:], abs=1e-5)
+
+
+@two_ranks
+def test_ranks_with_data_or_models_of_their_own_evaluate_by_themselves(ranks: ddip.Group) -> None:
+    ranks.run(
+        "learn = learner()\nown = DataLoader(Items(9 + rank, 5 + rank), bs=2)\ntold = len(learn.get_preds(dl=own)[0])"
+    )
+    assert of_all(ranks, "told") == [9, 10]
+    ranks.run("with torch.no_grad(): learn.model[0].bias += rank\ntold = list(learn.validate())[0]")
+    mine, theirs = of_all(ranks, "told")
+    assert abs(mine - theirs) > 1e-3
+
+
+@two_ranks
+def test_one_rank_may_predict_while_the_others_do_not(ranks: ddip.Group) -> None:
+    ranks.run("""
+        from fastai.tabular.all import *
+        df = pd.DataFrame({"a": np.arange(40.) % 7, "b": np.arange(40) % 2})
+        kinds = dict(cont_names=["a"], y_names="b", y_block=CategoryBlock)
+        tab = TabularDataLoaders.from_df(df, procs=[Normalize], bs=8, **kinds)
+        learn = tabular_learner(tab, layers=[4])
+        learn.fit(1)
+        if rank == 1:
+            told = learn.predict(df.iloc[0])[2].tolist()
+            learn.show_results()
+    """)
+    ranks.run("told = learn.predict(df.iloc[0])[2].tolist()", ranks=[0])
+    of_any(ranks, "told")
+
+
+# -- decisions
+
+
+def test_lr_find_ends_and_changes_nothing(ranks: ddip.Group) -> None:
+    ranks.run("""
+        import matplotlib; matplotlib.use("agg")
+        learn = learner(norm=True); learn.fit(1)
+        state = lambda: (weights(learn), [[v.clone() if isinstance(v, Tensor) else v for v in s.values()]
+                         for s in learn.opt.state_dict()["state"]], [dict(h) for h in learn.opt.hypers])
+        before = state(); found = learn.lr_find(num_it=40); after = state()
+    """)
+    assert 1e-7 < of_any(ranks, "found.valley") < 10
+    assert of_any(ranks, "len(learn.recorder.lrs)") >= 6
+    before, after = of_any(ranks, "[before, after]")
+    assert _equal(before, after)
+
+
+def test_callbacks_decide_alike(ranks: ddip.Group, tmp_path: Path) -> None:
+    ranks.run(f"""
+        learn = learner(path={str(tmp_path)!r}, lr=0.5)
+        learn.fit(6, cbs=[SaveModelCallback(), EarlyStoppingCallback(monitor="accuracy", patience=2),
+                          ReduceLROnPlateau(patience=1), CSVLogger(), TerminateOnNaNCallback()])
+    """)
+    epochs = of_any(ranks, "len(learn.recorder.values)")
+    of_any(ranks, "weights(learn)")
+    assert len((tmp_path / "history.csv").read_text().splitlines()) == epochs + 1
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["model.pth"]
+    ranks.run("""
+        learn = learner()
+        bad = Callback(after_pred=lambda self: setattr(self.learn, "pred", self.pred * (float("nan") if rank else 1)))
+        learn.fit(2, cbs=[bad, TerminateOnNaNCallback()])
+    """)
+    assert of_any(ranks, "learn.train_iter") == 1
+
+
+@two_ranks
+def test_mixed_precision_and_mixup_train(ranks: ddip.Group) -> None:
+    ranks.run("learn = learner(metrics=accuracy, cbs=MixUp()).to_fp16()\nkinds = set()")
+    ranks.run("learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))")
+    ranks.run("learn.fit(1)")
+    assert of_any(ranks, "sorted(kinds)")[-1] is True
+    assert of_any(ranks, "torch.is_autocast_enabled('cpu')") is False
+    of_any(ranks, "weights(learn)")
