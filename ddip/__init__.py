@@ -9,8 +9,16 @@ if TYPE_CHECKING:
 
     from ddip.errors import CellError
     from ddip.group import Group
+    from ddip.torchddp import current_group, in_torchddp
 
-__all__ = ["CellError", "Group", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = [
+    "CellError",
+    "Group",
+    "current_group",
+    "in_torchddp",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+]
 __version__ = "0.1.0"
 
 
@@ -29,7 +37,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public classes when they are first used: an engine imports this package too, and needs neither."""
+    """Import the public names when they are first used: an engine imports this package too, and needs none."""
     if name == "Group":
         from ddip.group import Group
 
@@ -38,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from ddip.errors import CellError
 
         return CellError
+    if name in ("current_group", "in_torchddp"):
+        from ddip import torchddp
+
+        return getattr(torchddp, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

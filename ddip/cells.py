@@ -162,7 +162,7 @@ class _Cell:
     def send(self, code: str, ranks: Sequence[int], number: int) -> None:
         """Send it to `ranks` as cell `number`; their messages, and their two ends, will arrive in `events`."""
         name = uuid.uuid4().hex
-        told = {"number": number, "name": name, "ranks": list(ranks)}
+        told = {"number": number, "name": name, "ranks": list(ranks), "rich": self._show.rich}
         self.replies = {rank: self._send(rank, code, told) for rank in ranks}
 
     def _send(self, rank: int, code: str, told: dict[str, Any]) -> concurrent.futures.Future[Any]:

@@ -89,6 +89,11 @@ class DipMagics(Magics):
     def _look(self) -> Look:
         return Look(self.style, self.limit, self.tell_after)
 
+    def settings(self) -> dict[str, Any]:
+        """What the traits say of a new Group."""
+        names = ("timeout", "collect", "spawn", "grace", "patience")
+        return {**{name: getattr(self, name) for name in names}, "look": self._look()}
+
     @observe("grace", "patience")
     def _limits_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None:
@@ -196,13 +201,8 @@ class DipMagics(Magics):
                     request.gpus,
                     backend=request.backend,
                     app=request.app,
-                    timeout=self.timeout,
-                    collect=self.collect,
-                    spawn=self.spawn,
-                    grace=self.grace,
-                    patience=self.patience,
-                    look=self._look(),
                     progress=progress,
+                    **self.settings(),
                 )
             else:
                 self.group.timeout, self.group.collect, self.group.progress = self.timeout, self.collect, progress

@@ -50,6 +50,11 @@ class CellOutput:
         self._lock = threading.RLock()
         self._again: threading.Timer | None = None
 
+    @property
+    def rich(self) -> bool:
+        """Can the page show HTML?"""
+        return self._page.rich
+
     def _new_view(self) -> View:
         ranks = sorted(self.see) or [0]
         limit = self.look.limit

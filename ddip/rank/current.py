@@ -1,4 +1,4 @@
-"""The cell that this rank runs, as the notebook tells it: its name, and who else runs it."""
+"""The cell that this rank runs, as the notebook tells it: its name, who else runs it, and what can be shown."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch.distributed as dist
 
 _name = ""
 _ranks: tuple[int, ...] = ()
+_rich = True
 
 
-def begin(name: str, ranks: list[int]) -> None:
-    """A cell begins on `ranks`; its `name` is the same on all of them."""
-    global _name, _ranks
-    _name, _ranks = name, tuple(ranks)
+def begin(name: str, ranks: list[int], rich: bool) -> None:
+    """A cell begins on `ranks`; its `name` is the same on all of them. `rich`: the notebook can show HTML."""
+    global _name, _ranks, _rich
+    _name, _ranks, _rich = name, tuple(ranks), rich
 
 
 def name() -> str:
@@ -22,6 +23,11 @@ def name() -> str:
 def ranks() -> tuple[int, ...]:
     """The ranks that run the cell."""
     return _ranks
+
+
+def is_rich() -> bool:
+    """Can the notebook show HTML? A terminal cannot."""
+    return _rich
 
 
 def is_everywhere() -> bool:

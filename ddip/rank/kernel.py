@@ -195,7 +195,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             for stream in self._streams:
                 stream.begin_cell(header, asked.get("limit", sys.maxsize))
             cells.begin()
-            call("current.begin", asked.get("name", ""), asked.get("ranks", []))
+            call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
             call("process_group.begin_cell")
         self.shell.last_execution_result = None
         self.shell.raised_at = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors of an accelerator written as tensors of the CPU."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -32,7 +32,7 @@ def dump_all(values: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, str], 
     packed, errors, moved = {}, {}, []
     for name, value in values.items():
         file = io.BytesIO()
-        pickler = _Pickler(file)
+        pickler = Pickler(file)
         try:
             pickler.dump(value)
         except Exception as error:

@@ -37,6 +37,7 @@ ORDER = [
 ORDER += [
     "ranks",
     "transfer",
+    "packing",
     "comms",
     "outputs",
     "formation",
@@ -44,6 +45,7 @@ ORDER += [
     "cells",
     "engines",
     "group",
+    "torchddp",
     "autodip",
     "hints",
 ]

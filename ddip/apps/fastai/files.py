@@ -1,7 +1,7 @@
-"""Files: fetched once on each host, written once.
+"""Files: fetched once on each host, written once. And what a learner takes along when it goes to the notebook.
 
 Mends, in fastai 2.8.12: each rank downloads, or tries to, for itself; in a cell on one rank that is not rank 0,
-``save`` and ``export`` write nothing, and say nothing.
+``save`` and ``export`` write nothing, and say nothing. A recorder leaves its losses behind when it is pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fastai.learner import Learner
+from fastai.learner import Learner, Recorder
+from fastai.text.learner import TextLearner
+from fastcore.basics import Stateful
 from fastdownload import FastDownload
 
 from ddip.apps.fastai import patches, ranks
@@ -76,6 +78,29 @@ def _written(method: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
+_exporting = False
+
+
+def _without_records(export: Callable[..., Any]) -> Callable[..., Any]:
+    """What is exported is for inference."""
+
+    @functools.wraps(export)
+    def export_plain(self: Learner, *args: Any, **kwargs: Any) -> Any:
+        global _exporting
+        _exporting = True
+        try:
+            return export(self, *args, **kwargs)
+        finally:
+            _exporting = False
+
+    return export_plain
+
+
+def _with_records(self: Recorder) -> dict[str, Any]:
+    left_out = () if _exporting else self._stateattrs
+    return {**Stateful.__getstate__(self), **{name: vars(self)[name] for name in left_out if name in vars(self)}}
+
+
 def mend() -> None:
     """Fetch and write once."""
     get, hub = FastDownload.get, torch.hub.download_url_to_file
@@ -94,8 +119,7 @@ def mend() -> None:
 
     patches.put(FastDownload, "get", get_once)
     patches.put(torch.hub, "download_url_to_file", download_once)
-    for name in ("save", "export"):
-        patches.put(Learner, name, _written(getattr(Learner, name)))
-    from fastai.text.learner import TextLearner
-
+    patches.put(Learner, "save", _written(Learner.save))
+    patches.put(Learner, "export", _written(_without_records(Learner.export)))
+    patches.put(Recorder, "__getstate__", _with_records)
     patches.put(TextLearner, "save_encoder", _written(TextLearner.save_encoder))

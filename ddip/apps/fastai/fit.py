@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fastai.callback import training
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, _inner_loop
 from fastai.callback.schedule import LRFinder
 from fastai.distributed import DistributedTrainer
 from fastai.learner import Learner
 from fastai.torch_core import find_bs
+from fastcore.basics import noop
 from fastcore.foundation import L
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -33,11 +34,15 @@ _jobs: list[Job] = []
 class _OfDdip(Callback):
     """Works while the learner trains; gone when it has."""
 
-    run_valid = False
     is_of_ddip = True
 
     def __init__(self, job: Job) -> None:
         self.job = job
+
+    def __call__(self, event_name: str) -> None:
+        """As fastai's, which puts words of its own before those of an error."""
+        if event_name not in _inner_loop or self.learn.training:
+            getattr(self, event_name, noop)()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Callback, ())  # an exported learner needs no ddip

@@ -8,6 +8,7 @@ from typing import Any
 
 _undo: list[Callable[[], None]] = []
 _NOTHING = object()
+_THEIRS = ("fastai", "fastdownload", "fastprogress")
 
 
 def put(owner: Any, name: str, value: Any) -> None:
@@ -25,13 +26,13 @@ def put(owner: Any, name: str, value: Any) -> None:
 
 
 def put_everywhere(name: str, original: Any, value: Any) -> None:
-    """Set what fastai's modules have imported from each other by name: in each that holds `original`."""
+    """Set what modules of fastai have imported from each other by name: in each that holds `original`."""
     _swap(name, original, value)
     _undo.append(lambda: _swap(name, value, original))  # also in modules that are imported from here on
 
 
 def _swap(name: str, old: Any, new: Any) -> None:
-    for module in [module for path, module in sys.modules.items() if path.partition(".")[0] == "fastai"]:
+    for module in [module for path, module in sys.modules.items() if path.partition(".")[0] in _THEIRS]:
         if vars(module).get(name) is old:
             setattr(module, name, new)
 

@@ -1,7 +1,8 @@
 """One progress bar, one table, one log file: rank 0's.
 
 Mends, in fastai 2.8.12: every rank draws its own bar in ``lr_find`` and ``tta``, ranks but the first lose their
-ProgressCallback for good, and each writes ``CSVLogger``'s file.
+ProgressCallback for good, and each writes ``CSVLogger``'s file. fastprogress 1.1.6 asks once, when it is imported,
+whether there is a notebook: in the warm process there is none, and in a rank there is one even below a terminal.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import functools
 import tempfile
 from typing import Any
 
-from fastai.callback import progress
 from fastai.callback.progress import CSVLogger
+from fastprogress import fastprogress
 from fastprogress.fastprogress import MasterBar, ProgressBar
 
 from ddip.apps.fastai import patches, ranks
+from ddip.rank import current
 
 
 class _Quiet(ProgressBar):
@@ -39,15 +41,19 @@ class _QuietMaster(MasterBar):
 
 def mend() -> None:
     """Let one rank show, and write, what is the same on all."""
-    bar, master, before_fit = progress.progress_bar, progress.master_bar, CSVLogger.before_fit
+    before_fit = CSVLogger.before_fit
 
-    @functools.wraps(bar)
-    def progress_bar(gen: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Quiet(gen, *args, **kwargs) if ranks.is_quiet() else bar(gen, *args, **kwargs)
+    def progress_bar(*args: Any, **kwargs: Any) -> Any:
+        """The progress bar of fastprogress, where a person sees it."""
+        if ranks.is_quiet():
+            return _Quiet(*args, **kwargs)
+        return (fastprogress.NBProgressBar if current.is_rich() else fastprogress.ConsoleProgressBar)(*args, **kwargs)
 
-    @functools.wraps(master)
-    def master_bar(gen: Any, *args: Any, **kwargs: Any) -> Any:
-        return _QuietMaster(gen, *args, **kwargs) if ranks.is_quiet() else master(gen, *args, **kwargs)
+    def master_bar(*args: Any, **kwargs: Any) -> Any:
+        """The bar above it."""
+        if ranks.is_quiet():
+            return _QuietMaster(*args, **kwargs)
+        return (fastprogress.NBMasterBar if current.is_rich() else fastprogress.ConsoleMasterBar)(*args, **kwargs)
 
     @functools.wraps(before_fit)
     def open_file(self: CSVLogger) -> None:
@@ -57,6 +63,6 @@ def mend() -> None:
             self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - after_fit closes it
             self.old_logger, self.learn.logger = self.learn.logger, self._write_line
 
-    patches.put_everywhere("progress_bar", bar, progress_bar)
-    patches.put_everywhere("master_bar", master, master_bar)
+    patches.put_everywhere("progress_bar", fastprogress.progress_bar, progress_bar)
+    patches.put_everywhere("master_bar", fastprogress.master_bar, master_bar)
     patches.put(CSVLogger, "before_fit", open_file)

@@ -1,0 +1,360 @@
+"""fastai on the ranks is safe: learners stay usable whatever a cell does, files come once, fastai is left as it was.
+
+The last part runs fastai as it is: each fault that ddip mends is seen there. When one of these tests fails, fastai has
+mended it, and ddip's own mend can go.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import io
+import os
+import re
+import tarfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddip
+from ddip.errors import CellError, CellInterrupted
+
+from .fastai_source import DATA
+from .meanwhile import meanwhile, press_stop
+from .test_fastai import of_all, of_any
+
+pytest.importorskip("fastai")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def with_app() -> Iterator[ddip.Group]:
+    with ddip.Group(2, app="fastai", timeout=120) as group:
+        yield group
+
+
+@pytest.fixture
+def group(with_app: ddip.Group) -> ddip.Group:
+    """Two ranks that know the data."""
+    with_app.run(DATA)
+    return with_app
+
+
+CHECK = """
+state = (type(learn.model).__name__, [type(cb).__name__ for cb in learn.cbs], type(learn.loss_func).__name__,
+         learn.logger is print, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled())
+"""
+BAD = """
+class Bad(Callback):
+    def __init__(self, where): self.where = where
+    def after_pred(self):
+        if self.training and self.learn.train_iter == 2 and rank in self.where: raise ValueError("no more")
+"""
+
+
+@pytest.mark.parametrize("where", ["[0, 1]", "[1]", "[0]"], ids=["all ranks", "rank 1", "rank 0"])
+def test_an_error_in_fit_leaves_the_learner_usable_on_every_rank(group: ddip.Group, where: str) -> None:
+    group.run(f"{BAD}\nlearn = learner(metrics=accuracy, cbs=MixUp()).to_fp16()\n{CHECK}\nbefore = state")
+    with pytest.raises(CellError, match="(?s)ValueError: .*no more"):
+        group.run(f"learn.fit(1, cbs=[Bad({where}), CSVLogger(fname='/tmp/never-kept')])")
+    group.run(CHECK)
+    assert of_all(group, "state == before") == [True, True], of_all(group, "[state, before]")
+    group.run("learn.fit(1)\nlearn.validate()")
+    assert len(of_any(group, "weights(learn)")) > 0
+
+
+def test_the_stop_button_in_fit_leaves_the_learner_usable(group: ddip.Group, tmp_path: Path) -> None:
+    group.run(f"""
+        from pathlib import Path
+        learn = learner(loaders(n=4000))
+        begun = lambda self: (Path({str(tmp_path)!r}) / str(rank)).touch() if self.train_iter > 3 else None
+        {CHECK.strip()}
+        before = state
+    """)
+    thread = meanwhile(lambda: len(list(tmp_path.iterdir())) == 2, press_stop)
+    with pytest.raises(CellInterrupted):
+        group.run("learn.fit(1000, cbs=Callback(after_batch=begun))")
+    thread.join()
+    group.run(CHECK)
+    assert of_all(group, "state == before") == [True, True], of_all(group, "[state, before]")
+    group.run("learn.fit(1)")
+    assert len(of_any(group, "weights(learn)")) > 0
+
+
+def test_an_error_in_lr_find_puts_the_model_back(group: ddip.Group) -> None:
+    group.run(f"{BAD}\nlearn = learner()\nlearn.fit(1)\nbefore = weights(learn)\nlearn.add_cb(Bad([1]))")
+    with pytest.raises(CellError, match="no more"):
+        group.run("learn.lr_find(show_plot=False)")
+    assert of_all(group, "all(torch.equal(*pair) for pair in zip(before, weights(learn)))") == [True, True]
+
+
+def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
+    for loaders, words in (
+        ("loaders(n=100 + rank)", "items: 100 on rank 0, 101 on rank 1"),
+        ("loaders(bs=8 + rank)", "batch size: 8 on rank 0, 9 on rank 1"),
+    ):
+        with pytest.raises(CellError, match=f"ranks 0, 1: ValueError: the ranks do not train on the same: {words}"):
+            group.run(f"learner({loaders}).fit(1)")
+    with pytest.raises(CellError, match="their items differ"):
+        group.run("dls = loaders()\ndls.train.dataset.items[0] = rank\nlearner(dls).fit(1)")
+    with pytest.raises(CellError, match="epochs: 1 on rank 0, 2 on rank 1"):
+        group.run("learner().fit(1 + rank)")
+    with pytest.raises(CellError, match="cannot be divided among the ranks: their DataLoader has no length"):
+        group.run("""
+            class Endless(torch.utils.data.IterableDataset):
+                def __iter__(self):
+                    while True: yield torch.zeros(6), torch.tensor(1)
+            learner(DataLoaders(DataLoader(Endless(), bs=4), loaders().valid)).fit(1)
+        """)
+
+
+def test_one_rank_may_train_alone_and_the_next_fit_makes_them_the_same(group: ddip.Group) -> None:
+    group.run("learn = learner()\nlearn.fit(1)")
+    group.run("learn.fit(1)\nlearn.freeze() if len(learn.opt.param_lists) > 1 else None", ranks=[1])
+    mine, theirs = of_all(group, "float(learn.model[0].weight.sum())")
+    assert mine != theirs
+    group.run("learn.fit(1)")
+    of_any(group, "weights(learn)")
+    of_any(group, "[float(s['grad_avg'].sum()) for s in learn.opt.state_dict()['state']]")
+
+
+def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None:
+    group.run("""
+        from torch.utils.data import DataLoader as TorchLoader
+        train = TorchLoader(Items(40, 1), batch_size=4, shuffle=True)
+        dls = DataLoaders(train, TorchLoader(Items(10, 2), batch_size=4))
+        learn = learner(dls, metrics=accuracy)
+        learn.fit(1)
+        asked = list(dls.train.dataset.asked)
+        learn2 = learner(loaders(num_workers=1, shuffle=True))
+        learn2.fit(1)
+    """)
+    mine, theirs = of_all(group, "asked")
+    assert sorted(mine + theirs) == list(range(40))
+    of_any(group, "weights(learn) + weights(learn2)")
+
+
+# -- what the user's cell says of distribution itself
+
+
+def test_distrib_ctx_and_its_parts_do_no_harm(group: ddip.Group) -> None:
+    group.run("""
+        from fastai.distributed import *
+        learn = learner(norm=True)
+        with learn.distrib_ctx(): learn.fit(1)
+        with learn.distrib_ctx(sync_bn=False, cpu=True) as same: same.fit(1)
+        assert same is learn and learn.to_distributed() is learn and learn.detach_distributed() is learn
+        learn.fit(1)
+        told = rank0_first(lambda: 5)
+    """)
+    assert of_any(group, "[told, type(learn.model).__name__]") == [5, "Sequential"]
+    with pytest.raises(CellError, match="rank 0: OSError: no disk") as told:
+        group.run("def fetch(): raise OSError('no disk')\nrank0_first(fetch)")
+    assert "rank 1: RuntimeError: rank 0 failed in fetch: OSError: no disk" in str(told.value)
+
+
+def test_code_for_accelerate_works_as_ever(group: ddip.Group) -> None:
+    group.run("""
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        net = model(); opt = torch.optim.SGD(net.parameters(), 0.1)
+        net, opt, dl = accelerator.prepare(net, opt, torch.utils.data.DataLoader(Items(40, 1), batch_size=4))
+        for x, y in dl:
+            accelerator.backward(nn.functional.cross_entropy(net(x), y)); opt.step(); opt.zero_grad()
+        told = [p.detach().clone() for p in net.parameters()], accelerator.num_processes, accelerator.process_index
+    """)
+    of_any(group, "told[0]")
+    assert [one[1:] for one in of_all(group, "told")] == [(2, 0), (2, 1)]
+
+
+# -- files
+
+
+class Counting(http.server.SimpleHTTPRequestHandler):
+    asked: Counter[str] = Counter()
+
+    def do_GET(self) -> None:
+        self.asked[self.path] += 1
+        super().do_GET()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """A server of the files in ``tmp_path/web``, which counts what it is asked for."""
+    (tmp_path / "web").mkdir()
+    Counting.asked.clear()
+    handler = functools.partial(Counting, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, address: str) -> None:
+    with tarfile.open(tmp_path / "web" / "tiny.tgz", "w:gz") as archive:
+        info = tarfile.TarInfo("tiny/data.csv")
+        info.size = 4
+        archive.addfile(info, io.BytesIO(b"a,b\n"))
+    (tmp_path / "web" / "model.pth").write_bytes(b"weights")
+    group.run(f"""
+        import os; os.environ["FASTAI_HOME"] = {str(tmp_path / "home")!r}
+        from fastai.data.external import *
+        path = untar_data({address!r} + "/tiny.tgz")
+        told = (path / "data.csv").read_text()
+        file = {str(tmp_path / "model.pth")!r}
+        if not os.path.exists(file): torch.hub.download_url_to_file({address!r} + "/model.pth", file, progress=False)
+        told += Path(file).read_text()
+    """)
+    assert of_any(group, "told") == "a,b\nweights"
+    assert dict(Counting.asked) == {"/tiny.tgz": 1, "/model.pth": 1}
+    with pytest.raises(CellError, match="rank 0: .*404") as told:
+        group.run(f"untar_data({address!r} + '/none.tgz')")
+    assert re.search(
+        r"rank 1: RuntimeError: the first rank of this host failed to get \S*none.tgz: .*404", str(told.value)
+    )
+    assert Counting.asked["/none.tgz"] == 1
+    group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
+
+
+def test_a_cell_on_one_rank_saves_what_it_says(group: ddip.Group, tmp_path: Path) -> None:
+    group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)\nlearn.fit(1)")
+    group.run("learn.save('mine'); learn.load('mine'); learn.export('mine.pkl')", ranks=[1])
+    assert (tmp_path / "models" / "mine.pth").exists() and (tmp_path / "mine.pkl").exists()
+    group.run("learn.save('ours'); learn.load('ours'); learn.export('ours.pkl')")
+    group.run("again = load_learner(learn.path / 'ours.pkl')")
+    of_any(group, "weights(again)")
+
+
+def test_an_exported_learner_needs_no_ddip(group: ddip.Group, tmp_path: Path) -> None:
+    group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)")
+    group.run("learn.fit(1, cbs=Callback(after_epoch=lambda self: self.learn.export('within.pkl')))")
+    group.run("learn.export('after.pkl')")
+    for name in ("within.pkl", "after.pkl"):
+        assert b"ddip" not in (tmp_path / name).read_bytes()
+
+
+# -- what is shown
+
+
+def test_one_bar_and_one_table_are_shown(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    group.run("learn = learner()\nlearn.fit(2)\nlearn.validate()\nlearn.get_preds()", see=[0, 1])
+    shown = capsys.readouterr().out
+    assert shown.count("train_loss") == 1
+    assert not re.search(r"\[rank 1\].*(Epoch|%)", shown)
+
+
+# -- the app comes and goes
+
+
+def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None:
+    group.run("learn = learner(metrics=accuracy)\nlearn.fit(2)\nrecorder = learn.recorder")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fastai's own
+        recorder = group.pull(["recorder"])["recorder"]
+    assert (len(recorder.values), len(recorder.losses), len(recorder.lrs)) == (2, 14, 14)
+
+
+def test_nothing_of_it_is_left_in_fastai() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import fastai.vision.all  # noqa: F401
+
+        from ddip.apps import fastai as app
+        from ddip.apps.fastai import patches
+
+    def everything() -> dict[str, dict[str, Any]]:
+        import sys
+
+        modules = {
+            name: module for name, module in sys.modules.items() if name.startswith(("fastai.", "fastdownload."))
+        }
+        found = {name: dict(vars(module)) for name, module in modules.items()}
+        for module in modules.values():
+            for name, kind in vars(module).items():
+                if isinstance(kind, type) and kind.__module__.startswith(("fastai", "fastdownload")):
+                    found[f"{module.__name__}.{name}"] = dict(vars(kind))
+        return found
+
+    before = everything()
+    for module in app.MENDS:
+        module.mend()
+    changed = {name for name, names in everything().items() if names != before[name]}
+    assert {"fastai.learner.Learner", "fastai.torch_core", "fastai.callback.schedule.LRFinder"} <= changed
+    patches.take_out()
+    after = everything()
+    assert {name for name in before if after[name] != before[name]} == set()
+
+
+# -- fastai as it is
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[ddip.Group]:
+    """Two ranks without the app; what is wrong only with GPUs in mind is put right, so that the rest can be seen."""
+    with ddip.Group(2, timeout=120) as group:
+        group.run(DATA + "\nfrom fastai.distributed import *\nimport warnings; warnings.simplefilter('ignore')")
+        yield group
+
+
+FORGET = "from accelerate.state import AcceleratorState; AcceleratorState._reset_state(True)"
+"""accelerate remembers what it was first asked for."""
+
+
+def test_plain_fastai_does_not_train_on_the_cpu_and_leaves_the_learner_wrapped(plain: ddip.Group) -> None:
+    with pytest.raises(CellError):
+        plain.run("learn = learner()\nwith learn.distrib_ctx(): learn.fit(1)")
+    with pytest.raises(CellError):
+        plain.run(f"{FORGET}\nlearn = learner()\nwith learn.distrib_ctx(cpu=True): learn.fit(1)")
+    assert of_any(plain, "type(learn.model).__name__") == "DistributedDataParallel"
+
+
+def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group) -> None:
+    plain.run(FORGET)
+    plain.run("""
+        Tensor.cuda = lambda self: self  # DistributedDL calls it whatever the device
+        learn = learner(metrics=accuracy)
+        with learn.distrib_ctx(cpu=True, sync_bn=False):
+            learn.fit(1)
+            preds, targets = learn.get_preds()
+            loss = learn.validate()[0]
+        right = Items(37, 2).y
+        with torch.no_grad(): true = learn.loss_func(learn.model(Items(37, 2).x), right).item()
+    """)
+    assert of_any(plain, "targets.tolist() != right.tolist()")
+    assert of_any(plain, "abs(loss - true) > 1e-5")
+
+
+def test_plain_fastai_waits_for_ever_in_lr_find(plain: ddip.Group) -> None:
+    with pytest.raises(CellError, match="LRFinder|took longer|barrier|waiting"):
+        plain.run(
+            "learn = learner()\nlearn.lr_find(num_it=6, show_plot=False)\nassert rank, 'rank 0 came through'", timeout=8
+        )
+
+
+def test_plain_fastai_strands_the_others_when_rank_0_fails(plain: ddip.Group) -> None:
+    with pytest.raises(CellError, match="rank 0: OSError: no disk; rank 1 was waiting"):
+        plain.run("""
+            import accelerate; whole = Learner.distrib_ctx
+            Learner.distrib_ctx = lambda self, **kwargs: whole(self, cpu=True)
+            def fetch(): raise OSError("no disk")
+            rank0_first(fetch)
+        """)
+
+
+def test_plain_fastai_casts_nothing_on_the_cpu_and_saves_nothing_on_rank_1(plain: ddip.Group, tmp_path: Path) -> None:
+    plain.run("learn = learner(metrics=accuracy).to_fp16()\nkinds = set()", ranks=[1])
+    plain.run("learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))", ranks=[1])
+    plain.run("os.environ['WORLD_SIZE'] = '1'\nlearn.fit(1)", ranks=[1])
+    plain.run(f"learn.path = Path({str(tmp_path)!r})\nlearn.save('mine')\nos.environ['WORLD_SIZE'] = '2'", ranks=[1])
+    assert plain.pull(["kinds"], 1)["kinds"] == {False}
+    assert not os.path.exists(tmp_path / "models" / "mine.pth")

@@ -1,0 +1,334 @@
+"""in_torchddp: a function of the notebook on every rank, and rank 0's result back."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddip
+from ddip import torchddp
+from ddip.errors import BadInput, CellError, TransferError
+
+from .apps import an_app
+from .leftovers import controllers_of, processes_of, wait_until
+from .notebook import ANSI, Notebook
+
+Main = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture
+def main(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> Main:
+    """Run code in a notebook's ``__main__``, to which the two ranks belong; returns its variables."""
+    monkeypatch.setattr(torchddp, "current_group", lambda: cells)
+    monkeypatch.setattr(cells, "grace", 0.1)
+    return bare_main()
+
+
+def bare_main() -> Main:
+    """Run code in a ``__main__`` without a group."""
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec("from ddip import in_torchddp", variables)
+
+    def run(code: str) -> dict[str, Any]:
+        exec(textwrap.dedent(code), variables)
+        return variables
+
+    return run
+
+
+NET = """
+    import torch
+    class Net(torch.nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.layer = torch.nn.Linear(size, 1)
+        def forward(self, x):
+            return scaled(self.layer(x))
+    def scaled(x):
+        return factor * x
+    factor = 2.0
+"""
+TRAIN = """
+    def train(steps, lr=0.1, *, net=Net, wrap=lambda model: model, parts=1, part=0):
+        torch.manual_seed(1)
+        model = net(data.shape[1])
+        wrapped = wrap(model)
+        for _ in range(steps):
+            wrapped(data[part::parts]).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= lr * parameter.grad
+                    parameter.grad = None
+        return model
+    def train_ddp(*args, **kwargs):
+        return train(*args, wrap=DistributedDataParallel, parts=world_size, part=rank, **kwargs)
+    data = torch.arange(24.0).reshape(8, 3) / 24
+"""
+DDP = "from torch.nn.parallel import DistributedDataParallel"
+
+
+def test_two_ranks_train_to_the_parameters_of_one_process(main: Main) -> None:
+    main(NET)
+    main(TRAIN)
+    main("here = train(5, 0.2)")
+    found = main(f"there = in_torchddp(2, train_ddp, 5, lr=0.2, net=Net, imports='{DDP}', need='data')")
+    assert isinstance(found["there"], found["Net"])
+    for there, here in zip(found["there"].parameters(), found["here"].parameters(), strict=True):
+        torch.testing.assert_close(there, here)
+
+
+def test_the_class_of_now_is_used_and_what_comes_back_is_of_that_class(main: Main) -> None:
+    main(NET)
+    found = main("first = in_torchddp(2, lambda cls: cls(2), Net)")
+    former = found["Net"]
+    found = main(
+        """
+        class Net(Net):
+            def forward(self, x):
+                return super().forward(x) + 1
+        def ones(net):
+            import pickle
+            assert type(pickle.loads(pickle.dumps(net))) is Net   # ranks know it by its name
+            with torch.no_grad():
+                return net, net(torch.zeros(1, 2)) - net.layer.bias * 2, scaled
+        second, difference, function = in_torchddp(2, ones, Net(2))
+        """
+    )
+    assert type(found["first"]) is former and type(found["second"]) is found["Net"]
+    assert found["difference"].item() == 1
+    assert found["function"] is found["scaled"]
+    main("def scaled(x): return 0 * x")  # of the notebook: what came back uses what is there now
+    assert found["second"](torch.ones(1, 2)).item() == 1
+    assert main("again = in_torchddp(2, lambda net: net(torch.ones(1, 2)).item(), second)")["again"] == 1
+
+
+def test_names_mean_need_then_own_code_then_imports_then_the_ranks_then_the_notebook(
+    main: Main, cells: ddip.Group
+) -> None:
+    cells.run("a = b = c = d = 'rank'")
+    main(
+        """
+        a = c = d = e = 'notebook'
+        def b(): return 'code'
+        def dirname(): return 'code'
+        basename = 'data'
+        def names():
+            return a, b(), c, d, e, dirname(), basename is os.path.basename, splitext is not None, (rank, world_size)
+        """
+    )
+    found = main("told = in_torchddp(2, names, need='a', imports='import os\\nfrom os.path import *')")["told"]
+    assert found == ("notebook", "code", "rank", "rank", "notebook", "code", True, True, (0, 2))
+
+
+def test_nothing_stays_on_the_ranks(main: Main, cells: ddip.Group) -> None:
+    cells.run("kept = [1]; before = sorted(globals())")
+    main(
+        """
+        mine = 'mine'
+        def fn():
+            global mine, left
+            mine = left = mine + '!'
+            kept.append(rank)
+            return mine
+        """
+    )
+    assert main("told = in_torchddp(None, fn, imports='import json')")["told"] == "mine!"
+    cells.run("new = {n for n in globals() if not n.startswith('_')} - {*before, 'before'}")
+    assert [v["new"] for v in cells.pull_all(["new"], [0, 1])[0]] == [set(), set()]
+    cells.run("hidden = '_in_torchddp' in globals(), __name__, __import__('__main__').__dict__ is globals()")
+    assert [v["hidden"] for v in cells.pull_all(["hidden"], [0, 1])[0]] == [(False, "__main__", True)] * 2
+    assert cells.pull(["kept"], 1) == {"kept": [1, 1]}
+
+
+def test_all_arguments_but_two_are_the_functions(main: Main) -> None:
+    main("def fn(*args, **kwargs): return args, kwargs")
+    found = main("told = in_torchddp(2, fn, 1, None, nprocs=3, fn=4, app=5, timeout=6)")["told"]
+    assert found == ((1, None), {"nprocs": 3, "fn": 4, "app": 5, "timeout": 6})
+
+
+def test_local_variables_can_be_needed_and_nested_functions_sent(main: Main) -> None:
+    found = main(
+        """
+        def table_of(): return table
+        def outer(shift):
+            table = {'x': 1}
+            def inner(x): return x + shift + table_of()['x']
+            return in_torchddp(2, inner, 10, need='table')
+        told = outer(5)
+        """
+    )
+    assert found["told"] == 16
+
+
+def test_a_function_nested_in_a_module_sees_what_is_imported_there(main: Main) -> None:
+    def fn() -> object:
+        return dumps({"rank": rank})  # type: ignore[name-defined] # noqa: F821
+
+    assert ddip.in_torchddp(2, fn, imports="from json import dumps") == '{"rank": 0}'
+
+
+def test_what_was_not_asked_for_is_left_and_missed_clearly(main: Main) -> None:
+    main(
+        """
+        import threading
+        lock, large = threading.Lock(), bytearray(2_000_000)
+        def use_lock(really): return lock if really else 'fine'
+        def use_large(): return len(large)
+        """
+    )
+    assert main("told = in_torchddp(2, use_lock, False)")["told"] == "fine"
+    with pytest.raises(CellError, match="name 'lock' is not defined on the ranks; the notebook has it.*cannot pickle"):
+        main("in_torchddp(2, use_lock, True)")
+    with pytest.raises(CellError, match="'large' is not defined.*larger than 1 MB; add large to need="):
+        main("in_torchddp(2, use_large)")
+    assert main("told = in_torchddp(2, use_large, need='large')")["told"] == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ("2, fn, need='fn pth nowhere'", BadInput, "need='fn pth nowhere': the notebook has no pth, nowhere; type"),
+        ("2, fn, imports='import os\\nimprt x'", BadInput, "imports=: 'imprt x' in line 2: invalid syntax"),
+        ("0, fn", BadInput, r"in_torchddp\(0, ...\): the first argument is the number of ranks"),
+        ("2, 3", BadInput, "the second argument is the function to call"),
+        ("2, fn, 1, lock, x=lock", TransferError, "argument 2 cannot be pickled: .*lock.*; argument x= cannot be"),
+        ("2, fn, need='lock'", TransferError, "in_torchddp: lock cannot be pickled: TypeError"),
+        (
+            "2, lambda: threading.Lock()",
+            TransferError,
+            "the lock that <lambda> returned on rank 0 cannot be .*state_dict",
+        ),
+        ("2, fn, imports='import no_such'", CellError, "ranks 0, 1: ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_what_cannot_be_is_named(main: Main, call: str, error: type[Exception], message: str) -> None:
+    main("import threading\nlock = threading.Lock()\ndef fn(*args, **kwargs): return args")
+    with pytest.raises(error, match=message):
+        main(f"in_torchddp({call})")
+    assert main("told = in_torchddp(2, fn, 1)")["told"] == (1,)
+
+
+def test_a_rank_raises_while_the_other_waits_for_it(main: Main, cells: ddip.Group) -> None:
+    cells.run("kept = 'kept'")
+    code = textwrap.dedent(
+        """
+        import torch, torch.distributed as dist
+        def fn(fails):
+            if rank == fails: raise ValueError('only here')
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            return x.item(), kept
+        """
+    )
+    linecache.cache["<a cell>"] = (len(code), None, code.splitlines(True), "<a cell>")
+    found = main("")
+    exec(compile(code, "<a cell>", "exec"), found)
+    with pytest.raises(CellError, match="rank 1: ValueError: only here; rank 0 was waiting") as raised:
+        main("in_torchddp(2, fn, 1)")
+    assert "raise ValueError('only here')" in ANSI.sub("", raised.value.by_rank[1].traceback)
+    assert main("told = in_torchddp(2, fn, 2)")["told"] == (2, "kept")
+
+
+def test_an_app_is_prepared_for_the_call_in_a_group_without_one(
+    main: Main, cells: ddip.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "here = []\ndef prepare(): here.append('prepared')\ndef release(): here.clear()\n"
+    monkeypatch.setattr(torchddp, "FASTAI", "toy")
+    (tmp_path / "toy.py").write_text("import toy_app\ndef state(): return list(toy_app.here)\n")
+    with an_app(tmp_path, code):
+        cells.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+        assert main("told = in_torchddp(2, lambda: state(), imports='from toy import *')")["told"] == ["prepared"]
+        cells.run("import toy; after = toy.state(); sys.path.pop(0); del sys.modules['toy'], sys.modules['toy_app']")
+        assert cells.pull(["after"], 1) == {"after": []}
+
+
+def test_a_rank_starts_no_group(cells: ddip.Group) -> None:
+    with pytest.raises(CellError, match="BadInput: in_torchddp: this is a rank; call it in the notebook"):
+        cells.run("from ddip import in_torchddp\nin_torchddp(2, len)", [0])
+
+
+def test_without_a_group_one_is_made_for_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {p.pid for p in processes_of(os.getpid())}
+    main = bare_main()
+    main("def fn(fails):\n    if fails: 1 / 0\n    print('hello'); return rank, world_size")
+    assert main("told = in_torchddp(1, fn, False)")["told"] == (0, 1)
+    assert capsys.readouterr().out.startswith("ddip: 1 rank on the CPU, gloo, ")
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        main("in_torchddp(1, fn, True)")
+    wait_until(lambda: {p.pid for p in processes_of(os.getpid())} <= before, what="the end of the groups")
+
+
+def test_the_notebooks_group_is_taken_if_its_size_fits_and_left_as_it_was(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nkept = rank")
+    notebook.ok("import ddip\nfrom ddip import in_torchddp")
+    notebook.ok("def sizes():\n    print('hello')\n    return world_size, kept")
+    same = notebook.ok("print(in_torchddp(3, sizes), in_torchddp(None, sizes), ddip.current_group().world_size)")
+    assert same.stdout == "hello\nhello\n(3, 0) (3, 0) 3\n"
+    other = notebook.ok("kept = 'mine'\nprint(in_torchddp(2, sizes))")
+    assert other.stdout.endswith("hello\n(2, 'mine')\n") and "2 ranks on the CPU" in other.text
+    assert len(controllers_of(notebook.pid)) == 1
+    assert notebook.ok("%dipull -r all kept\nkept").text.endswith("[0, 1, 2]")
+
+
+def test_an_error_names_the_notebooks_cell_and_line(notebook: Notebook) -> None:
+    code = "from ddip import in_torchddp\ndef fn():\n    if rank == 2:\n        raise ValueError('why')"
+    defined = notebook.ok(code).number
+    shown = notebook.run("in_torchddp(3, fn)")
+    assert shown.message == "rank 2: ValueError: why"
+    assert f"Cell In[{defined}], line 4, in fn()" in shown.traceback
+    assert "raise ValueError('why')" in shown.traceback and "calls.py" not in shown.traceback
+
+
+def test_the_stop_button_ends_the_call_and_its_group(bare_notebook: Notebook) -> None:
+    bare_notebook.ok(
+        "from ddip import in_torchddp\nimport time\ndef fn():\n    print('begun', flush=True)\n    time.sleep(60)"
+    )
+    cell = bare_notebook.begin("in_torchddp(2, fn)")
+    bare_notebook.finish(cell, until="begun")
+    bare_notebook.interrupt()
+    shown = bare_notebook.finish(cell)
+    assert shown.error == "CellInterrupted"
+    assert not controllers_of(bare_notebook.pid)
+
+
+FASTAI = """
+    from fastai.collab import *
+    from fastai.tabular.all import *
+    items = [f'm{i % 15}' for i in range(200)]
+    users, stars = [i * 7 % 20 for i in range(200)], [i % 5 + 1 for i in range(200)]
+    ratings = pd.DataFrame({'user': users, 'title': items, 'rating': stars})
+    class DotProduct(Module):
+        def __init__(self, n_users, n_movies, n_factors):
+            self.user_factors = Embedding(n_users, n_factors)
+            self.movie_factors = Embedding(n_movies, n_factors)
+        def forward(self, x):
+            return (self.user_factors(x[:, 0]) * self.movie_factors(x[:, 1])).sum(dim=1)
+    def train(epochs, *args, dp=DotProduct, **kwargs):
+        dls = CollabDataLoaders.from_df(ratings, item_name='title', bs=16)
+        learn = Learner(dls, dp(len(dls.classes['user']), len(dls.classes['title']), 5), loss_func=MSELossFlat())
+        with learn.distrib_ctx():
+            learn.fit_one_cycle(epochs, *args, **kwargs)
+        return learn
+    imports = '''
+        from fastai.collab import *
+        from fastai.tabular.all import *
+        from fastai.distributed import *
+    '''
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_lesson_of_fastai_trains_and_its_learner_comes_back() -> None:
+    pytest.importorskip("fastai")
+    main = bare_main()
+    found = main(FASTAI)
+    found = main("learn = in_torchddp(2, train, 1, 5e-3, wd=0.1, dp=DotProduct, imports=imports, need='ratings')")
+    assert type(found["learn"]) is found["Learner"] and type(found["learn"].model) is found["DotProduct"]
+    assert found["learn"].validate()[0] < 20

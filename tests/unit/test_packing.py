@@ -1,0 +1,85 @@
+"""What a call of in_torchddp carries, and what it leaves."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+
+from ddip import packing
+from ddip.errors import TransferError
+from ddip.rank.calls import Call
+
+
+def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.Luggage]:
+    """The call of the function ``fn`` that `code` defines in a notebook."""
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(textwrap.dedent(code), variables)
+    luggage = packing.Luggage(variables, {"__main__"})
+    call = packing.pack(variables["fn"], (), {}, {name: variables[name] for name in needed}, imports, luggage)
+    return call, luggage
+
+
+def test_what_functions_refer_to_goes_along_and_what_that_refers_to() -> None:
+    call, _ = packed(
+        """
+        import math
+        a, b, unused = 1, [2], 3
+        class Shift:
+            by = 0
+            def __call__(self, x): return inner(x) + a
+        def inner(x): return math.floor(x)
+        def fn(x): return [Shift()(y) for y in (lambda: b)()]
+        """
+    )
+    assert (sorted(call.own), sorted(call.others), call.left) == (["Shift", "inner"], ["a", "b", "math"], {})
+
+
+def test_what_is_needed_is_not_carried_twice_and_attributes_are_no_names() -> None:
+    call, _ = packed("large, real = bytearray(2_000_000), 1\ndef fn(): return large, (3).real", "large")
+    assert (call.own, call.others, call.left) == ({}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("__import__('threading').Lock()", "TypeError: cannot pickle '_thread.lock' object; make it in the function"),
+        ("bytes(1_000_001)", "it is larger than 1 MB; add x to need="),
+        ("__import__('torch').zeros(1_000_000)[:2]", "it is larger than 1 MB; add x to need="),
+        ("(lambda: lock)", None),
+    ],
+)
+def test_what_is_too_large_or_cannot_be_pickled_is_left(value: str, reason: str | None) -> None:
+    call, _ = packed(f"x = {value}\ndef fn(): return x")
+    assert call.left == ({} if reason is None else {"x": reason})
+
+
+def test_a_large_tensor_is_not_copied_to_learn_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(self: object, *args: object) -> None:
+        raise AssertionError("it was copied")
+
+    monkeypatch.setattr(torch.Tensor, "__reduce_ex__", copied)
+    call, _ = packed("import torch\nx = {'weight': torch.zeros(1_000_000)}\ndef fn(): return x")
+    assert call.left == {"x": "it is larger than 1 MB; add x to need="}
+
+
+def test_packages_and_their_modules_that_the_functions_use() -> None:
+    call, luggage = packed(
+        """
+        import xml.etree.ElementTree, torch
+        from json import dumps
+        def fn(): return xml.etree.ElementTree.fromstring(dumps(torch.ones(1)))
+        """
+    )
+    assert {"xml", "json", "torch"} <= luggage.packages
+    assert {"xml.etree", "xml.etree.ElementTree"} <= set(call.modules)
+    assert not any(name.startswith("torch.distributed") for name in call.modules)
+    assert packing.packages_of("from . import x\nimport a.b as c, d\nfrom e.f import *") == {"a", "d", "e"}
+
+
+def test_each_of_the_things_that_cannot_be_pickled_is_named() -> None:
+    code = "import threading\nlock, fine = threading.Lock(), 1\ndef fn(x=lock): pass"
+    with pytest.raises(TransferError, match="^in_torchddp: the function cannot .*; lock cannot be pickled: TypeError"):
+        packed(code, "fine", "lock")

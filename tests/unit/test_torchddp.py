@@ -1,0 +1,56 @@
+"""Which group in_torchddp takes, and for which app."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ddip
+from ddip import torchddp
+from ddip.errors import BadInput
+from ddip.progress import Progress
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "available", "asked", "told"),
+    [
+        (3, 0, ((3,), {}), ""),
+        (3, 4, ((), {"gpus": range(3)}), ""),
+        (3, 2, ((3,), {}), "ddip: there are 2 GPUs for 3 ranks, so they are on the CPU\n"),
+        (2, 1, ((2,), {}), "ddip: there is 1 GPU for 2 ranks, so they are on the CPU\n"),
+        (None, 4, ((None,), {}), ""),
+    ],
+)
+def test_one_gpu_a_rank_if_there_are_enough(
+    nprocs: int | None,
+    available: int,
+    asked: tuple[Any, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = []
+    monkeypatch.setattr(torchddp, "gpu_names", lambda: [str(i) for i in range(available)])
+    monkeypatch.setattr(torchddp, "Group", lambda *args, **kwargs: calls.append((args, kwargs)))
+    progress = Progress()
+    torchddp._new_group(nprocs, "toy", progress)
+    args, kwargs = asked
+    assert calls == [(args, {**kwargs, "app": "toy", "progress": progress})]
+    assert capsys.readouterr().err == told
+
+
+def test_the_app_of_a_package_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchddp.apps, "find", lambda name: f"module_of_{name}")
+    assert torchddp._app_for({"torch"}) is None
+    assert torchddp._app_for({"torch", "fastai"}) == "fastai"
+
+    def none(name: str) -> str:
+        raise BadInput("there is no app")
+
+    monkeypatch.setattr(torchddp.apps, "find", none)
+    assert torchddp._app_for({"fastai"}) is None
+
+
+def test_a_script_has_no_current_group() -> None:
+    assert ddip.current_group() is None
