@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -207,6 +208,19 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         assert group.pull(["kept"]) == {"kept": 1}
         assert group.change(Request(n=1))
         assert states(group) == ["prepared rank 0 of 1"]
+
+
+def test_the_app_of_the_readme_works(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    module, code = re.search(r"```python\n(# (\w+).py: .*?)```", readme, re.DOTALL).group(2, 1)  # type: ignore[union-attr]
+    assert f'\nseeded = "{module}"\n' in readme
+    with an_app(tmp_path, code, module, "seeded"), ddip.Group(2, app="seeded") as group:
+        drawn = []
+        for seed in ("0", "7", "7"):
+            group.command(seed)
+            group.run("import torch; drawn = float(torch.rand(()))")
+            drawn.append(group.pull_all(["drawn"], [0, 1])[0])
+    assert drawn[1] == drawn[2] != drawn[0] and drawn[0][0] != drawn[0][1]
 
 
 @pytest.mark.parametrize(

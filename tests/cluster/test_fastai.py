@@ -197,6 +197,44 @@ def test_a_seed_gives_the_same_training_again(ranks: ddip.Group) -> None:
     assert _equal(*runs)
 
 
+TEXTS = """
+from fastai.text.all import *
+def language_learner(bs=2):
+    texts = [(torch.tensor(np.random.RandomState(i).randint(0, 20, 30 + i)),) for i in range(20)]
+    loaders = LMDataLoader(texts[:14], bs=bs, seq_len=10, shuffle=True), LMDataLoader(texts[14:], bs=bs, seq_len=10)
+    config = dict(awd_lstm_lm_config, n_hid=8, emb_sz=6, n_layers=2)
+    net = get_language_model(AWD_LSTM, 20, config=config)
+    dls = DataLoaders(*loaders, device=torch.device("cpu"))
+    return LMLearner(dls, net, loss_func=CrossEntropyLossFlat(), metrics=[accuracy, Perplexity()])
+"""
+
+
+def test_a_language_model_reads_on_where_it_was(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    ranks.run(TEXTS)
+    ranks.run("""
+        read = []
+        learn = language_learner()
+        learn.fit_one_cycle(1, 1e-2, cbs=Callback(after_pred=lambda self: read.append(self.x) if self.training else 0))
+        told = list(learn.validate())
+        state = {name: value.clone() for name, value in learn.model.state_dict().items()}
+    """)
+    of_any(ranks, "weights(learn)")
+    steps = [[step.tolist() for step in one] for one in of_all(ranks, "read")]
+    assert len({len(one) for one in steps}) == 1
+    texts = of_any(ranks, "learn.dls.train.chunks[:].tolist()")  # as one shuffle has put them in a row on every rank
+    rows = [sum((step[row] for step in one), []) for one in steps for row in range(2)]
+    row = " ".join(map(str, texts))
+    assert sum(" ".join(map(str, row_[:40])) in row for row_ in rows) == len(rows)
+    here = dict(alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(TEXTS, here)
+    here["learn"] = here["language_learner"]()
+    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", here)
+    assert of_any(ranks, "told") == pytest.approx(here["told"], abs=1e-5)
+
+
 # -- evaluation
 
 

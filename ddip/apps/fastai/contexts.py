@@ -15,6 +15,7 @@ import torch
 from fastai import distributed, torch_core
 from fastai.learner import Learner
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddip.apps.fastai import patches, ranks
 from ddip.rank import current
@@ -27,13 +28,14 @@ def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
     if not wanted or not ranks.together() or parameter is None or parameter.device.type != "cuda":
         yield
         return
-    plain = {name: module for name, module in learn.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    plain = {name: module for name, module in learn.model.named_modules() if name and isinstance(module, _BatchNorm)}
     learn.model = nn.SyncBatchNorm.convert_sync_batchnorm(learn.model)
     try:
         yield
     finally:  # parameters and buffers are shared by both
         for name, module in plain.items():
-            learn.model.set_submodule(name, module)
+            parent, _, last = name.rpartition(".")
+            setattr(learn.model.get_submodule(parent), last, module)
 
 
 def _together_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

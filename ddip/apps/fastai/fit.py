@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from fastai.callback import training
 from fastai.callback.core import Callback, _inner_loop
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.distributed import DistributedTrainer
 from fastai.learner import Learner
@@ -143,30 +144,32 @@ def is_distributed_by_user(learn: Learner) -> bool:
 def _tidy(learn: Learner, added: list[Any]) -> Iterator[None]:
     """An error or an interrupt leaves the learner as it was before, but for what it has learned."""
     kept = {name: vars(learn)[name] for name in ("loss_func", "logger", "create_mbar", "dls") if name in vars(learn)}
-    devices = ("cpu", "cuda")
-    autocast = {device: torch.is_autocast_enabled(device) for device in devices}
+    autocast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     callbacks = list(learn.cbs)
     try:
         yield
     except BaseException:
         for name, value in kept.items():
             setattr(learn, name, value)
-        for device in devices:
-            torch.set_autocast_enabled(device, autocast[device])
         for callback in [callback for callback in learn.cbs if callback not in callbacks]:
             learn.remove_cb(callback)
         for callback in [*callbacks, *added]:
-            _close(callback)
+            _close(callback, autocast)
             finder.restore(callback, learn)
         learn._end_cleanup()
         raise
 
 
-def _close(callback: Any) -> None:
-    """What ``after_fit`` would have closed."""
+def _close(callback: Any, autocast: dict[str, bool]) -> None:
+    """End what `callback` would have ended; `autocast` was on, or not, for each kind of device."""
     if not isinstance(callback, Callback):
         return  # a class, of which fit had not made a callback yet
     callback.run = True
+    cast = vars(callback).get("autocast")
+    if isinstance(callback, MixedPrecision) and cast is not None:
+        if torch.is_autocast_enabled(cast.device) and not autocast[cast.device]:
+            cast.__exit__(None, None, None)  # else what it has cast stays cached, and in use, for ever
+        callback.autocast = None
     file = vars(callback).get("file")
     if hasattr(file, "close"):
         file.close()

@@ -69,8 +69,8 @@ def evaluation(whole: int, rank: int, size: int) -> range:
 
 def in_order(parts: Sequence[Sequence[T]]) -> list[T]:
     """What the ranks have made of their batches of an ``evaluation``, in the order of the batches."""
-    whole = sum(len(part) for part in parts)
-    return [parts[batch % len(parts)][batch // len(parts)] for batch in range(whole)]
+    rounds = max(map(len, parts), default=0)
+    return [part[number] for number in range(rounds) for part in parts if number < len(part)]
 
 
 def items_of(idxs: Sequence[T], bs: int, batches: Sequence[int]) -> list[T]:

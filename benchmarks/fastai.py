@@ -1,0 +1,78 @@
+"""How fast does fastai train on two ranks? ``python benchmarks/fastai.py [ROUNDS]``.
+
+Compares, in turns, on one thread each and with the same batches in all: one process alone; two ranks with the app; two
+ranks with DistributedDataParallel written by hand, a plain loop of torch around the same model and optimizer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import ddip
+
+BATCH, STEPS = 16, 12
+SETUP = f"""
+import time
+from fastai.basics import *
+from fastai.vision.models.xresnet import xresnet18
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.set_num_threads(1)
+torch.manual_seed(0)
+N = 2 * {BATCH} * {STEPS}
+x, y = torch.randn(N, 3, 48, 48), torch.randint(0, 10, (N,))
+data = list(zip(x, y))
+
+def loaders(bs):
+    return DataLoaders(DataLoader(data, bs=bs, shuffle=True), DataLoader(data[:bs], bs=bs), device=torch.device("cpu"))
+
+class Clock(Callback):
+    def before_train(self): self.began = time.perf_counter()
+    def after_train(self): self.seconds = time.perf_counter() - self.began
+
+AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
+def by_fastai(bs):
+    clock, learn = Clock(), Learner(loaders(bs), xresnet18(n_out=10), loss_func=nn.CrossEntropyLoss(), opt_func=AdamW)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=clock)
+    return N / clock.seconds
+
+def by_hand():
+    model = DDP(xresnet18(n_out=10)); opt = torch.optim.AdamW(model.parameters(), 1e-3)
+    loader = loaders({BATCH}).train
+    order = random.Random(0).sample(range(N), N)[rank::world_size]
+    loader.get_idxs = lambda: order
+    began = time.perf_counter()
+    for xb, yb in loader:
+        loss = nn.functional.cross_entropy(model(xb), yb)
+        loss.backward(); opt.step(); opt.zero_grad()
+        loss.item()
+    return N / (time.perf_counter() - began)
+"""
+WAYS = {
+    "one process": ("by_fastai(2 * %d)" % BATCH, [0]),
+    "two ranks, by hand": ("by_hand()", None),
+    "two ranks, fastai's app": ("by_fastai(%d)" % BATCH, None),
+}
+
+
+def main(rounds: int) -> None:
+    """Print items per second, and the ratios."""
+    measured: dict[str, list[float]] = {way: [] for way in WAYS}
+    with ddip.Group(2, app="fastai", timeout=120) as group:
+        group.run(SETUP)
+        for number in range(rounds + 1):
+            for way, (call, ranks) in WAYS.items():
+                group.run(f"speed = {call}", ranks=ranks)
+                if number:  # the first is to warm up
+                    measured[way].append(group.pull(["speed"])["speed"])
+    middle = {way: statistics.median(speeds) for way, speeds in measured.items()}
+    print(f"xresnet18, 48 x 48, {BATCH} images a rank and step, medians of {rounds}")
+    for way, speed in middle.items():
+        print(f"{way:26} {speed:8.1f} items/s   {speed / middle['one process']:.2f} x one process")
+    by_app, by_hand = (measured[f"two ranks, {way}"] for way in ("fastai's app", "by hand"))
+    ratio = statistics.median(hand / app for app, hand in zip(by_app, by_hand, strict=True))
+    print(f"the app takes {100 * (ratio - 1):+.1f} % of the time of a loop by hand (median of pairs; at most 3 was asked)")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 7)

@@ -1,0 +1,65 @@
+"""Whose batch is whose."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+PATH = Path(ddip.__file__).parent / "apps" / "fastai" / "plan.py"  # a room of its own, without fastai
+spec = importlib.util.spec_from_file_location("plan_of_fastai", PATH)
+assert spec is not None and spec.loader is not None
+plan = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = plan
+spec.loader.exec_module(plan)
+
+CASES = list(product([1, 7, 8, 9, 31, 32, 33, 101], [1, 4, 8], [False, True], [1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("in_runs", [False, True])
+def test_every_batch_counts_once_and_every_rank_has_as_many_steps(in_runs: bool) -> None:
+    for n, bs, drop_last, size in CASES:
+        plans = [plan.training(n, bs, drop_last, rank, size, in_runs=in_runs) for rank in range(size)]
+        assert len({len(one.batches) for one in plans}) == 1
+        counted = [batch for one in plans for batch, weight in zip(one.batches, one.weights, strict=True) if weight]
+        assert sorted(counted) == list(range(plan.count(n, bs, drop_last)))
+
+
+def test_a_step_is_a_batch_of_one_process_with_the_larger_batch() -> None:
+    for n, bs, drop_last, size in CASES:
+        plans = [plan.training(n, bs, drop_last, rank, size) for rank in range(size)]
+        kept = n // bs * bs if drop_last else n
+        whole = list(range(kept))
+        for step in range(len(plans[0].batches)):
+            shares = [plan.items_of(whole, bs, [one.batches[step]]) for one in plans if one.weights[step]]
+            assert sum(shares, []) == whole[step * bs * size : (step + 1) * bs * size]
+
+
+def test_the_mean_over_ranks_of_weighted_means_is_the_mean_over_items() -> None:
+    for n, bs, drop_last, size in CASES:
+        plans = [plan.training(n, bs, drop_last, rank, size) for rank in range(size)]
+        whole = list(range(n // bs * bs if drop_last else n))
+        for step in range(len(plans[0].batches)):
+            shares = [plan.items_of(whole, bs, [one.batches[step]]) for one in plans]
+            mean = sum(one.weights[step] * sum(s) / len(s) for one, s in zip(plans, shares, strict=True)) / size
+            items = whole[step * bs * size : (step + 1) * bs * size]
+            assert mean == pytest.approx(sum(items) / len(items))
+            assert plans[0].items[step] * size == pytest.approx(len(items))
+
+
+def test_a_rank_reads_on_where_it_was() -> None:
+    for rank in range(3):
+        batches = plan.training(100, 10, False, rank, 3, in_runs=True)
+        real = [batch for batch, weight in zip(batches.batches, batches.weights, strict=True) if weight]
+        assert real == list(range(real[0], real[0] + len(real)))
+
+
+def test_what_ranks_made_comes_back_in_order() -> None:
+    for whole, size in product(range(8), [1, 2, 3, 4]):
+        parts = [list(plan.evaluation(whole, rank, size)) for rank in range(size)]
+        assert plan.in_order(parts) == list(range(whole))
