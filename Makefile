@@ -63,12 +63,12 @@ $(READY): setup.cfg setup.py pyproject.toml
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install -qq --editable ".[test]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai]"
 	touch $@
 
 # What the system tests need besides: Python packages, and Debian's browser.
 $(SYSTEM): $(READY)
-	$(BIN)/python -m pip install -qq --editable ".[test,system]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,system]"
 	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@
 

@@ -131,7 +131,7 @@ class DipMagics(Magics):
         help="One rank on each of these GPUs, in this order: all, or 0,2,3, or 3 1; a GPU may come twice.",
     )
     @argument("-b", "--backend", help="Backend of torch.distributed; default gloo, or cpu:gloo,cuda:nccl on GPUs.")
-    @argument("-a", "--app", help="Framework to prepare on every rank.")
+    @argument("-a", "--app", help="Framework to prepare on every rank, such as fastai.")
     @argument("-r", "--restart", action="store_true", help="End every rank first, and start afresh.")
     @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
     @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")

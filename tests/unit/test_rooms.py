@@ -75,6 +75,11 @@ def test_nothing_lower_imports_anything_higher(name: str) -> None:
     assert imports(path) <= set(ORDER[: ORDER.index(name)]) | {name}
 
 
+def test_an_app_imports_what_runs_on_a_rank() -> None:
+    for path in (DDIP / "apps").glob("*/*.py"):
+        assert imports(path) <= {"apps", "rank"}, path
+
+
 def test_the_warm_process_imports_nothing_of_ddip() -> None:
     assert imports(DDIP / "warm.py") == set()
 

@@ -18,7 +18,7 @@ from IPython.core.getipython import get_ipython
 
 from ddip.apps.fastai import contexts, evaluate, files, finder, fit, patches, precision, randomness, show
 
-with contextlib.suppress(ImportError):  # torchvision must fit torch
+with contextlib.suppress(ImportError, RuntimeError, OSError):  # a torchvision that does not fit torch
     import fastai.vision.all  # noqa: F401
 
 MENDS = (fit, evaluate, finder, files, show, contexts, precision)
