@@ -184,6 +184,14 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 class RankDisplay(_OfThreads, ZMQDisplayPublisher):  # type: ignore[misc]
     """What a rank displays."""
 
+    def _flush_streams(self) -> None:
+        """What was written before is above it, also where something has taken the place of `sys.stdout` that keeps a
+        flush to itself, as that of rich does while it draws a bar."""
+        super()._flush_streams()
+        last = RankStream._writer  # what the other one held has left before
+        if last is not None and last not in (sys.stdout, sys.stderr):
+            last.flush()
+
 
 def threads_belong_to_their_cells() -> None:
     """From here on each thread knows the cell in which it was started, and so do the threads that it starts."""

@@ -163,7 +163,10 @@ def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
         "_io_loop.", ""
     )
     assert "parent = self.parent_header" in inspect.getsource(OutStream.write)
-    assert "parent=self.parent_header" in inspect.getsource(ZMQDisplayPublisher.publish)
+    display = inspect.getsource(ZMQDisplayPublisher.publish)
+    assert "parent=self.parent_header" in display
+    assert display.index("self._flush_streams()") < display.index("self.session.send(")
+    assert "self._flush_streams()" in inspect.getsource(ZMQDisplayPublisher.clear_output)
     assert InteractiveShell.class_traits()["display_pub_class"].klass is not None
 
 
