@@ -1,11 +1,27 @@
-"""Options of the test run."""
+"""Options of the test run, and how many processes share it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--spawn``: the same tests with engines that are spawned, as where processes cannot be forked."""
     parser.addoption("--golden", action="store_true", help="write the golden files of the system tests anew")
     parser.addoption("--spawn", action="store_true", help="spawn every engine instead of forking it")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes run all tests, or all of the cluster; what is picked out runs in this one."""
+    whole = {HERE, HERE / "cluster"} & {Path(arg).resolve() for arg in config.args}
+    return 2 if whole and not (config.option.keyword or config.option.lf) else 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where two processes share the tests, the longest come first and the shortest last: both end at the same time."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: (item.path.parent.name == "unit", item.path.name != "test_notebooks.py"))

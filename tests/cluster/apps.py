@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from .environment import environment
+
 
 @contextlib.contextmanager
 def an_app(folder: Path, code: str, module: str = "toy_app", name: str = "toy") -> Iterator[None]:
-    """An installed app of this `name`, in a `module` with this code; the warm process is one that has not seen it."""
+    """An installed app of this `name`, in a `module` with this code, and a warm process that has not seen it."""
     (folder / f"{module}.py").write_text(code)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[ddip.apps]\n{name} = {module}\n")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, environment(TOY_APP=str(folder)):
         patch.syspath_prepend(folder)
-        patch.setenv("TOY_APP", str(folder))
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,15 +14,18 @@ import pytest
 import ddip
 from ddip import warming
 
-from .leftovers import assert_nothing_left, family_of, same_shared_memory
+from .leftovers import assert_nothing_left, family_of, run_folders, same_shared_memory
 from .notebook import Notebook
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
-    """An IPython profile of the tests' own, and the proof that all of them together left no shared memory."""
+    """An IPython profile and a folder for run folders that no other test process knows, and the proof that all tests
+    together left nothing."""
     folder = tmp_path_factory.mktemp("ipython")
     os.environ["IPYTHONDIR"] = str(folder)
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+    tempfile.tempdir = None
     if pytestconfig.getoption("--spawn"):
         (folder / "profile_default").mkdir()
         (folder / "profile_default" / "ipython_config.py").write_text("c = get_config()\nc.DipMagics.spawn = True\n")
@@ -29,9 +33,10 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
         ddip.Group.__init__.__kwdefaults__["spawn"] = True
     with same_shared_memory():
         yield
-    assert_nothing_left(os.getpid(), 0)
-    warming.end()
-    assert family_of(os.getpid()) == []
+        assert_nothing_left(os.getpid(), 0)
+        warming.end()
+        assert family_of(os.getpid()) == []
+        assert run_folders() == []
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,7 +46,14 @@ def the_stop_button_works() -> None:
 
 
 @pytest.fixture(scope="session")
-def group() -> Iterator[ddip.Group]:
+def warmed_up(pytestconfig: pytest.Config) -> None:
+    """All that can be imported beforehand has been: the ranks of this process need not import it, each for itself."""
+    if warming.possible() and not pytestconfig.getoption("--spawn"):
+        assert warming.begin().asleep.wait(60)
+
+
+@pytest.fixture(scope="session")
+def group(warmed_up: None) -> Iterator[ddip.Group]:
     """Two ranks on the CPU, owned by this process."""
     with ddip.Group(2) as group:
         yield group

@@ -102,10 +102,11 @@ def test_an_interrupt_ends_a_python_loop_on_every_rank(cells: ddip.Group) -> Non
         wait_until(lambda: [info.state for info in cells.info()] == ["busy", "busy"])
         os.kill(os.getpid(), signal.SIGINT)
 
+    cells.run("kept = 5")
     thread = threading.Thread(target=press_stop)
     thread.start()
     with pytest.raises(CellInterrupted, match="ranks 0, 1"):
-        cells.run("kept = 5\nwhile True: pass")
+        cells.run("while True: pass")
     thread.join()
     cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
     assert cells.pull(["kept"]) == {"kept": 5}
@@ -211,15 +212,19 @@ def test_an_interrupt_is_not_lost_where_python_would_swallow_it(cells: ddip.Grou
     cells.run("pass")
 
 
-def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group) -> None:
+def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group, tmp_path: Path) -> None:
     def press_stop() -> None:
+        wait_until((tmp_path / "begun").exists)
         wait_until(lambda: [info.state for info in cells.info()] == ["idle", "busy"])
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press_stop)
     thread.start()
     with pytest.raises(CellInterrupted) as caught:
-        cells.run("if rank == 0: raise ValueError('the cause')\nwhile True: pass")
+        cells.run(
+            f"import pathlib\nif rank == 0:\n    pathlib.Path({str(tmp_path / 'begun')!r}).touch()\n"
+            "    raise ValueError('the cause')\nwhile True: pass"
+        )
     thread.join()
     assert [error.name for error in caught.value.by_rank.values()] == ["ValueError", "KeyboardInterrupt"]
     shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))

@@ -299,11 +299,11 @@ def test_the_other_styles(notebook: Notebook) -> None:
 
 def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.limit = 20000")
-    shown = notebook.ok("%%dip -r 0\nfor i in range(300_000): print('line', i)")
+    shown = notebook.ok("%%dip -r 0\nfor i in range(100_000): print('line', i)")
     lines = shown.stdout.splitlines()
-    assert lines[0] == "line 0" and lines[-1] == "line 299999"
+    assert lines[0] == "line 0" and lines[-1] == "line 99999"
     (note,) = [bundle["text/plain"] for bundle in shown.data if "left out" in bundle["text/plain"]]
-    assert note == f"… {300_000 - len(lines):,} lines left out …"
+    assert note == f"… {100_000 - len(lines):,} lines left out …"
     assert len(shown.stdout) < 60_000
     text = last_text(notebook, "%%dip -S all\nfor i in range(30_000): print('line', i)")
     assert re.match("── ranks? .* ──\nline 0\n", text)
@@ -353,15 +353,15 @@ def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.tell_after = 1000")
     assert notebook.ok("%%dip\n1").data[-1]["text/plain"].startswith("Out[")
     notebook.ok("%config DipMagics.tell_after = 0.3")
-    note = last_text(notebook, "%%dip\nimport time\ntime.sleep(0.3 + 0.2 * (rank == 1))")
-    assert re.fullmatch(r"ranks 0-2 · 0\.\d\d s · slowest: rank 1", note)
+    note = last_text(notebook, "%%dip\nimport time\ntime.sleep(0.3 + 0.7 * (rank == 1))")
+    assert re.fullmatch(r"ranks 0-2 · \d\.\d+ s · slowest: rank 1", note)
     note = last_text(notebook, "%%dip -r 2\ntime.sleep(0.4)")
-    assert re.fullmatch(r"rank 2 · 0\.\d\d s", note)
+    assert re.fullmatch(r"rank 2 · \d\.\d+ s", note)
     note = last_text(notebook, "%%dip -S all\nprint(1)\ntime.sleep(0.4)")
-    assert re.search(r"\nranks 0-2 · 0\.\d\d s · slowest: rank \d$", note)
+    assert re.search(r"\nranks 0-2 · \d\.\d+ s · slowest: rank \d$", note)
     notebook.ok("%config DipMagics.tell_after = 10")
     notebook.ok("%autodip on")
-    assert last_text(notebook, "pass").startswith("ranks 0-2 · 0.0")
+    assert re.match(r"ranks 0-2 · \d\.\d+ s", last_text(notebook, "pass"))
     notebook.ok("%autodip off")
 
 

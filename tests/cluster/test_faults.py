@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def prove(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_four() -> Iterator[ddip.Group]:
+def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
     with pytest.MonkeyPatch.context() as patch, ddip.Group(4, grace=0.1) as group:
         patch.setattr(cells, "STOP_GRACE_SECONDS", 0.2)
         yield group
@@ -94,6 +95,26 @@ def stage(request: pytest.FixtureRequest, four: ddip.Group) -> str:
     """Four ranks that are ready for a stage."""
     four.run(ALSO.get(request.param, ""))
     return str(request.param)
+
+
+class Clock:
+    """One that a test puts forward, by a minute."""
+
+    ahead = 0
+
+    def put_forward(self) -> None:
+        self.ahead = 60
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What a cell takes the time from."""
+    clock = Clock()
+    monkeypatch.setattr(cells, "time", clock)
+    return clock
 
 
 every_stage = pytest.mark.parametrize("stage", STAGES, indirect=True)
@@ -144,10 +165,14 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
 
 
 @pytest.mark.parametrize("stage", ["all_reduce", "new_group", "DDP backward"], indirect=True)  # the rest is as above
-def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(four: ddip.Group, stage: str) -> None:
+def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
+    four: ddip.Group, stage: str, clock: Clock
+) -> None:
+    thread = when_they_wait(four, clock.put_forward)
     with pytest.raises(CellTimeout) as caught:
-        four.run(f"if rank:\n    {STAGES[stage]}", timeout=0.3)
-    text = "the cell took longer than 0.3 s and was stopped; the ranks were here:\n  ranks 1-3: "
+        four.run(f"if rank:\n    {STAGES[stage]}", timeout=60)
+    thread.join()
+    text = "the cell took longer than 60 s and was stopped; the ranks were here:\n  ranks 1-3: "
     assert re.match(re.escape(text) + waiting_in(stage), str(caught.value))
     prove(four)
 
@@ -235,8 +260,16 @@ def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group)
     prove(four, lost=(1, 2))
 
 
-def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(four: ddip.Group, tmp_path: Path) -> None:
-    thread = meanwhile((tmp_path / "held").exists, press_stop)
+def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
+    four: ddip.Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> None:
+        press_stop()
+        wait_until(lambda: [info.state for info in four.info() if info.rank != 1] == ["idle"] * 3)
+        clock.put_forward()
+
+    monkeypatch.setattr(cells, "STOP_SECONDS", 60)
+    thread = meanwhile((tmp_path / "held").exists, stop)
     with pytest.raises(CellInterrupted) as caught:
         four.run(
             f"import ctypes, pathlib\nif rank == 1:\n    pathlib.Path({str(tmp_path / 'held')!r}).touch()\n"
@@ -253,13 +286,12 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(four: ddip.Group, t
 
 
 def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Path) -> None:
-    thread = meanwhile(
-        lambda: four.info()[0].state == "idle" and four.info()[1].state == "busy", (tmp_path / "go").touch
-    )
+    first = tmp_path / "first"
+    thread = meanwhile(lambda: first.exists() and four.info()[0].state == "idle", (tmp_path / "go").touch)
     with pytest.raises(ddip.CellError) as caught:
         four.run(
-            "if rank == 0: raise ValueError('first')\n"
-            f"import pathlib; go = pathlib.Path({str(tmp_path / 'go')!r})\n"
+            f"import pathlib; first, go = pathlib.Path({str(first)!r}), pathlib.Path({str(tmp_path / 'go')!r})\n"
+            "if rank == 0: first.touch(); raise ValueError('first')\n"
             "while rank == 1 and not go.exists(): time.sleep(0.01)\n"
             "if rank == 1: raise KeyError('second')\ndist.barrier()"
         )

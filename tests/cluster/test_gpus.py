@@ -84,7 +84,6 @@ def test_an_app_that_uses_a_gpu_when_it_is_imported_has_its_ranks_spawned(tmp_pa
     with an_app(tmp_path, code), ddip.Group(gpus=[0], app="toy") as group:
         assert group.cluster.spawned == "CUDA is initialised in the warm process"
         group.run(SUM)
-    warming.end()
 
 
 # -- failures

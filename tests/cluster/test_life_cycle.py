@@ -30,6 +30,8 @@ WITH_WORKERS = (
 
 def begin(notebook: Notebook, code: str) -> str:
     """Start two ranks, and `code` on them, and wait until it has called ``started()`` there; returns the cell's id."""
+    for former in notebook.folder.glob("started*"):
+        former.unlink()
     notebook.ok("%load_ext ddip\n%makedip -n 2")
     running = notebook.begin(
         f"%%dip -S all\nimport pathlib, time\ndef started(): pathlib.Path(f'started{{rank}}').touch()\n{code}"
@@ -60,20 +62,19 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, 
 
 
 @pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
-def test_the_end_of_the_controller_ends_the_ranks_and_is_told(new_notebook: NewNotebook, code: str) -> None:
-    notebook = new_notebook()
-    running = begin(notebook, code)
-    (controller,) = controllers_of(notebook.pid)
-    end_and_start_again(notebook, controller, running, code, "the controller process ended")
+def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
+    running = begin(bare_notebook, code)
+    (controller,) = controllers_of(bare_notebook.pid)
+    end_and_start_again(bare_notebook, controller, running, code, "the controller process ended")
 
 
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
 @pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
-def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(new_notebook: NewNotebook, code: str) -> None:
-    notebook = new_notebook()
-    running = begin(notebook, code)
-    (warm,) = titled(family_of(notebook.pid), "ddip warm process")
-    end_and_start_again(notebook, warm, running, code, "the warm process, from which the ranks were forked, ended")
+def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
+    running = begin(bare_notebook, code)
+    (warm,) = titled(family_of(bare_notebook.pid), "ddip warm process")
+    told = "the warm process, from which the ranks were forked, ended"
+    end_and_start_again(bare_notebook, warm, running, code, told)
 
 
 def end_and_start_again(notebook: Notebook, process: psutil.Process, running: str, code: str, told: str) -> None:
@@ -97,14 +98,14 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_bus
     assert_nothing_left(notebook.pid, 5)
 
 
-@pytest.mark.parametrize("now", [False, True], ids=["politely", "at once"])
-def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, now: bool) -> None:
+def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
-    notebook.ok("%load_ext ddip\n%makedip -n 2")
-    former = notebook.pid
-    notebook.restart(now)
-    assert notebook.pid != former
-    assert_nothing_left(former, 5)
+    for at_once in (False, True):
+        notebook.ok("%load_ext ddip\n%makedip -n 2")
+        former = notebook.pid
+        notebook.restart(at_once)
+        assert notebook.pid != former
+        assert_nothing_left(former, 5)
     notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
 
 
@@ -137,9 +138,9 @@ def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(new_notebook: NewNotebook) -> None:
-    notebook = new_notebook()
-    notebook.ok("%load_ext ddip\n%makedip -n 2\n%makedip -k")
+def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_notebook: Notebook) -> None:
+    notebook = bare_notebook
+    notebook.ok("%makedip -n 2\n%makedip -k")
     before = notebook.descriptors(), notebook.threads()
     for _ in range(20):
         notebook.ok("%makedip -n 2")
@@ -149,9 +150,9 @@ def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(new_n
     assert (notebook.descriptors(), notebook.threads()) == before
 
 
-def test_kill_ends_ranks_that_do_not_hear_an_interrupt(new_notebook: NewNotebook) -> None:
-    notebook = new_notebook()
-    notebook.ok("%load_ext ddip\n%makedip -n 2")
+def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) -> None:
+    notebook = bare_notebook
+    notebook.ok("%makedip -n 2")
     running = notebook.begin(
         "%%dip\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\n"
         "while True: time.sleep(1)"

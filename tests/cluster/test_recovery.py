@@ -240,7 +240,7 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Gro
         wait_until(lambda: [info.state for info in cells.info()] == ["busy", "busy"])
         while not done.is_set():
             cells.ranks.interrupt(former)
-            time.sleep(0.001)
+            time.sleep(0.01)
 
     thread = threading.Thread(target=press)
     thread.start()

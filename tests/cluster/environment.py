@@ -1,0 +1,30 @@
+"""Another environment for a test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from ddip import warming
+
+
+@contextlib.contextmanager
+def environment(python_path: object = None, **variables: str) -> Iterator[None]:
+    """These variables, and this folder before the others of PYTHONPATH, for this process and what it starts.
+
+    They take a warm process of their own. The former one, and all that it has imported, is there again afterwards.
+    """
+    former, warming._current = warming._current, None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            if python_path is not None:
+                patch.setenv("PYTHONPATH", str(python_path), prepend=os.pathsep)
+            yield
+    finally:
+        warming.end()
+        warming._current = former
