@@ -50,6 +50,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/output.py
+	$(BIN)/python benchmarks/fastai.py
 
 # The tools that the benchmarks compare with, and the same torch, in an environment of their own.
 $(PEERS):

@@ -49,9 +49,9 @@ def by_hand():
     return N / (time.perf_counter() - began)
 """
 WAYS = {
-    "one process": ("by_fastai(2 * %d)" % BATCH, [0]),
+    "one process": (f"by_fastai(2 * {BATCH})", [0]),
     "two ranks, by hand": ("by_hand()", None),
-    "two ranks, fastai's app": ("by_fastai(%d)" % BATCH, None),
+    "two ranks, fastai's app": (f"by_fastai({BATCH})", None),
 }
 
 
@@ -71,7 +71,7 @@ def main(rounds: int) -> None:
         print(f"{way:26} {speed:8.1f} items/s   {speed / middle['one process']:.2f} x one process")
     by_app, by_hand = (measured[f"two ranks, {way}"] for way in ("fastai's app", "by hand"))
     ratio = statistics.median(hand / app for app, hand in zip(by_app, by_hand, strict=True))
-    print(f"the app takes {100 * (ratio - 1):+.1f} % of the time of a loop by hand (median of pairs; at most 3 was asked)")
+    print(f"the app takes {100 * (ratio - 1):+.1f} % more time than the loop by hand (median of the rounds)")
 
 
 if __name__ == "__main__":

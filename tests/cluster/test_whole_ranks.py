@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def test_the_process_looks_freshly_started() -> None:
         "found = (sys.argv, names, [h == signal.SIG_DFL for h in handlers], signal.pthread_sigmask(0, []),\n"
         "         threading.current_thread() is threading.main_thread(), os.read(0, 1), os.getsid(0) == os.getpid())"
     )
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what is spawned
     with ddip.Group(2) as group:
+        signal.signal(signal.SIGHUP, former)
         assert values(group, code) == [([""], [], [True] * 3, set(), True, b"", True)] * 2
         pythonpath = values(group, "found = os.environ.get('PYTHONPATH')")
     assert pythonpath == [os.environ.get("PYTHONPATH")] * 2
