@@ -16,12 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes run all tests, or all of the cluster; what is picked out runs in this one."""
+    """Three processes, which wait a good deal, run all tests, or all of the cluster; a choice runs in this one."""
     whole = {HERE, HERE / "cluster"} & {Path(arg).resolve() for arg in config.args}
-    return 2 if whole and not (config.option.keyword or config.option.lf) else 0
+    return 3 if whole and not (config.option.keyword or config.option.lf) else 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two processes share the tests, the longest come first and the shortest last: both end at the same time."""
+    """Where processes share the tests, the longest come first and the shortest last: both end at the same time."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (item.path.parent.name == "unit", item.path.name != "test_notebooks.py"))

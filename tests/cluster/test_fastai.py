@@ -22,7 +22,7 @@ SIZES = [4, 3, 2]
 
 
 @pytest.fixture(scope="module")
-def group_with_app() -> Iterator[ddip.Group]:
+def group_with_app(warmed_up: None) -> Iterator[ddip.Group]:
     with ddip.Group(4, app="fastai", timeout=120) as group:
         yield group
 

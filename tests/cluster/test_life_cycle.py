@@ -147,7 +147,7 @@ def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_
         notebook.ok("%makedip -k")
         assert processes_of(notebook.pid) == []
         assert files_of(notebook.pid) == []
-    assert (notebook.descriptors(), notebook.threads()) == before
+    assert notebook.descriptors() <= before[0] and notebook.threads() <= before[1]  # a former test's may go meanwhile
 
 
 def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -46,15 +46,20 @@ def test_the_notebook_runs(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_data() -> Iterator[Path]:
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small data sets and weights in the place of those that fastai would download."""
-    needed = "import accelerate, fastai.vision.all, fastai.text.all"
-    tried = subprocess.run([sys.executable, "-c", needed], capture_output=True, text=True)
-    if tried.returncode:
-        pytest.skip(f"fastai cannot be imported here: {tried.stderr.strip().splitlines()[-1]}")
-    with tempfile.TemporaryDirectory(prefix="ddip-tests-") as folder:
-        subprocess.run([sys.executable, FOLDER / "fastai_data.py", folder], check=True)
-        yield Path(folder)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all processes that share the tests
+    folder = shared / "fastai"
+    with (shared / "fastai.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = subprocess.run([sys.executable, FOLDER / "fastai_data.py", folder], capture_output=True, text=True)
+    last = (made.stderr.strip().splitlines() or [""])[-1]
+    if re.match(r"ModuleNotFoundError|ImportError|RuntimeError: operator torchvision", last):
+        pytest.skip(f"fastai cannot be imported here: {last}")
+    assert made.returncode == 0, made.stderr
+    return folder
 
 
 @pytest.mark.timeout(300)

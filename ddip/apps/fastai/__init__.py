@@ -41,6 +41,7 @@ def release() -> None:
     shell = get_ipython()
     if shell is not None and _begin_cell in shell.events.callbacks["pre_run_cell"]:
         shell.events.unregister("pre_run_cell", _begin_cell)
+        randomness.part()
 
 
 def command(text: str) -> None:

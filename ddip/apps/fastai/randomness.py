@@ -7,6 +7,7 @@ its own: dropout and augmentation differ, as they would for the items of one lar
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -73,6 +74,12 @@ def agree() -> None:
     state = State.now()
     if len(set(ranks.gather_number(state.fingerprint()))) > 1:
         State(*ranks.of_rank_0(tuple(state))).restore()
+
+
+def part() -> None:
+    """Have each rank draw its own numbers from here on, as without the app; rank 0 goes on as it was."""
+    if ranks.rank() != 0:
+        Seeds(*(int.from_bytes(os.urandom(7), "little") for _ in Seeds._fields)).sow()
 
 
 @contextlib.contextmanager

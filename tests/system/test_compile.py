@@ -1,0 +1,20 @@
+"""torch.compile with a compiler of C++ behind it works on a rank."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import ddip
+from ddip import warming
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler here")
+def test_inductor_compiles_on_every_rank() -> None:
+    with ddip.Group(2) as group:
+        group.run(
+            "import torch\n@torch.compile\ndef f(x): return (x * 2).relu() + 1\n"
+            "assert f(torch.tensor([-1.0, 3.0])).tolist() == [1.0, 7.0]"
+        )
+    warming.end()
