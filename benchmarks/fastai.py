@@ -1,7 +1,8 @@
 """How fast does fastai train on two ranks? ``python benchmarks/fastai.py [ROUNDS]``.
 
 Compares, in turns, on one thread each and with the same batches in all: one process alone; two ranks with the app; two
-ranks with DistributedDataParallel written by hand, a plain loop of torch around the same model and optimizer.
+ranks with DistributedDataParallel written by hand, a plain loop of torch around the same model and optimizer; and what
+the machine can do at most: two processes that train on half of the data each, and do not talk to each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 
 import ddip
 
-BATCH, STEPS = 16, 12
+BATCH, STEPS, PIXELS = 16, 12, 96
 SETUP = f"""
 import time
 from fastai.basics import *
@@ -20,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 torch.set_num_threads(1)
 torch.manual_seed(0)
 N = 2 * {BATCH} * {STEPS}
-x, y = torch.randn(N, 3, 48, 48), torch.randint(0, 10, (N,))
+x, y = torch.randn(N, 3, {PIXELS}, {PIXELS}), torch.randint(0, 10, (N,))
 data = list(zip(x, y))
 
-def loaders(bs):
+def loaders(bs, data=data):
     return DataLoaders(DataLoader(data, bs=bs, shuffle=True), DataLoader(data[:bs], bs=bs), device=torch.device("cpu"))
 
 class Clock(Callback):
@@ -31,13 +32,21 @@ class Clock(Callback):
     def after_train(self): self.seconds = time.perf_counter() - self.began
 
 AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
-def by_fastai(bs):
-    clock, learn = Clock(), Learner(loaders(bs), xresnet18(n_out=10), loss_func=nn.CrossEntropyLoss(), opt_func=AdamW)
+learners = {{}}
+def by_fastai(bs, name, data=data):
+    if name not in learners:
+        kinds = dict(loss_func=nn.CrossEntropyLoss(), opt_func=AdamW)
+        learners[name] = Learner(loaders(bs, data), xresnet18(n_out=10), **kinds)
+    clock, learn = Clock(), learners[name]
     with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=clock)
     return N / clock.seconds
 
+def apart():
+    from ddip.apps.fastai import ranks
+    with ranks.each_by_itself(): return by_fastai({BATCH}, "apart", data[rank::2])
+
+model = DDP(xresnet18(n_out=10)); opt = torch.optim.AdamW(model.parameters(), 1e-3)
 def by_hand():
-    model = DDP(xresnet18(n_out=10)); opt = torch.optim.AdamW(model.parameters(), 1e-3)
     loader = loaders({BATCH}).train
     order = random.Random(0).sample(range(N), N)[rank::world_size]
     loader.get_idxs = lambda: order
@@ -49,9 +58,10 @@ def by_hand():
     return N / (time.perf_counter() - began)
 """
 WAYS = {
-    "one process": (f"by_fastai(2 * {BATCH})", [0]),
+    "two processes, apart": ("apart()", None),
+    "one process": (f"by_fastai(2 * {BATCH}, 'one')", [0]),
     "two ranks, by hand": ("by_hand()", None),
-    "two ranks, fastai's app": (f"by_fastai({BATCH})", None),
+    "two ranks, fastai's app": (f"by_fastai({BATCH}, 'two')", None),
 }
 
 
@@ -66,7 +76,7 @@ def main(rounds: int) -> None:
                 if number:  # the first is to warm up
                     measured[way].append(group.pull(["speed"])["speed"])
     middle = {way: statistics.median(speeds) for way, speeds in measured.items()}
-    print(f"xresnet18, 48 x 48, {BATCH} images a rank and step, medians of {rounds}")
+    print(f"xresnet18, {PIXELS} x {PIXELS}, {BATCH} images a rank and step, medians of {rounds}")
     for way, speed in middle.items():
         print(f"{way:26} {speed:8.1f} items/s   {speed / middle['one process']:.2f} x one process")
     by_app, by_hand = (measured[f"two ranks, {way}"] for way in ("fastai's app", "by hand"))
