@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 PICTURES = """
 from fastai.vision.all import *
 import matplotlib; matplotlib.use("agg")
-def pictures(folder, n=22):
+def pictures(folder, n=18):
     rng = np.random.default_rng(0)
     (folder / "pictures").mkdir(parents=True); (folder / "masks").mkdir()
     for i in range(n):
@@ -41,17 +41,20 @@ learn = unet_learner(dls, models.resnet18, pretrained=False, metrics=[Dice(), Di
 """
 SPOKEN = """
 from fastai.text.all import *
+small = dict(emb_sz=12, n_hid=24, n_layers=2)
 words = "a good film about bad trains and slow ships that nobody saw".split()
 df = pd.DataFrame({"text": [" ".join(np.random.RandomState(i).choice(words, 12 + i % 5)) for i in range(60)]})
 df["label"] = df.text.map(lambda text: int(text.count("good") > 0))
 """
 LANGUAGE = """
 dls = TextDataLoaders.from_df(df, text_col="text", is_lm=True, bs=4, seq_len=8, valid_pct=0.3, tok_tfm=BaseTokenizer())
-learn = language_model_learner(dls, AWD_LSTM, pretrained=False, metrics=[accuracy, Perplexity()])
+config = dict(awd_lstm_lm_config, **small)
+learn = language_model_learner(dls, AWD_LSTM, pretrained=False, config=config, metrics=[accuracy, Perplexity()])
 """
 TEXT = """
 dls = TextDataLoaders.from_df(df, text_col="text", label_col="label", bs=8, valid_pct=0.3, tok_tfm=BaseTokenizer())
-learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False, metrics=[accuracy, F1Score()])
+config = dict(awd_lstm_clas_config, **small)
+learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=config, metrics=[accuracy, F1Score()])
 """
 
 
@@ -72,8 +75,9 @@ EQUAL = """
 from ddip.apps.fastai import ranks as _ranks
 learn.fit_one_cycle(1, 1e-3)
 weights = [value.clone() for value in learn.model.state_dict().values()]
-together = list(learn.validate()), learn.get_preds(with_loss=True)
-with _ranks.each_by_itself(): alone = list(learn.validate()), learn.get_preds(with_loss=True)
+def ask(): return list(learn.validate()), learn.get_preds(with_loss=True, reorder=not hasattr(dls.train, "seq_len"))
+together = ask()
+with _ranks.each_by_itself(): alone = ask()
 """
 COMPARE = """
 def close(one, other):
