@@ -153,6 +153,34 @@ def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, A
         assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
 
 
+def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    loss = "loss_func = CrossEntropyLossFlat(reduction='sum')"
+    ranks.run(f"learn = learner(opt_func=SGD)\nlearn.{loss}\n{STATE}\nlearn.fit(1, 0.01)")
+    code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.{loss}; learn.fit(1, 0.01)"
+    here = single(alone, ranks, code, size=ranks.world_size)
+    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["weights"](here["learn"]), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+    losses = [
+        [float(loss) for loss in one] for one in (of_any(ranks, "learn.recorder.losses"), here["learn"].recorder.losses)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@two_ranks
+def test_a_callback_may_validate_in_the_middle_of_a_fit(ranks: ddip.Group) -> None:
+    ranks.run("""
+        learn, told = learner(metrics=accuracy), []
+        middle = Callback(after_train=lambda self: told.append(self.learn.get_preds(inner=True)[0].sum().item()))
+        other = learner(metrics=accuracy)
+        end = Callback(after_epoch=lambda self: told.append(list(other.validate())))
+        learn.fit(2, cbs=[middle, end])
+        numbers = torch.rand(3).tolist()
+    """)
+    assert len(of_any(ranks, "told")) == 4
+    of_any(ranks, "numbers")
+    of_any(ranks, "weights(learn)")
+
+
 @two_ranks
 def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> None:
     ranks.run("""

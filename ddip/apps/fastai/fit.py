@@ -61,7 +61,8 @@ class First(_OfDdip):
         self._metrics: Any = None
 
     def before_fit(self) -> None:
-        self.job.begin()
+        if not self.job.begun:  # a callback that validates comes here, too
+            self.job.begin()
 
     def before_train(self) -> None:
         self.job.begin_epoch()
@@ -84,7 +85,7 @@ class First(_OfDdip):
         if self._work is not None:
             self._work.wait()
             self.learn.loss, self._work = self._loss, None
-        if self.job.weight == 0:
+        if self.job.is_filler:
             self._metrics = metrics.before(self._train_metrics())
         elif any(metrics.needs_batches(metric) for metric in self._train_metrics()):
             self._seen.add(self.learn)
@@ -115,7 +116,7 @@ class Last(_OfDdip):
 
     def before_backward(self) -> None:
         if self.job.weight != 1:
-            self.learn.loss_grad = self.learn.loss_grad * self.job.weight * _scale(self.learn.loss_func)
+            self.learn.loss_grad = self.learn.loss_grad * self.job.weight
 
     def after_batch(self) -> None:
         for callback in self.learn.cbs:
@@ -127,11 +128,6 @@ class Last(_OfDdip):
         recorder = getattr(self.learn, "recorder", None)
         if recorder is not None:
             recorder.log = type(recorder.log)(ranks.of_rank_0(list(recorder.log)))
-
-
-def _scale(loss_func: Any) -> float:
-    """A loss that is a sum is a sum over all ranks, while gradients are averaged."""
-    return float(ranks.size()) if getattr(loss_func, "reduction", "mean") == "sum" else 1.0
 
 
 def is_distributed_by_user(learn: Learner) -> bool:

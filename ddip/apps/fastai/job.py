@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddip.apps.fastai import plan, randomness, ranks, shards
 from ddip.rank import c10d
 
-_used: weakref.WeakKeyDictionary[nn.Module, list[bool]] = weakref.WeakKeyDictionary()
-"""Which trainable parameters of a model every rank has been seen to use."""
+_used: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""Of the parameters of a model that have been trained, by name: has every rank been seen to use it?"""
 
 
 class Job:
@@ -33,6 +33,11 @@ class Job:
 
     # -- beginning: the same everywhere
 
+    @property
+    def begun(self) -> bool:
+        """Have the ranks agreed?"""
+        return self.common is not None
+
     def begin(self) -> None:
         """Have every rank begin with the same; raises ValueError on all of them if their data differ."""
         learn = self.learn
@@ -40,7 +45,7 @@ class Job:
         if not shards.is_divisible(learn.dls.train):
             raise TypeError(NOT_DIVISIBLE.format(kind=type(learn.dls.train).__name__))
         self.seeds = randomness.Seeds.draw()
-        self.common = randomness.State.now()
+        common = randomness.State.now()
         told = {
             "data": shards.looks(learn.dls.train),
             "epochs": learn.n_epoch,
@@ -55,6 +60,7 @@ class Job:
             ranks.share(ranks.state_of(learn.model))
         if len({one["optimizer"] for one in everyone}) > 1:
             _share_optimizer(learn)
+        self.common = common
         self.seeds.sow(more=1 + ranks.rank())
 
     def begin_epoch(self) -> None:
@@ -71,8 +77,16 @@ class Job:
 
     @property
     def weight(self) -> float:
-        """Of this rank's loss."""
-        return self.plan.weights[self.step]
+        """Of this rank's loss: the mean over the ranks of what they have so weighted is that of one process."""
+        weight = self.plan.weights[self.step]
+        if getattr(self.learn.loss_func, "reduction", "mean") == "sum":
+            return float(ranks.size()) if weight else 0.0
+        return weight
+
+    @property
+    def is_filler(self) -> bool:
+        """Is this batch there only because other ranks have one?"""
+        return self.plan.weights[self.step] == 0
 
     @property
     def items(self) -> float:
@@ -94,17 +108,19 @@ class Job:
 
     def _wrapper_of(self, model: nn.Module) -> nn.Module:
         trainable = _trainable(model)
-        used = _used.get(model)
-        if used is None or len(used) != len(trainable):
-            self._probing = True  # until it is known which parameters are used, gradients are averaged by hand
-            for parameter in trainable:
+        used = _used.get(model, {})
+        self._probing = not trainable.keys() <= used.keys()
+        if self._probing:  # until it is known which parameters are used, gradients are averaged by hand
+            for parameter in trainable.values():
                 parameter.grad = None
         if self._probing or not trainable:
             return model
         device = next(model.parameters()).device
-        ids = [device] if device.type == "cuda" else None
         return DistributedDataParallel(
-            model, device_ids=ids, find_unused_parameters=not all(used or ()), init_sync=False
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            find_unused_parameters=not all(used[name] for name in trainable),
+            init_sync=False,
         )
 
     def end_backward(self) -> None:
@@ -113,12 +129,14 @@ class Job:
             return
         self._probing = False
         trainable = _trainable(self.learn.model)
-        theirs = ranks.gather([parameter.grad is not None for parameter in trainable])
-        for parameter, used in zip(trainable, zip(*theirs, strict=True), strict=True):
-            if any(used):
+        theirs = ranks.gather([parameter.grad is not None for parameter in trainable.values()])
+        used = dict(zip(trainable, zip(*theirs, strict=True), strict=True))
+        for name, parameter in trainable.items():
+            if any(used[name]):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 ranks.average(parameter.grad)
-        _used[self.learn.model] = [all(used) for used in zip(*theirs, strict=True)]
+        known = _used.setdefault(self.learn.model, {})
+        known.update({name: all(by_rank) for name, by_rank in used.items()})
         self._wrapper = None
 
     def _drop(self) -> None:
@@ -140,8 +158,8 @@ class Job:
             self.common.restore()
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 NOT_DIVISIBLE = (
