@@ -389,12 +389,13 @@ class Group:
         self.collect = collect
         self.ranks.ask_beside(self.ranks.live, "housekeeping.set_collect", collect, seconds=INFO_SECONDS)
 
-    def command(self, text: str) -> None:
-        """Give `text` to the app on every rank."""
+    def command(self, text: str) -> str | None:
+        """Give `text` to the app on every rank; returns what it answers on rank 0."""
         if self._app is None:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
         self.require()
-        self.ranks.ask(range(self.world_size), "apps.command", apps.find(self._app), text)
+        answers: list[str | None] = self.ranks.ask(range(self.world_size), "apps.command", apps.find(self._app), text)
+        return answers[0]
 
     # -- names
 

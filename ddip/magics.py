@@ -299,7 +299,9 @@ class DipMagics(Magics):
         if args.where != "local":
             self._say(f"running on {len(ranks)} of {size} ranks")
             if args.appcmd is not None:
-                group.command(args.appcmd)
+                answer = group.command(args.appcmd)
+                if answer:
+                    print(answer)
             tell = self.autodipper.state != "off"
             try:
                 group.run(cell, ranks, see=see, quiet=args.quiet, timeout=timeout, tell=tell)

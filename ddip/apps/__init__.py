@@ -3,7 +3,7 @@
 Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import. What
 it imports at its top is imported once for all ranks, before they are forked: no threads and no CUDA there. Its
 ``prepare()`` is called when a rank has joined the group, ``release()`` before it leaves it, and ``command(text)`` for
-``%%dip -a text``. All three are optional.
+``%%dip -a text``; text that this returns on rank 0 is shown. All three are optional.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ def release(module: str) -> None:
     _call(module, "release")
 
 
-def command(module: str, text: str) -> None:
-    """A command of ``%%dip -a``."""
+def command(module: str, text: str) -> str | None:
+    """A command of ``%%dip -a``; returns the text that the app answers."""
     run = getattr(importlib.import_module(module), "command", None)
     if run is None:
         raise ValueError(f"the app {module} takes no commands; typed: {text}")
-    run(text)
+    answer = run(text)
+    return answer if isinstance(answer, str) else None

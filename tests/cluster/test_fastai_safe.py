@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip.errors import CellError, CellInterrupted
+from ddip.errors import CellError, CellInterrupted, GroupError
 
 from .fastai_source import DATA
 from .meanwhile import meanwhile, press_stop
@@ -294,6 +294,12 @@ def test_nothing_of_it_is_left_in_fastai() -> None:
     patches.take_out()
     after = everything()
     assert {name for name in before if after[name] != before[name]} == set()
+
+
+def test_a_command_tells_what_is_changed(group: ddip.Group) -> None:
+    assert "Mends, in fastai 2.8.12" in (group.command("mends") or "")
+    with pytest.raises(GroupError, match="the app fastai knows one command: %%dip -a mends; typed: men"):
+        group.command("men")
 
 
 def test_ranks_draw_their_own_numbers_when_it_has_gone(group: ddip.Group) -> None:

@@ -44,12 +44,11 @@ def release() -> None:
         randomness.part()
 
 
-def command(text: str) -> None:
-    """``%%dip -a mends`` tells what is changed in fastai."""
+def command(text: str) -> str:
+    """``%%dip -a mends``: what is changed in fastai, and why."""
     if text.strip() != "mends":
-        raise ValueError(f"%%dip -a {text}: the app fastai knows one command: %%dip -a mends")
-    for module in MENDS:
-        print(f"{module.__name__}: {module.__doc__}")
+        raise ValueError(f"the app fastai knows one command: %%dip -a mends; typed: {text}")
+    return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in MENDS)
 
 
 def _begin_cell(info: object) -> None:
