@@ -166,6 +166,56 @@ def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: di
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_loaders_of_torch_are_as_those_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    code = """
+def by_torch(bs):
+    from torch.utils.data import DataLoader as TorchLoader
+    dls = DataLoaders(TorchLoader(Items(45, 1), batch_size=bs), TorchLoader(Items(11, 2), batch_size=4))
+    return learner(dls, metrics=accuracy, opt_func=SGD)
+"""
+    ranks.run(f"{code}\nlearn = by_torch(4)\n{STATE}\nlearn.fit(2, 0.05, cbs=GradientAccumulation(8))")
+    here = {**alone, "size": ranks.world_size}
+    exec(f"{code}\nlearn = by_torch(4 * size)", here)
+    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.05, cbs=GradientAccumulation(8 * size))", here)
+    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["weights"](here["learn"]), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+
+
+def test_a_model_that_remembers_validates_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+    code = """
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.past = nn.Linear(6, 3), 0
+    def reset(self): self.past = 0
+    def forward(self, x):
+        out = self.net(x) + 0.5 * self.past
+        self.past = out.detach().mean()
+        return out
+from fastai.callback.rnn import ModelResetter
+learn = Learner(loaders(), Remembers(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
+"""
+    ranks.run(f"{code}\nlearn.fit(1)\n{STATE}\ntold = list(learn.validate())")
+    here = dict(alone)
+    exec(code, here)
+    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", here)
+    assert of_any(ranks, "told") == pytest.approx(here["told"], abs=1e-5)
+
+
+@two_ranks
+def test_a_penalty_is_part_of_the_loss(ranks: ddip.Group) -> None:
+    ranks.run("""
+        def penalty(self):
+            self.learn.loss_grad = self.learn.loss_grad + 10
+            self.learn.loss = self.learn.loss_grad.clone()
+        learn = learner(metrics=accuracy)
+        learn.fit(1, cbs=Callback(after_loss=penalty))
+    """)
+    assert min(of_any(ranks, "[float(loss) for loss in learn.recorder.losses]")) > 10
+
+
 @two_ranks
 def test_a_callback_may_validate_in_the_middle_of_a_fit(ranks: ddip.Group) -> None:
     ranks.run("""
@@ -173,10 +223,14 @@ def test_a_callback_may_validate_in_the_middle_of_a_fit(ranks: ddip.Group) -> No
         middle = Callback(after_train=lambda self: told.append(self.learn.get_preds(inner=True)[0].sum().item()))
         other = learner(metrics=accuracy)
         end = Callback(after_epoch=lambda self: told.append(list(other.validate())))
+        fetch = FetchPredsCallback()
         learn.fit(2, cbs=[middle, end])
         numbers = torch.rand(3).tolist()
+        learn.fit(1, cbs=fetch)
+        fetched = fetch.preds[1].tolist()
     """)
     assert len(of_any(ranks, "told")) == 4
+    assert of_any(ranks, "fetched == Items(37, 2).y.tolist()") is True
     of_any(ranks, "numbers")
     of_any(ranks, "weights(learn)")
 

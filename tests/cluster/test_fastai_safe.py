@@ -87,11 +87,63 @@ def test_the_stop_button_in_fit_leaves_the_learner_usable(group: ddip.Group, tmp
     assert len(of_any(group, "weights(learn)")) > 0
 
 
+FAULTY = """
+class Faulty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls, self.fails_at = model(), 0, 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.fails_at: raise ValueError("no more")
+        return self.net(x)
+"""
+
+
 def test_an_error_in_lr_find_puts_the_model_back(group: ddip.Group) -> None:
-    group.run(f"{BAD}\nlearn = learner()\nlearn.fit(1)\nbefore = weights(learn)\nlearn.add_cb(Bad([1]))")
-    with pytest.raises(CellError, match="no more"):
+    group.run(f"{FAULTY}\nlearn = Learner(loaders(), Faulty(), loss_func=CrossEntropyLossFlat())\nlearn.fit(1)")
+    group.run("before = weights(learn)\nlearn.model.fails_at = learn.model.calls + 5")
+    with pytest.raises(CellError, match="ranks 0, 1: ValueError: no more"):
         group.run("learn.lr_find(show_plot=False)")
     assert of_all(group, "all(torch.equal(*pair) for pair in zip(before, weights(learn)))") == [True, True]
+
+
+def test_an_error_in_validate_leaves_no_autocast(group: ddip.Group) -> None:
+    group.run(f"{FAULTY}\nlearn = Learner(loaders(), Faulty(), loss_func=CrossEntropyLossFlat()).to_fp16()")
+    group.run("learn.fit(1)\nlearn.model.fails_at = learn.model.calls + 2")
+    with pytest.raises(CellError, match="no more"):
+        group.run("learn.validate()")
+    group.run("""
+        told = [torch.is_autocast_enabled("cpu")]
+        for _ in range(2):
+            learn.fit(1, 0.1)
+            told.append(learn.recorder.values[0][0])
+    """)
+    autocast, first, second = of_any(group, "told")
+    assert not autocast and first != second
+
+
+def test_a_fit_that_is_cancelled_leaves_the_ranks_the_same(group: ddip.Group) -> None:
+    group.run("""
+        class Enough(Callback):
+            order = 70
+            def after_batch(self):
+                if self.training and self.train_iter == 3: raise CancelFitException
+        learn = learner(norm=True, metrics=accuracy)
+        learn.fit(2, cbs=Enough())
+    """)
+    of_any(group, "weights(learn)")
+    of_any(group, "list(learn.validate())")
+
+
+def test_what_is_trained_may_change_in_the_middle_of_a_fit(group: ddip.Group) -> None:
+    group.run("""
+        def switch(self):
+            late = self.train_iter % 4 > 1
+            self.model[0].requires_grad_(late); self.model[-1].requires_grad_(not late)
+        learn = learner(loaders(shuffle=True), metrics=accuracy)
+        learn.fit(2, 0.1, cbs=Callback(before_batch=switch))
+    """)
+    of_any(group, "weights(learn)")
 
 
 def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
@@ -111,6 +163,11 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
                 def __iter__(self):
                     while True: yield torch.zeros(6), torch.tensor(1)
             learner(DataLoaders(DataLoader(Endless(), bs=4), loaders().valid)).fit(1)
+        """)
+    with pytest.raises(CellError, match="cannot be divided among the ranks"):
+        group.run("""
+            Endless.__len__ = lambda self: 40
+            learner(DataLoaders(torch.utils.data.DataLoader(Endless(), 4), loaders().valid)).fit(1)
         """)
 
 
@@ -236,12 +293,32 @@ def test_a_cell_on_one_rank_saves_what_it_says(group: ddip.Group, tmp_path: Path
     of_any(group, "weights(again)")
 
 
+def test_a_learner_is_loaded_on_one_rank_after_the_other(group: ddip.Group, tmp_path: Path) -> None:
+    group.run(f"""
+        from fastai.distributed import rank0_first
+        learn = learner(path={str(tmp_path)!r}, metrics=accuracy); learn.fit(1); learn.save("ours"); learn.export()
+        rank0_first(lambda: learn.load("ours")); rank0_first(lambda: load_learner(learn.path / "export.pkl"))
+    """)
+    of_any(group, "weights(learn)")
+
+
+def test_pictures_are_fetched_once(group: ddip.Group, tmp_path: Path, address: str) -> None:
+    pytest.importorskip("fastai.vision.utils", exc_type=ImportError)
+    (tmp_path / "web" / "one.jpg").write_bytes(b"a picture")
+    group.run(f"""
+        from fastai.vision.utils import download_images
+        download_images({str(tmp_path / "got")!r}, urls=[{address!r} + "/one.jpg"] * 3)
+        told = len(list(Path({str(tmp_path / "got")!r}).iterdir()))
+    """)
+    assert of_any(group, "told") == Counting.asked["/one.jpg"] == 3
+
+
 def test_an_exported_learner_needs_no_ddip(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)")
     group.run("learn.fit(1, cbs=Callback(after_epoch=lambda self: self.learn.export('within.pkl')))")
     group.run("learn.export('after.pkl')")
     for name in ("within.pkl", "after.pkl"):
-        assert b"ddip" not in (tmp_path / name).read_bytes()
+        assert b"ddip.apps" not in (tmp_path / name).read_bytes()
 
 
 # -- what is shown

@@ -24,15 +24,15 @@ CASES = list(product([1, 7, 8, 9, 31, 32, 33, 101], [1, 4, 8], [False, True], [1
 @pytest.mark.parametrize("in_runs", [False, True])
 def test_every_batch_counts_once_and_every_rank_has_as_many_steps(in_runs: bool) -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.training(n, bs, drop_last, rank, size, in_runs=in_runs) for rank in range(size)]
+        plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size, in_runs=in_runs) for rank in range(size)]
         assert len({len(one.batches) for one in plans}) == 1
         counted = [batch for one in plans for batch, weight in zip(one.batches, one.weights, strict=True) if weight]
-        assert sorted(counted) == list(range(plan.count(n, bs, drop_last)))
+        assert sorted(counted) == list(range(n // bs if drop_last else -(-n // bs)))
 
 
 def test_a_step_is_a_batch_of_one_process_with_the_larger_batch() -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.training(n, bs, drop_last, rank, size) for rank in range(size)]
+        plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
         kept = n // bs * bs if drop_last else n
         whole = list(range(kept))
         for step in range(len(plans[0].batches)):
@@ -42,7 +42,7 @@ def test_a_step_is_a_batch_of_one_process_with_the_larger_batch() -> None:
 
 def test_the_mean_over_ranks_of_weighted_means_is_the_mean_over_items() -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.training(n, bs, drop_last, rank, size) for rank in range(size)]
+        plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
         whole = list(range(n // bs * bs if drop_last else n))
         for step in range(len(plans[0].batches)):
             shares = [plan.items_of(whole, bs, [one.batches[step]]) for one in plans]
@@ -54,7 +54,7 @@ def test_the_mean_over_ranks_of_weighted_means_is_the_mean_over_items() -> None:
 
 def test_a_rank_reads_on_where_it_was() -> None:
     for rank in range(3):
-        batches = plan.training(100, 10, False, rank, 3, in_runs=True)
+        batches = plan.training([10] * 10, rank, 3, in_runs=True)
         real = [batch for batch, weight in zip(batches.batches, batches.weights, strict=True) if weight]
         assert real == list(range(real[0], real[0] + len(real)))
 

@@ -18,14 +18,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddip.apps.fastai import patches, ranks
-from ddip.rank import current
 
 
 @contextlib.contextmanager
 def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
     """Batch norm over the batches of all ranks, where torch has that: on GPUs."""
-    parameter = next(learn.model.parameters(), None)
-    if not wanted or not ranks.together() or parameter is None or parameter.device.type != "cuda":
+    device = torch.device(getattr(learn.dls, "device", None) or "cpu")
+    if not wanted or not ranks.together() or device.type != "cuda":
         yield
         return
     plain = {name: module for name, module in learn.model.named_modules() if name and isinstance(module, _BatchNorm)}
@@ -82,7 +81,7 @@ def mend() -> None:
 
     def num_distrib() -> int:
         """Ranks that a barrier can wait for."""
-        return torch.distributed.get_world_size() if current.is_everywhere() else 0
+        return ranks.size() if ranks.together() else 0
 
     patches.put(Learner, "distrib_ctx", distrib_ctx)
     patches.put(Learner, "to_distributed", to_distributed)

@@ -11,28 +11,36 @@ from collections.abc import Callable
 from typing import Any
 
 from fastai import torch_core
-from fastai.callback.core import Callback, GatherPredsCallback
+from fastai.callback.core import Callback, FetchPredsCallback, GatherPredsCallback
 from fastai.learner import Learner
 
-from ddip.apps.fastai import metrics, patches, plan, randomness, ranks, shards
+from ddip.apps.fastai import metrics, patches, plan, precision, randomness, ranks, shards
+from ddip.apps.fastai.fit import OfDdip
 
 GATHERED = ("inputs", "preds", "targets", "losses")
 """Of GatherPredsCallback: lists with an item for each batch."""
 
 
-class Merge(Callback):
+class DdipMerge(Callback):
     """Puts together what the ranks have made of their batches, before anything else looks at it."""
 
     order = -1000
 
-    def __init__(self) -> None:
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
         self.seen = metrics.Seen()
 
+    def _is_meant(self) -> bool:
+        """Is it this evaluation, and not another one within it?"""
+        return self.learn.dl is self.shard
+
     def after_batch(self) -> None:
-        if any(metrics.needs_batches(metric) for metric in self._metrics()):
+        if self._is_meant() and any(metrics.needs_batches(metric) for metric in self._metrics()):
             self.seen.add(self.learn)
 
     def after_validate(self) -> None:
+        if not self._is_meant():
+            return
         metrics.merge(self.learn, self._metrics(), self.seen)
         for callback in self.learn.cbs:
             if isinstance(callback, GatherPredsCallback):
@@ -55,9 +63,9 @@ def _gather(callback: GatherPredsCallback) -> None:
 
 def _agreed_seed(learn: Learner, dl: Any) -> int | None:
     """A seed for the order of `dl`; None if each rank has to make all of its batches."""
-    if not ranks.together() or not shards.is_divisible(dl) or shards.carries_state(dl) or _saves_batches(learn):
+    if not ranks.together() or not shards.is_divisible(dl) or shards.carries_state(dl, learn) or _saves_batches(learn):
         return None
-    training = any(getattr(callback, "is_of_ddip", False) for callback in learn.cbs)
+    training = any(isinstance(callback, OfDdip) for callback in learn.cbs)
     model = () if training else ranks.print_of(ranks.state_of(learn.model))
     seed = randomness.Seeds.draw().python
     told = ranks.gather((shards.looks(dl), ranks.fingerprint(model), seed))
@@ -71,15 +79,15 @@ def _saves_batches(learn: Learner) -> bool:
     return any(one.save_preds is not None or one.save_targs is not None for one in gatherers)
 
 
-def _by_itself(predict: Callable[..., Any]) -> Callable[..., Any]:
-    """One item is no work to divide, and a rank may well be alone in asking for it."""
+def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Of one item, or of a logger that works on rank 0 only: a rank may well be alone in asking for it."""
 
-    @functools.wraps(predict)
-    def predict_here(self: Learner, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with ranks.each_by_itself():
-            return predict(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
-    return predict_here
+    return run
 
 
 def _kinds_of(kind: type) -> list[type]:
@@ -95,15 +103,18 @@ def mend() -> None:
     def divided(self: Learner, ds_idx: int = 1, dl: Any = None) -> None:
         if dl is None:
             dl = self.dls[ds_idx]
-        seed = _agreed_seed(self, dl)
-        if seed is None:
-            whole(self, ds_idx, dl)
-            return
-        with randomness.kept(), self.added_cbs([Merge()]):
-            whole(self, ds_idx, shards.of_evaluation(dl, seed))
+        with precision.ended(self):
+            seed = _agreed_seed(self, dl)
+            if seed is None:
+                whole(self, ds_idx, dl)
+                return
+            shard = shards.of_evaluation(dl, seed)
+            with randomness.kept(), self.added_cbs([DdipMerge(shard)]):
+                whole(self, ds_idx, shard)
 
     patches.put(Learner, "_do_epoch_validate", divided)
     for kind in _kinds_of(Learner):
         if "predict" in vars(kind):
             patches.put(kind, "predict", _by_itself(vars(kind)["predict"]))
+    patches.put(FetchPredsCallback, "after_validate", _by_itself(FetchPredsCallback.after_validate))
     patches.put(torch_core, "maybe_gather", lambda x, axis=0: x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from fastai.learner import Learner, Recorder
+from fastai.text import core
 from fastai.text.learner import TextLearner
 from fastcore.basics import Stateful
 from fastdownload import FastDownload
@@ -27,28 +29,27 @@ WAIT_SECONDS = 0.05
 _calls: Counter[tuple[str, str]] = Counter()
 
 
-def once_a_host(what: str, fetch: Callable[[], Any]) -> Any:
-    """Have the first rank of this host `fetch`; the others wait until it has, and raise what it has raised.
+def once_a_host(what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
+    """Have the first rank of this host `fetch`; the others wait until it has, and look what is `found` then.
 
-    The first rank waits for nobody.
+    They raise what it has raised. The first rank waits for nobody.
     """
     if not ranks.together():
         return fetch()
     call = (current.name(), what)
     _calls[call] += 1
     key = f"ddip once {current.name()} {os.environ['GROUP_RANK']} {_calls[call]} {what}"
-    first = ranks.is_first_here()
-    if not first:
-        _wait_for(key, what)
-    outcome = "ok"
-    try:
-        with ranks.each_by_itself():
+    with ranks.each_by_itself():
+        if not ranks.is_first_here():
+            _wait_for(key, what)
+            return found()
+        outcome = "ok"
+        try:
             return fetch()
-    except BaseException as error:
-        outcome = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        if first:
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
+            raise
+        finally:
             store().set(key, outcome)
 
 
@@ -101,24 +102,42 @@ def _with_records(self: Recorder) -> dict[str, Any]:
     return {**Stateful.__getstate__(self), **{name: vars(self)[name] for name in left_out if name in vars(self)}}
 
 
+def _made_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of functions that leave files, and return nothing."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        what = f"{function.__name__}({', '.join(map(str, args[:1]))})"
+        return once_a_host(what, lambda: function(*args, **kwargs), lambda: None)
+
+    return make
+
+
 def mend() -> None:
     """Fetch and write once."""
-    get, hub = FastDownload.get, torch.hub.download_url_to_file
+    get, hub, tokenize = FastDownload.get, torch.hub.download_url_to_file, core._tokenize_files
 
     @functools.wraps(get)
-    def get_once(self: FastDownload, url: str, *args: Any, **kwargs: Any) -> Any:
-        return once_a_host(url, lambda: get(self, url, *args, **kwargs))
+    def get_once(self: FastDownload, url: str, extract_key: str = "data", force: bool = False) -> Any:
+        return once_a_host(url, lambda: get(self, url, extract_key, force), lambda: get(self, url, extract_key))
 
     @functools.wraps(hub)
     def download_once(url: str, dst: str, *args: Any, **kwargs: Any) -> None:
-        def fetch() -> None:
-            if ranks.is_first_here() or not os.path.exists(dst):
-                hub(url, dst, *args, **kwargs)
+        once_a_host(url, lambda: hub(url, dst, *args, **kwargs), lambda: None)
 
-        once_a_host(url, fetch)
+    @functools.wraps(tokenize)
+    def tokenize_once(*args: Any, **kwargs: Any) -> Any:
+        def found() -> Any:
+            return tokenize(*args, **{**kwargs, "skip_if_exists": True})
+
+        return once_a_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
 
     patches.put(FastDownload, "get", get_once)
     patches.put(torch.hub, "download_url_to_file", download_once)
+    patches.put(core, "_tokenize_files", tokenize_once)
+    vision = sys.modules.get("fastai.vision.utils")
+    for name in ("download_images", "resize_images") if vision is not None else ():
+        patches.put_everywhere(name, getattr(vision, name), _made_once(getattr(vision, name)))
     patches.put(Learner, "save", _written(Learner.save))
     patches.put(Learner, "export", _written(_without_records(Learner.export)))
     patches.put(Recorder, "__getstate__", _with_records)

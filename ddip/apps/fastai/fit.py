@@ -12,11 +12,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from fastai.callback import training
 from fastai.callback.core import Callback, _inner_loop
-from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.hook import HookCallback
 from fastai.callback.schedule import LRFinder
 from fastai.distributed import DistributedTrainer
 from fastai.learner import Learner
@@ -25,17 +23,15 @@ from fastcore.basics import noop
 from fastcore.foundation import L
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddip.apps.fastai import finder, metrics, patches, ranks
+from ddip.apps.fastai import finder, metrics, patches, precision, ranks
 from ddip.apps.fastai.job import Job
 
 _jobs: list[Job] = []
 """The fit under way, if one is."""
 
 
-class _OfDdip(Callback):
+class OfDdip(Callback):
     """Works while the learner trains; gone when it has."""
-
-    is_of_ddip = True
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -49,16 +45,10 @@ class _OfDdip(Callback):
         return (Callback, ())  # an exported learner needs no ddip
 
 
-class First(_OfDdip):
+class DdipFirst(OfDdip):
     """Before all other callbacks."""
 
     order = -1000
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._work: Any = None
-        self._loss: torch.Tensor | None = None
-        self._metrics: Any = None
 
     def before_fit(self) -> None:
         if not self.job.begun:  # a callback that validates comes here, too
@@ -66,15 +56,9 @@ class First(_OfDdip):
 
     def before_train(self) -> None:
         self.job.begin_epoch()
-        self._seen = metrics.Seen()
 
     def after_pred(self) -> None:
         self.job.unwrap()
-
-    def after_loss(self) -> None:
-        """Begin to make one loss of all; the backward pass goes on meanwhile."""
-        self._loss = self.learn.loss.detach().float().mean() * (self.job.weight / ranks.size())
-        self._work = dist.all_reduce(self._loss, async_op=True)
 
     def after_backward(self) -> None:
         self.job.end_backward()
@@ -82,31 +66,22 @@ class First(_OfDdip):
     def after_batch(self) -> None:
         """Every rank records the loss of all, and decides by it."""
         self.job.unwrap()
-        if self._work is not None:
-            self._work.wait()
-            self.learn.loss, self._work = self._loss, None
+        self.job.take_loss()
         if self.job.is_filler:
-            self._metrics = metrics.before(self._train_metrics())
-        elif any(metrics.needs_batches(metric) for metric in self._train_metrics()):
-            self._seen.add(self.learn)
-
-    def forget_batch(self) -> None:
-        """A batch that fills up the last step is no batch for a metric."""
-        if self._metrics is not None:
-            metrics.back(self._train_metrics(), self._metrics)
-            self._metrics = None
+            self.job.kept = metrics.before(self.job.metrics)
+        elif any(metrics.needs_batches(metric) for metric in self.job.metrics):
+            self.job.seen.add(self.learn)
 
     def after_train(self) -> None:
-        self.job.end_epoch()
-        if self._train_metrics():
-            metrics.merge(self.learn, self._train_metrics(), self._seen)
+        self.job.share_buffers()
+        if self.job.metrics:
+            metrics.merge(self.learn, self.job.metrics, self.job.seen)
 
-    def _train_metrics(self) -> list[Any]:
-        recorder = getattr(self.learn, "recorder", None)
-        return [] if recorder is None else list(recorder._train_mets[1:])
+    def after_fit(self) -> None:
+        self.job.share_buffers()  # where the fit was cancelled in the middle of an epoch
 
 
-class Last(_OfDdip):
+class DdipLast(OfDdip):
     """After all others."""
 
     order = 1000
@@ -114,14 +89,17 @@ class Last(_OfDdip):
     def before_batch(self) -> None:
         self.job.wrap()
 
+    def after_loss(self) -> None:
+        self.job.give_loss()
+
     def before_backward(self) -> None:
         if self.job.weight != 1:
             self.learn.loss_grad = self.learn.loss_grad * self.job.weight
 
     def after_batch(self) -> None:
-        for callback in self.learn.cbs:
-            if isinstance(callback, First):
-                callback.forget_batch()
+        """A batch that fills up the last step is no batch for a metric."""
+        if self.job.is_filler:
+            metrics.back(self.job.metrics, self.job.kept)
 
     def after_validate(self) -> None:
         """What the recorder has written down may be a callback's own: rank 0's counts."""
@@ -139,8 +117,8 @@ def is_distributed_by_user(learn: Learner) -> bool:
 @contextlib.contextmanager
 def _tidy(learn: Learner, added: list[Any]) -> Iterator[None]:
     """An error or an interrupt leaves the learner as it was before, but for what it has learned."""
-    kept = {name: vars(learn)[name] for name in ("loss_func", "logger", "create_mbar", "dls") if name in vars(learn)}
-    autocast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    names = ("model", "loss_func", "logger", "create_mbar", "dls")
+    kept = {name: vars(learn)[name] for name in names if name in vars(learn)}
     callbacks = list(learn.cbs)
     try:
         yield
@@ -150,25 +128,22 @@ def _tidy(learn: Learner, added: list[Any]) -> Iterator[None]:
         for callback in [callback for callback in learn.cbs if callback not in callbacks]:
             learn.remove_cb(callback)
         for callback in [*callbacks, *added]:
-            _close(callback, autocast)
+            _close(callback)
             finder.restore(callback, learn)
         learn._end_cleanup()
         raise
 
 
-def _close(callback: Any, autocast: dict[str, bool]) -> None:
-    """End what `callback` would have ended; `autocast` was on, or not, for each kind of device."""
+def _close(callback: Any) -> None:
+    """End what `callback` would have ended."""
     if not isinstance(callback, Callback):
         return  # a class, of which fit had not made a callback yet
     callback.run = True
-    cast = vars(callback).get("autocast")
-    if isinstance(callback, MixedPrecision) and cast is not None:
-        if torch.is_autocast_enabled(cast.device) and not autocast[cast.device]:
-            cast.__exit__(None, None, None)  # else what it has cast stays cached, and in use, for ever
-        callback.autocast = None
     file = vars(callback).get("file")
     if hasattr(file, "close"):
         file.close()
+    if isinstance(callback, HookCallback):
+        callback._remove()
     for name in ("mbar", "pbar"):
         vars(callback).pop(name, None)
 
@@ -180,13 +155,14 @@ def mend() -> None:
     @functools.wraps(plain)
     def fit(self: Learner, n_epoch: int, *args: Any, **kwargs: Any) -> None:
         if not ranks.together() or _jobs or is_distributed_by_user(self):
-            with _tidy(self, _added(args, kwargs)):
+            with _tidy(self, _added(args, kwargs)), precision.ended(self):
                 plain(self, n_epoch, *args, **kwargs)
             return
         job = Job(self)
         _jobs.append(job)
         try:
-            with _tidy(self, _added(args, kwargs)), self.added_cbs([First(job), Last(job)]):
+            ours = [DdipFirst(job), DdipLast(job)]
+            with _tidy(self, _added(args, kwargs)), precision.ended(self), self.added_cbs(ours):
                 plain(self, _epochs(self, n_epoch, args, kwargs), *args, **kwargs)
         finally:
             _jobs.remove(job)

@@ -6,11 +6,13 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fastai.learner import Learner
+from fastai.torch_core import to_detach, to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddip.apps.fastai import plan, randomness, ranks, shards
+from ddip.apps.fastai import metrics, plan, randomness, ranks, shards
 from ddip.rank import c10d
 
 _used: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -28,8 +30,16 @@ class Job:
         self.epochs = 0
         self.model: nn.Module | None = None
         """The learner's own, while its place is taken by the wrapper."""
+        self.seen = metrics.Seen()
+        """Of the training set."""
+        self.kept: list[dict[str, Any]] = []
+        """States of the metrics before a batch that is none."""
         self._wrapper: nn.Module | None = None
+        self._wrapped: tuple[bool, ...] = ()
+        """Which parameters were trainable then."""
         self._probing = False
+        self._loss: torch.Tensor | None = None
+        self._work: Any = None
 
     # -- beginning: the same everywhere
 
@@ -66,7 +76,15 @@ class Job:
     def begin_epoch(self) -> None:
         """Take this rank's part of the training data, as one seed shuffles it for all."""
         self.epochs += 1
-        self.learn.dl, self.plan = shards.of_training(self.learn.dl, (self.seeds.python + self.epochs) % 2**62)
+        self.seen = metrics.Seen()
+        seed = (self.seeds.python + self.epochs) % 2**62
+        self.learn.dl, self.plan = shards.of_training(self.learn.dl, self.learn, seed)
+
+    @property
+    def metrics(self) -> list[Any]:
+        """Those of the training set."""
+        recorder = getattr(self.learn, "recorder", None)
+        return [] if recorder is None else list(recorder._train_mets[1:])
 
     # -- a step
 
@@ -93,9 +111,24 @@ class Job:
         """Of this step, as a mean over the ranks."""
         return self.plan.items[self.step]
 
+    def give_loss(self) -> None:
+        """Begin to make one loss of all; the backward pass goes on meanwhile."""
+        self._loss = self.learn.loss.detach().float().mean() * (self.weight / ranks.size())
+        self._work = dist.all_reduce(self._loss, async_op=True)
+
+    def take_loss(self) -> None:
+        """Have every rank record it."""
+        if self._work is not None:
+            self._work.wait()
+            self.learn.loss, self._work = self._loss, None
+
     def wrap(self) -> None:
         """Put the wrapper that averages gradients where fastai calls the model."""
         model = self.learn.model
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        if trained != self._wrapped:  # a callback may freeze and unfreeze, as that of GANs does
+            self._drop()
+            self._wrapped = trained
         if self._wrapper is None:
             self._wrapper = self._wrapper_of(model)
         if self._wrapper is not model:
@@ -146,7 +179,7 @@ class Job:
 
     # -- the end
 
-    def end_epoch(self) -> None:
+    def share_buffers(self) -> None:
         """What a model counts by itself (batch norm) is rank 0's, as in any step."""
         ranks.share(list(self.learn.model.buffers()))
 
@@ -203,8 +236,11 @@ def _print_of_optimizer(learn: Learner) -> int:
 
 def _share_optimizer(learn: Learner) -> None:
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    state, trained, frozen = ranks.of_rank_0((learn.opt.state_dict(), trained, getattr(learn.opt, "frozen_idx", 0)))
+    state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # another rank has another GPU
+    state, trained, frozen = ranks.of_rank_0((state, trained, getattr(learn.opt, "frozen_idx", 0)))
     learn.opt.load_state_dict(state)
+    for parameter, known in getattr(learn.opt, "state", {}).items():
+        known.update(to_device(dict(known), parameter.device))
     learn.opt.frozen_idx = frozen
     for parameter, requires_grad in zip(learn.model.parameters(), trained, strict=True):
         parameter.requires_grad_(requires_grad)

@@ -29,27 +29,28 @@ class Plan:
     """Items of each step, as a mean over the ranks."""
 
 
-def count(n: int, bs: int, drop_last: bool) -> int:
-    """How many batches `n` items make."""
-    return n // bs if drop_last else -(-n // bs)
+def sizes_of(n: int, bs: int, drop_last: bool) -> list[int]:
+    """The batches of one process alone: how many of `n` items each has."""
+    sizes = [min(bs, n - first) for first in range(0, n, bs)]
+    return [size for size in sizes if size == bs or not drop_last]
 
 
-def training(n: int, bs: int, drop_last: bool, rank: int, size: int, *, in_runs: bool = False) -> Plan:
-    """The share of `rank` of `size` in `n` items, in batches of `bs`.
+def training(sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = False) -> Plan:
+    """The share of `rank` of `size` in batches of these `sizes`.
 
-    At step s the ranks have the batches s * size, s * size + 1, ...: together the batch s of one process with batches
-    of bs * size. With `in_runs` each rank has batches that follow one another, for models that carry a state along.
+    At step s the ranks have the batches s * size, s * size + 1, ...: together the batch s of one process whose batches
+    are `size` times as large. With `in_runs` each rank has batches that follow one another, for models that carry a
+    state along.
     """
-    whole = count(n, bs, drop_last)
-    table = [_row(whole, step, size, in_runs) for step in range(-(-whole // size))]
+    table = [_row(len(sizes), step, size, in_runs) for step in range(-(-len(sizes) // size))]
     batches, weights, means = [], [], []
     for row in table:
-        sizes = [0 if batch is None else min(bs, n - batch * bs) for batch in row]
+        counts = [0 if batch is None else sizes[batch] for batch in row]
         first = next(batch for batch in row if batch is not None)
         batch = row[rank]
         batches.append(first if batch is None else batch)
-        weights.append(sizes[rank] * size / sum(sizes))
-        means.append(sum(sizes) / size)
+        weights.append(counts[rank] * size / sum(counts))
+        means.append(sum(counts) / size)
     return Plan(tuple(batches), tuple(weights), tuple(means))
 
 

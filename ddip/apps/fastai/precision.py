@@ -1,18 +1,36 @@
-"""``to_fp16`` and ``to_bf16`` on the CPU.
+"""``to_fp16`` and ``to_bf16`` on the CPU, and after an error.
 
-Mends, in fastai 2.8.12: MixedPrecision casts for CUDA only, and elsewhere warns and does nothing.
+Mends, in fastai 2.8.12: MixedPrecision casts for CUDA only, and elsewhere warns and does nothing; after an error within
+a batch everything stays in autocast, and what it has cast stays in use: the learner no longer learns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
+from fastai.learner import Learner
 from fastcore.foundation import L
 from torch.amp import GradScaler, autocast
 
 from ddip.apps.fastai import patches
+
+
+@contextlib.contextmanager
+def ended(learn: Learner) -> Iterator[None]:
+    """An error or an interrupt in here leaves no autocast behind."""
+    before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    try:
+        yield
+    except BaseException:
+        for callback in learn.cbs:
+            cast = vars(callback).get("autocast") if isinstance(callback, MixedPrecision) else None
+            if cast is not None and torch.is_autocast_enabled(cast.device) and not before[cast.device]:
+                cast.__exit__(None, None, None)
+        raise
 
 
 def mend() -> None:
@@ -21,7 +39,7 @@ def mend() -> None:
 
     @functools.wraps(plain)
     def before_fit(self: MixedPrecision) -> None:
-        if getattr(self.learn.dls, "device", torch.device("cpu")).type != "cpu":
+        if next(self.learn.model.parameters()).device.type != "cpu":
             plain(self)
         else:
             self.autocast = autocast("cpu", dtype=torch.bfloat16)

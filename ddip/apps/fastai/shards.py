@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from fastai.callback.rnn import ModelResetter
 from fastai.data.load import DataLoader, _FakeLoader
+from fastai.learner import Learner
+from fastai.text.data import LMDataLoader, SortedDL
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
 
 from ddip.apps.fastai import plan, randomness, ranks
 
@@ -24,17 +27,24 @@ SAMPLE = 64
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def carries_state(dl: Any) -> bool:
-    """Does a model carry what it has read from one batch of `dl` to the next, as language models do?"""
-    text = sys.modules.get("fastai.text.data")
-    return text is not None and isinstance(dl, text.LMDataLoader)
+def carries_state(dl: Any, learn: Learner) -> bool:
+    """Does the model of `learn` carry what it has read from one batch of `dl` to the next, as language models do?"""
+    if _is_of_texts_in_a_row(dl):
+        return True
+    resets = any(isinstance(callback, ModelResetter) for callback in learn.cbs)
+    return resets and isinstance(dl, DataLoader) and not dl.shuffle and not isinstance(dl, SortedDL)
+
+
+def _is_of_texts_in_a_row(dl: Any) -> bool:
+    return isinstance(dl, LMDataLoader)
 
 
 def is_divisible(dl: Any) -> bool:
     """Can batches of `dl` be told apart without making them all?"""
     if isinstance(dl, DataLoader):
         return bool(dl.indexed) and dl.n is not None
-    return isinstance(dl, TorchLoader) and dl.batch_sampler is not None and hasattr(dl.dataset, "__getitem__")
+    counted = isinstance(dl, TorchLoader) and dl.batch_sampler is not None
+    return counted and not isinstance(dl.dataset, IterableDataset)
 
 
 # -- the same data?
@@ -59,7 +69,7 @@ def _sample(dl: Any) -> int:
     fixed = vars(dl).get("get_idxs")
     order = tuple(fixed()) if fixed is not None else ()
     try:
-        items = None if carries_state(dl) else getattr(dl, "items", None)
+        items = None if _is_of_texts_in_a_row(dl) else getattr(dl, "items", None)
         texts = [] if items is None else _texts(items)
     except Exception:  # an item that cannot be told
         texts = []
@@ -76,31 +86,26 @@ def _texts(items: Any) -> list[str]:
 # -- shards
 
 
-def of_training(dl: Any, seed: int) -> tuple[Any, plan.Plan]:
+def of_training(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
     """This rank's part of one epoch, shuffled by `seed`, and the plan behind it."""
+    made = plan.Plan((), (), ())
 
-    mine = plan.Plan((), (), ())
-
-    def own(n: int, bs: int, drop_last: bool) -> tuple[Sequence[int], int]:
-        nonlocal mine
-        mine = plan.training(n, bs, drop_last, ranks.rank(), ranks.size(), in_runs=carries_state(dl))
-        return mine.batches, len(mine.batches)
+    def own(sizes: list[int]) -> Sequence[int]:
+        nonlocal made
+        made = plan.training(sizes, ranks.rank(), ranks.size(), in_runs=carries_state(dl, learn))
+        return made.batches
 
     shard = _shard(dl, seed, own)
-    return shard, mine
+    return shard, made
 
 
 def of_evaluation(dl: Any, seed: int) -> Any:
     """This rank's batches of `dl`."""
-
-    def own(n: int, bs: int, drop_last: bool) -> tuple[Sequence[int], int]:
-        mine = plan.evaluation(plan.count(n, bs, drop_last), ranks.rank(), ranks.size())
-        return mine, len(mine)
-
-    return _shard(dl, seed, own)
+    return _shard(dl, seed, lambda sizes: plan.evaluation(len(sizes), ranks.rank(), ranks.size()))
 
 
-Own = Callable[[int, int, bool], tuple[Sequence[int], int]]
+Own = Callable[[list[int]], Sequence[int]]
+"""Sizes of all batches -> numbers of this rank's."""
 
 
 def _shard(dl: Any, seed: int, own: Own) -> Any:
@@ -110,13 +115,13 @@ def _shard(dl: Any, seed: int, own: Own) -> Any:
         dl.rng = random.Random(seed)
         _settle(dl)
         idxs = list(dl.get_idxs())
-    batches, steps = own(len(idxs), _bs(dl), bool(dl.drop_last))
-    return _copy(dl, plan.items_of(idxs, _bs(dl), batches), steps)
+    batches = own(plan.sizes_of(len(idxs), _bs(dl), bool(dl.drop_last)))
+    return _copy(dl, plan.items_of(idxs, _bs(dl), batches), len(batches))
 
 
 def _settle(dl: Any) -> None:
     """Texts of a language model are shuffled where they are: from the same order on every rank."""
-    if carries_state(dl):
+    if _is_of_texts_in_a_row(dl):
         order = list(dl.items.idxs)
         if len(set(ranks.gather_number(ranks.fingerprint(order)))) > 1:
             dl.items.idxs[:] = ranks.of_rank_0(order)
@@ -140,10 +145,9 @@ def _torch_shard(dl: TorchLoader[Any], own: Own) -> TorchLoader[Any]:
     batches: Iterable[list[int]] | None = dl.batch_sampler
     assert batches is not None
     whole = list(batches)
-    mine, _ = own(len(whole), 1, False)
     return TorchLoader(
         dl.dataset,
-        batch_sampler=[whole[batch] for batch in mine],
+        batch_sampler=[whole[batch] for batch in own([len(batch) for batch in whole])],
         num_workers=dl.num_workers,
         collate_fn=dl.collate_fn,
         pin_memory=dl.pin_memory,
