@@ -140,7 +140,10 @@ class Warm:
         os.close(self.woken)
         os.close(self.waker)
         os.setsid()
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
+        except FileNotFoundError:  # the start was given up meanwhile, and its files are gone
+            os._exit(0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -16,9 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three processes, which wait a good deal, run all tests, or all of the cluster; a choice runs in this one."""
+    """Two processes run all tests, or all of the cluster; a choice runs in this one."""
     whole = {HERE, HERE / "cluster"} & {Path(arg).resolve() for arg in config.args}
-    return 3 if whole and not (config.option.keyword or config.option.lf) else 0
+    return 2 if whole and not (config.option.keyword or config.option.lf) else 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -28,5 +28,5 @@ def find(name: str | None) -> str:
         raise BadInput(f"-a {name}: there is no app {name!r}; {there}")
     missing = [module for module in NEEDED.get(name, ()) if find_spec(module) is None]
     if missing:
-        raise BadInput(f"-a {name}: {' and '.join(missing)} cannot be found; type pip install 'ddip[{name}]'")
+        raise BadInput(f"-a {name}: {' and '.join(missing)} cannot be found; type %pip install {' '.join(missing)}")
     return found[name]
