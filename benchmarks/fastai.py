@@ -43,7 +43,7 @@ def by_fastai(bs, name, data=data):
 
 def apart():
     from ddip.apps.fastai import ranks
-    with ranks.each_by_itself(): return by_fastai({BATCH}, "apart", data[rank::2])
+    with ranks.single_process_mode(): return by_fastai({BATCH}, "apart", data[rank::2])
 
 model = DDP(xresnet18(n_out=10)); opt = torch.optim.AdamW(model.parameters(), 1e-3)
 def by_hand():

@@ -48,8 +48,8 @@ shell.run_line_magic("load_ext", "ddip")
 {OURS}{TAIL}"""
 WARM = f"""{HEAD}
 shell.run_line_magic("load_ext", "ddip")
-from ddip import warming
-warming.begin().asleep.wait()
+from ddip.cluster import preload_client
+preload_client.begin().asleep.wait()
 began = clock()
 {OURS}{TAIL}"""
 SPAWNED = f"""{HEAD}

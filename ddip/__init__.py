@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
+
+from ddip.cluster import folder
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ddip.errors import CellError
-    from ddip.group import Group
-    from ddip.torchddp import current_group, in_torchddp
+    from ddip.call.torchddp import current_group, in_torchddp
+    from ddip.errors import (
+        BadInput,
+        CellError,
+        CellInterrupted,
+        CellTimeout,
+        DdipError,
+        DipUsageError,
+        GroupError,
+        LocalCellFailed,
+        NoGroup,
+        RankError,
+        RequestFailed,
+        RequestInterrupted,
+        TransferError,
+    )
+    from ddip.group.group import Group
+    from ddip.group.placement import Request
 
 __all__ = [
+    "BadInput",
     "CellError",
+    "CellInterrupted",
+    "CellTimeout",
+    "DdipError",
+    "DipUsageError",
     "Group",
+    "GroupError",
+    "LocalCellFailed",
+    "NoGroup",
+    "RankError",
+    "Request",
+    "RequestFailed",
+    "RequestInterrupted",
+    "TransferError",
     "current_group",
     "in_torchddp",
     "load_ipython_extension",
@@ -24,30 +55,32 @@ __version__ = "0.1.0"
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """``%load_ext ddip``."""
-    from ddip import magics
+    folder.ensure_ready()
+    with folder.left_out():
+        from ddip.notebook import loading
 
-    magics.load(shell)
+    loading.load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """``%unload_ext ddip``: ends the group."""
-    from ddip import magics
+    from ddip.notebook import loading
 
-    magics.unload(shell)
+    loading.unload(shell)
+
+
+_HOME = {
+    "Group": "ddip.group.group",
+    "Request": "ddip.group.placement",
+    "current_group": "ddip.call.torchddp",
+    "in_torchddp": "ddip.call.torchddp",
+}
+"""Where a public name is made; all others are exceptions."""
 
 
 def __getattr__(name: str) -> Any:
     """Import the public names when they are first used: an engine imports this package too, and needs none."""
-    if name == "Group":
-        from ddip.group import Group
-
-        return Group
-    if name == "CellError":
-        from ddip.errors import CellError
-
-        return CellError
-    if name in ("current_group", "in_torchddp"):
-        from ddip import torchddp
-
-        return getattr(torchddp, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with folder.left_out():
+        return getattr(importlib.import_module(_HOME.get(name, "ddip.errors")), name)

@@ -12,15 +12,27 @@ __all__ = [
     "CellError",
     "CellInterrupted",
     "CellTimeout",
+    "DdipError",
     "DipUsageError",
+    "GroupError",
+    "LocalCellFailed",
     "NoGroup",
     "RankError",
-    "GroupError",
+    "RequestFailed",
+    "RequestInterrupted",
     "TransferError",
 ]
 
 
-class DipUsageError(UsageError):
+class DdipError(BaseException):
+    """Base of every exception of ddip's.
+
+    Those of the stop button are a ``KeyboardInterrupt``, which ``except Exception`` lets pass; all others are an
+    ``Exception``.
+    """
+
+
+class DipUsageError(DdipError, UsageError):
     """The notebook shows its message alone, without a traceback of ours, as for IPython's own ``UsageError``."""
 
     def _render_traceback_(self) -> list[str]:
@@ -40,6 +52,25 @@ class NoGroup(DipUsageError, RuntimeError):
 
 class GroupError(DipUsageError, RuntimeError):
     """The group did not form, or a rank of it is gone or busy."""
+
+
+class RequestFailed(GroupError):
+    """Ranks did not do what ddip asked of them.
+
+    ``by_rank`` has what was raised before anybody was interrupted for it; ``late`` are those that took too long.
+    """
+
+    def __init__(self, message: str, by_rank: Mapping[int, RankError], late: Sequence[int] = ()) -> None:
+        self.by_rank = dict(sorted(by_rank.items()))
+        self.late = list(late)
+        super().__init__(message)
+
+
+class RequestInterrupted(DdipError, KeyboardInterrupt):
+    """The user interrupted what ddip itself did on ranks; the message says what became of it."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
 
 
 class TransferError(DipUsageError, RuntimeError):
@@ -116,7 +147,7 @@ def _summary(by_rank: Mapping[int, RankError]) -> str:
         if error.waited:
             waited.setdefault(error.waited, []).append(rank)
     parts += [
-        f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} waiting in {place}, and released"
+        f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} blocked in {place}, until ddip aborted it"
         for place, ranks in waited.items()
     ]
     if any(error.name == RANK_ENDED for error in by_rank.values()):
@@ -124,7 +155,7 @@ def _summary(by_rank: Mapping[int, RankError]) -> str:
     return "; ".join(parts)
 
 
-class CellError(RuntimeError):
+class CellError(DdipError, RuntimeError):
     """A cell failed on at least one rank; ``by_rank`` has what each of them raised."""
 
     in_tabs: Collection[int] = ()
@@ -150,7 +181,7 @@ class CellTimeout(CellError):
         return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
-class CellInterrupted(KeyboardInterrupt):
+class CellInterrupted(DdipError, KeyboardInterrupt):
     """The user interrupted a cell that ran on ranks; ``by_rank`` has what those that ended raised."""
 
     in_tabs: Collection[int] = ()
@@ -169,7 +200,7 @@ def _not_stopped(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
     return {rank: error for rank, error in by_rank.items() if error.name not in STOPPED}
 
 
-class LocalCellFailed(RuntimeError):
+class LocalCellFailed(DdipError, RuntimeError):
     """The notebook's own part of a cell failed; its traceback has been shown already."""
 
     def _render_traceback_(self) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 import ddip
-from ddip import warming
+from ddip.cluster import preload_client
 from ddip.errors import CellInterrupted, CellTimeout
 
 RANKS = 4
@@ -154,7 +154,7 @@ def main(cells: int = 500, seed: int | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # one that comes between two cells is void, as in a kernel
     shared_memory = Path("/dev/shm")
     files = set(shared_memory.iterdir()) if shared_memory.exists() else set()
-    with ddip.Group(RANKS, grace=0.1) as group:
+    with ddip.Group(RANKS, failure_grace=0.1) as group:
         soak, folder = Soak(group, seed), group.cluster.run_folder
         soak.prove()
         for work in WORK.values():  # what each of them imports and opens once
@@ -176,7 +176,7 @@ def main(cells: int = 500, seed: int | None = None) -> None:
     print(f"held before {before}\nheld after  {after}")
     for name, (descriptors, threads) in after.items():
         assert descriptors <= before[name][0] + 10 and threads <= before[name][1] + 5, f"{name} holds more"
-    warming.end()
+    preload_client.end()
     deadline = time.monotonic() + 10
     while any(_lives(process) for process in processes):
         assert time.monotonic() < deadline, processes

@@ -1,13 +1,7 @@
-"""What runs inside the engines.
-
-Nothing here imports the rest of ddip, and this file imports no torch: the notebook imports it to name what a rank shall
-do. ``call`` is the one door: every request of the notebook to a rank, on either channel, is a ``call``.
-"""
+"""What runs inside the engines; nothing here imports what runs in the notebook."""
 
 from __future__ import annotations
 
-import importlib
-import traceback
 from typing import Any
 
 
@@ -18,16 +12,3 @@ def namespace() -> dict[str, Any]:
     shell = get_ipython()
     assert shell is not None
     return shell.user_ns  # type: ignore[no-any-return]
-
-
-def call(target: str, *args: Any) -> dict[str, Any]:
-    """Run ``module.function`` of this package here.
-
-    Returns ``{"ok": result}``, or ``{"error": name, "message": text, "traceback": text}``: never an exception object,
-    since one that cannot be unpickled would be lost inside ipyparallel's client.
-    """
-    module, function = target.split(".")
-    try:
-        return {"ok": getattr(importlib.import_module(f"ddip.rank.{module}"), function)(*args)}
-    except Exception as error:
-        return {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}

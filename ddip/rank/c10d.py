@@ -9,6 +9,8 @@ import contextlib
 import gc
 import sys
 import threading
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ TABLES = (
 )
 """Of ``distributed_c10d._world``: what it knows of each group."""
 LOST = (
-    "this {name} was made in a group that is no more: the ranks have formed another since. Wrap its module again, such "
-    "as model = DDP(model.module); the parameters are as they were"
+    "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Wrap its "
+    "module again, such as model = DDP(model.module); the parameters are unchanged"
 )
 
 
@@ -47,19 +49,43 @@ def subgroups() -> int:
     return max(0, len(distributed_c10d._world.pg_names) - 1)
 
 
-def counts() -> dict[str, tuple[int, int]]:
-    """How many collectives this rank has begun so far, by group and device, and the size of the group.
+def groups() -> dict[dist.ProcessGroup, str]:
+    """All groups that this rank is in, and their names, which are the same on all ranks."""
+    return dict(distributed_c10d._world.pg_names) if dist.is_initialized() else {}
+
+
+def counting_backends(group: dist.ProcessGroup) -> tuple[list[str], list[Any]]:
+    """The backends of `group` that count what is begun, each with the first device that it is for.
 
     There is no public count.
     """
-    found = {}
-    if dist.is_initialized():
-        for group, name in list(distributed_c10d._world.pg_names.items()):
-            for device in group._device_types:
-                with contextlib.suppress(RuntimeError):  # a backend that does not count
-                    backend: Any = group._get_backend(device)
-                    found[f"{name} {device.type}"] = backend._get_sequence_number_for_group(), group.size()
-    return found
+    devices, backends = [], []
+    for device in sorted(group._device_types, key=str):
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            backend: Any = group._get_backend(device)
+            backend._get_sequence_number_for_group()
+            if backend not in backends:
+                devices.append(device.type)
+                backends.append(backend)
+    return devices, backends
+
+
+def wrap_set_up(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrap(f)`` in place of the function that sets up each group, but those that are split from another.
+
+    Its first arguments: size, this rank in the group, ranks (none for the default group), backend, store, name.
+    """
+    distributed_c10d._new_process_group_helper = wrap(distributed_c10d._new_process_group_helper)
+
+
+def groups_made() -> int:
+    """How many groups this rank has made: the next group's name is made of it, so it must be the same on all ranks."""
+    return int(distributed_c10d._world.group_count)
+
+
+def set_groups_made(count: int) -> None:
+    """Other ranks have made so many."""
+    distributed_c10d._world.group_count = max(count, distributed_c10d._world.group_count)
 
 
 def abort() -> None:
@@ -70,7 +96,7 @@ def abort() -> None:
     if not dist.is_initialized():
         return
     backends = []
-    for group in list(distributed_c10d._world.pg_names):
+    for group in groups():
         for device in group._device_types:
             with contextlib.suppress(RuntimeError):
                 backend = group._get_backend(device)
@@ -130,6 +156,16 @@ def drop(wrapper: torch.nn.Module) -> None:
         wrapper.__dict__.pop(name, None)
 
 
+def set_timeout(timeout: timedelta) -> None:
+    """Of the default group and its store, from here on.
+
+    ``set_timeout`` is public in torch 2.15; before that it was a private function.
+    """
+    change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change(timeout, world())
+    store().set_timeout(timeout)
+
+
 def store() -> Any:
     """Through which the group was formed; there is no public way to it."""
     return distributed_c10d._get_default_store()
@@ -142,10 +178,9 @@ def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
 def is_broken_connection(error: BaseException) -> bool:
     """Is `error` what a collective raises whose connections were shut down, or whose communicator was aborted?
 
-    gloo raises a bare RuntimeError; its text begins with the place in its source.
+    gloo raises a bare RuntimeError; its text begins with the place in its source. No `__str__` is asked, which may be
+    a user's.
     """
     kinds = tuple(getattr(dist, name) for name in ("DistError",) if hasattr(dist, name))
-    text = str(error)
-    return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and any(word in text for word in ("gloo/transport", "NCCL"))
-    )
+    text = " ".join(part for part in error.args if isinstance(part, str)) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, kinds) or any(word in text for word in ("gloo/transport", "NCCL"))

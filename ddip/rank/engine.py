@@ -63,12 +63,15 @@ def main() -> None:
     gc.disable()  # imports make no garbage worth a collection
     import torch.distributed  # noqa: F401
 
-    from ddip.rank import dump
-    from ddip.rank.kernel import RankEngine
+    from ddip.protocol import dump
+    from ddip.rank import needed  # noqa: F401
+    from ddip.rank.engine_app import RankEngine
 
     gc.enable()
     dump.listen(run_folder, os.getpid())
-    faulthandler.enable(os.dup(2))  # a crash tells in the log where it was; ipykernel puts a pipe in place of 2
+    log = os.fdopen(os.dup(2), "w")  # ipykernel puts a pipe in place of 2
+    faulthandler.enable(log)  # a crash tells in the log where it was
+    RankEngine.start_log = log
     code: object = 1
     try:
         RankEngine.launch_instance(sys.argv[1:])
@@ -78,7 +81,3 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
     _leave(code if isinstance(code, int) else 0 if code is None else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,10 @@ from typing import Any
 import threadpoolctl
 import torch
 from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import ExecutionResult
+
+from ddip.protocol.on_rank import VERSION
+from ddip.protocol.reports import Figures, GpuFigures, Hello
 
 ANSWER_LEAVES_WITHIN = 0.02
 """Seconds after which a cell's last message has left this process: the collection holds the GIL, so it must not begin
@@ -31,6 +35,8 @@ class Cells:
         self.threads: int | None = None
         """To be shared out at the next cell: OpenMP counts for each thread, so the main thread must do it."""
         self.collections = 0
+        self.doing = ""
+        """What ddip has asked for, while that is done."""
         self.seconds: float | None = None
         self._started: float | None = None
         self._pending: asyncio.TimerHandle | None = None
@@ -41,15 +47,28 @@ class Cells:
     def busy(self) -> bool:
         return self._started is not None
 
+    @property
+    def busy_for(self) -> float | None:
+        """Seconds since the cell that runs, or what ddip has asked for, has begun."""
+        started = self._started
+        return None if started is None else time.perf_counter() - started
+
+    def begin_request(self, doing: str) -> None:
+        """What ddip has asked for begins."""
+        self.doing, self._started = doing, time.perf_counter()
+
+    def end_request(self) -> None:
+        self.doing, self._started = "", None
+
     def begin(self) -> None:
         if self._pending:
             self._pending.cancel()
         if self._error is not None:  # the memory of the failed cell may be needed
             self.tidy()
         self._started = time.perf_counter()
-        if self.threads is not None:
-            _set_threads(self.threads)
-            self.threads = None
+        threads, self.threads = self.threads, None
+        if threads is not None:
+            _set_threads(threads)
 
     def end(self, error: BaseException | None) -> None:
         if self._started is not None:
@@ -60,9 +79,9 @@ class Cells:
 
     def tidy(self) -> None:
         """What is done when the cell's answer has left, or at the latest before the next."""
-        if self._error is not None:
-            _let_go(self._error)
-            self._error = None
+        error, self._error = self._error, None
+        if error is not None:
+            _let_go(error)
         if self.collect:
             gc.collect()
             if torch.cuda.is_initialized():
@@ -75,8 +94,17 @@ def _set_threads(count: int) -> None:
     """What `OMP_NUM_THREADS` does at the start of a process."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(count)  # for what a cell starts
-    threadpoolctl.threadpool_limits(count)
+    with contextlib.suppress(Exception):  # no descriptor is left to look which libraries there are, or no open()
+        threadpoolctl.threadpool_limits(count)
     torch.set_num_threads(count)
+
+
+def attribute_of(error: BaseException, name: str, default: Any = None) -> Any:
+    """An attribute of an exception whose class may do anything with attributes; `default` if it cannot be had."""
+    try:
+        return BaseException.__getattribute__(error, name)
+    except Exception:
+        return default
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -87,17 +115,22 @@ def _let_go(error: BaseException | None) -> None:
     use on a rank; ``%tb`` goes with them.
     """
     known: set[int] = set()
-    while error is not None and id(error) not in known:
-        known.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    errors = [error]
+    while errors:
+        link = errors.pop()
+        if link is not None and id(link) not in known:
+            known.add(id(link))
+            traceback.clear_frames(attribute_of(link, "__traceback__"))
+            errors += [attribute_of(link, "__cause__"), attribute_of(link, "__context__")]
+            errors += attribute_of(link, "exceptions", ())  # of a group
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
             delattr(sys, name)
     shell = get_ipython()
     if shell is not None:
-        shell.last_execution_result = None
+        shell.last_execution_result = ExecutionResult(None)  # %xdel looks at its result
         shell.InteractiveTB.tb = None
+        shell.forget()  # type: ignore[attr-defined]
 
 
 cells = Cells()
@@ -108,7 +141,7 @@ def set_collect(collect: bool) -> None:
     cells.collect = collect
 
 
-def hello() -> dict[str, Any]:
+def hello() -> Hello:
     """This process, and what its torch can do."""
     import torch.distributed as dist
 
@@ -116,6 +149,7 @@ def hello() -> dict[str, Any]:
         return bool(getattr(dist, f"is_{backend}_available", lambda: True)())
 
     return {
+        "version": VERSION,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "torch": torch.__version__,
@@ -124,18 +158,21 @@ def hello() -> dict[str, Any]:
     }
 
 
-def _resident() -> int:
-    """Memory of this process, bytes."""
+def _resident() -> int | None:
+    """Memory of this process, bytes; None if it has no descriptor left to look with."""
     if sys.platform == "linux":
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        try:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return None
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
-def figures() -> dict[str, Any]:
+def figures() -> Figures:
     """Memory (bytes), state and seconds of the last cell; safe while a cell runs."""
-    gpu = None
+    gpu: GpuFigures | None = None
     if cells.device.type == "cuda":  # named, since each thread has a current device of its own
         gpu = {
             "allocated": torch.cuda.memory_allocated(cells.device),
@@ -146,6 +183,8 @@ def figures() -> dict[str, Any]:
         "memory": _resident(),
         "gpu": gpu,
         "busy": cells.busy,
+        "busy_for": cells.busy_for,
+        "doing": cells.doing,
         "seconds": cells.seconds,
         "collections": cells.collections,
     }

@@ -10,29 +10,31 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from ipykernel.zmqshell import ZMQInteractiveShell
-from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from IPython.core.error import StdinNotImplementedError
 from traitlets import Type
 
-from ddip.rank import call
+from ddip.protocol.remote import call
+from ddip.protocol.text import packing
+from ddip.rank import imports, tracebacks
+from ddip.rank.aside import Aside
 from ddip.rank.housekeeping import cells
-from ddip.rank.streams import RankDisplay, RankStream, threads_belong_to_their_cells
+from ddip.rank.report import of_the_cell
+from ddip.rank.shell import RankShell
+from ddip.rank.stacks import is_users
+from ddip.rank.streams import RankStream, threads_belong_to_their_cells
 
-POLL_SECONDS = 0.005
 AGAIN_SECONDS = 0.02
 """After which an interrupt is tried again that came where it would have been lost."""
 NOBODY_TYPES = (
-    "nobody can type into a rank; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the answer"
+    "stdin is not available on ranks; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the "
+    "answer"
 )
 
 
@@ -47,22 +49,6 @@ class _NoShellThread:
 
     def __bool__(self) -> bool:
         return False
-
-
-def _end_cell() -> NoReturn:
-    """What ``exit`` and ``quit`` call: they end the cell, as ``sys.exit()`` does, and not the rank."""
-    raise SystemExit
-
-
-def _is_users(frame: FrameType | None) -> bool:
-    """Does a cell's own code run in `frame`? IPython's hooks and Python's finalizers let no exception through."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return False
-        if frame.f_code.co_name == "run_code":
-            return True
-        frame = frame.f_back
-    return False
 
 
 class _OfACell:
@@ -81,27 +67,12 @@ class _OfACell:
         try:
             self._stream.flush()
         except Exception:
-            if _is_users(sys._getframe()):
+            if is_users(sys._getframe()):
                 raise
 
 
-class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
-    """Knows when a cell raised: to tell it, with its frames, takes longer on one rank than on another."""
-
-    display_pub_class = Type(RankDisplay)
-    raised_at = 0.0
-    """On ``time.time``."""
-
-    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        self.raised_at = self.raised_at or time.time()
-        super().showtraceback(*args, **kwargs)
-
-
-RankShell.__name__ = ZMQInteractiveShell.__name__  # by which rich, fastprogress and others tell that this is a notebook
-
-
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
-    """One per engine."""
+    """Serves the requests of the notebook to one rank."""
 
     control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
@@ -111,10 +82,12 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         super().__init__(**kwargs)
         if getattr(self, "shell_channel_thread", None) is None:
             self.shell_channel_thread = _NoShellThread()
-        self.shell.ask_exit = _end_cell
+        self.session.pack = packing(self.session.pack)
+        self._aside: Aside | None = None
         threads_belong_to_their_cells()
         self._cell: str | None = None
         self._aimed_at: str | None = None
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._interrupt_again
         gc.freeze()  # what was imported until here is never garbage: collections after cells skip it
 
     # An interrupt ends what a cell does, and only that: in ipykernel's own code, before the cell or after it, it would
@@ -130,13 +103,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         assert isinstance(self._streams[0], RankStream)
         self._interruptible = False
         self._interrupted = False
+        self._patience = imports.Patience()
         self._aimed_at = None  # the last cell may have ignored the signal that came with it
         self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
 
     def post_handler_hook(self) -> None:
         """After it; what comes next flushes the streams."""
         super().post_handler_hook()
-        self._mend_streams()
+        self.mend_streams()
 
     def _is_too_late(self) -> bool:
         """Was the signal that has come meant for a cell that has ended meanwhile?"""
@@ -148,11 +122,24 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             return
         if not self._interruptible:
             self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
-        elif self._cell is None or _is_users(frame):
+        elif self._cell is None:
             raise KeyboardInterrupt
-        else:  # here it would be swallowed, and the cell go on
-            control = self.control_thread.io_loop
-            control.add_callback(control.call_later, AGAIN_SECONDS, self._aim, self._cell)
+        elif not is_users(frame) or self._patience.waits(frame):  # it would be swallowed, or do harm
+            self._aim_again()
+        else:
+            raise imports.interrupt(frame)
+
+    def _aim_again(self) -> None:
+        """Interrupt the cell once more, a moment later."""
+        control = self.control_thread.io_loop
+        control.add_callback(control.call_later, AGAIN_SECONDS, self._aim, self._cell)
+
+    def _interrupt_again(self, unraisable: Any) -> None:
+        """Python's hook for what no code can catch: a callback of ``os.fork`` has swallowed an interrupt."""
+        if unraisable.exc_type is KeyboardInterrupt and self._cell is not None:
+            self._aim_again()
+        else:
+            self._unraisable(unraisable)
 
     @contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
@@ -163,16 +150,19 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             def interrupt(number: int, frame: FrameType | None) -> None:
                 if self._is_too_late():
                     return
-                if _is_users(frame):
-                    raise KeyboardInterrupt
-                cancel(number, frame)
+                if not is_users(frame):
+                    cancel(number, frame)
+                elif self._patience.waits(frame):
+                    self._aim_again()
+                else:
+                    raise imports.interrupt(frame)
 
             signal.signal(signal.SIGINT, interrupt)
             yield
 
-    def _aim(self, cell: str) -> None:
+    def _aim(self, cell: str | None) -> None:
         """Send an interrupt to `cell`, if it still runs."""
-        if self._cell == cell:
+        if cell is not None and self._cell == cell:
             self._aimed_at = cell
             self._signal(signal.SIGINT)
 
@@ -188,6 +178,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell; never fails. The reply says what became of the group, and what was raised, as text."""
+        try:
+            return await self._execute(code, silent, *args, **kwargs)
+        except Exception as error:  # ddip's own steps: memory or descriptors may have run out; an answer must leave
+            if cells.busy:
+                cells.end(error)
+            return self._error_reply("execute", error)
+
+    async def _execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if not silent:
             asked = self.get_parent("shell")["content"].get("ddip", {})
             self._number_cell(asked.get("number"))
@@ -195,37 +193,52 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             for stream in self._streams:
                 stream.begin_cell(header, asked.get("limit", sys.maxsize))
             cells.begin()
-            call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
             call("process_group.begin_cell")
-        self.shell.last_execution_result = None
-        self.shell.raised_at = 0.0
+            call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+        self.shell.begin_cell()
+        self._aside = self._aside or Aside(self.parent.end, self._say)
         self._cell = self._message()
         try:
             try:
+                self._aside.give_back()
                 self._begin()
                 reply = await super().do_execute(code, silent, *args, **kwargs)
+                if reply["status"] == "error" and self.shell.raised is None:  # what the cell ends with cannot be shown
+                    told = self.shell.told_of(None)
+                    reply.update({} if told is None else {"ename": told.name, "evalue": told.message})
             finally:
                 self._interruptible = False
+                signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set its own
+                self._aside.put()
                 self.aborted.discard(self._cell)
                 self._cell = None
-        except (Exception, KeyboardInterrupt) as error:
-            raised = self._raised()
+        except GeneratorExit:  # the loop is no more
+            raise
+        except BaseException as error:
+            raised = self.shell.raised
             reply = self._error_reply("execute", error if raised is None else raised)
         if silent:
             return reply  # type: ignore[no-any-return]
-        self._mend_streams()
-        report = call("process_group.report").get("ok") or {"released": False, "state": "none"}
-        report["at"] = self.shell.raised_at or time.time()
-        raised = self._raised()
-        if raised is not None:
-            report["waited"] = call("process_group.waited_in", raised).get("ok", "")
+        self.mend_streams()
+        report, raised = of_the_cell(self.shell), self.shell.raised
         cells.end(raised)
+        if raised is None:
+            self.shell.begin_cell()
         del raised
-        report["seconds"] = cells.seconds
+        report["seconds"] = cells.seconds or 0.0
         for stream in self._streams:
             stream.end_cell(header)
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}
+
+    def _say(self, text: str) -> None:
+        """Tell the user, as output of the cell that ended last; may be called by a handler of a signal."""
+        self.io_loop.add_callback_from_signal(lambda: self._streams[1].write(f"ddip: {text}\n"))
+
+    def do_shutdown(self, restart: bool) -> dict[str, Any]:
+        """The controller ends this engine."""
+        self.parent.is_over = True
+        return super().do_shutdown(restart)  # type: ignore[no-any-return]
 
     def _number_cell(self, number: int | None) -> None:
         """Count cells as the notebook does: tracebacks and results then name the cell that the user sees."""
@@ -235,34 +248,24 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             if isinstance(typed, list):
                 typed.extend([""] * (number - len(typed)))
 
-    def _raised(self) -> BaseException | None:
-        """What the cell raised."""
-        result = self.shell.last_execution_result
-        if result is None:
-            return None
-        before: BaseException | None = result.error_before_exec
-        return before if before is not None else result.error_in_exec
-
     def _error_reply(self, method: str, error: BaseException) -> dict[str, Any]:
         """For an `error` that IPython has not made a reply of."""
-        try:
-            text = str(error)
-        except Exception as why:
-            text = f"(it has no text: its __str__ raised {type(why).__name__})"
+        told = self.shell.told_of(error) or tracebacks.tell(error, None)
         return {
             "status": "error",
-            "ename": type(error).__name__,
-            "evalue": text,
-            "traceback": [],
+            "ename": told.name,
+            "evalue": told.message,
+            "traceback": told.traceback,
             "execution_count": self.execution_count,
             "engine_info": self.get_engine_info(method=method),
         }
 
-    def _mend_streams(self) -> None:
+    def mend_streams(self) -> None:
         """Put back a stream that a cell has broken: ipykernel flushes it before it sends the reply, and after that."""
         for name, ours in zip(("stdout", "stderr"), self._streams, strict=True):
             left = getattr(sys, name)
-            if isinstance(left, _OfACell) or (left is ours and not vars(ours).keys() & {"write", "flush"}):
+            known = isinstance(left, _OfACell) and not getattr(left, "closed", False)
+            if known or (left is ours and not vars(ours).keys() & {"write", "flush"}):
                 continue  # as it was; to try it would cost a turn of the output thread
             try:
                 left.write("")
@@ -287,27 +290,40 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         raise StdinNotImplementedError(NOBODY_TYPES)
 
     def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
-        """Call a function; never fails."""
+        """Call a function; never fails. What ddip has sent is interrupted as a cell is, in what it calls only."""
+        doing = self.get_parent("shell")["metadata"].get("doing")
+        if doing is not None:
+            self._cell = self._message()
+            cells.begin_request(doing)
         try:
             try:
                 self._begin()
                 return super().do_apply(content, bufs, msg_id, reply_metadata)  # type: ignore[no-any-return]
             finally:
                 self._interruptible = False
-        except (Exception, KeyboardInterrupt) as error:
+                self.aborted.discard(msg_id)
+                self._cell = None
+                cells.end_request()
+        except BaseException as error:
             return self._error_reply("apply", error), []
 
     def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Answer a ``ddip.rank.call`` from the control thread."""
+        """Answer a ``call`` (``protocol/remote.py``) from the control thread."""
         content = parent["content"]
         reply = {"status": "ok", **call(content["target"], *content["args"])}
         self.session.send(stream, "ddip_reply", reply, parent, ident=ident)
 
     def ddip_interrupt(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Interrupt one cell, by the id of its request, whether it runs or is still on its way; and no other."""
-        self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
+        """Interrupt one cell or call, by the id of its request, also when it is still on its way; and no other.
+
+        None: the one that runs, if one does.
+        """
         cell = parent["content"]["cell"]
-        self.aborted.add(cell)
+        if cell is None:
+            cell = self._cell  # before the answer: whoever waits for that may send a cell then
+        else:
+            self.aborted.add(cell)
+        self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
         self._aim(cell)
 
     def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
@@ -319,43 +335,3 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _signal(self, number: int) -> None:
         os.kill(os.getpid(), number)
         self.io_loop.add_callback(lambda: None)  # wakes a cell that awaits: ipykernel's handler alone does not
-
-
-class RankEngine(app.IPEngine):  # type: ignore[misc]
-    """ipyparallel's engine with a `RankKernel`."""
-
-    out_stream_factory = Type(RankStream)
-
-    def initialize(self, argv: list[str] | None = None) -> None:
-        app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
-        super().initialize(argv)
-
-    def find_connection_file(self) -> None:
-        """Wait for the controller's file, and look more often than ipyparallel does."""
-        super().find_connection_file()
-        deadline = time.monotonic() + self.wait_for_url_file
-        while not Path(self.url_file).exists() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-
-    def init_signal(self) -> None:
-        """Let SIGTERM end what a cell forks, as it ends any process: ipyparallel's handler would only wake it up."""
-        super().init_signal()
-        masks: list[set[signal.Signals]] = []  # one for each fork under way
-
-        def before() -> None:  # a SIGTERM for the child shall wait until it has no handler
-            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))  # type: ignore[arg-type]
-
-        def in_parent() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
-
-        def in_child() -> None:
-            if signal.getsignal(signal.SIGTERM) == self._signal_stop:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            in_parent()
-
-        os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
-
-    async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:
-        """Tell the Hub when every socket is connected; ipyparallel's waits for a heartbeat."""
-        await super().complete_registration(msg, connect, maybe_tunnel)
-        self.session.send(self.registrar, "ready_request", content={"uuid": self.ident})

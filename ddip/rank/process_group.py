@@ -10,53 +10,104 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import setproctitle
 import torch
 import torch.distributed as dist
 
-from ddip.rank import c10d, namespace, sockets, stacks
+from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec
+from ddip.protocol.reports import CellReport, Ends
+from ddip.rank import c10d, collectives, descriptors, namespace, setup, sockets, stacks, stores
 from ddip.rank.housekeeping import cells
-from ddip.rank.seat import Seat
-from ddip.rank.sockets import Ends
 
+CHECK = """
+import os, threading, torch, torch.distributed as dist
+room = torch.empty(1 << 26, dtype=torch.uint8)
+thread = threading.Thread(target=os.getpid)
+thread.start()
+thread.join()
+total = torch.ones(1, device=device, dtype=torch.float32)
+dist.all_reduce(total)
+total, size = total.item(), dist.get_world_size()
+"""
 _seated = False
 _store = ""
 """Of the group that was formed last; it names that group."""
 _formed: dist.ProcessGroup | None = None
 _released = False
-_counts: dict[str, tuple[int, int]] = {}
-"""Collectives until the cell began, and the size of the group, by group."""
+_standing: dict[str, Any] = {}
+"""The variables that a cell may use."""
 
 
-def join(seat: Seat) -> None:
-    """Take the `seat`: environment, threads, device, the group itself, and the variables that a cell may use.
+def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
+    """Take the `rank_spec`: environment, threads, device, the group itself, and the variables that a cell may use.
 
-    Blocks until all ``seat.world_size`` ranks have joined.
+    Blocks until all ``rank_spec.world_size`` ranks have joined. Returns the connections that were made meanwhile, and
+    the ports at which those of other ranks came in.
     """
     global _seated, _store, _formed, _released
-    _store, _released = seat.store, False
-    os.environ.update(seat.environment)
-    if seat.interface:
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", seat.interface)
-    if not _seated:
-        os.chdir(seat.directory)
-        sys.path[:] = seat.path
+    _store, _released = rank_spec.store, False
+    os.environ.update(rank_spec.environment)
+    if rank_spec.interface:  # whatever the notebook, or a cell, has set
+        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, rank_spec.interface))
+    first, _seated = not _seated, True
+    if first:
+        os.chdir(rank_spec.directory)
         sys.argv[:] = [""]
-        _seated = True
-    cells.threads = seat.threads
-    cells.collect = seat.collect
-    device = cells.device = torch.device(seat.device)
+        collectives.watch()
+        setup.watch()
+        stores.watch(lambda: _released)
+    cells.threads = rank_spec.threads
+    cells.collect = rank_spec.collect
+    device = cells.device = torch.device(rank_spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        seat.backend, init_method=f"file://{seat.store}", rank=seat.rank, world_size=seat.world_size
-    )
+    try:
+        with descriptors.spare(descriptors.of_a_group(rank_spec.world_size)):
+            connections = _form(rank_spec)
+    finally:
+        if first:  # not before: what torch imports to form its first group is not taken from the notebook's folder
+            sys.path[:] = rank_spec.path
+    c10d.set_groups_made(rank_spec.groups)
     _formed = c10d.world()
-    setproctitle.setproctitle(f"ddip rank {seat.rank} of {seat.world_size} ({seat.notebook})")
-    namespace().update(rank=seat.rank, world_size=seat.world_size, device=device)
+    if _formed is None or _formed.size() != rank_spec.world_size:
+        raise RuntimeError("init_process_group has formed no group of all ranks; something has taken its place")
+    setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
+    _standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
+    namespace().update(_standing)
+    return connections
+
+
+def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
+    """Form the group; returns what `join` does."""
+    before = set(sockets.connections())
+    dist.init_process_group(
+        rank_spec.backend,
+        init_method=f"file://{rank_spec.store}",
+        rank=rank_spec.rank,
+        world_size=rank_spec.world_size,
+        timeout=timedelta(seconds=rank_spec.seconds) if rank_spec.backend == dist.Backend.GLOO else None,
+    )
+    if rank_spec.backend == dist.Backend.GLOO:
+        c10d.set_timeout(dist.default_pg_timeout)
+    return [ends for ends in sockets.connections() if ends not in before], list(setup.ports())
+
+
+def begin_cell() -> None:
+    """Put back what is missing of the names that a cell may use: ``%reset -f`` has taken them away."""
+    names = namespace()
+    for name, value in _standing.items():
+        names.setdefault(name, value)
+
+
+def check() -> None:
+    """Use the group once, as a cell does, with some memory and a thread; raises if this rank cannot."""
+    names: dict[str, Any] = {"device": cells.device}
+    exec(CHECK, names)
+    if names["total"] != names["size"]:
+        raise RuntimeError(f"the sum of one from each of {names['size']} ranks is {names['total']:g}")
 
 
 def adopt() -> bool:
@@ -72,7 +123,9 @@ def release(store: str, connections: list[Ends]) -> None:
     if store == _store:  # else this comes too late: the rank was held up in C code, and has joined another group since
         _released = True
         try:
-            sockets.shut_down(connections)
+            with descriptors.spare(1):
+                sockets.shut_down(connections, setup.ports())
+                setup.free()
         finally:
             c10d.abort()
 
@@ -89,27 +142,30 @@ def leave() -> int:
     return going
 
 
-def begin_cell() -> None:
-    """Remember what must be known when the cell has ended."""
-    global _counts
-    _counts = c10d.counts()
-
-
-def report() -> dict[str, Any]:
+def report() -> CellReport:
     """What became of the group in the cell that has just ended.
 
     ``released``: whether the notebook has released it. ``state``: ``ours`` if it is the group that this rank has
     joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this rank's place in it.
-    ``counts``: collectives that the cell began, and the size of the group, by group.
+    ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many groups it has made.
     """
     now = c10d.world()
-    told: dict[str, Any] = {"released": _released, "state": "none"}
+    told: CellReport = {"released": _released, "state": "none"}
     if now is None:
         return told
     if now is not _formed:
         return {**told, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
-    counts = {name: (n - _counts.get(name, (0, 0))[0], size) for name, (n, size) in c10d.counts().items()}
-    return {**told, "state": "ours", "counts": counts}
+    return {**told, "state": "ours", "begun": collectives.begun(), "groups": c10d.groups_made()}
+
+
+def is_released(error: BaseException) -> bool:
+    """Is `error` what a collective raised since the notebook has released this rank?"""
+    return _released and c10d.is_broken_connection(error)
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Is `error` what a collective raises that has lost another rank?"""
+    return c10d.is_broken_connection(error)
 
 
 def waited_in(error: BaseException) -> str:

@@ -1,29 +1,76 @@
-"""The TCP connections of this process, found among its file descriptors; a rank's group talks through some of them."""
+"""The TCP sockets of this process, found among its file descriptors; a rank's group talks through some of them."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+import struct
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
 
-Ends: TypeAlias = tuple[Any, ...]
-"""Host and port of this end, host and port of the other."""
+from ddip.protocol.reports import Ends
+
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+"""Of Linux; Python has no names for them."""
+REJECT = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A program of the classic Berkeley packet filter: ``ret 0``, take no packet."""
 
 
-def _connected() -> Iterator[tuple[socket.socket, Ends]]:
-    """Each connected TCP socket, as a duplicate to be used before the next is asked for."""
+def _tcp() -> Iterator[tuple[int, socket.socket]]:
+    """Each TCP socket: its descriptor, and a duplicate to be used before the next is asked for."""
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for name in os.listdir(folder):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             ours = socket.socket(fileno=os.dup(int(name)))
             with ours:
                 if ours.type == socket.SOCK_STREAM and ours.family in (socket.AF_INET, socket.AF_INET6):
-                    yield ours, (*ours.getsockname()[:2], *ours.getpeername()[:2])
+                    yield int(name), ours
+
+
+def _connected() -> Iterator[tuple[socket.socket, Ends]]:
+    """Each connected TCP socket, as a duplicate to be used before the next is asked for."""
+    for _, ours in _tcp():
+        with contextlib.suppress(OSError):  # not connected
+            yield ours, (*ours.getsockname()[:2], *ours.getpeername()[:2])
+
+
+def listeners() -> dict[int, tuple[Any, ...]]:
+    """Host and port of each socket that listens, by its descriptor."""
+    return {
+        number: ours.getsockname()[:2]
+        for number, ours in _tcp()
+        if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def fence(numbers: Collection[int]) -> None:
+    """Have the system drop whatever comes to these sockets that listen: nobody can connect from now on.
+
+    Connections that are there do not notice, and the descriptors stay as they are: gloo neither stops to listen when it
+    has all its connections, nor bears that anybody else closes the socket. Only Linux can do it.
+    """
+    if sys.platform != "linux":
+        return
+    program = ctypes.create_string_buffer(REJECT, len(REJECT))
+    request = struct.pack("@HP", 1, ctypes.addressof(program))  # struct sock_fprog
+    for number, ours in _tcp():
+        if number in numbers:
+            with contextlib.suppress(OSError):  # a kernel without such filters: it goes on listening
+                ours.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, request)
+
+
+def open_again(numbers: Collection[int]) -> None:
+    """Take away what `fence` has done to these sockets."""
+    for number, ours in _tcp():
+        if number in numbers and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # there is none
+                ours.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 def connections() -> list[Ends]:
@@ -31,15 +78,15 @@ def connections() -> list[Ends]:
     return [ends for _, ends in _connected()]
 
 
-def shut_down(connections: list[Ends]) -> int:
-    """Shut down those of this process's `connections`: whoever waits on one of them is told at once; returns how many.
+def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
+    """Shut down those of this process's `connections`, and all that came in at its `ports`; returns how many.
 
-    Their descriptors stay open, for those who own them to close.
+    Whoever waits on one of them is told at once. Their descriptors stay open, for those who own them to close.
     """
     wanted = {tuple(ends) for ends in connections}
     found = 0
     for connection, ends in _connected():
-        if ends in wanted:
+        if ends in wanted or ends[1] in ports:
             with contextlib.suppress(OSError):  # the other end was quicker
                 connection.shutdown(socket.SHUT_RDWR)
             found += 1

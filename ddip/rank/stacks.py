@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import selectors
 import sys
 import threading
 import time
@@ -14,8 +15,11 @@ from typing import Any, TypeAlias
 
 from IPython.core.getipython import get_ipython
 
-from ddip.rank.housekeeping import cells
-from ddip.rank.place import Place, Stack
+from ddip.protocol.location import Stack, StackLocation
+from ddip.protocol.remote import call
+from ddip.rank import stores
+from ddip.rank.housekeeping import attribute_of, cells
+from ddip.rank.imports import library_in
 
 OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
 """Parts of the paths of files in which only the engine's own threads are."""
@@ -34,17 +38,59 @@ def _frames(ident: int | None) -> list[FrameType]:
 
 
 def _cell_frames() -> list[FrameType]:
-    """Frames of the main thread, the innermost first, without those of IPython that run the cell."""
+    """Frames of the main thread, the innermost first, without those that run the cell, or what ddip has asked for.
+
+    Nor those in which it waits in a store: they go on all the time.
+    """
     frames = _frames(threading.main_thread().ident)
-    outermost = max((i for i, frame in enumerate(frames) if frame.f_code.co_name == "run_code"), default=0)
+    while frames and frames[0].f_code.co_filename == stores.__file__:
+        frames.pop(0)
+    outermost = max(
+        (i for i, frame in enumerate(frames) if frame.f_code.co_name == "run_code" or frame.f_code == call.__code__),
+        default=0,
+    )
     return frames[:outermost]
 
 
-def _cell_number(code: CodeType) -> int | None:
-    """Number of the cell in which `code` was typed."""
+def cell_files() -> dict[str, int]:
+    """Numbers of cells, by the names that their code has for its file."""
     shell = get_ipython()
-    names: dict[str, int] = getattr(shell.compile, "_filename_map", {}) if shell else {}
-    return names.get(code.co_filename)
+    return getattr(shell.compile, "_filename_map", {}) if shell else {}
+
+
+def cell_number(code: CodeType) -> int | None:
+    """Number of the cell in which `code` was typed."""
+    return cell_files().get(code.co_filename)
+
+
+def is_users(frame: FrameType | None) -> bool:
+    """Does a cell's own code run in `frame`, or what ddip was asked to do?
+
+    Not in IPython's hooks, nor in Python's finalizers, which let no exception through, nor while a traceback is told,
+    which must not be torn.
+    """
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "__del__" or (name == "showtraceback" and frame.f_globals.get("__name__") == "ddip.rank.shell"):
+            return False
+        if name == "run_code":
+            return True
+        if frame.f_code == call.__code__:  # what a cell begins and ends with is none of the user's
+            return frame.f_back is None or frame.f_back.f_code.co_name != "do_execute"
+        frame = frame.f_back
+    return False
+
+
+def phase() -> str:
+    """What the main thread does: the ``code`` of a cell, is it ``ending`` one, or ``idle``?
+
+    What an interrupt waits for (``imports.py``) is on its way to its end, too.
+    """
+    frames = _frames(threading.main_thread().ident)
+    if is_users(frames[0]) and not library_in(frames[0]):
+        return "code"
+    waits = frames[0].f_code.co_filename == selectors.__file__
+    return "idle" if waits and not cells.busy else "ending"
 
 
 def _name(code: CodeType) -> str:
@@ -55,33 +101,38 @@ def _name(code: CodeType) -> str:
     return "" if name.startswith(("_", "<")) or name in ("wrapper", "inner", "decorate_context") else name
 
 
-def _place(lines: Sequence[Line]) -> Place:
+def _place(lines: Sequence[Line]) -> StackLocation:
     """Of a stack, the innermost line first."""
-    mine = next((i for i, (code, _) in enumerate(lines) if _cell_number(code) is not None), None)
+    mine = next((i for i, (code, _) in enumerate(lines) if cell_number(code) is not None), None)
     function = next(filter(None, (_name(code) for code, _ in lines[:mine])), "")
     inner = ""
     if lines:
         code, number = lines[0]
         inner = f"{code.co_filename.rpartition('/')[2]}:{number} in {code.co_name}"
     if mine is None:
-        return Place(function=function, inner=inner)
+        return StackLocation(function=function, inner=inner)
     code, number = lines[mine]
     source = linecache.getline(code.co_filename, number).strip()
-    return Place(function, _cell_number(code), number, source, inner)
+    return StackLocation(function, cell_number(code), number, source, inner)
 
 
-def place_of(error: BaseException) -> Place:
+def place_of(error: BaseException) -> StackLocation:
     """Where `error` was raised."""
-    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(attribute_of(error, "__traceback__"))]
     return _place(lines[::-1])
 
 
-def _here(frames: Sequence[FrameType]) -> Place:
-    return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else Place(state="idle")
+def place_of_line(code: CodeType, number: int) -> StackLocation:
+    """Of a line of a cell."""
+    return _place([(code, number)])
+
+
+def _here(frames: Sequence[FrameType]) -> StackLocation:
+    return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else StackLocation(state="idle")
 
 
 def here() -> dict[str, Any]:
-    """The `Place` of the main thread, as a dict."""
+    """The `StackLocation` of the main thread, as a dict."""
     return asdict(_here(_cell_frames()))
 
 
@@ -116,7 +167,7 @@ def _text(frames: list[FrameType]) -> str:
     lines = []
     for frame in reversed(frames):
         (text,) = traceback.format_list(traceback.extract_stack(frame, limit=1))
-        number = _cell_number(frame.f_code)
+        number = cell_number(frame.f_code)
         if number is not None:
             text = text.replace(f'File "{frame.f_code.co_filename}"', f"cell [{number}]")
         lines.append(text)

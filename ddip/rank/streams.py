@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,12 +22,15 @@ from ipykernel.zmqshell import ZMQDisplayPublisher
 TICK_SECONDS = 0.25
 """How often something of a flood is sent, so that a person sees that it goes on."""
 TICK_CHARACTERS = 2_000
+DESCRIPTORS = {"stdout": 1, "stderr": 2}
+LINE = 1_000
+"""Characters of a line that is written in one piece by what a cell has forked."""
 CELLS = 50
 """Cells whose budgets are kept, for what their threads write later."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A part of what a cell wrote to one stream."""
 
     text: str
@@ -37,7 +39,7 @@ class Piece:
 
 
 @dataclass
-class Budget:
+class OutputLimiter:
     """How much of what one cell writes to one stream is sent: `limit` characters, then the end of it."""
 
     limit: int
@@ -51,7 +53,7 @@ class Budget:
     """The last of them."""
     _ticked: float = field(default_factory=time.monotonic)
 
-    def take(self, text: str) -> Piece | None:
+    def take(self, text: str) -> Chunk | None:
         """What to send when `text` has been written; None: nothing now."""
         if not text:
             return None
@@ -60,13 +62,13 @@ class Budget:
         self._lines += text.count("\n")
         if self._written <= self.limit:
             self._sent = self._written
-            return Piece(text)
+            return Chunk(text)
         if room > 0:  # the last whole lines that fit; the rest is above the limit
             begin = text.rfind("\n", 0, room) + 1
             self._sent = self._written - len(text) + begin
             self._above = len(text) - begin
             self._end = text[begin:][-(self.limit // 2) :]
-            return Piece(text[:begin])
+            return Chunk(text[:begin])
         self._above += len(text)
         self._end = (self._end + text)[-(self.limit // 2) :]
         now = time.monotonic()
@@ -75,20 +77,20 @@ class Budget:
         self._ticked = now
         new = self._written - self._sent
         self._sent = self._written
-        return Piece(self._end[-new:]) if new <= TICK_CHARACTERS else self._last(TICK_CHARACTERS)
+        return Chunk(self._end[-new:]) if new <= TICK_CHARACTERS else self._last(TICK_CHARACTERS)
 
-    def rest(self) -> Piece | None:
+    def rest(self) -> Chunk | None:
         """The end of a flood; None if there was none."""
         if self._written <= self.limit:
             return None
         self._sent = self._written
         return self._last(self.limit // 2)
 
-    def _last(self, most: int) -> Piece:
+    def _last(self, most: int) -> Chunk:
         text = self._end[-most:]
         if len(text) < self._above:  # not all: whole lines
             text = text[text.find("\n") + 1 :]
-        return Piece(text, self._lines - text.count("\n"))
+        return Chunk(text, self._lines - text.count("\n"))
 
 
 _cell: ContextVar[dict[str, Any]] = ContextVar("ddip_cell")
@@ -119,20 +121,44 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     flush_interval = 0.04
     _writer: RankStream | None = None
     """Which of the two was written to last; of both."""
+    _line: deque[tuple[RankStream, dict[str, Any], str]] = deque()
+    """What was written to one before the other was written to, in order; of both."""
+    _unfinished = ""
+    """In what a cell has forked: the line that is being written."""
 
     def write(self, string: str) -> int:
-        """What the other stream still holds was written before, and leaves before."""
+        """What the other stream still holds was written before, and leaves before: whichever is flushed first.
+
+        What a cell has forked writes lines to the descriptor, which this rank reads and shows: the sockets are not its.
+        """
+        if not self._is_master_process():
+            self._unfinished += string
+            if string.endswith(("\n", "\r")) or len(self._unfinished) > LINE:
+                self._write_through()
+            return len(string)
         before = RankStream._writer
         if before is not self:
             RankStream._writer = self
-            if before is not None and before._flush_pending:
-                self.pub_thread.schedule(before._flush)
+            if before is not None:
+                before._line_up()
         super().write(string)
         return len(string)
 
+    def _write_through(self) -> None:
+        left, self._unfinished = self._unfinished.encode("utf-8", "backslashreplace"), ""
+        while left:
+            left = left[os.write(DESCRIPTORS[self.name], left) :]
+
+    def _line_up(self) -> None:
+        self._line.extend((self, parent, text) for parent, text in self._flush_buffers())
+
+    def close(self) -> None:
+        """A cell that closes it has written all that it wants to; the next one writes here, too."""
+        self.flush()
+
     def begin_cell(self, header: dict[str, Any], limit: int) -> None:
         """The cell of the request with this header may show `limit` characters; 0: nobody looks."""
-        self._budgets[header["msg_id"]] = Budget(limit)
+        self._budgets[header["msg_id"]] = OutputLimiter(limit)
         if len(self._budgets) > CELLS:
             del self._budgets[next(iter(self._budgets))]
 
@@ -143,7 +169,7 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
             self.pub_thread.schedule(self._flush)
 
     @cached_property
-    def _budgets(self) -> dict[str, Budget]:
+    def _budgets(self) -> dict[str, OutputLimiter]:
         return {}
 
     @cached_property
@@ -151,30 +177,33 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         return deque()
 
     def _flush(self) -> None:
+        if not self._is_master_process():
+            self._write_through()
+            return  # what the buffers hold is the parent's, which sends it
         self._flush_pending = False
         self._subprocess_flush_pending = False
-        for parent, piece in self._pieces():
-            self._send(piece, parent)
+        self._line_up()
+        while self._line:
+            stream, parent, text = self._line.popleft()
+            stream._show(text, parent)
         while self._ended:
             header = self._ended.popleft()
             rest = self._budgets[header["msg_id"]].rest()
             if rest is not None:
                 self._send(rest, header)
 
-    def _pieces(self) -> Iterator[tuple[dict[str, Any], Piece]]:
-        for parent, text in self._flush_buffers():
-            budget = self._budgets.get(parent.get("msg_id"))
-            if budget is None:
-                yield parent, Piece(text)
-            elif budget.limit:
-                piece = budget.take(text)
-                if piece is not None:
-                    yield parent, piece
+    def _show(self, text: str, parent: dict[str, Any]) -> None:
+        budget = self._budgets.get(parent.get("msg_id", ""))
+        if budget is None:
+            self._send(Chunk(text), parent)
+        elif budget.limit:
+            piece = budget.take(text)
+            if piece is not None:
+                self._send(piece, parent)
 
-    def _send(self, piece: Piece, parent: dict[str, Any]) -> None:
+    def _send(self, piece: Chunk, parent: dict[str, Any]) -> None:
         if not piece.text:
             return
-        self.session.pid = os.getpid()  # as ipykernel does: this is also called in what a cell forks
         content = {"name": self.name, "text": piece.text}
         if piece.line is not None:
             content["line"] = piece.line

@@ -11,7 +11,10 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ddip.rank import namespace, pickling
+from ddip.protocol import pickling
+from ddip.protocol.reports import Packed
+from ddip.protocol.text import readable
+from ddip.rank import namespace
 
 _waiting: dict[str, Any] = {}
 _parts: dict[str, bytes | bytearray] = {}
@@ -27,15 +30,18 @@ def add(name: str, part: bytes, first: bool) -> None:
     arriving += part
 
 
-def stage(packed: dict[str, bytes | None]) -> dict[str, str]:
+def stage(packed: dict[str, bytes | bytearray | None]) -> dict[str, str]:
     """Unpickle `packed` into the waiting room; returns the errors by name. None: it has come in parts."""
     _waiting.clear()
     errors = {}
     for name, data in packed.items():
         try:
             _waiting[name] = pickle.loads(_parts.pop(name) if data is None else data)
+        except KeyboardInterrupt:
+            drop()
+            raise
         except BaseException as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+            errors[name] = readable(f"{type(error).__name__}: {error}")
     if errors:
         _waiting.clear()
     return errors
@@ -53,7 +59,7 @@ def drop() -> None:
     _parts.clear()
 
 
-def pack(names: list[str], most: int | None = None) -> dict[str, Any]:
+def pack(names: list[str], most: int | None = None) -> Packed:
     """Pickle `names`: ``values`` and ``errors`` by name, the ``missing`` names, and those ``moved`` to the CPU.
 
     What is longer than `most` bytes waits for `part`; ``sizes`` has its length by name.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip import warming
+from ddip.cluster import preload_client
 
 from .leftovers import assert_nothing_left, family_of, run_folders, same_shared_memory
 from .notebook import Notebook
@@ -25,6 +25,8 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
     folder = tmp_path_factory.mktemp("ipython")
     os.environ["IPYTHONDIR"] = str(folder)
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+    os.environ.pop("XDG_RUNTIME_DIR", None)
+    os.environ.update([preload_client.ONLY_ENGINES])  # of the many notebooks and scripts few use more
     tempfile.tempdir = None
     if pytestconfig.getoption("--spawn"):
         (folder / "profile_default").mkdir()
@@ -34,7 +36,7 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
     with same_shared_memory():
         yield
         assert_nothing_left(os.getpid(), 0)
-        warming.end()
+        preload_client.end()
         assert family_of(os.getpid()) == []
         assert run_folders() == []
 
@@ -48,8 +50,11 @@ def the_stop_button_works() -> None:
 @pytest.fixture(scope="session")
 def warmed_up(pytestconfig: pytest.Config) -> None:
     """All that can be imported beforehand has been: the ranks of this process need not import it, each for itself."""
-    if warming.possible() and not pytestconfig.getoption("--spawn"):
-        assert warming.begin().asleep.wait(60)
+    if preload_client.possible() and not pytestconfig.getoption("--spawn"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(preload_client.ONLY_ENGINES[0])
+            warm = preload_client.begin()
+        assert warm.asleep.wait(60)
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +68,7 @@ def group(warmed_up: None) -> Iterator[ddip.Group]:
 def cells(group: ddip.Group) -> ddip.Group:
     """The two ranks, without the variables of former tests."""
     group.repair()  # what a test that failed has left
-    group.run("%reset_selective -f ^(?!rank$|world_size$|device$).*", quiet=True, see=[])
+    group.run("%reset_selective -f ^(?!rank$|world_size$|device$).*", quiet=True, show_ranks=[])
     return group
 
 

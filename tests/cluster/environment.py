@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddip import warming
+from ddip.cluster import preload_client
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def environment(python_path: object = None, **variables: str) -> Iterator[None]:
 
     They take a warm process of their own. The former one, and all that it has imported, is there again afterwards.
     """
-    former, warming._current = warming._current, None
+    former, preload_client._current = preload_client._current, None
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
@@ -26,5 +26,5 @@ def environment(python_path: object = None, **variables: str) -> Iterator[None]:
                 patch.setenv("PYTHONPATH", str(python_path), prepend=os.pathsep)
             yield
     finally:
-        warming.end()
-        warming._current = former
+        preload_client.end()
+        preload_client._current = former

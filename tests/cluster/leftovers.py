@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+
+from ddip.cluster import preload_client
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30, what: str = "") -> None:
@@ -54,7 +54,10 @@ def processes_of(owner: int) -> list[psutil.Process]:
     """Every live process of the clusters of the process `owner`: all of its family, but the warm process while `owner`
     lives, which may then keep it."""
     family = family_of(owner)
-    warm = [*titled(family, "ddip warm"), *titled(family, f"{sys.executable} -m ddip.warm")]  # it takes its title later
+    warm = [
+        *titled(family, "ddip warm"),
+        *titled(family, " ".join(preload_client.command("ddip.cluster.preload_server"))),
+    ]  # its title comes later
     return [p for p in family if p not in warm] if lives(owner) else family
 
 
@@ -67,21 +70,15 @@ def lives(pid: int) -> bool:
 
 def files_of(owner: int) -> list[str]:
     """Every file of the clusters of the process `owner`: run folders, and ipyparallel's files in its profile."""
-    folders = [f for f in run_folders() if f'"owner": {{"pid": {owner},' in _read(Path(f) / "owner.json")]
+    folders = [f for f in run_folders(Path("/tmp")) if Path(f).name.split("-")[3:4] == [str(owner)]]
     profile = Path(os.environ["IPYTHONDIR"]) / "profile_default"
     return folders + [str(path) for path in profile.glob(f"*/*ddip-{owner}-*")]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def run_folders() -> list[str]:
-    """The run folders of all clusters of this user."""
-    return glob.glob(f"{tempfile.gettempdir()}/ddip-{os.getuid()}-*")
+def run_folders(*also: Path) -> list[str]:
+    """The run folders of all clusters of this user where these tests have them, and in the folders `also`."""
+    places = {Path(tempfile.gettempdir()), *also, *(Path(p) for p in [os.environ.get("XDG_RUNTIME_DIR")] if p)}
+    return sorted(str(f) for place in places for f in place.iterdir() if f.name.startswith(f"ddip-{os.getuid()}-"))
 
 
 def shared_memory() -> set[str]:

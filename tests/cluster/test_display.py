@@ -50,6 +50,18 @@ def test_stdout_and_stderr_stay_in_order(notebook: Notebook) -> None:
     assert [content["text"] for _, content in shown.messages] == expected
 
 
+def test_stdout_and_stderr_stay_in_order_whichever_is_sent_first(notebook: Notebook) -> None:
+    """A flush that an earlier line has asked for may come at any time: the thread that sends is held up for it here."""
+    shown = notebook.ok(
+        "%%dip\nimport sys, threading\nwritten = threading.Event()\n"
+        "def flush_late():\n    written.wait()\n    sys.stderr._flush()\n"
+        "sys.stdout.pub_thread.schedule(flush_late)\n"
+        "for i in range(3):\n    print('out', i)\n    print('err', i, file=sys.stderr)\nwritten.set()"
+    )
+    expected = [f"{name} {i}\n" for i in range(3) for name in ("out", "err")]
+    assert [content["text"] for _, content in shown.messages] == expected
+
+
 def test_what_is_written_arrives_while_the_cell_runs(notebook: Notebook) -> None:
     running = notebook.begin("%%dip\nimport time\nprint('begun')\nwhile True: time.sleep(0.01)")
     assert notebook.finish(running, until="begun").status == ""
@@ -66,6 +78,22 @@ def test_c_code_and_subprocesses_write_too(notebook: Notebook) -> None:
         if written not in text:
             text += notebook.late(cell, written)
     assert "from a pipe" in notebook.ok("%%dip\n!echo from a pipe").stdout
+
+
+def test_what_a_cell_forks_writes_too_and_nothing_twice(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip\nimport multiprocessing, sys\n"
+        "def work(): print('from a child'); print('its error', file=sys.stderr); print('x' * 100_000)\n"
+        "print('before')\n"
+        "child = multiprocessing.get_context('fork').Process(target=work); child.start(); child.join()\n"
+        "assert child.exitcode == 0"
+    )
+    shown = notebook.finish(cell)
+    text = shown.stdout + shown.stderr  # it comes by a pipe: perhaps after the cell
+    for written in ("from a child\n", "its error\n", "x\n"):
+        if written not in text:
+            text += notebook.late(cell, written)
+    assert [text.count(written) for written in ("before", "from a child", "its error", "x" * 100_000)] == [1] * 4
 
 
 def test_displays_are_updated_by_their_id_also_from_a_later_cell(notebook: Notebook) -> None:
@@ -244,7 +272,7 @@ def test_who_waited_for_a_failed_rank_has_not_failed(notebook: Notebook) -> None
         text.startswith("── rank 0 ✗ ──\n---")
         and "\nZeroDivisionError: division by zero\n── ranks 1, 2 ──\non\n" in text
     )
-    assert re.search(r"\non\nwas waiting in barrier, cell \[\d+\] line 4, and released$", text)
+    assert re.search(r"\non\nwas blocked in barrier, cell \[\d+\] line 4, until ddip aborted it$", text)
 
 
 def test_tabs_are_updated_while_the_cell_runs(notebook: Notebook) -> None:
@@ -300,7 +328,7 @@ def test_the_other_styles(notebook: Notebook) -> None:
 
 
 def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
-    notebook.ok("%config DipMagics.limit = 20000")
+    notebook.ok("%config DipMagics.max_output_chars = 20000")
     shown = notebook.ok("%%dip -r 0\nfor i in range(100_000): print('line', i)")
     lines = shown.stdout.splitlines()
     assert lines[0] == "line 0" and lines[-1] == "line 99999"
@@ -310,7 +338,7 @@ def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
     text = last_text(notebook, "%%dip -S all\nfor i in range(30_000): print('line', i)")
     assert re.match("── ranks? .* ──\nline 0\n", text)
     assert text.endswith("\nline 29999") and "lines left out" in text
-    notebook.ok("%config DipMagics.limit = 400000")
+    notebook.ok("%config DipMagics.max_output_chars = 400000")
 
 
 # -- late output
@@ -352,16 +380,16 @@ def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> 
 
 
 def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
-    notebook.ok("%config DipMagics.tell_after = 1000")
+    notebook.ok("%config DipMagics.report_after = 1000")
     assert notebook.ok("%%dip\n1").data[-1]["text/plain"].startswith("Out[")
-    notebook.ok("%config DipMagics.tell_after = 0.3")
+    notebook.ok("%config DipMagics.report_after = 0.3")
     note = last_text(notebook, "%%dip\nimport time\ntime.sleep(0.3 + 0.7 * (rank == 1))")
     assert re.fullmatch(r"ranks 0-2 · \d\.\d+ s · slowest: rank 1", note)
     note = last_text(notebook, "%%dip -r 2\ntime.sleep(0.4)")
     assert re.fullmatch(r"rank 2 · \d\.\d+ s", note)
     note = last_text(notebook, "%%dip -S all\nprint(1)\ntime.sleep(0.4)")
     assert re.search(r"\nranks 0-2 · \d\.\d+ s · slowest: rank \d$", note)
-    notebook.ok("%config DipMagics.tell_after = 10")
+    notebook.ok("%config DipMagics.report_after = 10")
     notebook.ok("%autodip on")
     assert re.match(r"ranks 0-2 · \d\.\d+ s", last_text(notebook, "pass"))
     notebook.ok("%autodip off")
@@ -429,13 +457,17 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2")
     bars = [bundle for bundle in notebook.ok("%makedip -n 3").data if "<progress" in bundle.get("text/html", "")]
     assert bars and "━" in bars[-1]["text/plain"]
-    notebook.ok("import ddip.magics, ddip.transfer\nddip.transfer.PART, ddip.magics.QUIET_SECONDS = 1000, -1")
+    notebook.ok(
+        "from ddip.group import transfer\nfrom ddip.notebook import transfers\n"
+        "transfer.PART, transfers.QUIET_SECONDS = 1000, -1"
+    )
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
     assert [bundle["text/plain"].count("━") for bundle in shown.data[:-1]] == list(range(0, 21, 2))
     assert re.fullmatch(r"ddip: pushed big, \d\.\d s", shown.data[-1]["text/plain"])
     notebook.ok("%%dip\nbig += b'1'")
     assert re.fullmatch(r"ddip: pulled big, \d\.\d s", notebook.ok("%dipull big").data[-1]["text/plain"])
-    notebook.ok("assert big == bytes(10_000) + b'1'\nddip.transfer.PART, ddip.magics.QUIET_SECONDS = 1 << 24, 0.5")
+    assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # of no cell's business but its own
+    notebook.ok("assert big == bytes(10_000) + b'1'\ntransfer.PART, transfers.QUIET_SECONDS = 1 << 24, 0.5")
 
 
 @pytest.mark.parametrize("options", ["", "-S all", "-S 1", "-q", "-q -S all"])

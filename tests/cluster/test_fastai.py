@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import ddip
-from ddip.placement import Request
+from ddip.group.placement import Request
 
 from .fastai_source import DATA
 
 pytest.importorskip("fastai")
 pytest.importorskip("accelerate")
 
-SIZES = [4, 3, 2]
+SIZES = [pytest.param(4, marks=pytest.mark.grid), 3, pytest.param(2, marks=pytest.mark.grid)]
+"""With three, nothing is divided without a rest."""
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,12 @@ def single(alone: dict[str, Any], group: ddip.Group, code: str, **names: Any) ->
     return here
 
 
+def assert_same_weights(group: ddip.Group, here: dict[str, Any]) -> None:
+    """Each rank's learner has learned what the one in this process has."""
+    for theirs, ours in zip(of_any(group, "weights(learn)"), here["weights"](here["learn"]), strict=True):
+        assert torch.allclose(theirs, ours, atol=1e-4), (theirs - ours).abs().max()
+
+
 STATE = "state = {name: value.clone() for name, value in learn.model.state_dict().items()}"
 
 
@@ -111,9 +118,8 @@ def test_an_epoch_is_that_of_one_process_with_the_larger_batch(
         here,
     )
     here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
-    exec("with learn.no_bar(), learn.no_logging():\n    learn.fit(1, 0.05)\nw = weights(learn)", here)
-    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["w"], strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+    exec("with learn.no_bar(), learn.no_logging():\n    learn.fit(1, 0.05)", here)
+    assert_same_weights(ranks, here)
     theirs = here["learn"].recorder.values[0]
     assert of_any(ranks, "list(learn.recorder.values[0])") == pytest.approx(list(theirs), abs=1e-4)
 
@@ -138,8 +144,7 @@ def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> 
         asked = of_all(ranks, "learn.dls.train.dataset.asked")
         steps = len(asked[0]) // 8
         whole = [item for step in range(steps) for one in asked for item in one[step * 8 : step * 8 + 8]]
-        assert sorted(set(whole)) == list(range(96))
-        assert len(whole) - 96 == -96 // 8 % -ranks.world_size * -8 or len(whole) - 96 < 8 * ranks.world_size
+        assert sorted(whole) == list(range(96))
         orders.append(whole)
     assert orders[0] != sorted(orders[0]) and orders[0] != orders[1]
 
@@ -149,8 +154,7 @@ def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, A
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(2, 0.05, {cbs.format(n=24)})")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(2, 0.05, {cbs.format(n='24 * size')})"
     here = single(alone, ranks, code, size=ranks.world_size)
-    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["weights"](here["learn"]), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+    assert_same_weights(ranks, here)
 
 
 def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: dict[str, Any]) -> None:
@@ -158,8 +162,7 @@ def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: di
     ranks.run(f"learn = learner(opt_func=SGD)\nlearn.{loss}\n{STATE}\nlearn.fit(1, 0.01)")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.{loss}; learn.fit(1, 0.01)"
     here = single(alone, ranks, code, size=ranks.world_size)
-    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["weights"](here["learn"]), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+    assert_same_weights(ranks, here)
     losses = [
         [float(loss) for loss in one] for one in (of_any(ranks, "learn.recorder.losses"), here["learn"].recorder.losses)
     ]
@@ -178,8 +181,7 @@ def by_torch(bs):
     exec(f"{code}\nlearn = by_torch(4 * size)", here)
     here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
     exec("with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.05, cbs=GradientAccumulation(8 * size))", here)
-    for mine, theirs in zip(of_any(ranks, "weights(learn)"), here["weights"](here["learn"]), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-4), (mine - theirs).abs().max()
+    assert_same_weights(ranks, here)
 
 
 def test_a_model_that_remembers_validates_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from .test_fastai import of_any
 
 pytest.importorskip("fastai")
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.grid
 
 PICTURES = """
 from fastai.vision.all import *
@@ -77,7 +78,7 @@ learn.fit_one_cycle(1, 1e-3)
 weights = [value.clone() for value in learn.model.state_dict().values()]
 def ask(): return list(learn.validate()), learn.get_preds(with_loss=True, reorder=not hasattr(dls.train, "seq_len"))
 together = ask()
-with _ranks.each_by_itself(): alone = ask()
+with _ranks.single_process_mode(): alone = ask()
 """
 COMPARE = """
 def close(one, other):

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip import cells
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
+from ddip.group import cell_state, cells
+from ddip.protocol import on_rank
 
 from .leftovers import wait_until
 from .meanwhile import meanwhile, press_stop
@@ -76,15 +77,15 @@ def prove(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
 
 @pytest.fixture(scope="module")
 def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
-    with pytest.MonkeyPatch.context() as patch, ddip.Group(4, grace=0.1) as group:
-        patch.setattr(cells, "STOP_GRACE_SECONDS", 0.2)
+    with pytest.MonkeyPatch.context() as patch, ddip.Group(4, failure_grace=0.1) as group:
+        patch.setattr(cell_state, "STOP_GRACE_SECONDS", 0.2)
         yield group
 
 
 @pytest.fixture
 def four(shared_four: ddip.Group) -> ddip.Group:
     """Four ranks with what the stages need."""
-    shared_four.grace, shared_four.patience = 0.1, 10.0
+    shared_four.failure_grace, shared_four.stall_timeout = 0.1, 10.0
     shared_four.repair()  # what a test that failed has left
     shared_four.run(SET_UP)
     return shared_four
@@ -118,13 +119,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 every_stage = pytest.mark.parametrize("stage", STAGES, indirect=True)
+some_stages = pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(name, marks=[] if name in ("all_reduce", "new_group", "DDP backward") else pytest.mark.grid)
+        for name in STAGES
+    ],
+    indirect=True,
+)
+"""The others with the system tests."""
 
 
 def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Thread:
     """Do something when ranks 1 to 3 stand where they wait for rank 0."""
 
     def steps() -> list[object]:
-        answers = group.ranks.ask_beside(range(4), "stacks.pulse", seconds=10)
+        answers = group.ranks.call_on_control_channel(range(4), on_rank.pulse(), 10)
         places = group.ranks.places(range(4), 10)
         idle = places[0] is not None and places[0].state == "idle"
         waiting = all(place is not None and place.line == 2 for rank, place in places.items() if rank)
@@ -147,7 +157,8 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
     assert re.fullmatch(
-        rf"rank 0: ValueError: boom; ranks 1-3 were waiting in {waiting_in(stage)}, and released", str(caught.value)
+        rf"rank 0: ValueError: boom; ranks 1-3 were blocked in {waiting_in(stage)}, until ddip aborted it",
+        str(caught.value),
     )
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
     shown = "\n".join(caught.value._render_traceback_())
@@ -155,7 +166,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
     prove(four)
 
 
-@every_stage
+@some_stages
 def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
     thread = when_they_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
@@ -177,14 +188,16 @@ def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
     prove(four)
 
 
-@every_stage
+@some_stages
 def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     pid = four.members[0].pid
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{STAGES[stage]}")
     assert re.match(rf"rank 0: RankEnded: pid {pid} ended \(SIGKILL\)", str(caught.value))
     _, *clauses, how_to_go_on, _ = re.split(r"; (?=rank|%|the other)", str(caught.value))
-    assert all(re.fullmatch(rf"ranks? .* waiting in {waiting_in(stage)}, and released", clause) for clause in clauses)
+    assert all(
+        re.fullmatch(rf"ranks? .* blocked in {waiting_in(stage)}, until ddip aborted it", clause) for clause in clauses
+    )
     assert how_to_go_on.startswith("%makedip --repair")
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
     with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair puts a new process"):
@@ -193,12 +206,13 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
     prove(four, lost=(0,))
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.timeout(300)  # spawned on a loaded machine, eight ranks take their time
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.grid)])
 def test_groups_of_other_sizes(size: int) -> None:
-    with ddip.Group(size, grace=0.1) as group:
+    with ddip.Group(size, failure_grace=0.1) as group:
         for stage in ("all_reduce",) if size == 2 else ("all_reduce", "DDP backward"):
             group.run(SET_UP + ALSO.get(stage, ""))
-            with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) waiting in"):
+            with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) blocked in"):
                 group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
             prove(group)
         with pytest.raises(ddip.CellError, match="^rank 1: RankEnded"):
@@ -213,7 +227,7 @@ def test_groups_of_other_sizes(size: int) -> None:
         ("import ctypes; ctypes.string_at(0)", r"\(SIGSEGV\): a crash in C code"),
         ("os.abort()", r"\(SIGABRT\): a crash in C code"),
         ("os._exit(3)", r"\(exit code 3\): the cell, or a library, ended the process, as os._exit does"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*for lack of memory \(it was last seen to hold"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(it was last seen to hold"),
     ],
 )
 def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
@@ -268,18 +282,20 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
         wait_until(lambda: [info.state for info in four.info() if info.rank != 1] == ["idle"] * 3)
         clock.put_forward()
 
-    monkeypatch.setattr(cells, "STOP_SECONDS", 60)
+    monkeypatch.setattr(cell_state, "STOP_SECONDS", 60)
     thread = meanwhile((tmp_path / "held").exists, stop)
     with pytest.raises(CellInterrupted) as caught:
         four.run(
-            f"import ctypes, pathlib\nif rank == 1:\n    pathlib.Path({str(tmp_path / 'held')!r}).touch()\n"
-            "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "import ctypes, pathlib\nif rank == 1:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            f"    pathlib.Path({str(tmp_path / 'held')!r}).touch()\n"
             "    while True: ctypes.PyDLL(None).sleep(1000)  # holds the interpreter\nelse: dist.barrier()"
         )
     thread.join()
     assert "rank 1 did not stop:\n  rank 1: line 5 of the cell, and it does not answer: C code" in str(caught.value)
     assert "%makedip --repair: it puts new processes in place of that rank" in str(caught.value)
-    with pytest.raises(GroupError, match="^rank 1 still runs the cell that you gave up:\n  rank 1: line 5 of the cell"):
+    with pytest.raises(
+        GroupError, match="^rank 1 is still running the interrupted cell:\n  rank 1: line 5 of the cell"
+    ):
         four.run("pass")
     assert four.repair(["marker"], 0) == [1]
     prove(four, lost=(1,))
@@ -298,10 +314,64 @@ def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Pat
     thread.join()
     assert re.fullmatch(
         r"rank 0: ValueError: first; rank 1: KeyError: 'second'; "
-        r"ranks 2, 3 were waiting in barrier, cell \[\d+\] line 5, and released",
+        r"ranks 2, 3 were blocked in barrier, cell \[\d+\] line 5, until ddip aborted it",
         str(caught.value),
     )
     by_rank = caught.value.by_rank
     assert [bool(by_rank[rank].waited) for rank in range(4)] == [False, False, True, True]
     assert all(isinstance(error, RankError) for error in by_rank.values())
+    prove(four)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lists"),
+    [
+        ([0, 1, 2, 3], "[0, 1] if rank == 0 else [1, 2]"),
+        ([0, 1, 2, 3], "[rank, (rank + 1) % 4]"),
+        ([0, 1, 2], "[0, 1, 2] if rank else [0, 2, 3]"),
+        *(
+            pytest.param(ranks, lists, marks=pytest.mark.grid)
+            for ranks, lists in [
+                ([0, 1, 2, 3], "[0, 1] if rank == 0 else [0, 2]"),
+                ([0, 1, 2, 3], "[0, 1] if rank == 0 else [2, 3]"),
+                ([0, 1, 2, 3], "[0, 1] if rank < 2 else [1, 2, 3]"),
+                ([0, 1, 2, 3], "[0, 1, 2, 3] if rank else [0, 1]"),
+                ([0, 1, 2, 3], "[0, 1] if rank < 2 else [2, 3]"),
+                ([0, 1], "[0, 1] if rank == 0 else [1, 2]"),
+                ([0, 1, 2], "[0, 1] if rank == 0 else [1, 2]"),
+            ]
+        ),
+    ],
+)
+def test_ranks_that_do_not_agree_who_is_in_a_new_group_say_so(four: ddip.Group, ranks: list[int], lists: str) -> None:
+    four.failure_grace = 0.5
+    began = time.monotonic()
+    text = r"RuntimeError: the ranks do not agree who is in the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
+    with pytest.raises(ddip.CellError, match=text):
+        four.run(f"made = dist.new_group({lists})", ranks)
+    assert time.monotonic() - began < 20  # a second or two, on a machine that has nothing else to do
+    prove(four)
+    four.run("made = dist.new_group([0, 1, 2, 3])\ndist.all_reduce(x, group=made)\nassert x.tolist() == [4.0] * 3")
+
+
+def test_groups_that_some_ranks_have_made_alone_do_not_harm_the_next(four: ddip.Group) -> None:
+    four.run("pair = dist.new_group([0, 1])", [0, 1])
+    four.run("pair = dist.new_group([2, 3])\npair = dist.new_group([2, 3])", [2, 3])
+    four.run(
+        "all_ranks = dist.new_group([0, 1, 2, 3])\nfor group in (pair, all_ranks): dist.all_reduce(x, group=group)"
+    )
+    four.run("assert x.tolist() == [8.0] * 3")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "init_device_mesh('cpu', (2, 2) if rank else (4, 1), mesh_dim_names=('a', 'b'))['a'].get_group()",
+        "dist.split_group(split_ranks=[[0, 1], [2, 3]] if rank == 0 else [[0], [1, 2, 3]])",
+    ],
+)
+def test_ranks_that_do_not_agree_how_to_divide_themselves_can_be_released(four: ddip.Group, make: str) -> None:
+    four.run("from torch.distributed.device_mesh import init_device_mesh")
+    with pytest.raises(ddip.CellError):
+        four.run(make, timeout=3)
     prove(four)

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 import ddip
-from ddip import warming
-from ddip.devices import gpu_names
+from ddip.cluster import preload_client
+from ddip.cluster.devices import gpu_names
 
 from .apps import an_app
 from .leftovers import wait_until
@@ -34,7 +34,7 @@ def test_one_rank_on_each_gpu_over_nccl() -> None:
 
 def test_two_ranks_on_one_gpu_over_gloo() -> None:
     with ddip.Group(gpus=[0, 0]) as group:
-        assert "two ranks share a GPU" in group.wish.notice
+        assert "two ranks share a GPU" in group.spec.notice
         group.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nhere = str(device)")
         assert [values["here"] for values in group.pull_all(["here"], [0, 1])[0]] == ["cuda:0", "cuda:0"]
 
@@ -73,7 +73,7 @@ def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> No
         parent = psutil.Process(group.members[0].pid).ppid()
         if not group.spawn:
             assert group.cluster.spawned == ""
-            assert parent == warming.begin().pid
+            assert parent == preload_client.begin().pid
             links = [os.readlink(fd) for fd in glob.glob(f"/proc/{parent}/fd/*")]
             assert [link for link in links if "nvidia" in link] == []
 
@@ -104,7 +104,7 @@ def test_a_group_with_nccl_can_be_released_and_formed_again() -> None:
     with ddip.Group(gpus=[0]) as group:
         group.run(SUM + "\nkept = rank")
         for _ in range(3):
-            group._formation.release()
+            group._manager.release()
             group.run(PROOF)
         with pytest.raises(ddip.errors.CellTimeout):
             group.run("while True: dist.all_reduce(x); torch.cuda.synchronize()", timeout=2)
@@ -112,9 +112,9 @@ def test_a_group_with_nccl_can_be_released_and_formed_again() -> None:
 
 
 def test_a_rank_raises_while_another_waits_on_the_same_gpu() -> None:
-    with ddip.Group(gpus=[0, 0], grace=0.1) as group:
+    with ddip.Group(gpus=[0, 0], failure_grace=0.1) as group:
         group.run("import torch, torch.distributed as dist\nkept, x = rank, torch.ones(3, device=device)\ny = x.cpu()")
-        with pytest.raises(ddip.CellError, match="^rank 0: ValueError; rank 1 was waiting in all_reduce"):
+        with pytest.raises(ddip.CellError, match="^rank 0: ValueError; rank 1 was blocked in all_reduce"):
             group.run("if rank == 0: raise ValueError\ndist.all_reduce(y)")
         group.run(
             "z = torch.ones(1)\ndist.all_reduce(z)\nassert z.item() == 2 and kept == rank and x.sum().item() == 3"

@@ -7,16 +7,14 @@ import stat
 import sys
 from pathlib import Path
 
-import psutil
-
 import ddip
 
-from .leftovers import files_of, listening, processes_of, titled
+from .leftovers import controllers_of, files_of, listening, processes_of, titled
 
 
 def values(group: ddip.Group, expression: str) -> list[object]:
     """`expression` on every rank."""
-    group.run(f"_value = {expression}", see=[])
+    group.run(f"_value = {expression}", show_ranks=[])
     return [found["_value"] for found in group.pull_all(["_value"], range(group.world_size))[0]]
 
 
@@ -66,15 +64,20 @@ def test_nothing_listens_beyond_loopback(cells: ddip.Group) -> None:
 def test_the_files_are_private_to_the_user(cells: ddip.Group) -> None:
     files = [Path(name) for name in files_of(os.getpid())]
     secrets = [path for path in files if path.is_dir() or path.name.endswith(("-client.json", "-engine.json", ".log"))]
-    assert len(secrets) == 1 + 2 + 3  # the run folder, two connection files, the logs of controller and engines
-    for path in secrets:
+    assert len(secrets) == 1 + 2  # the run folder, and two connection files
+    logs = list(cells.cluster.run_folder.glob("*.log"))
+    assert len(logs) == 1 + 2  # of controller and engines
+    for path in [*secrets, *logs]:
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), f"others can read {path}"
 
 
 def test_one_engine_a_rank_and_no_nanny(cells: ddip.Group) -> None:
     engines = titled(processes_of(os.getpid()), "ddip rank")
-    assert {p.pid for p in engines} == {member.pid for member in cells.members}
-    assert all(isinstance(p, psutil.Process) for p in engines)
+    assert sorted(p.pid for p in engines) == sorted(member.pid for member in cells.members)
+    others = {p.pid for p in processes_of(os.getpid())} - {p.pid for p in engines}
+    (controller,) = controllers_of(os.getpid())
+    assert others == {controller.pid, *(child.pid for child in controller.children() if child not in engines)}
+    assert len(others) == 2  # it has its heart monitor in a process of its own
 
 
 def test_the_table_shows_every_rank(cells: ddip.Group) -> None:

@@ -49,7 +49,16 @@ BUSINESS = {
 }
 
 
-@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
+ANY_BUSINESS = pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=name, marks=[] if name == "in a collective" else pytest.mark.grid)
+        for name, code in BUSINESS.items()
+    ],
+)
+
+
+@ANY_BUSINESS
 def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, code: str) -> None:
     notebook = new_notebook()
     begin(notebook, code)
@@ -61,7 +70,7 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, 
     wait_until(lambda: not any(process.is_running() for process in family), 5 - (time.monotonic() - began))
 
 
-@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
+@ANY_BUSINESS
 def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
     running = begin(bare_notebook, code)
     (controller,) = controllers_of(bare_notebook.pid)
@@ -69,7 +78,7 @@ def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Not
 
 
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
-@pytest.mark.parametrize("code", BUSINESS.values(), ids=BUSINESS.keys())
+@ANY_BUSINESS
 def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
     running = begin(bare_notebook, code)
     (warm,) = titled(family_of(bare_notebook.pid), "ddip warm process")
@@ -110,20 +119,24 @@ def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook) -> None:
 
 
 def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_notebook: NewNotebook) -> None:
-    """And the next notebook removes what nobody was left to remove."""
+    """And the next notebook removes what nobody was left to remove, and ends what a rank has started."""
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
+    notebook.ok("%%dip\nimport subprocess\nsleeper = subprocess.Popen(['sleep', '1000']).pid")
+    sleeper = int(notebook.ok("%dipull sleeper\nprint(sleeper)").stdout.split()[-1])
     (controller,) = controllers_of(notebook.pid)
     controller.suspend()  # so that it cannot tidy up
     notebook.kill()
     controller.kill()
     wait_until(lambda: not processes_of(notebook.pid), 10)
-    assert files_of(notebook.pid)
+    assert files_of(notebook.pid) and lives(sleeper)
     heir = new_notebook()
     heir.ok("%load_ext ddip\n%makedip -k")
     assert_nothing_left(notebook.pid, 0)
+    assert not lives(sleeper)
 
 
+@pytest.mark.grid
 def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
     first, second = new_notebook(), new_notebook()
     for name, notebook in (("first", first), ("second", second)):
@@ -137,6 +150,7 @@ def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
     second.ok("%%dip\nimport torch.distributed as dist\ndist.barrier()\nassert name == 'second'")
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(300)
 def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
@@ -152,17 +166,14 @@ def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_
 
 def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
-    notebook.ok("%makedip -n 2")
-    running = notebook.begin(
-        "%%dip\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\n"
-        "while True: time.sleep(1)"
+    running = begin(
+        notebook, "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nstarted()\nwhile True: time.sleep(1)"
     )
-    notebook.finish(running, until="deaf")
     notebook.interrupt()
     shown = notebook.finish(running)
     assert shown.error == "CellInterrupted"
     assert "did not stop:\n" in shown.message and "while True: time.sleep(1)" in shown.message
     assert "busy" in notebook.ok("%makedip -i").stdout
-    assert "ranks 0, 1 still run the cell that you gave up:" in notebook.fails("%%dip\npass").message
+    assert "ranks 0, 1 are still running the interrupted cell:" in notebook.fails("%%dip\npass").message
     notebook.ok("%makedip -k")
     assert_nothing_left(notebook.pid, 0)

@@ -8,18 +8,26 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from ddip.cluster import preload_client
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 LESSONS = {path: path.stem for path in NOTEBOOKS if path.stem.startswith("fastai_")}
-OTHERS = {path: path.stem for path in NOTEBOOKS if path not in LESSONS}
+OTHERS = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem == "quickstart" else pytest.mark.grid)
+    for path in NOTEBOOKS
+    if path not in LESSONS
+]
 
 
 def run(path: Path, folder: Path) -> nbformat.NotebookNode:
     """The notebook at `path`, after a run in `folder` in which the cells that shall raise, and no others, raised."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
+        NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
     for cell in notebook.cells:
         errors = [out.ename for out in cell.get("outputs", []) if out.output_type == "error"]
         assert bool(errors) == ("raises-exception" in cell.metadata.get("tags", [])), (cell.source, errors)
@@ -27,7 +35,7 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", OTHERS, ids=OTHERS.values())
+@pytest.mark.parametrize("path", OTHERS)
 def test_the_notebook_runs(path: Path) -> None:
     notebook = run(path, FOLDER)
     if path.stem == "quickstart":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from pathlib import Path
 
+import comm
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,6 +15,11 @@ import torch
 
 import ddip
 from ddip.errors import BadInput, TransferError
+from ddip.group.cells import LATE_CELLS
+from ddip.group.comms import KEPT
+from ddip.protocol import on_rank
+
+from .leftovers import wait_until
 
 
 def double(x: float) -> float:
@@ -97,13 +105,12 @@ def test_a_class_that_only_the_ranks_can_import_is_one_clear_error(cells: ddip.G
         cells.pull(["there"])
 
 
-def test_an_object_whose_unpickling_raises_is_one_clear_error(cells: ddip.Group) -> None:
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit"])
+def test_an_object_whose_unpickling_raises_is_one_clear_error(cells: ddip.Group, error: str) -> None:
     cells.run(
-        "def bad(): raise RuntimeError('no way')\n"
-        "class Bad:\n    def __reduce__(self): return (bad, ())\n"
-        "object_ = Bad()"
+        f"def bad(): raise {error}('no way')\nclass Bad:\n    def __reduce__(self): return (bad, ())\nobject_ = Bad()"
     )
-    with pytest.raises(TransferError, match="object_ cannot be unpickled in the notebook: RuntimeError: no way"):
+    with pytest.raises(TransferError, match=f"object_ cannot be unpickled in the notebook: {error}: no way"):
         cells.pull(["object_"])
 
 
@@ -122,8 +129,57 @@ def test_a_large_array_arrives_whole(cells: ddip.Group) -> None:
     assert cells.pull(["total"], 1)["total"] == large.sum()
 
 
+def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
+    """Neither of cells, nor of transfers, of questions on either channel, and of messages of widgets."""
+    client = cells.cluster.client
+    tables = ("history", "results", "metadata", "outstanding", "_futures", "_output_futures", "listeners")
+
+    def kept() -> list[int]:
+        return [len(getattr(client, name)) for name in tables] + [sum(map(len, client._outstanding_dict.values()))]
+
+    def work() -> None:
+        cells.push({"x": 1})
+        cells.pull_all(["x"], [0, 1])
+        cells.info()
+        cells.try_call(on_rank.complete("x", 1), 30)
+        cells.stacks()
+        for _ in range(10):
+            proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "page", "data": {}}})
+
+    cells._comms._open(0, {"comm_id": "page", "data": {}}, lambda rank, message: None)
+    proxy = comm.get_comm_manager().comms.pop("page")
+    for _ in range(LATE_CELLS):
+        cells.run("pass")
+    for _ in range(KEPT // 10 + 1):
+        work()
+    before = kept()
+    for _ in range(10):
+        work()
+        cells.run("pass")
+    wait_until(lambda: all(now <= then for now, then in zip(kept(), before, strict=True)), 10, f"{before} again")
+
+
+def test_objects_are_let_go_of_as_soon_as_they_have_travelled(cells: ddip.Group) -> None:
+    """Not only when Python looks for cycles, which it rarely does where there are many objects."""
+    size = 1_000_000
+    cells.run(f"there = bytes({size})")
+    cells.pull(["there"])
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            cells.push({"here": bytes(size)})
+            cells.pull(["there"])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held < 3 * size
+
+
 def test_names_are_names() -> None:
-    from ddip.transfer import check_names
+    from ddip.group.transfer import check_names
 
     with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is no variable"):
         check_names(["model.weight"], "%dipush")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -12,14 +13,18 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip import ipp_private
-from ddip.cells import Limits
+from ddip.cluster import ipp_private
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, TransferError
-from ddip.outputs import CellOutput
+from ddip.group.cell_state import Limits
+from ddip.group.placement import Request
+from ddip.output.router import CellOutput
+from ddip.protocol import on_rank
 
 from .apps import an_app
 from .leftovers import controllers_of, lives, wait_until
 from .meanwhile import Told, meanwhile, press_stop
+from .notebook import ANSI
+from .self_harm import DIES_CONNECTING, KINDS, SET_UP, prove_repair
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 DDP = """
@@ -42,7 +47,7 @@ def same():
 
 @pytest.fixture(autouse=True)
 def impatient(group: ddip.Group) -> None:
-    group.grace, group.patience = 0.1, 10.0
+    group.failure_grace, group.stall_timeout, group.timeout = 0.1, 10.0, 60
 
 
 # -- what is kept
@@ -50,10 +55,12 @@ def impatient(group: ddip.Group) -> None:
 
 def test_a_wrapper_of_the_former_group_says_so_and_a_new_one_trains(cells: ddip.Group) -> None:
     cells.run(DDP + "step(wrapper)\nbefore = [p.tolist() for p in net.parameters()]")
-    with pytest.raises(ddip.CellError, match="waiting in backward"):
+    with pytest.raises(ddip.CellError, match="blocked in backward"):
         cells.run("loss = wrapper(torch.ones(1, 2)).sum()\nif rank == 0: raise ValueError\nloss.backward()")
     cells.run("assert [p.tolist() for p in net.parameters()] == before")
-    with pytest.raises(ddip.CellError, match="this DistributedDataParallel was made in a group that is no more"):
+    with pytest.raises(
+        ddip.CellError, match="this DistributedDataParallel was made in a process group that has been destroyed"
+    ):
         cells.run("wrapper(torch.ones(1, 2))")
     cells.run("again = DDP(wrapper.module)\nstep(again); step(again)\nassert same()")
 
@@ -77,7 +84,7 @@ def test_the_user_is_told_that_wrappers_must_be_made_again(
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
 def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrappers(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")
-    cells.grace = 30  # all ranks end by themselves, however slow one of them is
+    cells.failure_grace = 30  # all ranks end by themselves, however slow one of them is
     with pytest.raises(ddip.CellError):
         cells.run(code)
     cells.run("assert dist.group.WORLD is former\nstep(wrapper)\nassert same()")
@@ -104,10 +111,21 @@ def test_a_failed_cell_on_some_ranks_that_left_them_out_of_step_forms_the_group_
 )
 def test_an_error_of_a_collective_that_nobody_has_released_is_told_as_it_is(cells: ddip.Group, own: str) -> None:
     cells.run("import datetime, time, torch.distributed as dist\nkept = rank")
-    with pytest.raises(ddip.CellError, match="(?s)^rank 0: RuntimeError: .*rank 1 was waiting in barrier") as caught:
+    with pytest.raises(ddip.CellError, match="(?s)^rank 0: RuntimeError: .*rank 1 was blocked in barrier") as caught:
         cells.run(f"if rank == 0: {own}\ntime.sleep(1)\ndist.barrier()")
     assert "RuntimeError" in "\n".join(caught.value._render_traceback_())
     cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("import ddip.rank.process_group as p\nkept, former = rank, p.report\nif rank == 1: p.report = None")
+    told = (
+        "rank 1 cannot tell how its group is, which is formed again before the next cell: TypeError: 'NoneType' object"
+    )
+    assert told in capsys.readouterr().err
+    cells.run("p.report = former")
+    cells.run(f"{PROOF}\nassert kept == rank")
+    assert "cannot tell" not in capsys.readouterr().err
 
 
 def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Group) -> None:
@@ -120,9 +138,21 @@ def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Gro
 
 def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
     cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\npair = dist.new_group([0, 1])")
-    with pytest.raises(ddip.CellError, match="rank 1 was waiting in all_reduce"):
+    with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce"):
         cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x, group=pair)")
     cells.run("pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)")
+
+
+def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> None:
+    """Functional collectives, and with them device meshes and DTensors, find their group by its name: it was another
+    group's, of other ranks, and the sum was wrong."""
+    cells.run("import torch, torch.distributed as dist\nold = dist.new_group([0, 1])\nname = old.group_name")
+    with pytest.raises(ddip.CellError, match="rank 1 was blocked in barrier"):
+        cells.run("if rank == 0: raise ValueError\ndist.barrier()")
+    cells.run("new = [dist.new_group([r]) for r in range(world_size)][rank]\nassert new.group_name != name")
+    sum_up = "import torch.distributed._functional_collectives as f\ny = f.all_reduce(torch.ones(1), 'sum', old) + 0"
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: "):
+        cells.run(sum_up)
 
 
 def test_a_cell_on_some_ranks_that_waits_for_the_others_ends_too(cells: ddip.Group) -> None:
@@ -266,7 +296,7 @@ def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns
     thread.join()
     assert "the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: cell [" in str(caught.value)
     assert "while not (folder / 'go-on').exists()" in str(caught.value)
-    with pytest.raises(GroupError, match="^rank 1 still runs the cell that you gave up"):
+    with pytest.raises(GroupError, match="^rank 1 is still running the interrupted cell"):
         cells.run("pass")
     (tmp_path / "go-on").touch()
     wait_until(lambda: cells.info()[1].state == "idle")
@@ -287,7 +317,7 @@ def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_
 def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddip.outputs.CellOutput.finish", lambda self, errors, note: press_stop())
+    monkeypatch.setattr("ddip.output.router.CellOutput.finish", lambda self, errors, note: press_stop())
     with pytest.raises(CellInterrupted, match="the cell had ended when it was interrupted"):
         cells.run("pass")
 
@@ -298,7 +328,7 @@ def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
 def test_after_some_time_without_progress_it_is_told_who_waits_where(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.patience = 1
+    cells.stall_timeout = 1
     told = Told(capsys)
     thread = meanwhile(lambda: "it goes on waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
@@ -315,7 +345,7 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
 def test_a_failure_is_told_though_it_was_told_before_who_waits(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    cells.patience = 1
+    cells.stall_timeout = 1
     told = Told(capsys)
     fail = meanwhile(lambda: "no rank has made progress for 1 s" in told.text(), (tmp_path / "fail").touch)
     with pytest.raises(CellInterrupted):
@@ -331,7 +361,7 @@ def test_a_failure_is_told_though_it_was_told_before_who_waits(
 
 @pytest.mark.parametrize("work", ["x @ x", "print('.')"])
 def test_ranks_that_work_are_left_alone(cells: ddip.Group, capsys: pytest.CaptureFixture[str], work: str) -> None:
-    cells.patience = 1
+    cells.stall_timeout = 1
     cells.run(
         "import time, torch, torch.distributed as dist\nx = torch.randn(300, 300)\nend = time.monotonic() + 2.5\n"
         f"if rank == 0:\n    while time.monotonic() < end:\n        {work}; time.sleep(0.01)\ndist.barrier()"
@@ -374,6 +404,14 @@ def test_a_stream_that_fails_between_cells_does_not_lose_an_answer(cells: ddip.G
     cells.run(f"sys.stdout = kept\n{PROOF}", timeout=20)
 
 
+def test_a_stream_that_a_cell_has_put_in_place_and_the_next_closes_is_put_back(cells: ddip.Group) -> None:
+    cells.run("import os, sys\nsys.stdout = open(os.devnull, 'w')")
+    cells.run("sys.stdout.close()")
+    cells.run("print('heard')")
+    cells.run("sys.stdout.close(); sys.stderr.close()")
+    cells.run("print('heard'); print('heard', file=sys.stderr)")
+
+
 ODD = """
 class Odd(Exception):
     def __{method}__(self, *args): raise TypeError('odd')
@@ -381,10 +419,17 @@ raise Odd('x')
 """
 
 
-@pytest.mark.parametrize("method", ["str", "repr", "reduce", "reduce_ex"])
+@pytest.mark.parametrize("method", ["str", "repr", "reduce", "reduce_ex", "getattr"])
 def test_an_exception_that_cannot_be_told_does_not_break_the_next_cell(cells: ddip.Group, method: str) -> None:
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: "):
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: Odd"):
         cells.run(ODD.format(method=method))
+    cells.run(PROOF)
+
+
+def test_an_error_while_there_are_no_streams_is_told(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError") as caught:
+        cells.run("import sys\nsys.stdout = sys.stderr = None\n1 / 0")
+    assert "1 / 0" in ANSI.sub("", caught.value.by_rank[0].traceback)
     cells.run(PROOF)
 
 
@@ -440,7 +485,7 @@ def prepare():
 
 
 def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_path: Path) -> None:
-    with an_app(tmp_path, APP), ddip.Group(2, app="toy", grace=0.1) as group:
+    with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         group.run(
             "import threading, torch\nnet = torch.nn.Linear(2, 2)\ntensor = net(torch.ones(1, 2))[0].detach()\n"
             "lock = threading.Lock()"
@@ -471,11 +516,11 @@ def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) 
     engine, pid = cells.members[1].engine, cells.members[1].pid
     ipp_private.unregister(cells.cluster.client, engine)
     wait_until(lambda: engine not in cells.cluster.client.ids)
-    gone = f"pid {pid} has not answered for so long that the controller has given it up"
+    gone = f"pid {pid} lost its heartbeat, and the controller has unregistered it"
     with pytest.raises(GroupError, match=f"^rank 1: {gone}; %makedip --repair puts a new process in its place"):
         cells.run("pass")
     with pytest.raises(GroupError, match=f"^pushing failed: rank 1: RankEnded: {gone}"):  # as if it had been lost here
-        cells.ranks.ask([0, 1], "transfer.drop")
+        cells.ranks.ask([0, 1], on_rank.drop())
     with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {gone}"):  # or here
         cells._cells.run("pass", [0, 1], CellOutput([0]), Limits())
     cells.interrupt()
@@ -484,14 +529,81 @@ def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) 
     cells.run(f"{PROOF}\nassert rank == 1 or kept == 0")
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "interface",
+        "dist.init_process_group None",
+        "RLIMIT_NOFILE 0 more",
+        "torch removed",
+        "no builtins",
+        "sockets shut down",
+        "it dies while gloo connects",
+        "SIGKILL",
+    ],
+)
+def test_a_repair_suffices_whatever_a_rank_has_done_to_itself(cells: ddip.Group, kind: str) -> None:
+    """All kinds: ``tests/system/test_self_harm.py``."""
+    prove_repair(cells, KINDS[kind])
+
+
+def test_a_rank_that_dies_while_gloo_connects_it_to_a_new_group_holds_nobody_up(cells: ddip.Group) -> None:
+    cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")
+    pids = [member.pid for member in cells.members]
+    with pytest.raises(
+        ddip.CellError, match=r"^rank 1: RankEnded: .*; rank 0 was blocked in new_group.*, until ddip aborted it"
+    ):
+        cells.run("dist.new_group()", timeout=20)
+    assert cells.repair() == [1]
+    assert cells.members[0].pid == pids[0]
+    cells.run(f"{PROOF}\nassert rank == 1 or kept == 0\ndist.barrier(dist.new_group())")
+
+
+@pytest.mark.grid
+def test_a_group_that_cannot_be_formed_is_repaired_though_each_rank_alone_can_form_one(
+    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "timeout", 10 if cells.spawn else 2)
+    cells.run("import torch.distributed as dist\nkept, former = rank, dist.init_process_group")
+    with pytest.raises(ddip.CellError):
+        cells.run(
+            "def apart(*args, world_size, **kwargs):\n"
+            "    former('gloo', store=dist.HashStore(), rank=0, world_size=world_size)\n"
+            "if rank == 1: dist.init_process_group = apart\nelse: raise ValueError\ndist.barrier()"
+        )
+    assert cells.repair() == [1]
+    cells.run(f"{PROOF}\nassert rank == 1 or kept == 0")
+
+
+def test_an_app_that_cannot_be_prepared_on_one_rank_is_repaired(tmp_path: Path) -> None:
+    with an_app(tmp_path, APP), ddip.Group(2) as group:
+        group.run("import sys\nkept = rank\nif rank: sys.modules['toy_app'] = None")
+        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair puts"):
+            group.change(Request(app="toy"))
+        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair puts"):
+            group.run("pass")
+        assert group.repair() == [1]
+        group.run(f"{PROOF}\nassert prepared and (rank or kept == 0)")
+
+
+def test_an_app_that_cannot_be_prepared_anywhere_is_left_out(tmp_path: Path) -> None:
+    with an_app(tmp_path, "def prepare(): raise OSError('no way')"), ddip.Group(2) as group:
+        group.run("kept = rank")
+        with pytest.raises(
+            GroupError, match="failed: ranks 0, 1: OSError: no way; the group is there without the app$"
+        ):
+            group.change(Request(app="toy"))
+        group.run(f"{PROOF}\nassert kept == rank")
+
+
 def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ddip.Group(2, grace=0.1) as group:
+    with ddip.Group(2, failure_grace=0.1) as group:
         group.run("kept = rank")
         os.kill(group.members[0].pid, signal.SIGKILL)
         wait_until(lambda: group.ranks.ended)
         with monkeypatch.context() as patch:
             patch.setattr(group, "timeout", 0.001)
-            with pytest.raises(GroupError, match="came in time; -t SECONDS waits longer"):
+            with pytest.raises(GroupError, match="engines started; -t SECONDS waits longer"):
                 group.repair()
         assert group.repair() == [0]
         group.run(PROOF + "\nassert rank == 0 or kept == 1")
@@ -503,7 +615,7 @@ def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.Monkey
 def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
     seen: list[object] = []
 
-    def look() -> None:
+    def display() -> None:
         seen.append(cells.stacks()[1])
         press_stop()
 
@@ -511,7 +623,7 @@ def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
         place = cells.ranks.places([1], 5)[1]
         return place is not None and place.function == "barrier"
 
-    thread = meanwhile(waits, look)
+    thread = meanwhile(waits, display)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist\ndef wait():\n    dist.barrier()\nif rank == 1:\n    wait()")
     thread.join()

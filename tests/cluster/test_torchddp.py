@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ddip
-from ddip import torchddp
+from ddip.call import torchddp
 from ddip.errors import BadInput, CellError, TransferError
 
 from .apps import an_app
@@ -27,7 +27,7 @@ Main = Callable[[str], dict[str, Any]]
 def main(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> Main:
     """Run code in a notebook's ``__main__``, to which the two ranks belong; returns its variables."""
     monkeypatch.setattr(torchddp, "current_group", lambda: cells)
-    monkeypatch.setattr(cells, "grace", 0.1)
+    monkeypatch.setattr(cells, "failure_grace", 0.1)
     return bare_main()
 
 
@@ -230,7 +230,7 @@ def test_a_rank_raises_while_the_other_waits_for_it(main: Main, cells: ddip.Grou
     linecache.cache["<a cell>"] = (len(code), None, code.splitlines(True), "<a cell>")
     found = main("")
     exec(compile(code, "<a cell>", "exec"), found)
-    with pytest.raises(CellError, match="rank 1: ValueError: only here; rank 0 was waiting") as raised:
+    with pytest.raises(CellError, match="rank 1: ValueError: only here; rank 0 was blocked") as raised:
         main("in_torchddp(2, fn, 1)")
     assert "raise ValueError('only here')" in ANSI.sub("", raised.value.by_rank[1].traceback)
     assert main("told = in_torchddp(2, fn, 2)")["told"] == (2, "kept")
@@ -324,6 +324,7 @@ FASTAI = """
 """
 
 
+@pytest.mark.grid
 @pytest.mark.filterwarnings("ignore")
 def test_a_lesson_of_fastai_trains_and_its_learner_comes_back() -> None:
     pytest.importorskip("fastai")

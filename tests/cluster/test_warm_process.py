@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import ddip
-from ddip import warming
+from ddip.cluster import preload_client
 from ddip.errors import GroupError
-from ddip.placement import Request
+from ddip.group.placement import Request
 
 from .apps import an_app
 from .environment import environment
@@ -25,14 +25,14 @@ from .notebook import Notebook
 
 pytestmark = [
     pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process"),
-    pytest.mark.skipif(not warming.possible(), reason="processes cannot be forked here"),
+    pytest.mark.skipif(not preload_client.possible(), reason="processes cannot be forked here"),
 ]
 NewNotebook = Callable[[], Notebook]
 
 
 def warm_pid(notebook: Notebook) -> int:
     """The pid of the notebook's warm process."""
-    return int(notebook.ok("from ddip import warming\nprint(warming.begin().pid)").stdout)
+    return int(notebook.ok("from ddip.cluster import preload_client\nprint(preload_client.begin().pid)").stdout)
 
 
 def parents(notebook: Notebook) -> set[int]:
@@ -51,6 +51,7 @@ def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNote
         notebook.ok(line)
         assert parents(notebook) == {warm.pid}
     notebook.ok("assert 'torch' not in sys.modules")
+    notebook.ok("%%dip\nimport sys\nassert 'torch._dynamo' not in sys.modules")  # DDIP_WARM=engine has left it out
     notebook.ok("%unload_ext ddip")
     assert family_of(notebook.pid) == []
 
@@ -72,6 +73,7 @@ def test_a_trait_has_apps_imported_beforehand(new_notebook: NewNotebook) -> None
         assert int(imported_in.read_text()) == warm_pid(notebook)
 
 
+@pytest.mark.grid
 def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("get_ipython().config.DipMagics.spawn = True\n%load_ext ddip\nimport psutil")
@@ -84,7 +86,7 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
 
 
 def test_it_sleeps_when_it_is_not_used() -> None:
-    warm = warming.begin()
+    warm = preload_client.begin()
     assert warm.asleep.wait(60)
     process = psutil.Process(warm.pid)
 
@@ -104,7 +106,7 @@ def test_a_warm_process_that_hangs_is_given_up(tmp_path: Path) -> None:
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
     (tmp_path / "torch" / "__init__.py").write_text(code)
     with environment(tmp_path):
-        hanging = warming.begin()
+        hanging = preload_client.begin()
         wait_until(begun.exists)
         with pytest.raises(GroupError, match="the controller did not start in time; -t SECONDS"):
             ddip.Group(1, timeout=1)
@@ -118,24 +120,28 @@ def own_warm_process() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("own_warm_process")
-def test_when_it_dies_before_it_has_forked_the_processes_are_spawned() -> None:
-    warm = warming.begin()
-    os.kill(warm.pid, signal.SIGSTOP)
+def test_when_it_dies_before_it_has_forked_the_processes_are_spawned(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
+    (tmp_path / "takes_its_time.py").write_text(code)
+    with environment(tmp_path):
+        warm = preload_client.begin(["takes_its_time"])
+        wait_until(begun.exists)
 
-    def kill() -> None:
-        wait_until(lambda: warm._children)  # somebody waits for a fork
-        os.kill(warm.pid, signal.SIGKILL)
+        def kill() -> None:
+            wait_until(lambda: warm._children)  # somebody waits for a fork
+            os.kill(warm.pid, signal.SIGKILL)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    with ddip.Group(1) as group:
-        thread.join()
-        group.run("assert world_size == 1")
-        (controller,) = titled(psutil.Process().children(), "ddip controller")
-        assert controller.ppid() == os.getpid()
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with ddip.Group(1) as group:
+            thread.join()
+            group.run("assert world_size == 1")
+            (controller,) = titled(psutil.Process().children(), "ddip controller")
+            assert controller.ppid() == os.getpid()
 
 
+@pytest.mark.grid
 def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "NCCL_DEBUG", "MADE_UP"]
 
@@ -143,21 +149,21 @@ def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: py
         group.run(f"import os, torch; found = [*map(os.environ.get, {names}), torch.get_num_threads()]")
         return list(group.pull(["found"])["found"])
 
-    first = warming.begin()
+    first = preload_client.begin()
     for name in names[:3]:
         monkeypatch.setenv(name, "1")
     with ddip.Group(1) as group:
-        second = warming.begin()
+        second = preload_client.begin()
         assert second.pid != first.pid
         assert psutil.Process(group.members[0].pid).ppid() == second.pid
         assert seen(group) == ["1", "1", "1", None, 1]
         monkeypatch.setenv("NCCL_DEBUG", "INFO")  # nothing reads it at import: no need to warm up again
         group.restart()
-        assert warming.begin().pid == second.pid
+        assert preload_client.begin().pid == second.pid
         assert seen(group) == ["1", "1", "INFO", None, 1]
         monkeypatch.setenv("MADE_UP", "here")
         group.restart()
-        assert warming.begin().pid != second.pid
+        assert preload_client.begin().pid != second.pid
         assert seen(group) == ["1", "1", "INFO", "here", 1]
     wait_until(lambda: second.ended)
 
@@ -167,9 +173,9 @@ def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch:
         former = psutil.Process(group.members[0].pid).ppid()
         group.run("kept = 1")
         monkeypatch.setenv("MADE_UP", "here")
-        assert warming.begin().pid != former
+        assert preload_client.begin().pid != former
         group.change(Request(n=2))
-        assert [psutil.Process(m.pid).ppid() for m in group.members] == [former, warming.begin().pid]
+        assert [psutil.Process(m.pid).ppid() for m in group.members] == [former, preload_client.begin().pid]
         assert group.pull(["kept"]) == {"kept": 1}
     wait_until(lambda: not psutil.pid_exists(former))
 
@@ -179,7 +185,7 @@ def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> N
     with an_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
         group.run("import toy_app; found = toy_app.imported_in")
         found = [values["found"] for values in group.pull_all(["found"], [0, 1])[0]]
-        assert found == [warming.begin().pid] * 2
+        assert found == [preload_client.begin().pid] * 2
 
 
 def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
@@ -188,9 +194,10 @@ def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
         ddip.Group(1, app="toy")
 
 
+@pytest.mark.grid
 def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
     """Here torch only says so; tests/cluster/test_gpus.py uses a GPU."""
-    code = "import sys, torch\nif sys.argv[0].endswith('warm.py'): torch.cuda._initialized = True\n"
+    code = "import sys, torch\nif sys.argv[0].endswith('preload_server.py'): torch.cuda._initialized = True\n"
     with an_app(tmp_path, code), ddip.Group(1, app="toy") as group:
         assert group.cluster.spawned == "CUDA is initialised in the warm process"
         assert psutil.Process(group.members[0].pid).ppid() == os.getpid()
@@ -203,7 +210,7 @@ def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
 def test_a_thread_may_begin_it_and_end() -> None:
     """The parent-death signal of Linux is sent when the thread ends that started the child."""
     pids = []
-    thread = threading.Thread(target=lambda: pids.append(warming.begin().pid))
+    thread = threading.Thread(target=lambda: pids.append(preload_client.begin().pid))
     thread.start()
     thread.join()
     with ddip.Group(1) as group:
@@ -223,7 +230,10 @@ def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_note
 
 
 def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
-    code = "import os\nfrom ddip import warming\nprint(os.getpid(), warming.begin().pid, flush=True)\n"
+    code = (
+        "import os\nfrom ddip.cluster import preload_client\n"
+        "print(os.getpid(), preload_client.begin().pid, flush=True)\n"
+    )
     for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)"):
         done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True)
         assert done.stderr == ""
@@ -246,3 +256,11 @@ def test_ipyparallel_knows_the_cluster_as_one_of_its_own() -> None:
             client.wait_for_engines(2, timeout=30)
             assert client[:].apply_sync(os.getpid) == [member.pid for member in group.members]
             client.send_signal("SIGINT", block=True)
+
+
+def test_what_is_forked_after_its_start_was_given_up_makes_no_file(tmp_path: Path, group: ddip.Group) -> None:
+    warm = preload_client.begin()
+    log = tmp_path / "log"
+    child = warm.fork("ddip.rank.engine", imports=[], argv=[], env={"DDIP_OWNER": str(warm.pid)}, log=str(log))
+    assert child.exit.result(30) == 0
+    assert not log.exists()

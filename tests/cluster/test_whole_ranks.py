@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.placement import Request
+from ddip.group.placement import Request
 
 from .leftovers import family_of, titled
 from .notebook import Notebook
@@ -18,7 +18,7 @@ from .notebook import Notebook
 
 def values(group: ddip.Group, code: str) -> list[object]:
     """Run `code` on every rank, and return what it leaves in ``found``."""
-    group.run(code, see=[])
+    group.run(code, show_ranks=[])
     return [values["found"] for values in group.pull_all(["found"], range(group.world_size))[0]]
 
 
@@ -37,7 +37,7 @@ def test_random_numbers_are_the_ranks_own() -> None:
 def test_the_process_looks_freshly_started() -> None:
     code = (
         "import os, signal, sys, threading\n"
-        "names = [name for name in os.environ if name.startswith(('DDIP', 'SPT_'))]\n"
+        "names = [name for name in os.environ if name.startswith(('DDIP', 'SPT_'))]  # the mark of what a rank starts\n"
         "handlers = [signal.getsignal(s) for s in (signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1)]\n"
         "found = (sys.argv, names, [h == signal.SIG_DFL for h in handlers], signal.pthread_sigmask(0, []),\n"
         "         threading.current_thread() is threading.main_thread(), os.read(0, 1), os.getsid(0) == os.getpid())"
@@ -45,7 +45,8 @@ def test_the_process_looks_freshly_started() -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what is spawned
     with ddip.Group(2) as group:
         signal.signal(signal.SIGHUP, former)
-        assert values(group, code) == [([""], [], [True] * 3, set(), True, b"", True)] * 2
+        names = [name for name in os.environ if name.startswith("DDIP")]  # of the tests
+        assert values(group, code) == [([""], [*names, "DDIP_MARK"], [True] * 3, set(), True, b"", True)] * 2
         pythonpath = values(group, "found = os.environ.get('PYTHONPATH')")
     assert pythonpath == [os.environ.get("PYTHONPATH")] * 2
 
@@ -112,6 +113,35 @@ def test_a_process_that_a_cell_forks_can_be_terminated(cells: ddip.Group) -> Non
         "import multiprocessing, time\n"
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); child.start()\n"
         "child.terminate(); child.join(); found = child.exitcode"
+    )
+    assert values(cells, code) == [-15, -15]
+
+
+def test_a_process_that_a_cell_forks_may_print_where_nobody_reads_its_descriptors(cells: ddip.Group) -> None:
+    """ipykernel does not, where pytest runs; ``test_display.py`` has a kernel that does."""
+    code = (
+        "import multiprocessing\n"
+        "child = multiprocessing.get_context('fork').Process(target=print, args=('from a child',))\n"
+        "child.start(); child.join(); found = child.exitcode"
+    )
+    assert values(cells, code) == [0, 0]
+
+
+def test_an_interrupt_in_the_middle_of_a_fork_leaves_later_processes_mortal(cells: ddip.Group) -> None:
+    """It comes between two steps of what ddip does before each fork, and Python goes on with the fork."""
+    code = (
+        "import _thread, multiprocessing, os, signal, time\n"
+        "def ring(*_): raise InterruptedError\n"
+        "def mask(*args, former=signal.pthread_sigmask):\n"
+        "    found = former(*args); _thread.interrupt_main(signal.SIGALRM); return found\n"
+        "handler, former = signal.signal(signal.SIGALRM, ring), signal.pthread_sigmask\n"
+        "signal.pthread_sigmask = mask\n"
+        "try: pid = os.fork()\n"
+        "finally: signal.pthread_sigmask = former\n"
+        "if pid == 0: os._exit(0)\n"
+        "os.waitpid(pid, 0); signal.signal(signal.SIGALRM, handler)\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); child.start()\n"
+        "child.terminate(); child.join(5); found = child.exitcode; child.kill()"
     )
     assert values(cells, code) == [-15, -15]
 

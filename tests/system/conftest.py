@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,17 +15,19 @@ from .lab import Lab, open_lab, wait_for
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """One server and one browser for all tests."""
-    before = _ranks()
-    with open_lab(tmp_path_factory.mktemp("lab")) as lab:
+    folder = tmp_path_factory.mktemp("lab")
+    with open_lab(folder) as lab:
         yield lab
-    wait_for(lambda: _ranks() == before, "the ranks to end with the server's kernels")
+    wait_for(lambda: not _family(folder), "the ranks to end with the server's kernels")
 
 
-def _ranks() -> set[int]:
-    """Processes of ddip that are there."""
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ddip ") and process.status() != psutil.STATUS_ZOMBIE:
-            found.add(process.pid)
+def _family(folder: Path) -> list[psutil.Process]:
+    """ddip's processes of the lab in `folder`, known by the environment that it gives to what it starts."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get("IPYTHONDIR") == str(folder / "ipython")
+            ddips = " ".join(process.cmdline()).startswith("ddip ")
+            if mine and ddips and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ddip.screen import Screen, plain
+from ddip.output.terminal_text import Screen, plain
 
 CHANGES = [
     (r"\d+\.\d+ s\b", "# s"),

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import ddip
-from ddip import warming
+from ddip.cluster import preload_client
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler here")
@@ -17,4 +17,4 @@ def test_inductor_compiles_on_every_rank() -> None:
             "import torch\n@torch.compile\ndef f(x): return (x * 2).relu() + 1\n"
             "assert f(torch.tensor([-1.0, 3.0])).tolist() == [1.0, 7.0]"
         )
-    warming.end()
+    preload_client.end()

@@ -25,7 +25,7 @@ CELLS = [
     "%%dip -S all\nfor i in tqdm(range(3000), desc='bar'): pass",
     "%%dip\nimport matplotlib.pyplot as plt\nfrom fastprogress import progress_bar\n"
     "for i in progress_bar(range(50)): pass\nplt.figure(figsize=(1, 1)); plt.plot([1, 2]);",
-    "%config DipMagics.limit = 1000",
+    "%config DipMagics.max_output_chars = 1000",
     "%%dip\nfor i in range(1000): print('line', i)",
     "%autodip on",
     "rank * 10",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddip.autodip import Autodip
+from ddip.notebook.autodip import Autodip
 
 
 @pytest.fixture

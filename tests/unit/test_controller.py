@@ -1,31 +1,55 @@
-"""The controller's ports are its own."""
+"""The controller's sockets are files, and their names are what engines and clients ask for."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import socket
-import sys
+from pathlib import Path
 
-import pytest
 import zmq
+from ipyparallel import util
 
-from ddip.controller import Controller
+from ddip.cluster.controller import Controller
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such reservation")
-def test_a_port_that_was_chosen_is_free_for_zmq_and_for_nobody_else() -> None:
+def test_sockets_are_named_as_engines_and_clients_write_them() -> None:
+    for interface in ("ipc:///tmp/a-b/s", "ipc:///tmp/a:b-c/s"):
+        controller = Controller()
+        controller.engine_info = {"interface": interface, "mux": 7, "broadcast": [8, 9]}
+        assert controller.engine_url("mux") == f"{interface}:7"
+        assert controller.engine_url("broadcast", 1) == f"{interface}:9"
+        assert util.disambiguate_url(f"{interface}:7", "127.0.0.1") == f"{interface}:7"
+
+
+def test_no_two_sockets_have_one_name() -> None:
     controller = Controller()
-    controller.engine_ip = "127.0.0.1"
-    ports = [controller.next_port() for _ in range(100)]
-    assert len(set(ports)) == 100
-    for port in ports[:5]:
-        with socket.socket() as other, pytest.raises(OSError) as raised:
-            other.bind(("127.0.0.1", port))
-        assert raised.value.errno == errno.EADDRINUSE
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as listener, socket.socket() as client:
-        listener.bind(f"tcp://127.0.0.1:{ports[0]}")
-        client.connect(("127.0.0.1", ports[0]))
-    context.term()
-    for reserved in controller._reserved:
-        reserved.close()
+    assert [controller.next_port("engine"), controller.next_port("client"), controller.next_port()] == [1, 2, 3]
+
+
+def test_a_peer_without_a_handshake_is_refused_where_a_domain_is_named(tmp_path: Path) -> None:
+    """What ``Controller.initialize`` relies on in libzmq."""
+    for number, (domain, arrives) in enumerate([(b"", True), (b"ddip", False)]):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.setsockopt(zmq.ZAP_DOMAIN, domain)
+        with context.socket(zmq.ROUTER) as listener, context.socket(zmq.DEALER) as peer:
+            address = tmp_path / f"s{number}"
+            listener.bind(f"ipc://{address}")
+            _send_without_handshake(address)
+            assert bool(listener.poll(100 if domain else 5000)) is arrives
+            if arrives:
+                assert listener.recv_multipart()[1:] == [b"junk"]
+            peer.connect(f"ipc://{address}")
+            peer.send(b"good")
+            assert listener.poll(5000) and listener.recv_multipart()[1:] == [b"good"]
+        context.term()
+
+
+def _send_without_handshake(address: Path) -> None:
+    """A frame of ZeroMQ 2, as anybody who can connect may send it."""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(address))
+        stranger.send(b"\x01\x00\x05\x00junk")
+        stranger.settimeout(0.5)
+        with contextlib.suppress(OSError):
+            while stranger.recv(64):
+                pass

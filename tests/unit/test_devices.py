@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddip.devices import visible_names
+from ddip.cluster.devices import visible_names
 
 
 @pytest.mark.parametrize(

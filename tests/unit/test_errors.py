@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from IPython.core.error import UsageError
 
+import ddip
 from ddip import errors
-from ddip.errors import BadInput, CellError, CellInterrupted, RankError, ranks_text
+from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, RankError, ranks_text
+
+
+def exceptions() -> list[type[BaseException]]:
+    return [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.DdipError)]
+
+
+def test_one_base_has_all_exceptions_and_each_is_public() -> None:
+    made_here = [one for one in vars(errors).values() if getattr(one, "__module__", "") == errors.__name__]
+    assert [one for one in made_here if isinstance(one, type) and issubclass(one, BaseException)] == exceptions()
+    assert [one for one in exceptions() if getattr(ddip, one.__name__) is not one] == []
+    assert {one.__name__ for one in exceptions()} | {"RankError"} == set(errors.__all__)
+    assert set(errors.__all__) < set(ddip.__all__)
+
+
+def test_the_stop_button_passes_by_those_who_catch_any_exception() -> None:
+    stops = {one for one in exceptions() if not issubclass(one, Exception)} - {errors.DdipError}
+    assert stops == {one for one in exceptions() if issubclass(one, KeyboardInterrupt)}
+    assert stops == {errors.CellInterrupted, errors.RequestInterrupted}
 
 
 def test_ranks_are_told_in_spans() -> None:
@@ -35,8 +54,8 @@ def test_the_earliest_error_comes_first_and_those_who_waited_are_folded_by_place
     error = CellError({0: late, 1: early, 2: waited, 3: waited, 4: elsewhere})
     assert str(error) == (
         "rank 1: ValueError: early; rank 0: KeyError: late; "
-        "ranks 2, 3 were waiting in barrier, cell [3] line 1, and released; "
-        "rank 4 was waiting in recv, cell [3] line 2, and released"
+        "ranks 2, 3 were blocked in barrier, cell [3] line 1, until ddip aborted it; "
+        "rank 4 was blocked in recv, cell [3] line 2, until ddip aborted it"
     )
     assert error._render_traceback_()[:-1] == ["[rank 1]", "early trace", "[rank 0]", "late trace"]
     assert error.by_rank[2].message == "Connection closed by peer"
@@ -56,9 +75,9 @@ def test_what_an_interrupt_raises_is_not_shown_as_an_error() -> None:
 
 
 def test_all_that_users_cause_is_a_usage_error_of_one_line() -> None:
-    for name in errors.__all__:
-        kind = getattr(errors, name)
-        if name not in ("CellError", "CellInterrupted", "CellTimeout", "LocalCellFailed", "RankError"):
+    of_code = {CellError, CellTimeout, errors.LocalCellFailed}
+    for kind in exceptions():
+        if issubclass(kind, Exception) and kind not in of_code:
             assert issubclass(kind, UsageError)
     assert BadInput("-n 0: type more")._render_traceback_() == ["UsageError: -n 0: type more"]
 

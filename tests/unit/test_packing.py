@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from ddip import packing
+from ddip.call import packing
 from ddip.errors import TransferError
-from ddip.rank.calls import Call
+from ddip.protocol.calls import Call
 
 
-def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.Luggage]:
+def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.CallPayload]:
     """The call of the function ``fn`` that `code` defines in a notebook."""
     variables: dict[str, Any] = {"__name__": "__main__"}
     exec(textwrap.dedent(code), variables)
-    luggage = packing.Luggage(variables, {"__main__"})
-    call = packing.pack(variables["fn"], (), {}, {name: variables[name] for name in needed}, imports, luggage)
-    return call, luggage
+    payload = packing.CallPayload(variables, {"__main__"})
+    call = packing.pack(variables["fn"], (), {}, {name: variables[name] for name in needed}, imports, payload)
+    return call, payload
 
 
 def test_what_functions_refer_to_goes_along_and_what_that_refers_to() -> None:
@@ -66,14 +66,14 @@ def test_a_large_tensor_is_not_copied_to_learn_its_size(monkeypatch: pytest.Monk
 
 
 def test_packages_and_their_modules_that_the_functions_use() -> None:
-    call, luggage = packed(
+    call, payload = packed(
         """
         import xml.etree.ElementTree, torch
         from json import dumps
         def fn(): return xml.etree.ElementTree.fromstring(dumps(torch.ones(1)))
         """
     )
-    assert {"xml", "json", "torch"} <= luggage.packages
+    assert {"xml", "json", "torch"} <= payload.packages
     assert {"xml.etree", "xml.etree.ElementTree"} <= set(call.modules)
     assert not any(name.startswith("torch.distributed") for name in call.modules)
     assert packing.packages_of("from . import x\nimport a.b as c, d\nfrom e.f import *") == {"a", "d", "e"}

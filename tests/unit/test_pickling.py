@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from ddip.rank.pickling import dump_all
+from ddip.protocol.pickling import dump_all
 
 
 def test_each_value_is_packed_or_named() -> None:

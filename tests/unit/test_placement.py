@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ddip.errors import BadInput
-from ddip.placement import Berth, Request, Wish, keep, parse_count, parse_gpus, parse_ranks, wish
+from ddip.group.placement import (
+    DeviceBinding,
+    GroupSpec,
+    Request,
+    check_ranks,
+    keep,
+    parse_count,
+    parse_gpus,
+    parse_ranks,
+    resolve,
+)
 
 
-def on_cpu(count: int) -> Wish:
-    return wish(Request(n=count), 0)
+def on_cpu(count: int) -> GroupSpec:
+    return resolve(Request(n=count), 0)
 
 
-def on_gpus(*gpus: int) -> Wish:
-    return wish(Request(gpus=gpus), 8)
+def on_gpus(*gpus: int) -> GroupSpec:
+    return resolve(Request(gpus=gpus), 8)
 
 
-def berths(made: Wish) -> list[Berth]:
+def berths(made: GroupSpec) -> list[DeviceBinding]:
     """The engines that a fresh group of this kind starts."""
-    return [Berth(made.visible, gpu) for gpu in made.gpus]
+    return [DeviceBinding(made.visible, gpu) for gpu in made.gpus]
 
 
 def test_a_count_is_a_number_from_1() -> None:
@@ -92,48 +103,48 @@ def test_a_group_of_one_has_only_rank_0() -> None:
 
 
 def test_without_a_word_all_gpus_or_two_cpu_ranks() -> None:
-    assert wish(Request(), 3) == Wish((0, 1, 2), "cpu:gloo,cuda:nccl")
-    assert wish(Request(), 0) == Wish((None, None), "gloo")
+    assert resolve(Request(), 3) == GroupSpec((0, 1, 2), "cpu:gloo,cuda:nccl")
+    assert resolve(Request(), 0) == GroupSpec((None, None), "gloo")
 
 
 def test_a_count_asks_for_the_cpu_even_where_there_are_gpus() -> None:
-    assert wish(Request(n=3), 8).gpus == (None, None, None)
+    assert resolve(Request(n=3), 8).gpus == (None, None, None)
 
 
 def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
-    shared = wish(Request(gpus=(0, 0)), 1)
+    shared = resolve(Request(gpus=(0, 0)), 1)
     assert shared.backend == "gloo"
     assert "two ranks share a GPU, which nccl cannot do" in shared.notice
-    assert wish(Request(gpus=(0, 1)), 2).notice == ""
+    assert resolve(Request(gpus=(0, 1)), 2).notice == ""
 
 
 def test_a_backend_that_is_named_is_taken() -> None:
-    assert wish(Request(n=2, backend="mpi"), 0).backend == "mpi"
-    assert wish(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
+    assert resolve(Request(n=2, backend="mpi"), 0).backend == "mpi"
+    assert resolve(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
 
 
 def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
         with pytest.raises(BadInput, match=f"-b {backend}: nccl needs GPUs"):
-            wish(Request(n=2, backend=backend), 2)
+            resolve(Request(n=2, backend=backend), 2)
         with pytest.raises(BadInput, match=f"-b {backend}: two ranks share a GPU"):
-            wish(Request(gpus=(0, 0), backend=backend), 1)
+            resolve(Request(gpus=(0, 0), backend=backend), 1)
 
 
 def test_a_count_that_is_not_the_number_of_gpus_is_refused() -> None:
     with pytest.raises(BadInput, match="-n 3 and -g with 2 GPUs: leave out -n"):
-        wish(Request(n=3, gpus=(0, 1)), 4)
-    assert wish(Request(n=2, gpus=(0, 1)), 4).size == 2
+        resolve(Request(n=3, gpus=(0, 1)), 4)
+    assert resolve(Request(n=2, gpus=(0, 1)), 4).size == 2
 
 
 def test_python_callers_are_checked_too() -> None:
     with pytest.raises(BadInput, match="-g 5: there is no GPU 5"):
-        wish(Request(gpus=(5,)), 2)
+        resolve(Request(gpus=(5,)), 2)
     for n in (-1, 0):
         with pytest.raises(BadInput, match=f"-n {n}"):
-            wish(Request(n=n), 0)
+            resolve(Request(n=n), 0)
     with pytest.raises(BadInput, match="type numbers"):
-        wish(Request(gpus=()), 2)
+        resolve(Request(gpus=()), 2)
 
 
 def test_a_ranks_gpu_is_cuda_local_rank_in_what_it_sees() -> None:
@@ -173,3 +184,29 @@ def test_what_is_not_asked_for_stays() -> None:
     assert Request(app="other").after(old) == Request(gpus=(0, 1), backend="gloo", app="other")
     assert Request(backend="nccl").after(old) == Request(gpus=(0, 1), backend="nccl", app="fastai")
     assert Request(n=3).after(old) == Request(n=3, app="fastai")
+
+
+def test_ranks_of_a_program_are_taken_in_the_order_given() -> None:
+    assert check_ranks([2, 0], 3, "ranks") == [2, 0]
+    assert check_ranks(range(3), 3, "ranks") == [0, 1, 2]
+    assert check_ranks({np.int64(1)}, 3, "ranks") == [1]
+    assert check_ranks([], 3, "see") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([0, 9], r"ranks=\[0, 9\]: there is no rank 9; this group has ranks 0 to 2"),
+        ([-1], r"ranks=\[-1\]: there is no rank -1; "),
+        ([1, 0, 1], r"ranks=\[1, 0, 1\]: rank 1 is there twice"),
+        ([1.0], r"ranks=\[1.0\]: 1.0 is no rank; "),
+        (["1"], r"ranks=\['1'\]: '1' is no rank; "),
+        ([True], r"ranks=\[True\]: True is no rank; "),
+        ([None], r"ranks=\[None\]: None is no rank; "),
+        (1, r"ranks=1: give a list of ranks, such as \[0\]; "),
+        ("01", r"ranks='01': give a list of ranks"),
+    ],
+)
+def test_ranks_of_a_program_that_are_none_are_named(given: object, said: str) -> None:
+    with pytest.raises(BadInput, match=f"^{said}"):
+        check_ranks(given, 3, "ranks")

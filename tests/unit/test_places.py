@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ddip.rank.dump import place_in
-from ddip.rank.place import Place, Stack
-from ddip.tables import places_text, stacks_text
+from ddip.output.tables import places_text, stacks_text
+from ddip.protocol.dump import place_in
+from ddip.protocol.location import Stack, StackLocation
 
-WAITS = Place("all_reduce", 12, 4, "dist.all_reduce(x)", "distributed_c10d.py:3 in all_reduce")
+WAITS = StackLocation("all_reduce", 12, 4, "dist.all_reduce(x)", "distributed_c10d.py:3 in all_reduce")
 DUMP = """Current thread 0x01 (most recent call first):
   File "/lib/old.py", line 1 in old
 
@@ -18,7 +18,7 @@ Current thread 0x01 (most recent call first):
 
 
 def test_equal_ranks_share_a_line() -> None:
-    places = {0: Place(state="idle"), 1: WAITS, 2: WAITS, 3: Place(state="ended"), 4: None}
+    places = {0: StackLocation(state="idle"), 1: WAITS, 2: WAITS, 3: StackLocation(state="ended"), 4: None}
     assert places_text(places).splitlines() == [
         "  rank 0: idle",
         "  ranks 1, 2: all_reduce, cell [12] line 4: dist.all_reduce(x)",
@@ -28,8 +28,8 @@ def test_equal_ranks_share_a_line() -> None:
 
 
 def test_a_place_outside_of_cells_is_a_line_of_a_file() -> None:
-    assert str(Place("fit", inner="train.py:88 in fit")) == "train.py:88 in fit"
-    assert str(Place()) == "awaiting something"
+    assert str(StackLocation("fit", inner="train.py:88 in fit")) == "train.py:88 in fit"
+    assert str(StackLocation()) == "awaiting something"
 
 
 def test_equal_stacks_are_shown_once() -> None:

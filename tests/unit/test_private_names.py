@@ -6,12 +6,15 @@ import atexit
 import importlib
 import inspect
 
+import executing
 import ipyparallel
 import torch
+import zmq
 from ipykernel.iostream import OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
+from ipyparallel.apps.baseapp import BaseParallelApplication
 from ipyparallel.client.client import ExecuteReply
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
@@ -28,7 +31,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ddip.rank import c10d
+from ddip.rank import c10d, collectives
 
 
 def test_the_client_sends_as_ddip_asks() -> None:
@@ -40,6 +43,14 @@ def test_the_client_sends_as_ddip_asks() -> None:
     assert list(inspect.signature(ipyparallel.Client._update_engines).parameters) == ["self", "engines"]
     assert "msg_future.output = output" in source
     assert MessageFuture("id").iopub_callbacks == []
+
+
+def test_the_client_and_the_hub_keep_ids_where_ddip_forgets_them() -> None:
+    send = inspect.getsource(ipyparallel.Client._send)
+    assert send.index("self.history.append(msg_id)") < send.index("self.create_message_futures(")
+    answered = inspect.getsource(Hub.save_queue_result)
+    assert "self.all_completed.add(msg_id)" in answered and "self.completed[eid].append(msg_id)" in answered
+    assert list(inspect.signature(Hub.save_queue_result).parameters) == ["self", "idents", "msg"]
 
 
 def test_the_hub_answers_what_ddip_asks() -> None:
@@ -64,6 +75,11 @@ def test_the_controller_is_made_of_what_ddip_replaces() -> None:
     assert source.count("= Hub(") == 1
     assert list(inspect.signature(IPController.next_port).parameters) == ["self", "pool_name"]
     assert source.count("select_random_ports") == 1
+    assert controller_app.IPController.context.klass is zmq.Context and "zmq.Context.instance()" in source
+    own = inspect.getsource(IPController.construct_url)  # the day both agree, ddip's own can go
+    assert "sep = '-' if" in own and 'return f"{interface}{sep}{port}"' in own
+    assert """f"{info['interface']}:{info[key]}\"""" in inspect.getsource(app.IPEngine.complete_registration)
+    assert """f"{cfg['interface']}:{cfg[key]}\"""" in inspect.getsource(ipyparallel.Client.__init__)
     assert list(inspect.signature(IPController.save_connection_dict).parameters) == ["self", "fname", "cdict"]
     assert "os.path.join(self.profile_dir.security_dir, fname)" in inspect.getsource(IPController.save_connection_dict)
 
@@ -90,6 +106,13 @@ def test_the_engine_registers_as_ddip_asks() -> None:
     assert "self.find_connection_file()" in inspect.getsource(app.IPEngine.init_engine)
     assert "signal.signal(signal.SIGTERM, self._signal_stop)" in inspect.getsource(app.IPEngine.init_signal)
     assert {"url_file", "wait_for_url_file", "ident"} <= set(app.IPEngine.class_traits())
+
+
+def test_ipyparallel_puts_the_working_directory_on_the_path_where_ddip_takes_it_off() -> None:
+    init = inspect.getsource(app.IPEngine.init_engine)
+    assert init.index("sys.path.insert(0, '')") < init.index("self.find_connection_file()")
+    assert inspect.getsource(app).count("sys.path") == 1
+    assert "sys.path.insert(0, '')" in inspect.getsource(BaseParallelApplication.to_work_dir)
 
 
 def test_python_runs_its_exit_functions_when_asked() -> None:
@@ -130,8 +153,35 @@ def test_torch_knows_its_groups_by_the_names_that_ddip_asks_for() -> None:
     left = inspect.getsource(distributed_c10d.destroy_process_group)
     for name in c10d.TABLES:
         assert f"_world.{name}.clear()" in left
+    assert callable(getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout)
     assert callable(ProcessGroup._get_backend) and hasattr(ProcessGroup, "_device_types")
     assert callable(Backend._get_sequence_number_for_group)
+
+
+def test_torch_sets_up_groups_where_ddip_wraps_it() -> None:
+    helper = inspect.signature(distributed_c10d._new_process_group_helper)
+    assert [*helper.parameters][:3] == ["group_size", "group_rank", "global_ranks_in_group"]
+    assert [*helper.parameters][3:6] == ["backend", "store", "group_name"] and "timeout" in helper.parameters
+    assert inspect.getsource(distributed_c10d.init_process_group).count("_new_process_group_helper(") == 2
+    assert "= _new_process_group_helper(" in inspect.getsource(distributed_c10d._new_group_with_tag)
+    assert "_world.group_count" in inspect.getsource(distributed_c10d._process_group_name)
+
+
+def test_torch_begins_collectives_through_the_methods_that_ddip_wraps() -> None:
+    """All but these begin a collective, a send or a receive, or a batch of them."""
+    quiet = {"_add_ephemeral_timeout", "_enable_collectives_timing", "_get_backend", "_get_backend_name", "_has_hooks"}
+    quiet |= {"_get_sequence_number_for_group", "_register_backend", "_register_on_completion_hook", "_set_group_desc"}
+    quiet |= {"_set_default_backend", "_set_group_name", "_wait_for_pending_works", "_id", "_backend_id"}
+    quiet |= {"abort", "boxed", "unbox", "get_group_store", "get_reconfigure_handle", "merge_remote_group", "name"}
+    quiet |= {"_pybind11_conduit_v1_"}
+    quiet |= {"get_backend", "new_window", "rank", "reconfigure", "set_timeout", "shutdown", "size", "split_group"}
+    quiet |= {f"{un}register_{when}_hook" for un in ("", "un") for when in ("abort", "pre", "post")}
+    methods = {
+        name for name in dir(ProcessGroup) if callable(getattr(ProcessGroup, name)) and not name.startswith("__")
+    }
+    methods -= {name for name in methods if isinstance(getattr(ProcessGroup, name), (type, ProcessGroup.BackendType))}
+    assert methods - quiet <= {*collectives.COLLECTIVES, *collectives.OTHERS}
+    assert {"allreduce", "broadcast", "send", "recv", "recv_anysource", "monitored_barrier"} <= methods
 
 
 def test_a_wrapper_keeps_its_reducer_under_the_name_that_ddip_drops() -> None:
@@ -146,6 +196,26 @@ def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
     assert "self.tb = etb" in inspect.getsource(ultratb)
     assert "self._filename_map[name] = number" in inspect.getsource(CachingCompiler.cache)
     assert "exec(code_obj, self.user_global_ns, self.user_ns)" in inspect.getsource(InteractiveShell.run_code)
+
+
+def test_ipythons_traceback_keeps_what_it_parsed_where_ddip_lets_go_of_it() -> None:
+    source = inspect.getsource(executing.Source)
+    assert '"__source_cache_with_lines", {}' in source and '"__executing_cache", {}' in source
+    assert "setattr(cls, name, result)" in source
+    assert callable(executing.executing.statement_containing_node.cache_clear)
+    assert ".parent = " in inspect.getsource(executing.Source.__init__)
+
+
+def test_the_shell_tells_errors_where_ddip_does() -> None:
+    source = inspect.getsource(InteractiveShell)
+    assert source.count("self.showtraceback(") > 5 and "self.showsyntaxerror()" in source
+    assert list(inspect.signature(InteractiveShell.showtraceback).parameters)[1:] == [
+        *("exc_tuple", "filename", "tb_offset", "exception_only", "running_compiled_code")
+    ]
+    for name in ("run_line_magic", "run_cell_magic", "run_code", "run_cell_async", "ask_exit"):
+        assert hasattr(ZMQInteractiveShell, name)
+    assert "sys._getframe(stack_depth + 1)" in inspect.getsource(InteractiveShell.get_local_scope)
+    assert "self._last_traceback = stb" in inspect.getsource(ZMQInteractiveShell._showtraceback)
 
 
 def test_the_client_dispatches_output_where_ddip_takes_it() -> None:

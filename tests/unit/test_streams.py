@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ddip.rank.streams import TICK_CHARACTERS, Budget, Piece
+from ddip.rank.streams import TICK_CHARACTERS, Chunk, OutputLimiter
 
 
 def test_up_to_the_limit_everything_is_sent_at_once() -> None:
-    budget = Budget(100)
-    assert [budget.take(f"{number:09}\n") for number in range(10)] == [Piece(f"{n:09}\n") for n in range(10)]
+    budget = OutputLimiter(100)
+    assert [budget.take(f"{number:09}\n") for number in range(10)] == [Chunk(f"{n:09}\n") for n in range(10)]
     assert budget.rest() is None
 
 
 def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> None:
-    budget = Budget(1000)
+    budget = OutputLimiter(1000)
     lines = [f"{number:09}\n" for number in range(100_000)]
     pieces = [budget.take("".join(lines[begin : begin + 10])) for begin in range(0, len(lines), 10)]
-    assert pieces[9] == Piece("".join(lines[90:100])) and pieces[10] is None
+    assert pieces[9] == Chunk("".join(lines[90:100])) and pieces[10] is None
     sent = [piece for piece in pieces if piece is not None]
     assert sum(len(piece.text) for piece in sent) < 1000 + TICK_CHARACTERS * len(sent)
     assert len(sent) < len(pieces) / 2
@@ -26,9 +26,9 @@ def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> N
 
 
 def test_slow_text_above_the_limit_is_not_cut() -> None:
-    budget = Budget(100)
+    budget = OutputLimiter(100)
     budget.take("x" * 100)
     budget._ticked -= 1
-    assert budget.take("a line\n") == Piece("a line\n")
+    assert budget.take("a line\n") == Chunk("a line\n")
     budget._ticked -= 1
-    assert budget.take("another\n") == Piece("another\n")
+    assert budget.take("another\n") == Chunk("another\n")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip import torchddp
+from ddip.call import torchddp
 from ddip.errors import BadInput
-from ddip.progress import Progress
+from ddip.output.progress import Progress
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def prepare() -> None:
     """Change fastai, on a rank that has joined a group."""
     release()
     for module in MENDS:
-        module.mend()
-    patches.put(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))  # loaders' workers
+        module.apply()
+    patches.patch(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))  # loaders' workers
     shell = get_ipython()
     assert shell is not None
     shell.events.register("pre_run_cell", _begin_cell)
@@ -37,11 +37,11 @@ def prepare() -> None:
 
 def release() -> None:
     """Leave fastai as it was."""
-    patches.take_out()
+    patches.restore()
     shell = get_ipython()
     if shell is not None and _begin_cell in shell.events.callbacks["pre_run_cell"]:
         shell.events.unregister("pre_run_cell", _begin_cell)
-        randomness.part()
+        randomness.diverge_rng()
 
 
 def command(text: str) -> str:
@@ -52,4 +52,4 @@ def command(text: str) -> str:
 
 
 def _begin_cell(info: object) -> None:
-    randomness.agree()
+    randomness.sync_rng()

@@ -37,28 +37,27 @@ def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
             setattr(learn.model.get_submodule(parent), last, module)
 
 
-def _together_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@functools.wraps(distributed.rank0_first)
+def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `func` on rank 0, then on the others; if it fails there, raise on all."""
     if not ranks.together():
         return func(*args, **kwargs)
-    failed, result = "", None
-    if ranks.rank() == 0:
-        try:
-            with ranks.each_by_itself():
-                result = func(*args, **kwargs)
-        except BaseException as error:
-            ranks.of_rank_0(f"{type(error).__name__}: {error}")
-            raise
-    failed = ranks.of_rank_0(failed)
+    first = ranks.rank() == 0
+    failed = "" if first else ranks.of_rank_0("")
     if failed:
         raise RuntimeError(f"rank 0 failed in {getattr(func, '__name__', func)}: {failed}")
-    if ranks.rank() != 0:
-        with ranks.each_by_itself():
-            result = func(*args, **kwargs)
-    return result
+    try:
+        with ranks.single_process_mode():
+            return func(*args, **kwargs)
+    except BaseException as error:
+        failed = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if first:
+            ranks.of_rank_0(failed)
 
 
-def mend() -> None:
+def apply() -> None:
     """Make both harmless: fit distributes by itself."""
 
     @contextlib.contextmanager
@@ -75,16 +74,12 @@ def mend() -> None:
         """Return the learner."""
         return self
 
-    @functools.wraps(distributed.rank0_first)
-    def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _together_first(func, *args, **kwargs)
-
     def num_distrib() -> int:
         """Ranks that a barrier can wait for."""
         return ranks.size() if ranks.together() else 0
 
-    patches.put(Learner, "distrib_ctx", distrib_ctx)
-    patches.put(Learner, "to_distributed", to_distributed)
-    patches.put(Learner, "detach_distributed", detach_distributed)
+    patches.patch(Learner, "distrib_ctx", distrib_ctx)
+    patches.patch(Learner, "to_distributed", to_distributed)
+    patches.patch(Learner, "detach_distributed", detach_distributed)
     patches.put_everywhere("rank0_first", distributed.rank0_first, rank0_first)
-    patches.put(torch_core, "num_distrib", num_distrib)  # as distrib_barrier sees it: ``load`` in a cell on one rank
+    patches.patch(torch_core, "num_distrib", num_distrib)  # as distrib_barrier sees it: ``load`` in a cell on one rank

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastai import torch_core
-from fastai.callback.core import Callback, FetchPredsCallback, GatherPredsCallback
+from fastai.callback.core import FetchPredsCallback, GatherPredsCallback
 from fastai.learner import Learner
 
 from ddip.apps.fastai import metrics, patches, plan, precision, randomness, ranks, shards
@@ -21,7 +21,7 @@ GATHERED = ("inputs", "preds", "targets", "losses")
 """Of GatherPredsCallback: lists with an item for each batch."""
 
 
-class DdipMerge(Callback):
+class DdipMerge(patches.Passing):
     """Puts together what the ranks have made of their batches, before anything else looks at it."""
 
     order = -1000
@@ -50,9 +50,6 @@ class DdipMerge(Callback):
         recorder = getattr(self.learn, "recorder", None)
         return [] if recorder is None else list(recorder._valid_mets)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Callback, ())  # an exported learner needs no ddip
-
 
 def _gather(callback: GatherPredsCallback) -> None:
     mine = {name: value for name in GATHERED if isinstance(value := vars(callback).get(name), list)}
@@ -66,7 +63,7 @@ def _agreed_seed(learn: Learner, dl: Any) -> int | None:
     if not ranks.together() or not shards.is_divisible(dl) or shards.carries_state(dl, learn) or _saves_batches(learn):
         return None
     training = any(isinstance(callback, OfDdip) for callback in learn.cbs)
-    model = () if training else ranks.print_of(ranks.state_of(learn.model))
+    model = () if training else ranks.checksum(ranks.state_of(learn.model))
     seed = randomness.Seeds.draw().python
     told = ranks.gather((shards.looks(dl), ranks.fingerprint(model), seed))
     same = all(one[:2] == told[0][:2] for one in told)  # each works with data, or a model, of its own otherwise
@@ -84,7 +81,7 @@ def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ranks.each_by_itself():
+        with ranks.single_process_mode():
             return method(self, *args, **kwargs)
 
     return run
@@ -95,7 +92,7 @@ def _kinds_of(kind: type) -> list[type]:
     return [kind, *(below for subclass in subclasses for below in _kinds_of(subclass))]
 
 
-def mend() -> None:
+def apply() -> None:
     """Divide evaluations among the ranks."""
     whole = Learner._do_epoch_validate
 
@@ -112,9 +109,9 @@ def mend() -> None:
             with randomness.kept(), self.added_cbs([DdipMerge(shard)]):
                 whole(self, ds_idx, shard)
 
-    patches.put(Learner, "_do_epoch_validate", divided)
+    patches.patch(Learner, "_do_epoch_validate", divided)
     for kind in _kinds_of(Learner):
         if "predict" in vars(kind):
-            patches.put(kind, "predict", _by_itself(vars(kind)["predict"]))
-    patches.put(FetchPredsCallback, "after_validate", _by_itself(FetchPredsCallback.after_validate))
-    patches.put(torch_core, "maybe_gather", lambda x, axis=0: x)
+            patches.patch(kind, "predict", _by_itself(vars(kind)["predict"]))
+    patches.patch(FetchPredsCallback, "after_validate", _by_itself(FetchPredsCallback.after_validate))
+    patches.patch(torch_core, "maybe_gather", lambda x, axis=0: x)

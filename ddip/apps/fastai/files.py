@@ -39,7 +39,7 @@ def once_a_host(what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -
     call = (current.name(), what)
     _calls[call] += 1
     key = f"ddip once {current.name()} {os.environ['GROUP_RANK']} {_calls[call]} {what}"
-    with ranks.each_by_itself():
+    with ranks.single_process_mode():
         if not ranks.is_first_here():
             _wait_for(key, what)
             return found()
@@ -113,7 +113,7 @@ def _made_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def mend() -> None:
+def apply() -> None:
     """Fetch and write once."""
     get, hub, tokenize = FastDownload.get, torch.hub.download_url_to_file, core._tokenize_files
 
@@ -132,13 +132,13 @@ def mend() -> None:
 
         return once_a_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
 
-    patches.put(FastDownload, "get", get_once)
-    patches.put(torch.hub, "download_url_to_file", download_once)
-    patches.put(core, "_tokenize_files", tokenize_once)
+    patches.patch(FastDownload, "get", get_once)
+    patches.patch(torch.hub, "download_url_to_file", download_once)
+    patches.patch(core, "_tokenize_files", tokenize_once)
     vision = sys.modules.get("fastai.vision.utils")
     for name in ("download_images", "resize_images") if vision is not None else ():
         patches.put_everywhere(name, getattr(vision, name), _made_once(getattr(vision, name)))
-    patches.put(Learner, "save", _written(Learner.save))
-    patches.put(Learner, "export", _written(_without_records(Learner.export)))
-    patches.put(Recorder, "__getstate__", _with_records)
-    patches.put(TextLearner, "save_encoder", _written(TextLearner.save_encoder))
+    patches.patch(Learner, "save", _written(Learner.save))
+    patches.patch(Learner, "export", _written(_without_records(Learner.export)))
+    patches.patch(Recorder, "__getstate__", _with_records)
+    patches.patch(TextLearner, "save_encoder", _written(TextLearner.save_encoder))

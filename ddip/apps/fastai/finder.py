@@ -28,7 +28,7 @@ class Saved:
         learn.opt.load_state_dict(self.opt)
 
 
-def mend() -> None:
+def apply() -> None:
     """Keep the state in memory on each rank."""
 
     def before_fit(self: LRFinder) -> None:
@@ -40,8 +40,8 @@ def mend() -> None:
         self.learn.opt.zero_grad()
         restore(self, self.learn)
 
-    patches.put(LRFinder, "before_fit", before_fit)
-    patches.put(LRFinder, "after_fit", after_fit)
+    patches.patch(LRFinder, "before_fit", before_fit)
+    patches.patch(LRFinder, "after_fit", after_fit)
 
 
 def restore(callback: Any, learn: Learner) -> None:

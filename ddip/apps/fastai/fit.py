@@ -30,7 +30,7 @@ _jobs: list[Job] = []
 """The fit under way, if one is."""
 
 
-class OfDdip(Callback):
+class OfDdip(patches.Passing):
     """Works while the learner trains; gone when it has."""
 
     def __init__(self, job: Job) -> None:
@@ -40,9 +40,6 @@ class OfDdip(Callback):
         """As fastai's, which puts words of its own before those of an error."""
         if event_name not in _inner_loop or self.learn.training:
             getattr(self, event_name, noop)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Callback, ())  # an exported learner needs no ddip
 
 
 class DdipFirst(OfDdip):
@@ -66,7 +63,7 @@ class DdipFirst(OfDdip):
     def after_batch(self) -> None:
         """Every rank records the loss of all, and decides by it."""
         self.job.unwrap()
-        self.job.take_loss()
+        self.job.finish_loss_allreduce()
         if self.job.is_filler:
             self.job.kept = metrics.before(self.job.metrics)
         elif any(metrics.needs_batches(metric) for metric in self.job.metrics):
@@ -90,7 +87,7 @@ class DdipLast(OfDdip):
         self.job.wrap()
 
     def after_loss(self) -> None:
-        self.job.give_loss()
+        self.job.start_loss_allreduce()
 
     def before_backward(self) -> None:
         if self.job.weight != 1:
@@ -148,7 +145,7 @@ def _close(callback: Any) -> None:
         vars(callback).pop(name, None)
 
 
-def mend() -> None:
+def apply() -> None:
     """Train on all ranks."""
     plain = Learner.fit
 
@@ -168,8 +165,8 @@ def mend() -> None:
             _jobs.remove(job)
             job.end()
 
-    patches.put(Learner, "fit", fit)
-    patches.put(training, "find_bs", _items_of_step)
+    patches.patch(Learner, "fit", fit)
+    patches.patch(training, "find_bs", _items_of_step)
 
 
 def _items_of_step(batch: Any) -> float:

@@ -59,7 +59,7 @@ class Job:
         told = {
             "data": shards.looks(learn.dls.train),
             "epochs": learn.n_epoch,
-            "model": ranks.fingerprint(ranks.print_of(ranks.state_of(learn.model))),
+            "model": ranks.fingerprint(ranks.checksum(ranks.state_of(learn.model))),
             "optimizer": _print_of_optimizer(learn),
             "seeds": self.seeds,
         }
@@ -71,7 +71,7 @@ class Job:
         if len({one["optimizer"] for one in everyone}) > 1:
             _share_optimizer(learn)
         self.common = common
-        self.seeds.sow(more=1 + ranks.rank())
+        self.seeds.seed_all(more=1 + ranks.rank())
 
     def begin_epoch(self) -> None:
         """Take this rank's part of the training data, as one seed shuffles it for all."""
@@ -90,7 +90,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Of the epoch."""
+        """Number of the current batch in its epoch, from 0."""
         return int(self.learn.iter)
 
     @property
@@ -111,12 +111,12 @@ class Job:
         """Of this step, as a mean over the ranks."""
         return self.plan.items[self.step]
 
-    def give_loss(self) -> None:
+    def start_loss_allreduce(self) -> None:
         """Begin to make one loss of all; the backward pass goes on meanwhile."""
         self._loss = self.learn.loss.detach().float().mean() * (self.weight / ranks.size())
         self._work = dist.all_reduce(self._loss, async_op=True)
 
-    def take_loss(self) -> None:
+    def finish_loss_allreduce(self) -> None:
         """Have every rank record it."""
         if self._work is not None:
             self._work.wait()
@@ -231,7 +231,7 @@ def _print_of_optimizer(learn: Learner) -> int:
 
     state = plain(learn.opt.state_dict())
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    return ranks.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), ranks.print_of(tensors)))
+    return ranks.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), ranks.checksum(tensors)))
 
 
 def _share_optimizer(learn: Learner) -> None:

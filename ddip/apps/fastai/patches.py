@@ -6,13 +6,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from fastai.callback.core import Callback
+
+
+class Passing(Callback):
+    """A callback of ddip's own, there for one call: a learner that is exported meanwhile does not need ddip."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Callback, ())
+
+
 _undo: list[Callable[[], None]] = []
 _NOTHING = object()
 _THEIRS = ("fastai", "fastdownload", "fastprogress")
 
 
-def put(owner: Any, name: str, value: Any) -> None:
-    """Set the attribute `name` of a class or module, until ``take_out``."""
+def patch(owner: Any, name: str, value: Any) -> None:
+    """Set the attribute `name` of a class or module, until ``restore``."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)
 
@@ -37,7 +47,7 @@ def _swap(name: str, old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
-def take_out() -> None:
+def restore() -> None:
     """Leave fastai as it was."""
     while _undo:
         _undo.pop()()

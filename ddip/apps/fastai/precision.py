@@ -33,7 +33,7 @@ def ended(learn: Learner) -> Iterator[None]:
         raise
 
 
-def mend() -> None:
+def apply() -> None:
     """Cast to what the device computes fast: bfloat16 on the CPU."""
     plain = MixedPrecision.before_fit
 
@@ -45,4 +45,4 @@ def mend() -> None:
             self.autocast = autocast("cpu", dtype=torch.bfloat16)
             self.learn.scaler, self.scales = GradScaler("cpu", enabled=False), L()
 
-    patches.put(MixedPrecision, "before_fit", before_fit)
+    patches.patch(MixedPrecision, "before_fit", before_fit)

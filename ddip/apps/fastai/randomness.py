@@ -28,7 +28,7 @@ class State(NamedTuple):
 
     @classmethod
     def now(cls) -> State:
-        """As they are."""
+        """The states of all generators of this rank now."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         numpy = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)  # type: ignore[arg-type]
@@ -60,14 +60,14 @@ class Seeds(NamedTuple):
         numpy, torch_ = np.random.randint(2**31), torch.randint(2**62, ())
         return cls(random.getrandbits(62), int(numpy), int(torch_))
 
-    def sow(self, more: int = 0) -> None:
+    def seed_all(self, more: int = 0) -> None:
         """Begin each generator there; `more` gives other numbers."""
         random.seed(self.python + more)
         np.random.seed((self.numpy + more) % 2**32)
         torch.manual_seed(self.torch + more)
 
 
-def agree() -> None:
+def sync_rng() -> None:
     """Have every rank draw what rank 0 will draw: after a cell on some ranks only, or one that failed, they differ."""
     if not ranks.together():
         return
@@ -76,10 +76,10 @@ def agree() -> None:
         State(*ranks.of_rank_0(tuple(state))).restore()
 
 
-def part() -> None:
+def diverge_rng() -> None:
     """Have each rank draw its own numbers from here on, as without the app; rank 0 goes on as it was."""
     if ranks.rank() != 0:
-        Seeds(*(int.from_bytes(os.urandom(7), "little") for _ in Seeds._fields)).sow()
+        Seeds(*(int.from_bytes(os.urandom(7), "little") for _ in Seeds._fields)).seed_all()
 
 
 @contextlib.contextmanager
@@ -96,5 +96,5 @@ def kept() -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """In here every rank draws the numbers that come of `seed`."""
     with kept():
-        Seeds(seed, seed % 2**31, seed).sow()
+        Seeds(seed, seed % 2**31, seed).seed_all()
         yield

@@ -24,7 +24,7 @@ def together() -> bool:
 
 
 @contextlib.contextmanager
-def each_by_itself() -> Iterator[None]:
+def single_process_mode() -> Iterator[None]:
     """In here each rank works as if it were the only one."""
     global _alone
     _alone += 1
@@ -35,7 +35,7 @@ def each_by_itself() -> Iterator[None]:
 
 
 def rank() -> int:
-    """Of this process."""
+    """The rank of this process in the default group."""
     return dist.get_rank()
 
 
@@ -109,7 +109,7 @@ def fingerprint(value: Any) -> int:
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def print_of(tensors: list[Tensor]) -> tuple[int, ...]:
+def checksum(tensors: list[Tensor]) -> tuple[int, ...]:
     """A sum of bits for each tensor: exact, in whatever order a device adds them up."""
     sums = [_bits(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
     return tuple(torch.stack([one.cpu() for one in sums]).tolist()) if sums else ()

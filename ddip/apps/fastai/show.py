@@ -27,7 +27,7 @@ class _Quiet(ProgressBar):
 
 
 class _QuietMaster(MasterBar):
-    """The bar above it."""
+    """Stands for fastprogress's bar of the epochs on a rank whose bars nobody sees."""
 
     def __init__(self, gen: Any, total: int | None = None, **kwargs: Any) -> None:
         super().__init__(gen, _Quiet, total)
@@ -39,7 +39,7 @@ class _QuietMaster(MasterBar):
         pass
 
 
-def mend() -> None:
+def apply() -> None:
     """Let one rank show, and write, what is the same on all."""
     before_fit = CSVLogger.before_fit
 
@@ -50,7 +50,7 @@ def mend() -> None:
         return (fastprogress.NBProgressBar if current.is_rich() else fastprogress.ConsoleProgressBar)(*args, **kwargs)
 
     def master_bar(*args: Any, **kwargs: Any) -> Any:
-        """The bar above it."""
+        """The bar of the epochs: quiet, for a notebook, or for a terminal."""
         if ranks.is_quiet():
             return _QuietMaster(*args, **kwargs)
         return (fastprogress.NBMasterBar if current.is_rich() else fastprogress.ConsoleMasterBar)(*args, **kwargs)
@@ -65,4 +65,4 @@ def mend() -> None:
 
     patches.put_everywhere("progress_bar", fastprogress.progress_bar, progress_bar)
     patches.put_everywhere("master_bar", fastprogress.master_bar, master_bar)
-    patches.put(CSVLogger, "before_fit", open_file)
+    patches.patch(CSVLogger, "before_fit", open_file)

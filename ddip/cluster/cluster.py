@@ -1,0 +1,349 @@
+"""Start and stop an ipyparallel cluster on this host, one engine at a time; nothing here is about torch's group.
+
+    notebook (client)  --zmq-->  controller (ddip.cluster.controller)  --zmq-->  engine (ddip.rank.engine), one a rank
+         |                             |                                    |
+         owner.json: pids ------------ watches its parent ---------------- dies with its parent
+
+Both are forked from the warm process, which dies with the notebook, or spawned: then the notebook is their parent.
+All of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster:
+exits of processes are then noticed at once, and the parent-death signal of spawned engines, which is bound to the
+thread that started them, means the notebook.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from ipyparallel import Cluster as IppCluster
+
+from ddip.cluster import greeting, ipp_private, ownership, preload_client, processes, registry
+from ddip.cluster.exit_diagnosis import exit_text, log_end
+from ddip.cluster.ipp_private import RankClient
+from ddip.cluster.launchers import ControllerLauncher, EngineSetLauncher, Launcher, end_launched, processes_of
+from ddip.cluster.loop import Loop, all_of, others_end, without_exit
+from ddip.errors import GroupError
+from ddip.protocol.reports import Hello
+
+T = TypeVar("T")
+
+HEARTBEAT_MS = 1000
+MISSED_BEATS = 1_000_000_000
+"""After which the Hub takes an engine for dead: never, since its parent tells when it ends. A process that was stopped
+for a while, by a debugger or with the whole machine, lives and has its variables."""
+LOG_LINES = 12
+"""Lines of an engine's log that an error shows."""
+
+
+class Cluster:
+    """A controller, a client, and engines that are started and stopped one by one; owned by this process."""
+
+    def __init__(self, log: logging.Logger, *, fork: bool) -> None:
+        self._fork = fork and preload_client.possible()
+        if self._fork:
+            preload_client.begin()
+        self.spawned = ""
+        """Why engines were not forked, though they should be."""
+        self._client: RankClient | None = None
+        self.exits: dict[int, int | None] = {}
+        """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
+        self._wanted: set[int] = set()
+        """Engines that nobody has ended."""
+        self._logs: dict[int, Path] = {}
+        self._last_words: dict[int, str] = {}
+        self._processes: dict[int, processes.Proc] = {}
+        self._engines_started = 0
+        self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._stopping = False
+        self._controller_exit: list[int | None] = []
+        self._warm: preload_client.WarmProcess | None = None
+        try:
+            self.run_folder = ownership.make_run_folder()
+        except OSError as error:
+            raise GroupError(
+                f"there is no place for the sockets of the group, which must be in a folder that only you can enter "
+                f"({error}); set TMPDIR to a folder of yours with a short path"
+            ) from None
+        self._profile = self._name = ""
+        self._loop = Loop("ddip-cluster")
+        self._environment = {
+            "DDIP_RUN_FOLDER": str(self.run_folder),
+            "DDIP_NOTEBOOK": preload_client.notebook(),
+            processes.MARKED: processes.MARK,
+            "SPT_NOENV": "1",
+            **preload_client.python_path(),
+        }
+        try:
+            self._ipp: IppCluster = self._on_loop(self._make(log))
+            self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
+            self._record()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    async def _make(self, log: logging.Logger) -> IppCluster:
+        return IppCluster(
+            log=log,
+            controller_launcher_class=ControllerLauncher,
+            engine_launcher_class=EngineSetLauncher,
+            cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
+            controller_ip=str(self.run_folder / ownership.SOCKETS),
+            controller_location="127.0.0.1",
+            send_engines_connection_env=False,  # the engines import torch while the controller starts
+            shutdown_atexit=False,
+            delay=0,
+        )
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        return self._loop.run(without_exit(work), timeout)
+
+    @property
+    def connected(self) -> bool:
+        """Is there a controller, with a client connected to it?"""
+        return self._client is not None
+
+    @property
+    def client(self) -> RankClient:
+        """An ``ipyparallel.Client``; there is one from `connect` on."""
+        assert self._client is not None
+        return self._client
+
+    def ensure_controller(self) -> None:
+        """Raise GroupError if the controller process is gone, and with it every way to the engines."""
+        if self._controller_exit:
+            warm = self._warm is not None and self._warm.ended
+            what = "warm process, from which the ranks were forked, ended" if warm else "controller process ended"
+            raise GroupError(f"the {what}; %makedip -r starts the group afresh")
+
+    def stopped(self) -> str:
+        """Which of the processes between the notebook and the ranks a signal has stopped; empty for none."""
+        controller = getattr(self._ipp.controller, "pid", None)
+        found = [("the controller", controller), ("the warm process", self._warm.pid if self._warm else None)]
+        texts = [(name, processes.stopped_text(pid)) for name, pid in found if pid is not None]
+        return "; ".join(f"{name} is {text}" for name, text in texts if text)
+
+    def _controller_ended(self, data: dict[str, Any]) -> None:
+        """Nothing can reach the engines any more: let them not hold memory and GPUs."""
+        self._controller_exit.append(data.get("exit_code"))
+        if not self._stopping:
+            engines = processes_of(self._launchers(self._ipp.engines))
+            threading.Thread(target=processes.end_processes, args=(engines,), name="ddip-end").start()
+
+    # -- start
+
+    def start_controller(self, timeout: float) -> None:
+        """Start the controller process; returns before it is ready, for which `timeout` seconds are allowed."""
+        arguments = [
+            "--IPController.transport=ipc",
+            "--IPController.log_level=WARN",
+            "--IPController.use_threads=True",  # two processes instead of nine
+            "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else the Hub keeps what passes
+            f"--HeartMonitor.period={HEARTBEAT_MS}",
+            f"--HeartMonitor.max_heartmonitor_misses={MISSED_BEATS}",
+        ]
+        starting = self._ipp.start_controller(
+            controller_cmd=preload_client.command("ddip.cluster.controller"),
+            controller_args=arguments,
+            connection_info_timeout=timeout,
+            environment=self._environment,
+            fork=self._fork,
+        )
+        try:
+            self._on_loop(starting, timeout)
+        except concurrent.futures.TimeoutError:
+            preload_client.give_up()
+            raise GroupError("the controller did not start in time; -t SECONDS waits longer") from None
+        self._warm = self._ipp.controller.warm
+        self._ipp.controller.on_stop(self._controller_ended)
+        self._record()
+
+    def start_engines(
+        self, count: int, environment: Mapping[str, str], also: Sequence[str], timeout: float
+    ) -> list[int]:
+        """Have `count` engines started, with `environment` added to that of this process; returns their ids at once.
+
+        Modules `also` are imported before, once for all, where engines are forked.
+        """
+        if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
+            raise GroupError(
+                f"no new process can reach the group: the folder of its sockets, {self.run_folder}, has been emptied; "
+                "the ranks that live can be used as before; %makedip -r starts the group afresh"
+            )
+        engines = list(range(self._engines_started, self._engines_started + count))
+        self._engines_started += count
+        self._wanted.update(engines)
+        environment = {**self._environment, **environment}
+        starting = (self._start_engine(engine, environment, also, timeout) for engine in engines)
+        self._starting = self._loop.begin(all_of(starting))
+        return engines
+
+    async def _start_engine(
+        self, engine: int, environment: dict[str, str], also: Sequence[str], timeout: float
+    ) -> None:
+        arguments = [
+            f"--IPEngine.id={engine}",
+            "--IPEngine.log_level=ERROR",  # what it warns of is no news
+            "--IPEngine.enable_nanny=False",
+            "--HistoryManager.enabled=False",  # it keeps a database and a thread
+            "--IPEngine.max_heartbeat_misses=0",  # it dies with its parent instead
+            f"--IPEngine.wait_for_url_file={timeout}",
+            f"--IPEngine.timeout={timeout}",
+        ]
+        await self._ipp.start_engines(
+            1,
+            engine_set_id=_set_name(engine),
+            engine_cmd=preload_client.command("ddip.rank.engine"),
+            engine_args=arguments,
+            environment=environment,
+            fork=self._fork,
+            also=list(also),
+        )
+        launched = self._ipp.engines[_set_name(engine)]
+        for launcher in launched.launchers.values():  # none if it has ended already
+            self._logs[engine] = Path(launcher.output_file)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes[engine] = processes.Proc.of(launcher.pid)
+            self.spawned = launcher.why_spawned or self.spawned
+        launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
+
+    def connect(self, deadline: float) -> None:
+        """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
+        timeout = max(0.1, deadline - time.monotonic())
+        try:
+            self._on_loop(self._connect(timeout), timeout)
+        except (concurrent.futures.TimeoutError, TimeoutError):
+            raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
+        except RuntimeError as error:
+            log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
+            raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
+
+    async def _connect(self, timeout: float) -> None:
+        """What ``ipyparallel.Cluster.connect_client`` does, with a client of our own.
+
+        Who waits for it may give up meanwhile, by the stop button or for lack of time; the client is ours all the same.
+        """
+        info = self._ipp.controller.get_connection_info()
+        files = await info if inspect.isawaitable(info) else info
+        self._client = RankClient(files["client"], cluster=self._ipp, timeout=timeout)
+
+    def _disconnect(self) -> None:
+        if self.connected:
+            registry.remove_parallel_magics(self.client)
+            self.client.close(linger=0)
+
+    def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> list[Hello]:
+        """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
+
+        Returns what they tell of themselves.
+
+        Raises GroupError, with the log of an engine that ended or is missing.
+        """
+        try:
+            self._starting.result(max(0.1, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            preload_client.give_up()
+        self._record()
+        return greeting.wait_for(
+            self.client, engines, on_ready, lambda waiting: self._check_start(engines, waiting, deadline)
+        )
+
+    def _check_start(self, engines: list[int], waiting: set[int], deadline: float) -> None:
+        ended = [engine for engine in engines if engine in self.exits]
+        if ended:
+            code = self.exits[ended[0]]
+            raise GroupError(f"an engine ended while it started ({exit_text(code)}){self._log_text(ended[0])}")
+        self.ensure_controller()
+        if waiting and time.monotonic() > deadline:
+            count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
+            why = self.stopped() or "-t SECONDS waits longer"
+            raise GroupError(f"timed out: {count} started; {why}{self._log_text(min(waiting))}")
+
+    def _log_text(self, engine: int) -> str:
+        lines = self.log_tail(engine)
+        return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
+
+    def log_tail(self, engine: int) -> list[str]:
+        """The last lines that `engine` wrote to its log; of a crash, those that tell where it was."""
+        try:
+            text = self._logs[engine].read_text(errors="replace")
+        except (KeyError, OSError):  # not started, or ended
+            text = self._last_words.get(engine, "")
+        return log_end(text, LOG_LINES)
+
+    # -- running
+
+    def _engine_ended(self, engine: int, data: dict[str, Any], log: str) -> None:
+        self._last_words[engine] = log  # ipyparallel has removed the file
+        self.exits[engine] = data.get("exit_code")
+        if engine in self._wanted and self.connected and not self._stopping:
+            ipp_private.unregister(self.client, engine)
+            gone = self._processes.get(engine)
+            if gone is not None:  # what it had forked holds its connections, and the other ranks would wait for them
+                threading.Thread(target=processes.end_processes, args=([gone],), name="ddip-end").start()
+
+    def _record(self) -> None:
+        """Write down what to clear up if this process dies."""
+        if not self.run_folder.exists():
+            return  # the controller has lost its parent, and has tidied up
+        launchers = self._launchers(self._ipp.engines)
+        recorded = processes_of([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
+        me = processes.Proc.of(os.getpid())
+        ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
+
+    def _launchers(self, names: Iterable[str]) -> list[Launcher]:
+        """The launchers of the live engines in the engine sets `names`."""
+        return [launcher for name in list(names) for launcher in list(self._ipp.engines[name].launchers.values())]
+
+    # -- stop
+
+    def stop_engines_but(self, keep: Collection[int]) -> None:
+        """End all engines but those in `keep`, and wait until they are gone."""
+        self._give_up_starting()
+        going = self._on_loop(self._engines_but(keep))
+        self._wanted.difference_update(going)
+        end_launched(self._launchers(going.values()))
+        for engine, name in going.items():
+            self._on_loop(self._ipp.stop_engines(name))
+            if self.connected:
+                ipp_private.unregister(self.client, engine)
+        self._record()
+
+    def _give_up_starting(self) -> None:
+        """Of engines whose start was interrupted, none may start later."""
+        if self._starting.cancel():
+            self._on_loop(others_end())
+
+    async def _engines_but(self, keep: Collection[int]) -> dict[int, str]:
+        """The engine sets of all other engines, also of one whose start was interrupted."""
+        started = {engine: _set_name(engine) for engine in range(self._engines_started)}
+        return {e: name for e, name in started.items() if e not in keep and name in self._ipp.engines}
+
+    def stop(self) -> None:
+        """End everything and leave no process, file or thread behind."""
+        self._stopping = True
+        self._give_up_starting()
+        self._record()
+        self._disconnect()
+        launchers = self._launchers(self._ipp.engines)
+        end_launched([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
+        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):  # a thread of it could not be started
+            self._on_loop(self._ipp.stop_cluster(), timeout=10)
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        ownership.remove_files(self.run_folder, self._profile, self._name)
+        self._loop.close()
+        self._disconnect()  # it may have connected until now
+
+
+def _set_name(engine: int) -> str:
+    return f"engine{engine}"

@@ -1,0 +1,84 @@
+"""Widgets of ranks: their messages -> the page, and what a person does there -> the rank."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import comm
+
+from ddip.cluster import ipp_private
+from ddip.group.ranks import Ranks
+from ddip.output.area import CellOutputArea
+from ddip.output.transcript import RankTranscript
+
+Message = dict[str, Any]
+KEPT = 200
+"""Messages of the page whose late output is still shown."""
+
+
+class Comms:
+    """Passes on messages of widgets, both ways.
+
+    To the page the notebook's kernel has the comms; the widgets themselves live on the ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sent: collections.deque[str] = collections.deque()
+
+    def relay(
+        self,
+        rank: int,
+        message: Message,
+        page: CellOutputArea,
+        section: RankTranscript | None,
+        late: Callable[[int, Message], None],
+    ) -> None:
+        """A message of a widget of `rank`; what its callbacks show later goes to `late`."""
+        if not page.rich:
+            return
+        content = message["content"]
+        name, kind = content["comm_id"], message["header"]["msg_type"]
+        data = content.get("data")
+        state = data.get("state") if isinstance(data, dict) else None
+        state = state if isinstance(state, dict) else {}
+        if kind == "comm_open":
+            if section is not None and state.get("_model_name") == "OutputModel":
+                section.add_area(name)
+            self._open(rank, content, late)
+            children = state.get("children")
+            if section is not None and isinstance(children, list):  # inside another widget, below the tabs
+                section.drop_areas(str(child).removeprefix("IPY_MODEL_") for child in children)
+        elif kind == "comm_close":
+            proxy = comm.get_comm_manager().comms.pop(name, None)
+            if proxy is not None:
+                proxy._closed = True  # else it would close the rank's again
+        elif "msg_id" in state:  # of the request whose output an Output widget shall capture
+            if section is not None:
+                section.capture(name, bool(state["msg_id"]))
+                if section.is_area(name):
+                    return  # the page has no part in it
+            if state["msg_id"]:
+                state["msg_id"] = page.message
+        page.send(message)
+
+    def _open(self, rank: int, content: dict[str, Any], late: Callable[[int, Message], None]) -> None:
+        engine = self._ranks.members[rank].engine
+        proxy = comm.create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
+
+        def to_rank(message: Message) -> None:
+            client = self._ranks.cluster.client
+            with contextlib.suppress(KeyError, OSError):  # its rank has ended, or the whole group
+                self._sent.append(ipp_private.send_comm(client, engine, message, lambda shown: late(rank, shown)))
+            if len(self._sent) > KEPT:
+                client.listeners.pop(self._sent.popleft(), None)
+
+        def close(message: Message | None = None) -> None:
+            to_rank({"header": {"msg_type": "comm_close"}, "content": {"comm_id": content["comm_id"], "data": {}}})
+
+        proxy.on_msg(to_rank)
+        proxy.on_close(close)
+        comm.get_comm_manager().register_comm(proxy)

@@ -1,0 +1,117 @@
+"""Engines for ranks: which of them stay when a group changes, and new ones where there is none."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from ddip import apps
+from ddip.cluster import devices, folder, limits
+from ddip.errors import BadInput, GroupError
+from ddip.group import host, placement
+from ddip.group.members import Member
+from ddip.group.placement import DeviceBinding, GroupSpec
+from ddip.group.ranks import Ranks
+from ddip.output.progress import Report
+from ddip.protocol import on_rank
+from ddip.protocol.reports import Hello
+
+HELLO_SECONDS = 2.0
+"""How long a rank may take to tell what its torch can do."""
+
+
+class Engines:
+    """The engines of a group's cluster."""
+
+    def __init__(self, ranks: Ranks, progress: Report) -> None:
+        self._ranks = ranks
+        self._progress = progress
+
+    def complete(self, spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
+        """All members of the group of `spec` in rank order; until `deadline` on ``time.monotonic``.
+
+        Raises GroupError; engines that were started before stay then, for the caller to end.
+        """
+        members = self._ranks.members
+        kept = placement.keep([member.binding for member in members], spec)
+        new = [rank for rank, index in enumerate(kept) if index is None]
+        with limits.named():
+            started = dict(zip(new, self._start(new, spec, app, deadline), strict=True))
+        return [members[index] if index is not None else started[rank] for rank, index in enumerate(kept)]
+
+    def replace(self, gone: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
+        """The present members with new engines for the ranks `gone`; raises as `complete` does."""
+        members = list(self._ranks.members)
+        with limits.named():
+            started = self._start(gone, spec, app, deadline)
+        for rank, member in zip(gone, started, strict=True):
+            members[rank] = member
+        return members
+
+    def check_torch(self, spec: GroupSpec) -> None:
+        """Raise BadInput if the ranks' torch cannot do what `spec` needs."""
+        answers = self._ranks.call_on_control_channel(self._ranks.live, on_rank.hello(), seconds=HELLO_SECONDS)
+        hello = next((answer for answer in answers.values() if answer is not None), None)
+        if hello is not None:
+            _check_torch(spec, hello)
+
+    def _start(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
+        """New engines for `ranks`."""
+        folder.ensure_ready()
+        cluster = self._ranks.cluster
+        timeout = max(0.1, deadline - time.monotonic())
+        first = not cluster.connected
+        if first:
+            self._progress("ddip: starting the controller", 0.0)
+            cluster.start_controller(timeout)
+        also = [apps.find(app)] if app else []
+        started = cluster.start_engines(len(ranks), _environment(spec), also, timeout)
+        if first:
+            cluster.connect(deadline)
+        here = spec.size - len(ranks)
+
+        def tell(up: int) -> None:
+            self._progress(f"ddip: {here + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(started))
+
+        hellos = cluster.wait_for(started, deadline, tell)
+        if hellos:
+            _check_version(hellos)
+            _check_torch(spec, hellos[0])
+        else:
+            self.check_torch(spec)
+        return [
+            Member(engine, hello["pid"], hello["host"], DeviceBinding(spec.visible, spec.gpus[rank]))
+            for rank, engine, hello in zip(ranks, started, hellos, strict=True)
+        ]
+
+
+def _environment(spec: GroupSpec) -> dict[str, str]:
+    """What must be set before torch loads: threads, and the GPUs that the rank sees."""
+    environment = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment = {name: str(host.threads(spec.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    if spec.on_gpus:
+        names = devices.gpu_names()
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in spec.visible)
+    return environment
+
+
+def _check_version(hellos: Sequence[Hello]) -> None:
+    """Raise GroupError if the ddip of an engine is another than the notebook's."""
+    others = [hello for hello in hellos if hello.get("version", 0) != on_rank.VERSION]
+    if others:
+        where, version = f"pid {others[0]['pid']} on {others[0]['host']}", others[0].get("version", 0)
+        what = f"{where} speaks version {version} of ddip's protocol"
+        raise GroupError(f"{what}, the notebook version {on_rank.VERSION}; install the same ddip for both, and restart")
+
+
+def _check_torch(spec: GroupSpec, hello: Hello) -> None:
+    """Raise BadInput if the torch that `hello` tells of cannot do what `spec` needs."""
+    wanted = [part.rpartition(":")[2] for part in spec.backend.split(",")]
+    for backend in wanted:
+        if backend not in hello["backends"]:
+            has = ", ".join(hello["backends"])
+            raise BadInput(f"-b {spec.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")
+    if spec.on_gpus and not hello["cuda"]:
+        raise BadInput(f"torch {hello['torch']} was built without CUDA; install a CUDA build, or type -n {spec.size}")

@@ -1,0 +1,278 @@
+"""Group: all ranks as one object.
+
+    Group.run("loss = step()")                        main thread of the notebook
+        execute_request  -> engine of each rank       (ipyparallel: client, controller, engine)
+        stream, display  <- each rank, live           client's IO thread -> one queue -> CellOutput on the main thread
+        execute_reply    <- each rank                 the cell ends when every rank has answered and fallen silent
+        errors           -> one CellError, by rank
+
+Requests of ddip itself (join the group, take objects, tell figures) are calls of functions in ``ddip.rank``;
+``ranks.py`` sends them. ``cells.py`` runs the cells, ``process_group.py`` forms the process group and mends it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal
+
+from ddip import apps
+from ddip.cluster import devices, processes
+from ddip.errors import BadInput
+from ddip.group import placement, stopping, transfer
+from ddip.group.cell_state import Limits
+from ddip.group.lifecycle import nobody
+from ddip.group.placement import Request
+from ddip.group.repair import Repairable
+from ddip.output import tables
+from ddip.output.display_options import DisplayOptions
+from ddip.output.progress import Report
+from ddip.output.router import CellOutput
+from ddip.protocol import on_rank
+from ddip.protocol.location import Stack, StackLocation
+from ddip.protocol.on_rank import R, RemoteCall
+from ddip.settings import DEFAULTS
+
+log = logging.getLogger("ddip")
+log.addHandler(logging.NullHandler())
+
+STACK_SECONDS = 1.0
+"""How long ``stacks`` waits for a rank's answer."""
+INFO_SECONDS = 2.0
+"""How long ``info`` waits for a rank's figures."""
+ASKING = "asking the ranks was interrupted"
+
+
+class Group(Repairable):
+    """A group of ranks, each a process that keeps its variables from cell to cell.
+
+    Parameters
+    ----------
+    n
+        Number of ranks on the CPU. With neither `n` nor `gpus`: one rank on each GPU, or two on the CPU.
+    gpus
+        GPU of each rank, in rank order, as this process counts GPUs; a GPU may come twice. Or ``all``.
+    backend
+        Of ``torch.distributed``. Default: ``gloo``, or ``cpu:gloo,cuda:nccl`` on GPUs.
+    app
+        Name of a framework adapter to prepare on every rank.
+    timeout
+        Seconds to wait for the group to form.
+    collect
+        Collect garbage on every rank after each cell, once its answer has been sent.
+    spawn
+        Start each engine as a process of its own. Otherwise, on Linux, they are forked from one process that has
+        imported torch: quicker, and in less memory.
+    failure_grace
+        Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait in a
+        collective are released.
+    stall_timeout
+        Seconds without progress after which a cell says which rank waits where.
+    display
+        How cells are shown.
+    progress
+        Told what is under way while the group forms; what takes long later has an argument of its own for it.
+
+    Raises
+    ------
+    BadInput
+        for a group that cannot be on this machine.
+    GroupError
+        if it did not form; nothing is left running then.
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        gpus: Sequence[int] | Literal["all"] | None = None,
+        *,
+        backend: str | None = None,
+        app: str | None = None,
+        timeout: float = DEFAULTS.timeout,
+        collect: bool = DEFAULTS.collect,
+        spawn: bool = DEFAULTS.spawn,
+        failure_grace: float = DEFAULTS.failure_grace,
+        stall_timeout: float = DEFAULTS.stall_timeout,
+        display: DisplayOptions | None = None,
+        progress: Report = nobody,
+    ) -> None:
+        self.failure_grace = failure_grace
+        self.stall_timeout = stall_timeout
+        self.display = display or DisplayOptions()
+        if gpus == "all":
+            gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
+        request = Request(n, None if gpus is None else tuple(gpus), backend, app)
+        super().__init__(request, timeout, collect, spawn, progress)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- cells
+
+    def run(
+        self,
+        code: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        show_ranks: Sequence[int] = (0,),
+        quiet: bool = False,
+        timeout: float | None = None,
+        tell: bool = False,
+        unmatched: bool = False,
+    ) -> None:
+        """Run `code` as a cell on `ranks` (default: all), and show what the ranks in `show_ranks` write and display.
+
+        With `tell` it is said at the end where it ran and how long it took, however short that was.
+
+        If it leaves the ranks of a group with different numbers of collectives begun, the group is formed again before
+        it is used; with `unmatched` that is meant, and the next cells may begin what is missing.
+
+        Returns when every rank has finished. Raises CellError if it failed on any rank, seen or not; CellTimeout if it
+        took longer than `timeout` seconds; CellInterrupted if the user interrupted it. Whatever waited in a collective
+        was released then, the variables are there, and the group is formed again before it is used.
+
+        Raises BadInput for ranks that the group has not, and GroupError if a rank is gone or busy or the group cannot
+        be formed; nothing has run then.
+        """
+        where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
+        self.ensure_ready()
+        limits = Limits(self.failure_grace, self.stall_timeout, timeout)
+        display = replace(self.display, report_after=0.0) if tell else self.display
+        show = CellOutput(seen, display, quiet=quiet, comms=self._comms)
+        self._cells.run(code, where, show, limits, unmatched)
+
+    def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
+        """The `ranks` that were given, None: all; raises BadInput before anything is sent."""
+        if ranks is None:
+            return range(self.world_size)
+        checked = placement.check_ranks(ranks, self.world_size, "ranks")
+        if not checked:
+            raise BadInput("ranks=[]: give at least one rank; without ranks= it is all of them")
+        return checked
+
+    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
+        """Interrupt the cell that runs on `ranks` (default: all): in Python code it ends with KeyboardInterrupt.
+
+        Where none runs, nothing happens.
+        """
+        self.ranks.interrupt_what_runs(self._checked(ranks))
+
+    def stacks(self) -> dict[int, Stack | None]:
+        """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""
+        with stopping.button(ASKING) as button:
+            ranks, ended = range(self.world_size), self.ranks.ended
+            answers = self.ranks.call_on_control_channel(
+                ranks, on_rank.whole_stack(), seconds=STACK_SECONDS, button=button
+            )
+            stacks: dict[int, Stack | None] = {}
+            for rank, answer in answers.items():
+                if answer is not None:
+                    stacks[rank] = tables.stack_of(answer)
+                elif not button.pressed:
+                    place = StackLocation(state="ended") if rank in ended else self.ranks.place_from_outside(rank)
+                    stacks[rank] = None if place is None else Stack(place, {"main": str(place)})
+            return stacks
+
+    def set_collect(self, collect: bool) -> None:
+        """Turn the collection of garbage after each cell on or off."""
+        self.collect = collect
+        self.ranks.call_on_control_channel(self.ranks.live, on_rank.set_collect(collect), seconds=INFO_SECONDS)
+
+    def command(self, text: str) -> str | None:
+        """Give `text` to the app on every rank; returns what it answers on rank 0."""
+        if self._app is None:
+            raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
+        self.ensure_ready()
+        answers: list[str | None] = self.ask_app(
+            range(self.world_size), on_rank.command_app(apps.find(self._app), text)
+        )
+        return answers[0]
+
+    # -- names
+
+    def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
+        """What rank 0 answers on its main thread; None if it is busy, or takes longer than `seconds`."""
+        if 0 in self._cells.stuck or 0 in self.ranks.ended:
+            return None
+        return self.ranks.try_call(0, call, seconds)
+
+    def has_name(self, name: str) -> bool:
+        """Is `name` a variable of rank 0?"""
+        return bool(self.ranks.call_on_control_channel([0], on_rank.has_name(name))[0])
+
+    # -- objects
+
+    def push(
+        self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, progress: Report = nobody
+    ) -> list[str]:
+        """Put `values` into the namespaces of `ranks` (default: all); returns the names whose tensors moved to the CPU.
+
+        Raises TransferError, and changes nothing on any rank, if one of them cannot be carried; BadInput for ranks that
+        the group has not; GroupError if a rank is gone or busy; RequestInterrupted if the user stopped it.
+        """
+        to = self._checked(ranks)
+        with self._told(progress):
+            self.ensure_ready()
+        return transfer.push(self.ranks, values, to, progress)
+
+    def pull(self, names: Sequence[str], rank: int = 0, progress: Report = nobody) -> dict[str, Any]:
+        """The objects `names` of `rank`, with tensors on the CPU.
+
+        Raises TransferError if one of them cannot be had, and what `push` raises besides.
+        """
+        (rank,) = placement.check_ranks([rank], self.world_size, "rank")
+        return self.pull_all(names, [rank], progress)[0][0]
+
+    def pull_all(
+        self, names: Sequence[str], ranks: Sequence[int], progress: Report = nobody
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The objects `names` of each of `ranks`, in order, and the names whose tensors moved to the CPU.
+
+        Raises what `pull` does.
+        """
+        of = self._checked(ranks)
+        with self._told(progress):
+            self.ensure_ready()
+        return transfer.pull(self.ranks, names, of, progress)
+
+    # -- figures
+
+    def info(self) -> list[tables.RankInfo]:
+        """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""
+        ended, abandoned = self.ranks.ended, self.ranks.busy
+        with stopping.button(ASKING) as button:
+            ranks = range(self.world_size)
+            answers = self.ranks.call_on_control_channel(ranks, on_rank.figures(), seconds=INFO_SECONDS, button=button)
+        infos = []
+        for rank, member in enumerate(self.members):
+            figures: Mapping[str, Any] = answers[rank] or {}
+            state, doing = "ended" if rank in ended else "no answer", figures.get("doing") or abandoned.get(rank, "")
+            if figures:
+                state = "busy" if figures["busy"] else "idle"
+            elif rank not in ended and processes.stopped_text(member.pid):
+                state, doing = "stopped", processes.stopped_text(member.pid)
+            gpu = figures.get("gpu") or {}
+            infos.append(
+                tables.RankInfo(
+                    rank=rank,
+                    host=member.host,
+                    pid=member.pid,
+                    device=self.spec.device_name(rank),
+                    memory=figures.get("memory"),
+                    gpu_allocated=gpu.get("allocated"),
+                    gpu_reserved=gpu.get("reserved"),
+                    gpu_total=gpu.get("total"),
+                    state=state,
+                    seconds=figures.get("seconds"),
+                    doing=doing,
+                    busy_for=figures.get("busy_for"),
+                )
+            )
+        return infos

@@ -1,0 +1,297 @@
+"""The ranks of a group from their start to their end, in the group that was asked for.
+
+engines         processes, one a rank                     -> Engines
+process group   the one that they are in                  -> ProcessGroupManager
+app             prepared on every rank, or not yet
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ddip import apps
+from ddip.cluster import devices, folder, limits, ownership
+from ddip.cluster.cluster import Cluster
+from ddip.errors import REPAIR, CellError, GroupError, RequestFailed, RequestInterrupted
+from ddip.group import placement, stopping
+from ddip.group.cells import Cells
+from ddip.group.comms import Comms
+from ddip.group.engines import Engines
+from ddip.group.fitness import Fitness
+from ddip.group.members import Member
+from ddip.group.placement import GroupSpec, Request
+from ddip.group.process_group import ProcessGroupManager
+from ddip.group.ranks import Ranks
+from ddip.output.area import notify
+from ddip.output.progress import Report
+from ddip.protocol import on_rank
+from ddip.protocol.on_rank import R, RemoteCall
+
+ipp_log = logging.getLogger("ddip.ipyparallel")
+ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
+
+SAME = Request()
+"""Asks for nothing new."""
+
+
+def nobody(text: str, share: float | None = None) -> None:
+    """Whom progress is told that nobody wants to know of."""
+
+
+class Lifecycle:
+    """Starts, changes and ends a group; `Group` adds what is done with it.
+
+    `timeout`, `collect` and `spawn` may be changed at any time, for what comes.
+    """
+
+    def __init__(self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report) -> None:
+        self.timeout = timeout
+        self.collect = collect
+        self.spawn = spawn
+        self.seconds = 0.0
+        """That the last start, change or repair took."""
+        self._progress: Report = nobody
+        self._ranks: Ranks | None = None
+        self._pid = os.getpid()
+        self._app: str | None = None
+        self._unprepared: set[int] = set()
+        """Ranks on which the app has still to be prepared."""
+        self._unfit: set[int] = set()
+        """Ranks that cannot be in a group."""
+        self.request = request
+        self.spec = self._resolve(request)
+        with self._told(progress):
+            self._start(self.spec)
+
+    @contextlib.contextmanager
+    def _told(self, progress: Report) -> Iterator[None]:
+        """While this lasts, `progress` hears what is under way."""
+        former, self._progress = self._progress, progress
+        try:
+            yield
+        finally:
+            self._progress = former
+
+    # -- life cycle
+
+    def _resolve(self, request: Request) -> GroupSpec:
+        """The group that `request` describes; raises BadInput or GroupError before anything is touched."""
+        folder.ensure_ready()
+        apps.find(request.app)
+        spec = placement.resolve(request, len(devices.gpu_names()))
+        limits.ensure_room(spec.size, 0 if self._ranks is None else len(self._ranks.members))
+        return spec
+
+    def _start(self, spec: GroupSpec) -> None:
+        atexit.register(self.shutdown)
+        try:
+            ownership.clear_up_orphans()
+            with limits.named():
+                self._ranks = Ranks(Cluster(ipp_log, fork=not self.spawn))
+            self._engines = Engines(self._ranks, lambda text, share=None: self._progress(text, share))
+            self._manager = ProcessGroupManager(self._ranks)
+            self._cells = Cells(self._ranks, self._manager)
+            self._fitness = Fitness(self._ranks, self._manager, self._engines)
+            self._comms = Comms(self._ranks)
+            self._form(spec, self.request)
+        except BaseException as error:
+            self.shutdown()
+            if isinstance(error, KeyboardInterrupt):
+                raise RequestInterrupted("the start was interrupted; there is no group") from None
+            raise
+
+    def change(self, request: Request, progress: Report = nobody) -> bool:
+        """Make it the group that `request` asks for; returns False if it is that already.
+
+        The engines that can stay do, with their variables. Raises as ``Group`` does; if the new ranks do not come, the
+        group stays as it was.
+        """
+        former = self.spec
+        try:
+            self.ensure_ready()
+            request = request.after(self.request)
+            spec = self._resolve(request)
+            if spec == self.spec and request.app == self._app:
+                return False
+            with self._told(progress):
+                self._form(spec, request)
+        except KeyboardInterrupt as error:
+            now = "the group is unchanged" if self.spec is former else "the group is what was asked for"
+            what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"
+            why = [str(error)] if isinstance(error, RequestInterrupted) else []
+            raise RequestInterrupted("\n".join([what, *why])) from None
+        return True
+
+    def restart(self, request: Request = SAME, progress: Report = nobody) -> None:
+        """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
+        request = request.after(self.request)
+        spec = self._resolve(request)
+        if self.alive:
+            self._engines.check_torch(spec)
+        self.shutdown()
+        self.request = request
+        with self._told(progress):
+            self._start(spec)
+
+    def shutdown(self) -> None:
+        """End all processes and remove all files; the group is empty then. May be called twice."""
+        if os.getpid() != self._pid:
+            return  # a fork of the owner: the group is not its to end
+        atexit.unregister(self.shutdown)
+        ranks, self._ranks = self._ranks, None
+        self._app = None
+        self._unprepared = set()
+        if ranks is not None:
+            with stopping.button("the stop button was pressed while the group ended; there is no group any more"):
+                ranks.cluster.stop()
+
+    @property
+    def alive(self) -> bool:
+        """False after ``shutdown``."""
+        return self._ranks is not None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of a group that has not ended."""
+        if self._ranks is None:
+            raise GroupError("this group has ended; start one with %makedip, or ddip.Group()")
+        return self._ranks
+
+    @property
+    def members(self) -> list[Member]:
+        """The members in rank order."""
+        return self.ranks.members
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ipyparallel cluster below; its ``client`` is an ``ipyparallel.Client``."""
+        return self.ranks.cluster
+
+    def ensure_ready(self) -> None:
+        """Have every rank there, free, and in a good group; raises GroupError if that cannot be."""
+        self.cluster.ensure_controller()
+        self.ranks.ensure_all()
+        self.ranks.end_late()
+        self._cells.ensure_idle()
+        if not self._manager.healthy:
+            self._form_again()
+        if self._unprepared:
+            self._prepare(sorted(self._unprepared))
+
+    def describe(self) -> str:
+        """Ranks, devices and backend in one line."""
+        count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        gpus = [str(gpu) for gpu in self.spec.gpus]
+        where = "GPU " + ", ".join(gpus) if self.spec.on_gpus else "the CPU"
+        return f"ddip: {count} on {where}, {self.spec.backend}"
+
+    # -- forming
+
+    def _form(self, spec: GroupSpec, request: Request) -> None:
+        """Bring the ranks into the group of `spec`.
+
+        What fails, or is interrupted, until all have left the old group leaves it as it was, with the ranks that it
+        had. From then on the group is the one that was asked for, and what is missing is done before the next cell.
+        """
+        began = time.monotonic()
+        deadline = began + self.timeout
+        new = not self.members  # if that fails, everything goes
+        try:
+            members = self._engines.complete(spec, request.app, deadline)
+            self._progress(f"ddip: forming a group of {spec.size} ranks", 0.9)
+            with stopping.button():
+                if not new:
+                    self._leave(deadline)
+                self.request, self.spec, self.ranks.members = request, spec, members
+                self._app, self._unprepared = request.app, set(range(spec.size))
+                self.cluster.stop_engines_but([member.engine for member in members])
+                try:
+                    self._manager.join(spec, self.collect, deadline)
+                except GroupError as error:
+                    raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
+                self._prepare(range(spec.size))
+        except BaseException:
+            if new:
+                raise
+            with stopping.button():
+                self.cluster.stop_engines_but([member.engine for member in self.members])
+            raise
+        self.seconds = time.monotonic() - began
+
+    def _prepare(self, ranks: Sequence[int]) -> None:
+        """Prepare the app on `ranks`; if that fails it is tried again before the next cell."""
+        if self._app is not None:
+            self._progress(f"ddip: preparing {self._app}", 0.95)
+            try:
+                self.ask_app(ranks, on_rank.prepare_app(apps.find(self._app)))
+            except RequestFailed as error:
+                if len(error.by_rank) == self.world_size:
+                    raise self._without_the_app(str(error)) from None
+                self._unfit.update(error.by_rank)
+                raise GroupError(str(error) if REPAIR in str(error) else f"{error}; {REPAIR}") from None
+        self._unprepared -= set(ranks)
+
+    def _without_the_app(self, why: str) -> GroupError:
+        """Give up the app that cannot be prepared."""
+        self._app, self.request = None, replace(self.request, app=None)
+        self._unprepared.clear()
+        self._unfit.clear()
+        return GroupError(f"{why}; the group is there without the app")
+
+    def ask_app(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
+        """Have the app do something; if only some ranks did it they are out of step, and the group is formed again."""
+        try:
+            return self.ranks.ask(ranks, call, release=self._manager.release)
+        except RequestFailed as error:
+            self._manager.healthy = self._manager.healthy and len(error.by_rank) == len(ranks)
+            raise
+        except RequestInterrupted:
+            self._manager.healthy = False
+            raise
+
+    def _form_again(self) -> None:
+        """The same ranks in a new group: the former was released, or left by a cell."""
+        deadline = time.monotonic() + self.timeout
+        with stopping.button():
+            try:
+                going = self._manager.leave(deadline)
+                self._manager.join(self.spec, self.collect, deadline)
+            except GroupError as error:
+                raise GroupError(f"the group could not be formed again: {self._blame(error)}") from None
+        self._unfit.clear()
+        _tell_going(going)
+
+    def _blame(self, error: GroupError) -> str:
+        """Find the ranks because of which a group could not be formed; returns what to say of them."""
+        if self.ranks.ended:
+            return str(error) if REPAIR in str(error) else f"{error}; {REPAIR}"
+        unfit = self._fitness.alone(self.spec, self.collect)
+        self._unfit = set(unfit)
+        parts = [str(CellError(unfit))] if unfit else []
+        parts += [f"rank {rank} is still {doing}" for rank, doing in self.ranks.busy.items()]
+        parts = parts or [str(error).removeprefix("forming the group failed: ")]
+        return "; ".join([*parts, *([] if REPAIR in parts[0] else [REPAIR])])
+
+    def _leave(self, deadline: float) -> None:
+        """All ranks leave the group."""
+        if self._app is not None:
+            self._unprepared = set(range(self.world_size))
+            self.ask_app(range(self.world_size), on_rank.release_app(apps.find(self._app)))
+        _tell_going(self._manager.leave(deadline))
+
+
+def _tell_going(going: int) -> None:
+    """Say what the ranks have lost with their former group."""
+    if going:
+        notify("the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again")

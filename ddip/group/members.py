@@ -1,0 +1,167 @@
+"""The members of a group: which of them live, where they are, and what they answer beside a running cell."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from ipyparallel.error import EngineError, RemoteError, TaskAborted
+
+from ddip.cluster import ipp_private
+from ddip.cluster.cluster import Cluster
+from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text
+from ddip.errors import RANK_ENDED, REPAIR, GroupError, RankError
+from ddip.group import outside, stopping
+from ddip.group.placement import DeviceBinding
+from ddip.protocol import on_rank
+from ddip.protocol.location import StackLocation
+from ddip.protocol.on_rank import R, RemoteCall
+
+ANSWER_SECONDS = 0.4
+"""How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank: the engine it lives in, and what that engine was started for."""
+
+    engine: int
+    pid: int
+    host: str
+    binding: DeviceBinding
+
+
+class Members:
+    """The ranks of a group in rank order, each in an engine of one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.members: list[Member] = []
+        self._memory = HostMemory.now()
+        self._held: dict[int, int] = {}
+
+    @property
+    def ended(self) -> list[int]:
+        """The ranks whose process is gone, or which the controller has given up."""
+        there = set(self.cluster.client.ids) - self.cluster.exits.keys()
+        return [rank for rank, member in enumerate(self.members) if member.engine not in there]
+
+    @property
+    def live(self) -> list[int]:
+        """The ranks whose process runs, as far as the controller knows."""
+        ended = self.ended
+        return [rank for rank in range(len(self.members)) if rank not in ended]
+
+    def watch_memory(self, ranks: Sequence[int]) -> None:
+        """Remember how much memory `ranks` hold: when one of them has ended it is too late to ask."""
+        for rank in ranks:
+            member = self.members[rank]
+            with contextlib.suppress(psutil.Error):
+                self._held[member.engine] = psutil.Process(member.pid).memory_info().rss
+
+    def end_of(self, rank: int) -> RankError:
+        """What is known of the end of `rank`: its pid, how and why it ended, and the last lines of its log."""
+        member = self.members[rank]
+        if member.engine not in self.cluster.exits:
+            text = f"pid {member.pid} lost its heartbeat, and the controller has unregistered it"
+            return RankError(RANK_ENDED, text, "", at=time.time())
+        code = self.cluster.exits[member.engine]
+        why = cause_text(code, self._held.get(member.engine), self._memory, HostMemory.now())
+        log = self.cluster.log_tail(member.engine)
+        text = f"pid {member.pid} ended ({exit_text(code)}): {why}"
+        return RankError(RANK_ENDED, text, "\n".join(["end of its log:", *log]) if log else "", at=time.time())
+
+    def ensure_all(self) -> None:
+        """Raise GroupError unless every rank has its process."""
+        ended = self.ended
+        if ended:
+            texts = [f"rank {rank}: {self.end_of(rank).message}" for rank in ended]
+            raise GroupError(f"{'; '.join(texts)}; {REPAIR}")
+
+    def call_on_control_channel(
+        self,
+        ranks: Sequence[int],
+        call: RemoteCall[R],
+        seconds: float = ANSWER_SECONDS,
+        button: stopping.Button | None = None,
+    ) -> dict[int, R | None]:
+        """Make `call` on the control threads of `ranks`, which answer while a cell runs.
+
+        The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`, or when
+        `button` is pressed: perhaps C code on its main thread does not let go of the interpreter.
+        """
+        client = self.cluster.client
+        request = {"target": call.target, "args": list(call.args)}
+        futures = {}
+        for rank in self.live:
+            if rank in ranks:
+                with contextlib.suppress(KeyError):  # it has ended just now
+                    futures[rank] = ipp_private.control(client, self.members[rank].engine, "ddip_request", request)
+        if button is None:
+            concurrent.futures.wait(futures.values(), timeout=seconds)
+        else:
+            button.wait_for(futures.values(), seconds)
+        answers = {rank: future.result() for rank, future in futures.items() if future.done()}
+        return {rank: answers[rank]["content"].get("ok") if rank in answers else None for rank in ranks}
+
+    def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
+        """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""
+        answers = self.call_on_control_channel(ranks, on_rank.connections())
+        found = {}
+        for rank, answer in answers.items():
+            if answer is None:
+                answer = outside.connections(self.members[rank].pid)
+            found[rank] = [tuple(ends) for ends in answer]
+        return found
+
+    def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
+        """Where the main threads of `ranks` are."""
+        answers = self.call_on_control_channel(ranks, on_rank.here(), seconds=seconds)
+        return {
+            rank: self.place_from_outside(rank) if answer is None else StackLocation(**answer)
+            for rank, answer in answers.items()
+        }
+
+    def place_from_outside(self, rank: int) -> StackLocation | None:
+        """Where `rank` is, though it cannot answer; None if it does not even take a signal."""
+        return None if rank in self.ended else outside.place(self.members[rank].pid, self.cluster.run_folder)
+
+    def carry_on(self) -> None:
+        """Continue the ranks that a signal has stopped."""
+        outside.carry_on(self.members[rank].pid for rank in self.live)
+
+    def interrupt(self, cells: Mapping[int, str]) -> None:
+        """Interrupt one cell on each rank, by its message id, whether it runs or is still on its way; and no other."""
+        self._interrupt(cells)
+
+    def interrupt_what_runs(self, ranks: Sequence[int]) -> None:
+        """Interrupt the cells that `ranks` run now; those that come next are not meant."""
+        concurrent.futures.wait(self._interrupt(dict.fromkeys(ranks)), timeout=ANSWER_SECONDS)
+
+    def _interrupt(self, cells: Mapping[int, str | None]) -> list[concurrent.futures.Future[Any]]:
+        live, answers = self.live, []
+        for rank, cell in cells.items():
+            if rank in live:
+                with contextlib.suppress(KeyError):  # it has ended just now
+                    engine = self.members[rank].engine
+                    answers.append(ipp_private.control(self.cluster.client, engine, "ddip_interrupt", {"cell": cell}))
+        return answers
+
+    def error_of(self, rank: int, reply: Any) -> RankError | None:
+        """What `rank` raised, out of ipyparallel's reply to a request; None if it raised nothing."""
+        if not isinstance(reply, BaseException):
+            return None
+        if isinstance(reply, TaskAborted):
+            return RankError(KeyboardInterrupt.__name__, "before the cell began", "", at=time.time())
+        if not isinstance(reply, RemoteError):
+            return RankError(type(reply).__name__, str(reply), "", at=time.time())
+        if reply.ename == EngineError.__name__:
+            return self.end_of(rank)
+        report = ipp_private.report(reply)
+        waited, at = (report.get("waited", ""), report.get("at", 0.0)) if report else ("", 0.0)
+        return RankError(reply.ename, reply.evalue, reply.traceback, waited, at)

@@ -1,0 +1,323 @@
+"""The process group of the ranks: formed, released when somebody waits in it for ever, and formed again.
+
+a cell fails on rank 0, ranks 1-3 wait in all_reduce
+    store        :  replaced by what nobody can read               who waits for a key raises
+    connections  <- both ends of each, from every rank             those that two ranks share are the group's
+    release      -> every rank shuts them down, aborts nccl        who waits in a collective raises
+the next cell
+    leave, join  -> main thread of every rank                      a new group; the variables are where they were
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddip.cluster import preload_client
+from ddip.errors import GroupError
+from ddip.group import host
+from ddip.group.placement import GroupSpec
+from ddip.group.ranks import Ranks
+from ddip.group.steps import Steps, Uneven
+from ddip.output.area import notify
+from ddip.output.tables import places_text
+from ddip.protocol import on_rank
+from ddip.protocol.location import StackLocation
+from ddip.protocol.on_rank import R, RemoteCall
+from ddip.protocol.rank_spec import RankSpec
+from ddip.protocol.reports import CellReport
+
+log = logging.getLogger("ddip")
+
+OUT_OF_STEP = """\
+the ranks have begun different numbers of collectives in {uneven}{where}
+what is pending is given up, and the group is formed again before the next cell; if you mean it, %%dip --unmatched \
+leaves the group as it is"""
+SET_UP_SHARE = 0.15
+"""Of the time for forming the group, what gloo gets to connect the ranks."""
+GROUPS_EACH = 1_000_000
+"""Names for the groups that cells make while one group is formed: torch makes them of a count."""
+TELL_SECONDS = 5.0
+"""How long a rank may take to tell of collectives, where some seem to be out of step."""
+ADOPT_SECONDS = 2.0
+"""How long a rank may take to note that a group is its own."""
+
+
+class ProcessGroupManager:
+    """The one group that the ranks are in, one after the other."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._formed = 0
+        self._store: Path | None = None
+        self._steps = Steps()
+        self._groups = 1
+        """How many groups each rank has made in the group that was formed last; it is 1 of them."""
+        self.healthy = False
+        """False if the group must be formed (again) before anything can be done with it."""
+
+    def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
+        """Have all ranks join a new group; until `deadline` on ``time.monotonic``. Raises GroupError.
+
+        It is tried twice: while gloo forms the group it takes connections of anybody, who can spoil it.
+        """
+        try:
+            self._form(spec, collect, deadline)
+        except GroupError as error:
+            if self._ranks.ended or self._ranks.abandoned or time.monotonic() > deadline:
+                raise
+            log.debug("forming the group once more: %s", error)
+            try:
+                self.leave(deadline)
+            except GroupError:
+                raise error from None
+            self._form(spec, collect, deadline)
+
+    def _form(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
+        self.healthy = False
+        self._steps.forget()
+        if not self._formed:
+            host.tell_interfaces()
+        former, self._store = self._store, self._new_store()
+        self._groups = self._first_group
+        made = self._join({self._store: range(spec.size)}, spec, collect, deadline, SET_UP_SHARE)
+        if _is_spoilt(made):
+            self.release()
+            raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
+        if former is not None:
+            former.unlink(missing_ok=True)
+        self.healthy = True
+
+    @property
+    def _first_group(self) -> int:
+        """How many groups count as made when the cells begin to make some."""
+        return (self._formed - 1) * GROUPS_EACH + 1
+
+    def _new_store(self) -> Path:
+        self._formed += 1
+        return self._ranks.cluster.run_folder / f"store-{self._formed}"
+
+    def _join(
+        self,
+        groups: Mapping[Path, Sequence[int]],
+        spec: GroupSpec,
+        collect: bool,
+        deadline: float,
+        share: float = 1.0,
+        together: bool = True,
+    ) -> list[Any]:
+        """Have the ranks of each of `groups`, by their stores, join a group, as its ranks 0, 1 and so on.
+
+        Connecting them gets a `share` of the time. Returns what ``process_group.join`` does, by rank.
+        """
+        port = host.free_port()
+        seconds = max(1.0, (deadline - time.monotonic()) * share)
+        rank_specs = {
+            rank: RankSpec(
+                rank=number,
+                world_size=len(ranks),
+                local_rank=number,
+                local_world_size=len(ranks),
+                group_rank=0,
+                master_addr="127.0.0.1",
+                master_port=port,
+                device=spec.device(number if rank >= spec.size else rank),
+                backend=spec.backend,
+                store=str(store),
+                groups=self._first_group,
+                seconds=seconds,
+                interface=host.loopback(),
+                threads=None if "OMP_NUM_THREADS" in os.environ else host.threads(spec.size),
+                notebook=preload_client.notebook(),
+                collect=collect,
+                directory=host.directory(),
+                path=tuple(sys.path),
+            )
+            for store, ranks in groups.items()
+            for number, rank in enumerate(ranks)
+        }
+        self._ranks.cluster.run_folder.mkdir(mode=0o700, exist_ok=True)  # a cell may have removed it, or its rights
+        self._ranks.cluster.run_folder.chmod(0o700)
+        return self._ranks.ask_each(
+            {rank: on_rank.join(rank_spec) for rank, rank_spec in rank_specs.items()},
+            deadline,
+            release=(lambda: self._release(groups)) if together else None,  # who waits for one that does not come
+            together=together,
+        )
+
+    def attempt(self, groups: Sequence[Sequence[int]], spec: GroupSpec, collect: bool, seconds: float) -> None:
+        """Have ranks form each of `groups` for once, use it, and leave it; at most `seconds` for each of these.
+
+        Raises RequestFailed, which names all ranks that failed if each group is one rank.
+        """
+        self.healthy = False
+        ranks = [rank for group in groups for rank in group]
+        stores = {self._new_store(): group for group in groups}
+        together = len(groups) < len(ranks)
+        try:
+            self._of(ranks, on_rank.leave(), seconds, together)
+            self._join(stores, spec, collect, time.monotonic() + seconds, together=together)
+            self._of(ranks, on_rank.check(), seconds, together, stores)
+            self._of(ranks, on_rank.leave(), seconds, together)
+        finally:
+            for store in stores:
+                store.unlink(missing_ok=True)
+
+    def check(self, deadline: float) -> None:
+        """Have all ranks use the group once; raises GroupError, and then it must be formed again.
+
+        Nothing is done where they are out of step, and that is meant: this would meet what is pending.
+        """
+        ranks = range(len(self._ranks.members))
+        answers = self._ranks.call_on_control_channel(ranks, on_rank.begun(), seconds=TELL_SECONDS)
+        now = Steps()
+        now.take({rank: begun for rank, begun in answers.items() if begun is not None})
+        if now.uneven(len(ranks)):
+            return
+        try:
+            self._of(ranks, on_rank.check(), deadline - time.monotonic(), True)
+        except BaseException:
+            self.healthy = False
+            raise
+
+    def _of(
+        self,
+        ranks: Sequence[int],
+        call: RemoteCall[object],
+        seconds: float,
+        together: bool,
+        stores: Collection[Path] = (),
+    ) -> None:
+        """Ask `ranks` for something, for at most `seconds`; those that wait for others are freed."""
+        deadline = time.monotonic() + seconds
+        release = (lambda: self._release(stores)) if stores else self.release
+        calls = dict.fromkeys(ranks, call)
+        self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
+
+    def leave(self, deadline: float) -> int:
+        """Have all ranks leave their group, whatever state it is in.
+
+        Returns how many wrappers (DDP) and subgroups go with it.
+        """
+        if not self.healthy:
+            self.release()
+        self.healthy = False
+        return max(self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave()), deadline), default=0)
+
+    def release(self) -> None:
+        """Make every collective that waits fail, on every rank, now."""
+        self.healthy = False
+        self._release([] if self._store is None else [self._store])
+
+    def _release(self, stores: Collection[Path]) -> None:
+        """The same in the groups that were formed through `stores`."""
+        live = self._ranks.live
+        for store in stores:
+            poison_store(store)
+        ours = _shared(self._ranks.connections(live))
+        for store in stores:
+            self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
+
+    def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
+        """Look at what the ranks that have run a cell report of their group: it may have to be formed again.
+
+        The user is told if a good cell has left the ranks out of step, unless that is meant (`unmatched`).
+        """
+        told = {rank: report for rank, report in reports.items() if report is not None}
+        size = len(self._ranks.members)
+        for rank, fault in [(rank, report["fault"]) for rank, report in told.items() if "fault" in report]:
+            notify(f"rank {rank} cannot tell how its group is, which is formed again before the next cell: {fault}")
+        if len(told) < len(reports) or any(report["released"] for report in told.values()):
+            self.healthy = False
+        elif all(report["state"] == "ours" for report in told.values()):
+            self._level_groups([report["groups"] for report in told.values()])
+            begun = {rank: report["begun"] for rank, report in told.items()}
+            sends = failed and self._steps.are_sends_uneven(begun, size)
+            self._steps.take(begun)
+            if sends:
+                self.healthy = False
+            elif self.healthy and self._steps.uneven(size):
+                self._judge_steps(failed, unmatched)
+        elif len(told) == size and all(_fits(report, rank, size) for rank, report in told.items()):
+            answers = self._ranks.call_on_control_channel(range(size), on_rank.adopt(), seconds=ADOPT_SECONDS)
+            self.healthy = all(answer is not None for answer in answers.values())
+            self._steps.forget()
+        else:
+            self.healthy = False
+
+    def _level_groups(self, made: Sequence[int]) -> None:
+        """Some ranks may have made groups without the others, which has no effect but on the name of the next one."""
+        if min(made) < max(made) or (max(made) > self._groups and len(made) < len(self._ranks.members)):
+            self._ranks.call_on_control_channel(self._ranks.live, on_rank.set_groups_made(max(made)))
+        self._groups = max(made)
+
+    def _judge_steps(self, failed: bool, unmatched: bool) -> None:
+        """Some ranks have begun more collectives than others, by what is known of them."""
+        size = len(self._ranks.members)
+        answers = self._ask(range(size), on_rank.begun())  # other ranks, and threads that go on
+        self._steps.take({rank: begun for rank, begun in answers.items() if begun is not None})
+        uneven = self._steps.uneven(size)
+        if unmatched and not failed:
+            self._steps.accept(uneven)
+        elif failed:
+            self.healthy = not uneven
+        else:
+            for one in uneven:
+                self._tell_uneven(one)
+
+    def _ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> dict[int, R | None]:
+        return self._ranks.call_on_control_channel(ranks, call, seconds=TELL_SECONDS)
+
+    def _tell_uneven(self, uneven: Uneven) -> None:
+        """A good cell has left a group out of step."""
+        answers = self._ask(uneven.ahead, on_rank.line_of(uneven.group, uneven.least))
+        lines = {rank: answer for rank, answer in answers.items() if answer is not None}
+        if any(line["goes_on"] for line in lines.values()):  # a thread does that, and the others' may only be slower
+            behind = [rank for rank in uneven.begun if rank not in uneven.ahead]
+            most = max(uneven.begun.values())
+            if not any(self._ask(behind, on_rank.stays_behind(uneven.group, most)).values()):
+                return
+        self.healthy = False
+        places: dict[int, StackLocation | None] = {rank: StackLocation(**line["place"]) for rank, line in lines.items()}
+        where = f", the first too many here:\n{places_text(places)}" if places else ""
+        notify(OUT_OF_STEP.format(uneven=uneven.text(), where=where))
+
+
+def _fits(report: CellReport, rank: int, size: int) -> bool:
+    """Has the cell formed a group in which `rank` is what it is in ours?"""
+    return report["state"] == "other" and (report["rank"], report["size"]) == (rank, size)
+
+
+def _is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
+    """Has somebody else connected to a rank, by the connections of each rank, and the ports that were for other ranks?
+
+    gloo may have taken that connection for the one of a rank: the first collective would wait for ever.
+    """
+    ends = {tuple(end) for connections, _ in made for end in connections}
+    return any(
+        end[1] in ports and (*end[2:], *end[:2]) not in ends for connections, ports in made for end in connections
+    )
+
+
+def _shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+    """Of the connections of all ranks, those with a rank at both ends."""
+    ends = {end for table in tables.values() for end in table}
+    return [end for end in ends if (*end[2:], *end[:2]) in ends]
+
+
+def poison_store(store: Path) -> None:
+    """Replace the file `store` by a link to itself: whoever waits for a key in it fails with "too many links" now.
+
+    ``FileStore`` would wait for a file that is missing, and no thread can interrupt it.
+    """
+    loop = store.with_name(f"{store.name}-broken")
+    with contextlib.suppress(OSError):  # the run folder is gone, and every rank with it
+        loop.unlink(missing_ok=True)
+        loop.symlink_to(store)
+        loop.replace(store)

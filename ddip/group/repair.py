@@ -1,0 +1,109 @@
+"""New processes in place of ranks that are lost, while the others keep their variables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
+from ddip.group import placement, stopping, transfer
+from ddip.group.lifecycle import Lifecycle, nobody
+from ddip.output.progress import Report
+
+
+class Repairable(Lifecycle):
+    """A group that can be repaired."""
+
+    def repair(self, names: Sequence[str] = (), source: int | None = None, progress: Report = nobody) -> list[int]:
+        """Put new processes in place of ranks that ended, that do not stop, or that can run no cell or be in no group.
+
+        Those are asked to stop once more, and kept if they do. The others keep their variables, too. `names` are copied
+        from the rank `source` to the new ones. Returns the ranks that were replaced. Raises GroupError or
+        TransferError; if a name cannot be pickled, or the new processes do not come, nothing has changed.
+        """
+        with self._told(progress):
+            return self._repair(names, source)
+
+    def _repair(self, names: Sequence[str], source: int | None) -> list[int]:
+        if source is not None:
+            (source,) = placement.check_ranks([source], self.world_size, "source")
+        self.cluster.ensure_controller()
+        began = time.monotonic()
+        self.ranks.carry_on()
+        gone = self._lost() or self._find_lost()
+        packed: dict[str, bytes | bytearray] = {}
+        if names:
+            packed = self._pack_for_repair(names, 0 if source is None else source, gone)
+        replaced: list[int] = []
+        while gone:
+            self._replace(gone)
+            replaced = sorted({*replaced, *gone})
+            gone = [rank for rank in self._find_lost() if rank not in replaced]
+        if not replaced:
+            return []
+        if self._unfit.intersection(replaced) and self._unprepared:
+            raise self._without_the_app(f"{self._app} cannot be prepared in a new process either")
+        self.ensure_ready()
+        if packed:
+            self._unpack(packed, replaced)
+        self.seconds = time.monotonic() - began
+        return replaced
+
+    def _lost(self) -> list[int]:
+        """The ranks that are known to need a new process; those that are only slow to stop are waited for."""
+        return sorted({*self._cells.settle(), *self.ranks.ended, *self._unfit})
+
+    def _find_lost(self) -> list[int]:
+        """The same, after all ranks have been in use together, in a new group if need be."""
+        try:
+            self.ensure_ready()
+            self._manager.check(time.monotonic() + self.timeout)
+            return self._fitness.no_cell_runs(self.timeout)
+        except GroupError:
+            if self._lost():
+                return self._lost()
+        try:
+            self._form_again()
+            self._manager.check(time.monotonic() + self.timeout)
+        except GroupError:
+            if not self._lost():
+                self._unfit = set(self._fitness.alone(self.spec, self.collect))
+            deadline = time.monotonic() + self.timeout
+            return self._lost() or self._fitness.with_a_helper(self.spec, self.collect, self._app, deadline)
+        return self._fitness.no_cell_runs(self.timeout)
+
+    def _replace(self, gone: Sequence[int]) -> None:
+        """Put new processes in place of the ranks `gone`; the group must be formed again then."""
+        try:
+            self._progress(f"ddip: starting {ranks_text(gone)}", 0.0)
+            members = self._engines.replace(gone, self.spec, self._app, time.monotonic() + self.timeout)
+        except BaseException as error:
+            with stopping.button():
+                self.cluster.stop_engines_but([member.engine for member in self.members])
+            if isinstance(error, KeyboardInterrupt):
+                raise RequestInterrupted(f"the repair was interrupted; {ranks_text(gone)} not replaced") from None
+            raise
+        with stopping.button():
+            self._manager.release()
+            self.cluster.stop_engines_but([member.engine for member in members])
+            self.ranks.members = members
+            self._cells.forget(gone)
+            self._unfit.difference_update(gone)
+            if self._app is not None:
+                self._unprepared.update(gone)
+
+    def _unpack(self, packed: Mapping[str, bytes | bytearray], ranks: Sequence[int]) -> None:
+        try:
+            transfer.deliver(self.ranks, packed, ranks, self._progress)
+        except TransferError as error:
+            raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
+
+    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> dict[str, bytes | bytearray]:
+        what = f"--from {source} {' '.join(names)}"
+        if not gone:
+            raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
+        if source in gone:
+            here = [rank for rank in range(self.world_size) if rank not in gone]
+            raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from one of {ranks_text(here)}")
+        (reply,) = transfer.fetch(self.ranks, names, [source], self._progress)
+        return transfer.forward(source, reply, "repaired")

@@ -1,0 +1,151 @@
+"""Objects -> ranks and back: all names arrive, or none does."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
+from ddip.group import stopping
+from ddip.group.ranks import Ranks
+from ddip.output.progress import Report
+from ddip.output.tables import size_text
+from ddip.protocol import on_rank, pickling
+from ddip.protocol.reports import Packed
+
+PART = 1 << 24
+"""Bytes of an object that travel at once."""
+
+
+def check_names(names: list[str], magic: str) -> None:
+    """Refuse what is no variable's name."""
+    for name in names:
+        if not name.isidentifier():
+            raise BadInput(f"{magic} {name}: {name!r} is no variable; type names, such as {magic} model losses")
+
+
+def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> list[str]:
+    """Put `values` into the namespaces of the ranks `to`; returns the names whose tensors moved to the CPU.
+
+    Raises TransferError that names what cannot be pickled here, or unpickled there; then nothing has changed.
+    """
+    packed, errors, moved = pickling.dump_all(dict(values))
+    if errors:
+        raise TransferError(f"nothing was pushed: {_reasons(errors, 'cannot be pickled')}")
+    deliver(ranks, packed, to, progress)
+    return moved
+
+
+def deliver(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
+    """Put pickled objects into the namespaces of the ranks `to`: all of them, or none."""
+    with stopping.button():
+        try:
+            _send_parts(ranks, packed, to, progress)
+            small = {name: data if len(data) <= PART else None for name, data in packed.items()}
+            errors = ranks.ask(to, on_rank.stage(small))
+            staged(dict(zip(to, errors, strict=True)))
+        except BaseException as error:
+            ranks.tell(to, on_rank.drop())
+            if isinstance(error, RequestInterrupted):
+                raise RequestInterrupted(f"nothing was pushed: {error}") from None
+            raise
+        ranks.ask(to, on_rank.commit(), stoppable=False)
+
+
+def _send_parts(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
+    """Send what is large ahead."""
+    large = {name: data for name, data in packed.items() if len(data) > PART}
+    whole, done = sum(map(len, large.values())), 0
+    for name, data in large.items():
+        for begin, end in _parts(len(data)):
+            progress(f"ddip: pushing {name}, {size_text(len(data))}", done / whole)
+            ranks.ask(to, on_rank.add(name, bytes(data[begin:end]), begin == 0))
+            done += end - begin
+
+
+def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Packed]:
+    """What each of the ranks `of` answers to ``transfer.pack``, with all of its values."""
+    with stopping.button():
+        try:
+            return _fetch(ranks, names, of, progress)
+        except BaseException as error:
+            ranks.tell(of, on_rank.drop())
+            if isinstance(error, RequestInterrupted):
+                raise RequestInterrupted(f"nothing was pulled: {error}") from None
+            raise
+
+
+def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Packed]:
+    replies = ranks.ask(of, on_rank.pack(list(names), PART))
+    whole, done = sum(size for reply in replies for size in reply["sizes"].values()), 0
+    for rank, reply in zip(of, replies, strict=True):
+        for name, size in reply["sizes"].items():
+            data = bytearray()
+            for begin, end in _parts(size):
+                progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", done / whole)
+                data += ranks.ask([rank], on_rank.part(name, begin, end))[0]
+                done += end - begin
+            reply["values"][name] = data
+    if whole:
+        ranks.tell(of, on_rank.drop())
+    return replies
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Begin and end of each part of an object of `size` bytes."""
+    return [(begin, min(size, begin + PART)) for begin in range(0, size, PART)]
+
+
+def pull(
+    ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects `names` of each of the ranks `of`, in order, and the names whose tensors moved to the CPU."""
+    replies = fetch(ranks, names, of, progress)
+    values = [unpack(rank, reply) for rank, reply in zip(of, replies, strict=True)]
+    return values, [name for name in names if any(name in reply["moved"] for reply in replies)]
+
+
+def staged(errors_by_rank: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise TransferError if a rank could not unpickle what was pushed."""
+    errors = {
+        name: f"{error} ({_where(errors_by_rank, name)})"
+        for rank in errors_by_rank
+        for name, error in errors_by_rank[rank].items()
+    }
+    if errors:
+        raise TransferError(f"nothing was pushed: {_reasons(errors, 'cannot be unpickled there')}")
+
+
+def _where(errors_by_rank: Mapping[int, Mapping[str, str]], name: str) -> str:
+    return ranks_text([rank for rank, errors in errors_by_rank.items() if name in errors])
+
+
+def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]:
+    """The pickled objects in a rank's answer to ``transfer.pack``; raises TransferError that names what did not come.
+
+    `what` says what was to be done with them: ``pulled``.
+    """
+    if reply["missing"]:
+        names = ", ".join(reply["missing"])
+        raise TransferError(f"nothing was {what}: rank {rank} has no {names}; type names that a %%dip cell defined")
+    if reply["errors"]:
+        raise TransferError(f"nothing was {what}: {_reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
+    return dict(reply["values"])
+
+
+def unpack(rank: int, reply: Packed) -> dict[str, Any]:
+    """The objects themselves."""
+    values, errors = {}, {}
+    for name, data in forward(rank, reply, "pulled").items():
+        try:
+            values[name] = pickle.loads(data)
+        except (Exception, SystemExit) as error:  # a script shall not end by what it pulls
+            errors[name] = f"{type(error).__name__}: {error}"
+    if errors:
+        raise TransferError(f"nothing was pulled: {_reasons(errors, 'cannot be unpickled in the notebook')}")
+    return values
+
+
+def _reasons(errors: Mapping[str, str], what: str) -> str:
+    return "; ".join(f"{name} {what}: {error}" for name, error in errors.items())

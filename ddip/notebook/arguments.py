@@ -1,0 +1,75 @@
+"""What was typed after a magic: parsed, or refused with one line that says what to type instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic_arguments import parse_argstring
+
+from ddip.cluster import folder
+from ddip.errors import BadInput
+from ddip.group import placement
+
+
+def parse(magic: Any, name: str, line: str) -> Any:
+    """The arguments of `magic`, which a person calls `name`; raises BadInput, with the line that was typed."""
+    try:
+        args = parse_argstring(magic, line)
+    except UsageError as error:
+        raise BadInput(f"{name} {line.strip()}: {error}; %{name.lstrip('%')}? lists the options") from None
+    except ValueError as error:  # a quote without an end
+        raise BadInput(f"{name} {line.strip()}: {error}") from None
+    for key, value in vars(args).items():
+        setattr(args, key, [unquoted(item) for item in value] if isinstance(value, list) else unquoted(value))
+    return args
+
+
+def unquoted(value: Any) -> Any:
+    """IPython leaves the quotes around an argument where they are."""
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        return value[1:-1]
+    return value
+
+
+def flag(typed: str) -> bool:
+    """Of ``-v``; raises BadInput."""
+    if typed.lower() not in ("true", "false"):
+        raise BadInput(f"-v {typed}: type -v, -v True or -v False")
+    return typed.lower() == "true"
+
+
+def seconds(typed: str, option: str, least: float) -> float:
+    """A number of seconds, `least` or more; raises BadInput, which names the `option`."""
+    try:
+        found = float(typed)
+    except ValueError:
+        found = -1
+    if not least <= found < float("inf"):
+        raise BadInput(f"{option} {typed}: type a number of seconds, {least:g} or more, such as {option} 120")
+    return found
+
+
+def request(args: Any) -> placement.Request:
+    """The group that was asked for after ``%makedip``."""
+    with folder.left_out():
+        from ddip.cluster.devices import gpu_names
+
+    return placement.Request(
+        None if args.n is None else placement.parse_count(args.n),
+        None if args.gpus is None else tuple(placement.parse_gpus(args.gpus, len(gpu_names()))),
+        args.backend,
+        args.app,
+    )
+
+
+def names_and_ranks(
+    names: list[str], typed: list[str] | None, size: int, magic: str
+) -> tuple[list[str], list[int] | None]:
+    """Names and ranks; ``-r 1 model`` takes the words after the first rank for names, as a person means them."""
+    words = list(typed or [])
+    split = next((i for i, word in enumerate(words) if word.isidentifier() and word != "all"), len(words))
+    names = [*names, *words[split:]]
+    if not names:
+        raise BadInput(f"{magic}: type the names of variables, such as {magic} model losses")
+    return names, placement.parse_ranks(words[:split], size, "-r") if typed else None

@@ -1,0 +1,31 @@
+"""What ``%load_ext ddip`` and ``%unload_ext ddip`` do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddip import apps
+from ddip.cluster import preload_client, registry
+from ddip.notebook.magics import DipMagics
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics, and begin to warm up."""
+    magics = DipMagics(shell)
+    modules = [apps.find(name) for name in magics.warm_apps]
+    shell.register_magics(magics)
+    if magics.warm and not magics.spawn and preload_client.possible():
+        preload_client.begin(modules)
+
+
+def unload(shell: InteractiveShell) -> None:
+    """End the group and take the magics out."""
+    magics = registry.remove(shell, DipMagics.__name__)
+    if magics is not None:
+        magics.end_group()
+        magics.autodipper.close()
+        magics.hints.close()
+        preload_client.end()

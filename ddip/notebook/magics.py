@@ -1,0 +1,346 @@
+"""The magics: a line is parsed, one method of the Group is called, an error is shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from ddip.cluster import folder
+from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup
+from ddip.group import placement
+from ddip.notebook import arguments, transfers
+from ddip.notebook.autodip import Autodip
+from ddip.notebook.hints import Hints
+from ddip.notebook.traits import Traits
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.group.group import Group
+
+PLACES = ("remote", "local", "everywhere")
+
+
+@magics_class
+class DipMagics(Traits):
+    """``%makedip``, ``%%dip``, ``%autodip``, ``%dipush``, ``%dipull``, ``%dipstack`` and ``%dipper``."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell=shell)
+        self._asked = placement.Request()
+        self.autodipper = Autodip(shell)
+        self.hints = Hints(shell, lambda: self.group, self.autodipper)
+
+    def _say(self, text: str) -> None:
+        if self.verbose:
+            print(f"ddip: {text}")
+
+    def _require_group(self, what: str) -> Group:
+        if self.group is None or not self.group.alive:
+            raise NoGroup(what)
+        return self.group
+
+    # -- %makedip
+
+    @magic_arguments()
+    @argument("-n", dest="n", metavar="N", help="Number of ranks on the CPU.")
+    @argument(
+        "-g",
+        "--gpus",
+        nargs="+",
+        metavar="GPU",
+        help="One rank on each of these GPUs, in this order: all, or 0,2,3, or 3 1; a GPU may come twice.",
+    )
+    @argument("-b", "--backend", help="Backend of torch.distributed; default gloo, or cpu:gloo,cuda:nccl on GPUs.")
+    @argument("-a", "--app", help="Framework to prepare on every rank, such as fastai.")
+    @argument("-r", "--restart", action="store_true", help="End every rank first, and start afresh.")
+    @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
+    @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")
+    @argument(
+        "--repair",
+        action="store_true",
+        help="Put new processes in place of ranks that ended or cannot be stopped; the others keep their variables.",
+    )
+    @argument(
+        "--from",
+        dest="source",
+        nargs="+",
+        metavar=("RANK", "NAME"),
+        help="With --repair: copy these variables from this rank to the new ones.",
+    )
+    @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait for the engines.")
+    @argument(
+        "-v", "--verbose", nargs="?", const="True", metavar="True|False", help="Say what each magic does, from now on."
+    )
+    @line_magic
+    def makedip(self, line: str = "") -> None:
+        """Start, change, show, restart or end the group of ranks.
+
+        With neither -n nor -g a new group has one rank on each GPU, or two ranks on the CPU. A group that is there
+        changes: the ranks that can stay keep their variables, and all the rest stays as it is.
+        """
+        args = arguments.parse(self.makedip, "%makedip", line)
+        if args.verbose is not None:
+            self.verbose = arguments.flag(args.verbose)
+        if args.timeout is not None:
+            self.timeout = arguments.seconds(args.timeout, "-t", 1)
+        if args.repair or args.source:
+            self._repair(args, line)
+            return
+        if args.kill and (args.restart or args.n or args.gpus or args.backend or args.app):
+            raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
+        if args.kill:
+            self.end_group()
+            return
+        form = args.n or args.gpus or args.backend or args.app or args.restart
+        only_settings = (args.verbose is not None or args.timeout is not None) and not form
+        if form or not (args.info or only_settings):
+            self._make(args)
+        if args.info:
+            self._info()
+
+    def _make(self, args: Any) -> None:
+        with folder.left_out():
+            from ddip.group.group import Group
+            from ddip.output.progress import Progress
+
+        request = arguments.request(args)
+        if args.restart and self.group is None:  # the last one, which may not have started
+            request = request.after(self._asked)
+        self._asked = request
+        progress = Progress()
+        new = True
+        try:
+            if self.group is None or not self.group.alive:
+                self.group = Group(
+                    request.n,
+                    request.gpus,
+                    backend=request.backend,
+                    app=request.app,
+                    progress=progress,
+                    **self.settings(),
+                )
+            else:
+                self.group.timeout, self.group.collect = self.timeout, self.collect
+                self.group.spawn = self.spawn
+                if args.restart:
+                    self.group.restart(request, progress)
+                else:
+                    new = self.group.change(request, progress)
+        except BaseException:
+            progress.end("")
+            if self.group is not None and not self.group.alive:
+                self.end_group()
+            raise
+        self._asked = self.group.request
+        progress.end(f"{self.group.describe()}, {f'{self.group.seconds:.1f} s' if new else 'unchanged'}")
+        if self.group.spec.notice:
+            print(f"ddip: {self.group.spec.notice}")
+        if self.group.cluster.spawned:
+            self._say(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
+
+    def _repair(self, args: Any, line: str) -> None:
+        from ddip.errors import ranks_text
+        from ddip.output.progress import Progress
+
+        if not args.repair or args.kill or args.restart or args.n or args.gpus or args.backend or args.app:
+            raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
+        group = self._require_group("%makedip --repair")
+        source, names = placement.parse_source(args.source, group.world_size)
+        group.timeout = self.timeout
+        progress = Progress()
+        try:
+            replaced = group.repair(names, source, progress)
+        except BaseException:
+            progress.end("")
+            raise
+        if not replaced:
+            progress.end("ddip: every rank is there, there is nothing to repair")
+        else:
+            copied = f", with {', '.join(names)} from rank {source}" if names else ""
+            progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}, {group.seconds:.1f} s")
+        if args.info:
+            self._info()
+
+    def _info(self) -> None:
+        from ddip.output.tables import info_table
+
+        group = self._require_group("%makedip -i")
+        print(info_table(group.info()))
+        stopped = group.cluster.stopped()
+        if stopped:
+            print(stopped)
+        print(f"automatic %%dip: {self.autodipper.state}")
+
+    def end_group(self) -> None:
+        """End the group, and what a dead session of a notebook left behind; %autodip goes off with it."""
+        from ddip.cluster.ownership import clear_up_orphans
+
+        group, self.group = self.group, None
+        self.autodipper.off()
+        if group is not None:
+            group.shutdown()
+        if clear_up_orphans():
+            self._say("a cluster of a dead session was cleared up")
+
+    # -- cells
+
+    @magic_arguments()
+    @argument(
+        "where",
+        nargs="?",
+        default="remote",
+        help="remote: on the ranks (default); local: here; everywhere: here, then on the ranks.",
+    )
+    @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")
+    @argument("-S", "--see", nargs="+", metavar="RANK", help="Show the output of these ranks, or all; default 0.")
+    @argument("-q", "--quiet", action="store_true", help="Show the output when the cell has ended, not live.")
+    @argument(
+        "--timeout",
+        metavar="SECONDS",
+        help="End the cell when it has taken that long: it fails, and all variables are kept.",
+    )
+    @argument(
+        "--unmatched",
+        action="store_true",
+        help="It is meant that ranks begin different numbers of collectives, as with -r: a later cell begins the rest. "
+        "Otherwise the cell says which ranks, and the group is formed again before the next one.",
+    )
+    @argument("-a", "--appcmd", metavar="COMMAND", help="Give the app this command before the cell runs.")
+    @cell_magic
+    def dip(self, line: str, cell: str) -> None:
+        """Run the cell on every rank; fails if it fails on any."""
+        args = arguments.parse(self.dip, "%%dip", line)
+        if args.where not in PLACES:
+            raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
+        timeout = None if args.timeout is None else arguments.seconds(args.timeout, "--timeout", 0.1)
+        if args.where != "local":
+            group = self._require_group("%%dip")
+            size = group.world_size
+            ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
+            shown = self._seen(args.see, ranks, size)
+        if args.where != "remote":
+            self._run_here(cell)
+        if args.where != "local":
+            self._say(f"running on {len(ranks)} of {size} ranks")
+            if args.appcmd is not None:
+                answer = group.command(args.appcmd)
+                if answer:
+                    print(answer)
+            tell, unmatched = self.autodipper.state != "off", args.unmatched
+            try:
+                group.run(
+                    cell, ranks, show_ranks=shown, quiet=args.quiet, timeout=timeout, tell=tell, unmatched=unmatched
+                )
+            except CellError as error:
+                self.hints.explain(error)
+                raise
+
+    def _seen(self, typed: list[str] | None, ranks: list[int], size: int) -> list[int]:
+        """The ranks to show: those of -S, else those of the trait that run the cell, else the first that does."""
+        if typed is not None:
+            return placement.parse_ranks(typed, size, "-S")
+        shown = placement.parse_ranks([self.show_ranks], size, "DipMagics.show_ranks")
+        usual = [rank for rank in shown if rank in ranks]
+        return usual or ranks[:1]
+
+    def _run_here(self, cell: str) -> None:
+        if not self.shell.run_cell(cell).success:
+            raise LocalCellFailed("the cell failed here, in the notebook")
+
+    @magic_arguments()
+    @argument("switch", nargs="?", metavar="on|off", help="Without it: say which.")
+    @argument("-a", "--args", metavar="ARGUMENTS", help='Arguments for each %%%%dip, in quotes: -a "-S all".')
+    @line_magic
+    def autodip(self, line: str = "") -> None:
+        """Run every cell that does not begin with % as a %%dip cell, from here on."""
+        args = arguments.parse(self.autodip, "%autodip", line)
+        if args.switch not in (None, "on", "off"):
+            raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
+        if args.switch == "on":
+            self._require_group("%autodip on")
+            arguments.parse(self.dip, "%%dip", args.args or "")
+            self.autodipper.on(args.args or "")
+        elif args.args is not None:
+            raise BadInput(f"%autodip {line.strip()}: -a goes with on")
+        elif args.switch == "off":
+            self.autodipper.off()
+        print(f"automatic %%dip: {self.autodipper.state}")
+
+    # -- objects
+
+    def _typed(
+        self, magic: str, typed: list[str], ranks: list[str] | None
+    ) -> tuple[Group, list[str], list[int] | None]:
+        """The group, and the variables and the ranks that were typed after `magic`."""
+        with folder.left_out():
+            from ddip.group.transfer import check_names
+
+        group = self._require_group(magic)
+        names, chosen = arguments.names_and_ranks(typed, ranks, group.world_size, magic)
+        check_names(names, magic)
+        return group, names, chosen
+
+    @magic_arguments()
+    @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Push to these ranks only.")
+    @argument("names", nargs="*", help="Variables of the notebook.")
+    @line_magic
+    def dipush(self, line: str = "") -> None:
+        """Copy variables of the notebook to every rank: all arrive, or none does."""
+        args = arguments.parse(self.dipush, "%dipush", line)
+        group, names, ranks = self._typed("%dipush", args.names, args.ranks)
+        missing = [name for name in names if name not in self.shell.user_ns]
+        if missing:
+            raise BadInput(f"%dipush: the notebook has no {', '.join(missing)}; nothing was pushed")
+        values = {name: self.shell.user_ns[name] for name in names}
+        with transfers.progress(f"pushed {', '.join(names)}") as progress:
+            moved = group.push(values, ranks, progress)
+        transfers.tell_moved(moved)
+        self._say(f"pushed {', '.join(names)}")
+
+    @magic_arguments()
+    @argument(
+        "-r",
+        "--rank",
+        dest="ranks",
+        nargs="+",
+        metavar="RANK",
+        help="Pull from this rank, default 0; all: a list, one item a rank.",
+    )
+    @argument("names", nargs="*", help="Variables of the rank.")
+    @line_magic
+    def dipull(self, line: str = "") -> None:
+        """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU."""
+        args = arguments.parse(self.dipull, "%dipull", line)
+        group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
+        assert ranks is not None
+        with transfers.progress(f"pulled {', '.join(names)}") as progress:
+            values, moved = group.pull_all(names, ranks, progress)
+        as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
+        self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
+        transfers.tell_moved(moved)
+        self._say(f"pulled {', '.join(names)}")
+
+    @magic_arguments()
+    @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
+    @line_magic
+    def dipstack(self, line: str = "") -> None:
+        """Where each rank is right now: its innermost function, and the line of its cell."""
+        from ddip.output.tables import places_text, stacks_text
+
+        args = arguments.parse(self.dipstack, "%dipstack", line)
+        group = self._require_group("%dipstack")
+        stacks = group.stacks()
+        places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
+        print(stacks_text(stacks) if args.verbose else places_text(places))
+
+    @no_var_expand
+    @line_magic
+    def dipper(self, line: str = "") -> None:
+        """Put the Group behind the magics into a variable: %dipper g."""
+        name = line.strip()
+        if not name.isidentifier():
+            raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
+        self.shell.push({name: self._require_group("%dipper")})

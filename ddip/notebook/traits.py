@@ -1,0 +1,112 @@
+"""What a user may set with ``%config DipMagics``, and in IPython's configuration; the group that is there follows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import Magics
+from traitlets import Any as AnyTrait
+from traitlets import Bool, Enum, Float, Int, List, Unicode, observe
+
+from ddip.output.area import notify
+from ddip.output.display_options import STYLES, DisplayOptions
+from ddip.settings import DEFAULTS
+
+RENAMED = {
+    "see": "show_ranks",
+    "grace": "failure_grace",
+    "patience": "stall_timeout",
+    "limit": "max_output_chars",
+    "tell_after": "report_after",
+}
+"""Old names of settings, which are understood, with a warning, for one release."""
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.group.group import Group
+
+
+class Traits(Magics):
+    """The settings of the magics."""
+
+    timeout = Float(DEFAULTS.timeout, min=1, help="Seconds to wait for a group to form; -t of %makedip sets it.").tag(
+        config=True
+    )
+    collect = Bool(
+        DEFAULTS.collect, help="Collect garbage, and empty the GPU cache, on every rank after each cell."
+    ).tag(config=True)
+    show_ranks = Unicode("0", help="Ranks whose output a cell shows without -S, such as 0 or 0,1 or all.").tag(
+        config=True
+    )
+    warm = Bool(True, help="When ddip is loaded, begin to import in the background what every rank needs.").tag(
+        config=True
+    )
+    warm_apps = List(Unicode(), help="Apps whose imports are begun then, too.").tag(config=True)
+    spawn = Bool(
+        DEFAULTS.spawn, help="Start each engine as a process of its own; otherwise they are forked, on Linux."
+    ).tag(config=True)
+    failure_grace = Float(
+        DEFAULTS.failure_grace,
+        min=0,
+        help="Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait "
+        "in a collective are released.",
+    ).tag(config=True)
+    stall_timeout = Float(
+        DEFAULTS.stall_timeout, min=1, help="Seconds without progress after which a cell says which rank waits where."
+    ).tag(config=True)
+    style = Enum(
+        STYLES,
+        DEFAULTS.style,
+        help="How the outputs of several ranks are told apart: tabs, labels, or grouped by rank at the end; auto: tabs "
+        "in a notebook, labels in a terminal.",
+    ).tag(config=True)
+    max_output_chars = Int(
+        DEFAULTS.max_output_chars,
+        min=1000,
+        help="Characters of text that a rank shows in one cell; of more, the middle is left out.",
+    ).tag(config=True)
+    report_after = Float(
+        DEFAULTS.report_after,
+        min=0,
+        help="Seconds after which a cell says where it ran; under %autodip each cell does.",
+    ).tag(config=True)
+    verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
+
+    see = AnyTrait(help="Old name of show_ranks.").tag(config=True)
+    grace = AnyTrait(help="Old name of failure_grace.").tag(config=True)
+    patience = AnyTrait(help="Old name of stall_timeout.").tag(config=True)
+    limit = AnyTrait(help="Old name of max_output_chars.").tag(config=True)
+    tell_after = AnyTrait(help="Old name of report_after.").tag(config=True)
+
+    shell: InteractiveShell
+    group: Group | None = None
+
+    @observe(*RENAMED)
+    def _old_name_used(self, change: dict[str, Any]) -> None:
+        name = RENAMED[change["name"]]
+        notify(f"DipMagics.{change['name']} is called DipMagics.{name} now; the old name will go")
+        setattr(self, name, change["new"])
+
+    @observe("collect")
+    def _collect_changed(self, change: dict[str, Any]) -> None:
+        if self.group is not None and self.group.alive:
+            self.group.set_collect(change["new"])
+
+    @observe("style", "max_output_chars", "report_after")
+    def _look_changed(self, change: dict[str, Any]) -> None:
+        if self.group is not None:
+            self.group.display = self._display_options()
+
+    def _display_options(self) -> DisplayOptions:
+        return DisplayOptions(self.style, self.max_output_chars, self.report_after)
+
+    def settings(self) -> dict[str, Any]:
+        """What the traits say of a new Group."""
+        names = ("timeout", "collect", "spawn", "failure_grace", "stall_timeout")
+        return {**{name: getattr(self, name) for name in names}, "display": self._display_options()}
+
+    @observe("failure_grace", "stall_timeout")
+    def _limits_changed(self, change: dict[str, Any]) -> None:
+        if self.group is not None:
+            setattr(self.group, change["name"], change["new"])

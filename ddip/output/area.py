@@ -1,0 +1,152 @@
+"""The place below the notebook's cell: what is shown there while the cell runs, and when it has ended."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+import uuid
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import clear_output, publish_display_data
+
+Bundle = dict[str, Any]
+
+_late: collections.deque[str] = collections.deque(maxlen=1000)
+"""What came last for cells that had ended, where a terminal waits for input: a thread may go on writing for hours."""
+_lock = threading.Lock()
+
+
+class CellOutputArea:
+    """The output of the cell that runs when this is made.
+
+    While it runs, what is shown goes the way of the cell's own output, so that ``%%capture`` has it too. After `close`
+    it goes to the same cell by its message, and a terminal gets it, with a label, before its next cell.
+    """
+
+    def __init__(self) -> None:
+        shell = get_ipython()
+        self._kernel = getattr(shell, "kernel", None)
+        self._script = _is_script(shell)
+        self._parent = None if self._kernel is None else self._kernel.get_parent("shell")
+        self._number = cell_number()
+        self._stream = ""
+        self.closed = False
+        """Has the cell ended?"""
+        self.rich = self._kernel is not None
+        """A notebook's page: shows HTML and images, and can change what it shows."""
+        self.terminal = not self.rich and sys.stdout is not None and sys.stdout.isatty()
+        """Can move its cursor."""
+
+    def close(self) -> None:
+        """The cell has ended; what comes now may come from any thread."""
+        self.closed = True
+
+    def write(self, stream: str, text: str) -> None:
+        """Write to ``stdout`` or ``stderr``; a terminal gets what comes late with a label."""
+        if not text:
+            return
+        if not self.closed:
+            if stream != self._stream:  # what was written before leaves before
+                self._stream = stream
+                flush()
+            _write(stream, text)
+        elif self.rich:
+            self._send("stream", {"name": stream, "text": text})
+        elif self._script:
+            _write(stream, text)
+        else:
+            with _lock:
+                _late.append("".join(f"[cell {self._number}] {line}\n" for line in text.splitlines()))
+
+    def show(
+        self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None, update: bool = False
+    ) -> None:
+        """Display a MIME bundle, or put it in place of the one with the same `display_id`."""
+        transient = {} if display_id is None else {"display_id": display_id}
+        if not self.closed:
+            flush()
+            publish_display_data(data, metadata, transient=transient, update=update)
+        elif self.rich:
+            kind = "update_display_data" if update else "display_data"
+            self._send(kind, {"data": data, "metadata": metadata or {}, "transient": transient})
+        else:
+            self.write("stdout", data.get("text/plain", "") + "\n")
+
+    def clear(self, wait: bool) -> None:
+        """Clear what the cell has shown."""
+        if not self.closed:
+            flush()
+            clear_output(wait)
+        elif self.rich:
+            self._send("clear_output", {"wait": wait})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Pass on a widget's message."""
+        if self._kernel is not None:
+            if not self.closed:
+                flush()
+            header = message["header"]
+            self._send(header["msg_type"], message["content"], message.get("buffers"), message.get("metadata"))
+
+    def _send(self, kind: str, content: Bundle, buffers: Any = None, metadata: Any = None) -> None:
+        assert self._kernel is not None
+        kernel = self._kernel
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, buffers=buffers, metadata=metadata)
+
+    @property
+    def message(self) -> str:
+        """Id of the request of the cell; empty where there is none."""
+        return "" if self._parent is None else str(self._parent.get("header", {}).get("msg_id", ""))
+
+
+def _is_script(shell: InteractiveShell | None) -> bool:
+    """Is there nobody who types cells? IPython makes a plain shell where there is none, to display."""
+    return shell is None or type(shell) is InteractiveShell
+
+
+def cell_number() -> int | None:
+    """Number of the notebook's cell that runs now; None in a script.
+
+    Not ``execution_count``, which some releases of IPython count up when the cell begins, and others when it ends.
+    """
+    shell = get_ipython()
+    if shell is None or _is_script(shell):
+        return None
+    return len(shell.history_manager.input_hist_parsed) - 1  # type: ignore[union-attr]
+
+
+def new_id() -> str:
+    """An id that no other output on any page has."""
+    return f"ddip-{uuid.uuid4().hex[:12]}"
+
+
+def _write(stream: str, text: str) -> None:
+    file = sys.stderr if stream == "stderr" else sys.stdout
+    if file is not None:  # it was closed when Python started: what is printed goes nowhere
+        file.write(text)
+
+
+def flush() -> None:
+    """Send what was written to the notebook's page."""
+    for file in (sys.stdout, sys.stderr):
+        if file is not None:
+            file.flush()
+
+
+def notify(text: str) -> None:
+    """Say something of ddip's own while a cell runs."""
+    _write("stderr", f"ddip: {text}\n")
+    flush()
+
+
+def notify_late() -> None:
+    """Before a terminal's cell: what came since the last."""
+    with _lock:
+        texts = list(_late)
+        _late.clear()
+    if texts:
+        _write("stdout", "".join(texts))
+        flush()

@@ -1,0 +1,99 @@
+"""The output of several ranks by rank, when the cell has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddip.errors import RankError, ranks_text
+from ddip.output.area import CellOutputArea, flush
+from ddip.output.transcript import Bundle, Display, RankTranscript, Text, labelled, plain_of
+
+
+class Grouped:
+    """Nothing until the end; then a section for each rank, ranks with the same output together."""
+
+    def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
+        self._page = page
+        self._limit = limit
+        self._sections = {rank: RankTranscript(limit) for rank in ranks}
+        self._closed = False
+
+    def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
+        """Keep the text until the cell has ended."""
+        self._sections[rank].text(stream, text, line)
+
+    def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
+        """Keep the display until the cell has ended."""
+        self._sections[rank].display(data, metadata, display_id)
+
+    def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
+        """Change a display that is kept."""
+        self._sections[rank].update(data, metadata, display_id)
+
+    def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
+        """Keep the value of the last line, with its label."""
+        self._sections[rank].display(labelled(f"Out[{number}]:", data), metadata)
+
+    def clear(self, rank: int, wait: bool) -> None:
+        """Of this rank."""
+        self._sections[rank].clear(wait)
+
+    def section(self, rank: int) -> RankTranscript:
+        """What the rank has shown."""
+        return self._sections[rank]
+
+    def ended(self, rank: int, failed: bool) -> None:
+        """Does nothing: this view shows nothing while the cell runs."""
+
+    def draw(self) -> None:
+        """Nothing, until the cell has ended."""
+        if self._closed:
+            self.close({}, "")
+
+    def close(self, errors: Mapping[int, RankError], note: str) -> bool:
+        """Show what each rank has written and displayed, and forget it: what comes late is shown by itself."""
+        groups: list[_Same] = []
+        for rank, section in self._sections.items():
+            shown = _comparable(section)
+            same = next((group for group in groups if group.shown == shown), None)
+            if not section.items:
+                continue
+            if same is None:
+                groups.append(_Same([rank], shown, section))
+            else:
+                same.ranks.append(rank)
+        for group in groups:
+            self._page.write("stdout", f"── {ranks_text(group.ranks)} ──\n")
+            for item in group.section.items:
+                if isinstance(item, Text):
+                    text = item.screen.text
+                    self._page.write(item.stream, text if text.endswith("\n") else f"{text}\n")
+                elif isinstance(item, Display):
+                    self._page.show(item.data, item.metadata)
+                else:
+                    self._page.write("stdout", plain_of(item.items) + "\n")
+        flush()
+        self._closed = True
+        self._sections = {rank: RankTranscript(self._limit) for rank in self._sections}
+        return False
+
+
+@dataclass
+class _Same:
+    """Ranks that have shown the same."""
+
+    ranks: list[int]
+    shown: object
+    section: RankTranscript
+
+
+def _comparable(section: RankTranscript) -> object:
+    return [
+        (item.stream, item.screen.text)
+        if isinstance(item, Text)
+        else item.data
+        if isinstance(item, Display)
+        else plain_of(item.items)
+        for item in section.items
+    ]

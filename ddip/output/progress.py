@@ -1,0 +1,77 @@
+"""What ddip itself is doing, as one line with a bar that changes in place, in a notebook and in a terminal."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from typing import Protocol
+
+from IPython.core.getipython import get_ipython
+from IPython.display import publish_display_data
+
+from ddip.output.area import new_id
+
+
+class Report(Protocol):
+    """Whoever wants to know what is under way."""
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        """Now this; so much of the whole is done, from 0 to 1."""
+
+
+WIDTH = 20
+"""Of a bar, characters."""
+
+
+class Progress:
+    """Tells what is under way; nothing before it has taken `after` seconds."""
+
+    def __init__(self, after: float = 0.0) -> None:
+        self._page = getattr(get_ipython(), "kernel", None) is not None
+        self._terminal = not self._page and sys.stderr is not None and sys.stderr.isatty()
+        self._id = new_id()
+        self._last = ""
+        self._from = time.monotonic() + after
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        """Show `text`, and how much of it is done, from 0 to 1, instead of what was shown before."""
+        if time.monotonic() >= self._from:
+            self._show(text, share)
+
+    def _show(self, text: str, share: float | None) -> None:
+        line = text if share is None else f"{text}  {_bar(share)}"
+        if line == self._last:
+            return
+        if self._page:
+            bundle = {"text/plain": line}
+            if share is not None:
+                bar = f'<progress value="{share:.3f}" max="1" style="width:14em;vertical-align:middle"></progress>'
+                bundle["text/html"] = f'<pre style="display:inline">{html.escape(text)}</pre> {bar}'
+            publish_display_data(bundle, transient={"display_id": self._id}, update=bool(self._last))
+        elif self._terminal:
+            sys.stderr.write(f"\r{line:<{len(self._last)}}")
+            sys.stderr.flush()
+        self._last = line
+
+    @property
+    def shown(self) -> bool:
+        """Has anything been?"""
+        return bool(self._last)
+
+    def end(self, text: str) -> None:
+        """Leave `text` as the last word; an empty one where nothing was shown leaves nothing."""
+        if self._page:
+            if text or self._last:
+                self._show(text, None)
+            return
+        if self._last and self._terminal:
+            sys.stderr.write("\r" + " " * len(self._last) + "\r")
+            sys.stderr.flush()
+        if text:
+            print(text)
+
+
+def _bar(share: float) -> str:
+    done = round(WIDTH * min(1.0, max(0.0, share)))
+    return "━" * done + "╌" * (WIDTH - done)

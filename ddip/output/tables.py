@@ -1,0 +1,143 @@
+"""What ddip knows of the ranks, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddip.errors import ranks_text
+from ddip.protocol.location import Stack, StackLocation
+
+
+def places_text(places: Mapping[int, StackLocation | None]) -> str:
+    """Where each rank is, one line each, ranks at the same place together; None: it does not answer."""
+    together: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        text = "no answer" if place is None else f"{place}: {place.source}" if place.source else str(place)
+        together.setdefault(text, []).append(rank)
+    return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in together.items())
+
+
+def way_out(stuck: Sequence[int]) -> str:
+    """What a person can do about ranks that do not stop."""
+    those = "that rank" if len(stuck) == 1 else "those ranks"
+    return (
+        f"wait until {'it returns' if len(stuck) == 1 else 'they return'} from there, or type %makedip --repair: "
+        f"it puts new processes in place of {those}, and the others keep their variables"
+    )
+
+
+def where_text(seconds: Mapping[int, float]) -> str:
+    """Which ranks a cell ran on, how long it took, and which of them was the slowest."""
+    if not seconds:
+        return ""
+    slowest = max(seconds, key=seconds.__getitem__)
+    text = f"{ranks_text(list(seconds))} · {seconds[slowest]:.{2 if seconds[slowest] < 10 else 1}f} s"
+    return text if len(seconds) == 1 else f"{text} · slowest: rank {slowest}"
+
+
+def stack_of(answer: dict[str, Any]) -> Stack:
+    """What a rank tells of its threads, as a `Stack`."""
+    return Stack(**{**answer, "place": StackLocation(**answer["place"])})
+
+
+def stacks_text(stacks: Mapping[int, Stack | None]) -> str:
+    """All threads of each rank, ranks with the same stacks together."""
+    together: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        if stack is None:
+            text = "  no answer"
+        else:
+            text = "\n".join(f"  {name}:\n{_indented(frames)}" for name, frames in stack.threads.items())
+        together.setdefault(text, []).append(rank)
+    return "\n".join(f"{ranks_text(ranks)}\n{text}" for text, ranks in together.items())
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def size_text(size: float | None) -> str:
+    """Bytes for people: ``1.5 GB``; empty for None."""
+    if size is None:
+        return ""
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank, as ``%makedip -i`` shows it; sizes in bytes, seconds of the last cell."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    memory: int | None
+    gpu_allocated: int | None
+    gpu_reserved: int | None
+    gpu_total: int | None
+    state: str
+    seconds: float | None
+    doing: str = ""
+    """What it does for ddip, or how it goes on if it is stopped; empty while it runs a cell, or nothing."""
+    busy_for: float | None = None
+    """Seconds."""
+
+    @property
+    def state_text(self) -> str:
+        """The state, what it does, and for how long."""
+        if self.state == "stopped":
+            return self.doing
+        doing = f", {self.doing}" if self.doing else ""
+        return f"{self.state}{doing}" + ("" if self.busy_for is None else f" for {self.busy_for:.0f} s")
+
+
+def info_table(infos: Sequence[RankInfo]) -> str:
+    """The table of ``%makedip -i``; the GPU column is there when a rank has one."""
+    head = ["rank", "host", "pid", "device", "memory", "GPU memory allocated / reserved / total", "state", "last cell"]
+    rows = [
+        [
+            str(info.rank),
+            info.host,
+            str(info.pid),
+            info.device,
+            size_text(info.memory),
+            " / ".join(
+                size_text(size) for size in (info.gpu_allocated, info.gpu_reserved, info.gpu_total) if size is not None
+            ),
+            info.state_text,
+            "" if info.seconds is None else f"{info.seconds:.2f} s",
+        ]
+        for info in infos
+    ]
+    if not any(row[5] for row in rows):
+        for row in [head, *rows]:
+            del row[5]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    )
+
+
+def still_text(stuck: Sequence[int], busy: Mapping[int, str]) -> str:
+    """What `stuck` ranks do; those that are `busy` with something else do not run a cell."""
+    running = [rank for rank in stuck if rank not in busy]
+    parts = [f"{ranks_text(running)} {_be(running)} still running the interrupted cell"] if running else []
+    for doing in dict.fromkeys(busy.values()):
+        ranks = [rank for rank in busy if busy[rank] == doing]
+        parts.append(f"{ranks_text(ranks)} {_be(ranks)} still {doing}, which was interrupted")
+    return ", and ".join(parts)
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def verb_of(ranks: Sequence[int], verb: str) -> str:
+    """``run`` or ``runs``, as one says it of `ranks`."""
+    return f"{verb}s" if len(ranks) == 1 else verb

@@ -1,0 +1,181 @@
+"""Every function of ``ddip.rank`` that the notebook calls, a row each: its types, and what it is called for people.
+
+    notebook    ranks.ask(to, on_rank.stage(small))  -->  RemoteCall("transfer.stage", (small,))  -->  message
+    rank        message  -->  call("transfer.stage", small)  -->  ddip.rank.transfer.stage(small)
+
+``tests/unit/test_on_rank.py`` compares the types with those of the functions. What goes over the control channel is
+JSON: a tuple arrives as a list.
+"""
+
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from ddip.protocol.rank_spec import RankSpec
+from ddip.protocol.reports import Begun, Ends, Figures, Hello, LineBegun, Packed
+
+VERSION = 1
+"""Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
+another."""
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class RemoteCall(Generic[R_co]):
+    """A call of a function of a rank, which returns an ``R_co`` there."""
+
+    target: str
+    """``module.function`` of ``ddip.rank``."""
+    args: tuple[Any, ...]
+    label: str
+    """What it does, for people: "pushing"."""
+
+
+@dataclass(frozen=True)
+class Remote(Generic[P, R]):
+    """A function of a rank; called here, it makes a `RemoteCall`."""
+
+    target: str
+    label: str
+    signature: Callable[P, R]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RemoteCall[R]:
+        assert not kwargs, "arguments travel by position"
+        return RemoteCall(self.target, args, self.label)
+
+
+def remote(target: str, label: str = "") -> Callable[[Callable[P, R]], Remote[P, R]]:
+    """Of a function without a body."""
+    return lambda signature: Remote(target, label or target, signature)
+
+
+# -- on the main thread, where a cell runs
+
+
+@remote("process_group.join", "forming the group")
+def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
+
+
+@remote("process_group.leave", "leaving the group")
+def leave() -> int: ...
+
+
+@remote("process_group.check", "using the group")
+def check() -> None: ...
+
+
+@remote("transfer.stage", "pushing")
+def stage(packed: dict[str, bytes | bytearray | None]) -> dict[str, str]: ...
+
+
+@remote("transfer.add", "pushing")
+def add(name: str, part: bytes, first: bool) -> None: ...
+
+
+@remote("transfer.commit", "pushing")
+def commit() -> None: ...
+
+
+@remote("transfer.drop", "pushing")
+def drop() -> None: ...
+
+
+@remote("transfer.pack", "pulling")
+def pack(names: list[str], most: int | None = None) -> Packed: ...
+
+
+@remote("transfer.part", "pulling")
+def part(name: str, begin: int, end: int) -> bytes: ...
+
+
+@remote("apps.prepare", "preparing the app")
+def prepare_app(module: str) -> None: ...
+
+
+@remote("apps.release", "releasing the app")
+def release_app(module: str) -> None: ...
+
+
+@remote("apps.command", "the app's command")
+def command_app(module: str, text: str) -> str | None: ...
+
+
+@remote("names.complete", "looking for names")
+def complete(code: str, cursor: int) -> dict[str, Any]: ...
+
+
+@remote("names.inspect", "looking for help")
+def inspect(code: str, cursor: int, detail: int) -> dict[str, Any]: ...
+
+
+# -- on the control thread, while a cell runs
+
+
+@remote("housekeeping.hello")
+def hello() -> Hello: ...
+
+
+@remote("housekeeping.figures")
+def figures() -> Figures: ...
+
+
+@remote("housekeeping.set_collect")
+def set_collect(collect: bool) -> None: ...
+
+
+@remote("stacks.here")
+def here() -> dict[str, Any]: ...
+
+
+@remote("stacks.whole")
+def whole_stack() -> dict[str, Any]: ...
+
+
+@remote("stacks.pulse")
+def pulse() -> tuple[int, float]: ...
+
+
+@remote("stacks.phase")
+def phase() -> str: ...
+
+
+@remote("sockets.connections")
+def connections() -> list[Ends]: ...
+
+
+@remote("process_group.release")
+def release(store: str, connections: list[Ends]) -> None: ...
+
+
+@remote("process_group.adopt")
+def adopt() -> bool: ...
+
+
+@remote("collectives.begun")
+def begun() -> Begun: ...
+
+
+@remote("collectives.line_of")
+def line_of(key: str, number: int) -> LineBegun | None: ...
+
+
+@remote("collectives.stays_behind")
+def stays_behind(key: str, number: int) -> bool: ...
+
+
+@remote("c10d.set_groups_made")
+def set_groups_made(count: int) -> None: ...
+
+
+@remote("names.has")
+def has_name(name: str) -> bool: ...
+
+
+@remote("calls.forget")
+def forget_call() -> None: ...

@@ -1,0 +1,58 @@
+"""A rank's place in the group, as the notebook tells it to the rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_GROUP = "default"
+"""Stands for the name of the default group, which differs between releases of torch."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""By which the backends are told the network interface of the group's own traffic."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything that a rank must know to join the group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    master_addr: str
+    master_port: int
+    device: str
+    """``cpu``, or ``cuda:I`` as this process counts its devices."""
+    backend: str
+    store: str
+    """Path of the file store that forms the group."""
+    groups: int
+    """How many groups are counted as made before those of the cells: a name that a former group had, by which device
+    meshes and functional collectives find theirs, must not come again for other ranks."""
+    seconds: float
+    """Until gloo gives up to form the group, where a stranger may have taken a rank's connection."""
+    interface: str
+    """Network interface of the group's own traffic; empty: let the backend choose."""
+    threads: int | None
+    """For torch's operations on the CPU; None: the user has set them in the environment."""
+    notebook: str
+    """What to call the notebook where people look at processes."""
+    collect: bool
+    """Collect garbage after each cell."""
+    directory: str
+    """Working directory of the notebook; used before the first cell only."""
+    path: tuple[str, ...]
+    """``sys.path`` of the notebook; used before the first cell only."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that torchrun sets, with its meaning."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.group_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }

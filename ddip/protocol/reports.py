@@ -1,0 +1,109 @@
+"""What a rank tells of itself, as the dicts that cross between the processes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, TypedDict
+
+Ends: TypeAlias = tuple[Any, ...]
+"""Of a TCP connection: host and port of this end, host and port of the other."""
+
+Begun: TypeAlias = "dict[str, tuple[int, int, list[int] | None]]"
+"""What a rank has begun since its groups were formed, by group and device: collectives, sends and receives, and the
+ranks of the group (None: all)."""
+
+
+class Hello(TypedDict):
+    """A process, and what its torch can do."""
+
+    version: int
+    """Of ``on_rank.py``."""
+    pid: int
+    host: str
+    torch: str
+    cuda: bool
+    """Was it built for GPUs?"""
+    backends: list[str]
+
+
+class GpuFigures(TypedDict):
+    """Memory of a GPU; bytes."""
+
+    allocated: int
+    reserved: int
+    total: int
+
+
+class Figures(TypedDict):
+    """What a rank uses, and what it does."""
+
+    memory: int | None
+    """Bytes; None: it could not be found out."""
+    gpu: GpuFigures | None
+    busy: bool
+    busy_for: float | None
+    """Seconds."""
+    doing: str
+    """What ddip has asked for; empty for a cell."""
+    seconds: float | None
+    """That the last cell took."""
+    collections: int
+    """How often garbage was collected after a cell."""
+
+
+class Packed(TypedDict):
+    """Objects, pickled, by name."""
+
+    values: dict[str, Any]
+    errors: dict[str, str]
+    missing: list[str]
+    moved: list[str]
+    """Names whose tensors were moved to the CPU."""
+    sizes: dict[str, int]
+    """Bytes of those that are fetched in parts."""
+
+
+class LineBegun(TypedDict):
+    """Where a collective was begun."""
+
+    place: dict[str, Any]
+    """A `StackLocation`."""
+    goes_on: bool
+    """By a thread other than the main one that still runs."""
+
+
+class Caught(TypedDict):
+    """An error that a cell has caught and shown."""
+
+    name: str
+    message: str
+    traceback: list[str]
+
+
+class Released(TypedDict):
+    """What a rank can always tell after a cell."""
+
+    released: bool
+    """Has the notebook released it?"""
+    state: Literal["ours", "none", "other"]
+    """The group that it has joined, none, or one that the cell has formed."""
+
+
+class CellReport(Released, total=False):
+    """What became of a rank and its group in a cell."""
+
+    rank: int
+    """Its place in a group that the cell has formed."""
+    size: int
+    """Of that group."""
+    begun: Begun
+    groups: int
+    """How many groups it has made."""
+    fault: str
+    """Why it cannot tell."""
+    at: float
+    """When the cell ended, or raised; on ``time.time``."""
+    seconds: float
+    """That the cell took."""
+    waited: str
+    """Where it waited for others, if an error has ended that."""
+    caught: Caught

@@ -1,0 +1,242 @@
+"""How many collectives this rank has begun in each of its groups, and in which lines.
+
+torch counts them, also those that C++ begins (DDP's reducer, functional collectives). But most backends count sends and
+receives as well, of which the ranks of a group may begin different numbers. So the methods of ``ProcessGroup`` that
+Python code calls are wrapped: sends and receives are counted apart, and of collectives the line is noted. They are
+wrapped in the class, since programs hold functions of ``torch.distributed`` under names of their own. A collective
+takes a few microseconds longer. The wrappers are called ``wrapper``, a name that is left out where a rank tells in
+which function it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from ddip.protocol.rank_spec import DEFAULT_GROUP
+from ddip.protocol.reports import Begun, LineBegun
+from ddip.rank import c10d, stacks
+
+Method: TypeAlias = Callable[..., Any]
+LINES = 1000
+"""Of so many collectives of a group, the last ones, the line is known."""
+
+_tallies: dict[int, _Tally] = {}
+"""By the id of the group; none of them keeps its group alive, or the group's connections would stay open."""
+
+
+class _Tally:
+    """What this rank has begun in one group; lists have one item for each backend."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        key = id(group)
+        self.group = weakref.ref(group, lambda _: _tallies.pop(key, None))
+        self.devices, self._backends = c10d.counting_backends(group)
+        self.apart = [0] * len(self._backends)
+        """Sends and receives, as far as torch counts them with the collectives."""
+        self.batch: list[int] | None = None
+        """What torch had counted when the batch began that is being put together."""
+        self.is_batch_apart = False
+        """Is it one of sends and receives?"""
+        self.lines: collections.deque[tuple[list[int], CodeType | None, int, int]] = collections.deque(maxlen=LINES)
+        """Collectives begun before this one, code and number of its line, and its thread."""
+
+    def counted(self) -> list[int]:
+        """What torch has counted."""
+        return [backend._get_sequence_number_for_group() for backend in self._backends]
+
+    def begun(self) -> list[int]:
+        """How many collectives have been begun, for each of `devices`."""
+        return [n - apart for n, apart in zip(self.counted(), self.apart, strict=True)]
+
+    def set_apart(self, before: list[int], collectives: int = 0) -> None:
+        """Of what torch has counted since `before`, only so many were collectives."""
+        for i, (n, m) in enumerate(zip(self.counted(), before, strict=True)):
+            self.apart[i] += max(0, n - m - collectives)
+
+
+def _tally(group: dist.ProcessGroup) -> _Tally:
+    tally = _tallies.get(id(group))
+    if tally is None or tally.group() is not group:
+        tally = _tallies[id(group)] = _Tally(group)
+    return tally
+
+
+def _note_line(group: dist.ProcessGroup) -> None:
+    """The caller's caller begins a collective."""
+    frame = sys._getframe(2)
+    cells = stacks.cell_files()
+    while frame is not None and frame.f_code.co_filename not in cells:
+        frame = frame.f_back  # type: ignore[assignment]
+    code, number = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+    tally = _tally(group)
+    tally.lines.append((tally.begun(), code, number, threading.get_ident()))
+
+
+def _collective(method: Method) -> Method:
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):  # the line is for a warning; the collective does not depend on it
+            _note_line(group)
+        return method(group, *args, **kwargs)
+
+    return wrapper
+
+
+def _send_or_receive(method: Method) -> Method:
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tally = _tally(group)
+        if tally.batch is not None:
+            tally.is_batch_apart = True
+            return method(group, *args, **kwargs)
+        before = tally.counted()
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            tally.set_apart(before)
+
+    return wrapper
+
+
+def _monitored_barrier(method: Method) -> Method:
+    """It sends and receives: rank 0 more than the others."""
+
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tally = _tally(group)
+        before = tally.counted()
+        _note_line(group)
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            tally.set_apart(before, collectives=1)
+
+    return wrapper
+
+
+def _start_of_batch(method: Method) -> Method:
+    """nccl counts the batch as one, or each of its members, or both; which of them depends on the release."""
+
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tally = _tally(group)
+        before = tally.counted()
+        result = method(group, *args, **kwargs)
+        tally.batch, tally.is_batch_apart = before, False
+        return result
+
+    return wrapper
+
+
+def _end_of_batch(method: Method) -> Method:
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tally = _tally(group)
+        before, tally.batch = tally.batch, None
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            if before is not None and tally.is_batch_apart:
+                tally.set_apart(before)
+
+    return wrapper
+
+
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+"""Methods of ``ProcessGroup``; not every release has them all."""
+OTHERS = {
+    "send": _send_or_receive,
+    "recv": _send_or_receive,
+    "recv_anysource": _send_or_receive,
+    "monitored_barrier": _monitored_barrier,
+    "_start_coalescing": _start_of_batch,
+    "_end_coalescing": _end_of_batch,
+}
+
+
+@functools.cache
+def watch() -> None:
+    """Wrap the methods of ``ProcessGroup``, once, from now on; before the first group is formed."""
+    for name, wrap in {**dict.fromkeys(COLLECTIVES, _collective), **OTHERS}.items():
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:
+            setattr(dist.ProcessGroup, name, wrap(method))
+
+
+def _groups() -> list[tuple[dist.ProcessGroup, str]]:
+    world = c10d.world()
+    return [(group, DEFAULT_GROUP if group is world else name) for group, name in c10d.groups().items()]
+
+
+def begun() -> Begun:
+    """What this rank has begun so far, in each of its groups whose backend counts."""
+    report: Begun = {}
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    for group, name in _groups():
+        tally = _tally(group)
+        ranks = None if group.size() == size else dist.get_process_group_ranks(group)
+        for device, begun, apart in zip(tally.devices, tally.begun(), tally.apart, strict=True):
+            report[f"{name} {device}"] = begun, apart, ranks
+    return report
+
+
+def line_of(key: str, number: int) -> LineBegun | None:
+    """Where the collective was begun before which there were `number` in the group and device `key`.
+
+    Returns its ``place`` as a dict, and ``goes_on``: it was begun by a thread other than the main one that still runs.
+    None if C++ began it, or too many others have been begun since.
+    """
+    for group, name in _groups():
+        tally = _tally(group)
+        keys = [f"{name} {device}" for device in tally.devices]
+        if key in keys:
+            for begun, code, line, thread in reversed(list(tally.lines)):
+                if begun[keys.index(key)] == number:
+                    if code is None:
+                        return None
+                    goes_on = thread != threading.main_thread().ident and thread in sys._current_frames()
+                    return {"place": asdict(stacks.place_of_line(code, line)), "goes_on": goes_on}
+    return None
+
+
+def stays_behind(key: str, number: int) -> bool:
+    """Has this rank begun fewer than `number` in the group and device `key`, and none of its threads can begin more?"""
+    if any(getattr(thread, "ddip_cell", None) for thread in threading.enumerate()):  # a cell has started it
+        return False
+    report = begun()  # after the threads: what the last of them began before its end counts
+    return key in report and report[key][0] < number

@@ -1,0 +1,189 @@
+"""How torch sets up a group on this rank: the ranks agree before who is to be in it, and nobody can connect afterwards.
+
+    agree    who is in the group, and is everybody there?      waits for the store, where it can be released
+    open     if the group takes the listeners of another       so are those whom it waits for
+    set up   gloo listens, connects to each rank, returns      milliseconds, since everybody is there; if one dies now,
+                                                               the others would wait for it to connect: `free`
+    fence    what it listens on
+
+The wrappers are called ``wrapper``, a name that is left out where a rank tells in which function it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from ddip.rank import c10d, descriptors, sockets
+
+Method: TypeAlias = Callable[..., Any]
+Listener: TypeAlias = "tuple[int, tuple[Any, ...]]"
+"""Descriptor and address: the number may be another's when the socket is closed."""
+
+PAIR = struct.Struct("@n")
+"""What gloo sends first on a new connection: which of the other end's pairs it is, counted from 0 in each device."""
+KNOCK_SECONDS = 1.0
+
+_fenced: set[Listener] = set()
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A group that gloo sets up just now."""
+
+    before: set[Listener]
+    """What listened before."""
+    size: int
+    freed: bool = False
+
+
+_under_way: list[_UnderWay] = []
+
+
+@functools.cache
+def watch() -> None:
+    """Once; from now on, each group of this process is set up so."""
+    c10d.wrap_set_up(_set_up)
+    group: Any = dist.ProcessGroup
+    if hasattr(group, "split_group"):
+        group.split_group = _split(group.split_group)
+
+
+def _set_up(method: Method) -> Method:
+    @functools.wraps(method)
+    def wrapper(
+        size: int,
+        rank: int | None,
+        ranks: Sequence[int],
+        backend: str,
+        store: Any,
+        name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        begin = functools.partial(method, size, rank, ranks, backend, store, name, *args, **kwargs)
+        options = kwargs.get("backend_options", kwargs.get("pg_options", args[0] if args else None))
+        if store is None or "gloo" not in str(backend).lower():  # the others do not wait here
+            return _fence_after(begin, size)
+        me = dist.get_rank() if ranks else int(rank or 0)  # without ranks it is the default group, of all
+        with descriptors.spare(descriptors.of_a_group(size)):
+            agreement = _Agreement(store, name, list(ranks) or list(range(size)), me, kwargs.get("timeout"))
+            agreement._wait_for_all()
+            if options is not None:
+                agreement._open_listeners()
+            return _fence_after(begin, size)
+
+    return wrapper
+
+
+def _split(method: Method) -> Method:
+    """Of the group that is split, the parts take the listeners."""
+
+    @functools.wraps(method)
+    def wrapper(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        begin = functools.partial(method, parent, ranks, *args, **kwargs)
+        name, timeout = kwargs.get("group_name"), kwargs.get("timeout")
+        with descriptors.spare(descriptors.of_a_group(len(ranks))):
+            agreement = _Agreement(parent.get_group_store(), str(name), list(ranks), parent.rank(), timeout)
+            if name is not None:
+                agreement._wait_for_all()
+            agreement._open_listeners()
+            return _fence_after(begin, len(ranks))
+
+    return wrapper
+
+
+def free() -> None:
+    """Have a set-up that is under way end, on whatever thread it is: what gloo waits for comes from here, and goes.
+
+    gloo leaves it to one of two ranks to connect to the other, which waits five times the timeout of the group: if the
+    first has died meanwhile, that is hours. Nobody can use a group that is set up so.
+    """
+    for one in list(_under_way):
+        one.freed = True
+        for _, address in _listeners() - one.before:
+            for pair in range(one.size):
+                with contextlib.suppress(OSError), socket.create_connection(address, KNOCK_SECONDS) as knocking:
+                    knocking.sendall(PAIR.pack(pair))
+
+
+def ports() -> set[int]:
+    """On which this rank has listened for others while its groups were set up: what came in there is gloo's."""
+    return {int(address[1]) for _, address in _fenced & _listeners()}
+
+
+def _listeners() -> set[Listener]:
+    return set(sockets.listeners().items())
+
+
+def _fence_after(begin: Callable[[], Any], size: int) -> Any:
+    """Set up a group of `size`, and fence each socket on which gloo listens for the other ranks.
+
+    All connections are there then, unless gloo was told to connect when they are needed: a group with fewer connections
+    than other ranks is left alone. Raises DistBackendError if it was freed.
+    """
+    before, connections = _listeners(), len(sockets.connections())
+    under_way = _UnderWay(before, size)
+    _under_way.append(under_way)
+    try:
+        made = begin()
+    finally:
+        _under_way.remove(under_way)
+        _fence(_fenced & before)
+    if under_way.freed:
+        raise dist.DistBackendError("the group was released while gloo connected it")
+    group = made[0] if isinstance(made, tuple) else made
+    new = _listeners() - before
+    if new and len(sockets.connections()) - connections >= len(new) * (group.size() - 1):
+        _fence(new)
+    return made
+
+
+def _fence(listeners: set[Listener]) -> None:
+    global _fenced
+    sockets.fence({number for number, _ in listeners})
+    _fenced = (_fenced & _listeners()) | listeners
+
+
+class _Agreement:
+    """The ranks of a group to be, as this one knows them, meet in a store."""
+
+    def __init__(self, store: Any, name: str, ranks: list[int], me: int, timeout: timedelta | None) -> None:
+        self._store = dist.PrefixStore(f"ddip/{name}", store)  # type: ignore[attr-defined]
+        self._ranks, self._me, self._timeout = ranks, me, timeout
+
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks are there; raises RuntimeError if another one has other ranks for the same group.
+
+        A rank that is not among them does not wait. gloo would connect ranks by their places in the lists, and those
+        that find no partner would wait in C++, where nothing releases them.
+        """
+        mine = json.dumps([self._me, self._ranks])
+        first, theirs = json.loads(self._store.compare_set("ranks", "", mine))
+        if theirs != self._ranks:
+            raise RuntimeError(
+                f"the ranks do not agree who is in the new group: rank {self._me} has {self._ranks}, rank {first} has "
+                f"{theirs}; all ranks must make all groups, with the same lists in the same order"
+            )
+        self._meet("here")
+
+    def _open_listeners(self) -> None:
+        """Open what this rank listens on, and wait until the others have done it: they would knock for a second."""
+        if self._me in self._ranks:
+            sockets.open_again({number for number, _ in _fenced & _listeners()})
+            self._meet("open")
+
+    def _meet(self, where: str) -> None:
+        self._store.set(f"{where}/{self._me}", "")
+        others = [f"{where}/{rank}" for rank in self._ranks if rank != self._me]
+        if self._me in self._ranks and others:
+            self._store.wait(others) if self._timeout is None else self._store.wait(others, self._timeout)

@@ -1,0 +1,143 @@
+"""What a cell leaves behind does not reach the rank's own code: it answers, and keeps its variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+import ddip
+from ddip.errors import GroupError
+
+from .leftovers import wait_until
+
+PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
+
+
+@pytest.fixture(autouse=True)
+def impatient(group: ddip.Group) -> None:
+    group.failure_grace, group.stall_timeout = 0.1, 10.0
+
+
+def prove(cells: ddip.Group) -> None:
+    cells.run(f"{PROOF}\nassert kept == rank", timeout=60)
+
+
+HANDLER = "def handler(number, frame):\n    global came\n    came = True\n    {}\n"
+RAISES = HANDLER.format("raise ValueError('of a handler')")
+ALARM = "_ = signal.signal(signal.SIGALRM, handler); _ = signal.setitimer(signal.ITIMER_REAL, 0.3)"
+LEFT = {
+    "a handler of SIGALRM": RAISES + ALARM,
+    "a handler of SIGALRM that exits": HANDLER.format("sys.exit()") + ALARM,
+    "a handler of SIGALRM that interrupts": HANDLER.format("raise KeyboardInterrupt") + ALARM,
+    "a handler of SIGCHLD": RAISES + "import subprocess\nsignal.signal(signal.SIGCHLD, handler)\n"
+    "child = subprocess.Popen(['sleep', '0.3'])",
+    "a handler of SIGTERM": RAISES + "signal.signal(signal.SIGTERM, handler)\n"
+    "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()",
+    "a stopped loop": "came = True\nasyncio.get_event_loop().stop()",
+    "a callback that stops the loop": "def stop():\n    global came\n    came = True\n"
+    "    asyncio.get_running_loop().stop()\n"
+    "_ = asyncio.get_running_loop().call_later(0.2, stop)",
+    "a callback that exits": "def leave():\n    global came\n    came = True\n    sys.exit(3)\n"
+    "_ = asyncio.get_running_loop().call_later(0.2, leave)",
+    "a callback that interrupts": "def stop():\n    global came\n    came = True\n    raise KeyboardInterrupt\n"
+    "_ = asyncio.get_running_loop().call_later(0.2, stop)",
+    "a task that exits": "async def leave():\n    global came\n    await asyncio.sleep(0.2)\n    came = True\n"
+    "    sys.exit(3)\n"
+    "task = asyncio.ensure_future(leave())",
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: str) -> None:
+    pids = [member.pid for member in cells.members]
+    cells.run("import asyncio, os, signal, sys, threading, time\nkept = rank\ncame = False")
+    cells.run(LEFT[left])
+    wait_until(lambda: all(values["came"] for values in cells.pull_all(["came"], [0, 1])[0]))  # no cell: it would raise
+    for _ in range(3):
+        prove(cells)
+    assert [member.pid for member in cells.members] == pids
+    cells.run("for n in (signal.SIGALRM, signal.SIGCHLD): signal.signal(n, signal.SIG_DFL)", show_ranks=[])
+
+
+def test_a_handler_is_the_cells_own_again_in_the_next(cells: ddip.Group) -> None:
+    cells.run("import signal\ndef handler(*_): raise ValueError('mine')\n_ = signal.signal(signal.SIGALRM, handler)")
+    cells.run("assert signal.getsignal(signal.SIGALRM) is handler")
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: mine$"):
+        cells.run("import time\n_ = signal.setitimer(signal.ITIMER_REAL, 0.2)\ntime.sleep(30)")
+    cells.run("_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
+
+
+def test_a_handler_of_sigterm_that_exits_is_taken_at_its_word(warmed_up: None) -> None:
+    with ddip.Group(2, failure_grace=0.1) as group:
+        group.run("import signal, sys\n_ = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))")
+        os.kill(group.members[1].pid, signal.SIGTERM)
+        wait_until(lambda: group.ranks.ended == [1])
+        with pytest.raises(GroupError, match=r"^rank 1: pid \d+ ended \(exit code 0\)"):
+            group.run("pass")
+
+
+def test_alarms_around_the_end_of_a_cell_cost_no_answer(cells: ddip.Group) -> None:
+    """They come while the cell runs, while its answer is made, and when it has left."""
+    cells.run(
+        "import random, signal\nkept = rank\ndef handler(*_): raise ValueError('alarm')\n"
+        "_ = signal.signal(signal.SIGALRM, handler)"
+    )
+    failed = 0
+    for _ in range(60):
+        try:
+            cells.run("_ = signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 4e-3))", timeout=60)
+        except ddip.CellError as error:
+            failed += 1
+            assert "alarm" in str(error)
+    assert failed < 60
+    with contextlib.suppress(ddip.CellError):  # the last alarm may come in here
+        cells.run("while signal.getitimer(signal.ITIMER_REAL)[0]: pass")
+    cells.run("_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
+    prove(cells)
+
+
+HARM = {
+    "recursion limit": "sys.setrecursionlimit(150)",
+    "a recursion": "sys.setrecursionlimit(150)\ndef f(): f()\ntry: f()\nexcept RecursionError: pass",
+    "trace": "def trace(*_): raise ValueError('trace')\nsys.settrace(trace)",
+    "profile": "def trace(*_): raise ValueError('profile')\nsys.setprofile(trace)",
+    "excepthook": "def hook(*_): raise ValueError\nsys.excepthook = threading.excepthook = hook",
+    "displayhook": "sys.displayhook = None",
+    "gc": "gc.disable(); gc.set_threshold(1)",
+    "faulthandler": "import faulthandler; faulthandler.disable()",
+    "atexit": "import atexit\n_ = atexit.register(lambda: 1 / 0)",
+    "threads that raise": "for _ in range(5): threading.Thread(target=lambda: 1 / 0).start()",
+    "no folder": "import tempfile\nwith tempfile.TemporaryDirectory() as gone: os.chdir(gone)",
+    "stdin": "os.close(0)",
+    "stdout": "os.close(1)",
+    "stderr": "os.close(2)",
+    "all three": "os.closerange(0, 3)",
+    "print": "import builtins; builtins.print = None",
+    "SIGINT": "_ = signal.signal(signal.SIGINT, signal.SIG_IGN)",
+    "In and Out": "In = Out = 3",
+    "get_ipython": "get_ipython = None",
+    "the environment": "os.environ.clear()",
+    "the path": "sys.path.clear()",
+    "the warnings": "import warnings; warnings.simplefilter('error')",
+    "logging": "import logging; logging.disable(); logging.raiseExceptions = False; logging.Handler.emit = None",
+}
+
+
+def test_what_a_cell_does_to_its_interpreter_costs_no_rank(warmed_up: None) -> None:
+    """Each in a cell of its own, on ranks that nobody uses afterwards."""
+    with ddip.Group(2, failure_grace=0.1) as group:
+        pids = [member.pid for member in group.members]
+        group.run("import gc, os, signal, sys, threading, time, torch, torch.distributed as dist\nkept = rank")
+        for what, code in HARM.items():
+            try:
+                group.run(code, timeout=60)
+            except ddip.CellError as error:
+                assert what in ("trace", "profile"), (what, error)
+            group.run("y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == 2 and kept == rank", timeout=60)
+            with pytest.raises(ddip.CellError, match="^rank 0: ValueError: x; rank 1 was blocked"):
+                group.run("if rank == 0: raise ValueError('x')\ndist.barrier()", timeout=60)
+            assert [member.pid for member in group.members] == pids, what
+            group.run("sys.settrace(None); sys.setprofile(None)")

@@ -1,0 +1,102 @@
+"""Who may connect to the processes of a group: nobody but its user."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ddip
+from ddip.cluster import ownership, processes
+from ddip.errors import GroupError
+
+from .doors import NOBODY, Listener, descriptors, knock, listeners
+from .leftovers import controllers_of, family_of, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells who listens in /proc")
+FENCED = {("rank", "tcp", "127.0.0.1")}
+"""gloo's listeners, in the ranks, which take no connection (test_listeners.py). Others are files in the run folder."""
+
+
+def doors(group: ddip.Group) -> set[Listener]:
+    """Where the controller of `group` listens."""
+    found = {door for door in listeners(family_of(os.getpid())) if door.role == "controller"}
+    return {door for door in found if Path(door.address).parent == group.cluster.run_folder}
+
+
+def test_the_table_of_listeners(cells: ddip.Group) -> None:
+    """Process, address, who may connect."""
+    cells.run("import torch.distributed as dist; dist.barrier(); subgroup = dist.new_group([0, 1])")
+    cells.run("import torch.utils.data as data\nfor _ in data.DataLoader(range(4), num_workers=2): pass")
+    family = family_of(os.getpid())
+    assert {" ".join(process.cmdline()).split()[1] for process in family} >= {"controller", "rank"}
+    found = listeners(family)
+    for door in found:
+        if door.kind == "unix":  # its folder says who may connect, to whatever is in it
+            folder = Path(door.address).parent
+            assert ownership._named_after(folder.name) == processes.Proc.of(os.getpid()), door
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
+            assert door.role == "controller"
+        else:
+            assert (door.role, door.kind, door.address.rpartition(":")[0]) in FENCED
+    names = {Path(door.address).name for door in doors(cells)}
+    assert names == {f"{ownership.SOCKETS}:{number}" for number in range(1, 19)}
+    connected = [c for p in controllers_of(os.getpid()) for c in p.net_connections("inet")]
+    assert connected == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can try as another user")
+def test_another_user_cannot_disturb_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # which everybody can enter
+    with ddip.Group(2) as group:
+        ranks = [member.pid for member in group.members]
+        group.run("kept = rank")
+        before = descriptors(family_of(os.getpid()))
+        outcomes = [knock(doors(group), 500, NOBODY, seed=1)]
+        knocking = threading.Thread(target=lambda: outcomes.append(knock(doors(group), 3000, NOBODY, seed=2)))
+        knocking.start()
+        while knocking.is_alive():
+            group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x == 2")
+        knocking.join()
+        assert outcomes == [{"refused": 500}, {"refused": 3000}]
+        group.run("assert kept == rank; del x")
+        assert [member.pid for member in group.members] == ranks
+        wait_until(lambda: descriptors(family_of(os.getpid())) == before)
+
+
+def test_what_no_peer_would_send_is_dropped(cells: ddip.Group) -> None:
+    """Whoever may enter, this user, can be wrong about the address."""
+    cells.run("kept = rank")
+    family = [psutil.Process(p.pid) for p in controllers_of(os.getpid())]
+    before = descriptors(family)
+    for seed in range(2):
+        done = knock(doors(cells), 500, None, seed)
+        assert done["entered"] > 250, done
+        cells.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x == 2")
+        assert cells.pull(["kept"]) == {"kept": 0}
+    assert cells.repair() == []
+    wait_until(lambda: descriptors(family) == before)
+
+
+def test_a_group_starts_where_its_folder_has_an_odd_name_or_too_long_a_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="a[b]*: '\"ü-", dir="/tmp") as odd:
+        too_long = tmp_path / ("x" * 90)
+        too_long.mkdir()
+        for temporary, place in ((Path(odd), Path(odd)), (too_long, Path("/tmp"))):
+            monkeypatch.setattr("tempfile.tempdir", str(temporary))
+            with ddip.Group(1) as group:
+                folder = group.cluster.run_folder
+                assert folder.parent == place
+                group.run("assert world_size == 1")
+            assert not folder.exists()
+    monkeypatch.setattr(ownership, "_places", lambda: [too_long])
+    with pytest.raises(GroupError, match="AF_UNIX path too long.*set TMPDIR to a folder of yours"):
+        ddip.Group(1)

@@ -1,0 +1,167 @@
+"""ddip starts in any folder: what the notebook's folder holds is the user's, and takes nobody's place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.cluster import folder, preload_client
+from ddip.cluster.cluster import Cluster
+from ddip.errors import GroupError
+from ddip.group.placement import Request
+
+from .environment import environment
+from .foreign import Foreign, importable
+from .leftovers import wait_until
+from .notebook import Notebook
+
+NewNotebook = Callable[[], Notebook]
+BEFORE = ("random", "queue", "socket", "select", "logging", "tokenize", "signal", "zmq", "psutil", "IPython", "torch")
+"""Names that do not keep a kernel from starting."""
+NOBODYS = ("sitecustomize", "usercustomize", "gmpy2", "rank", "data/", "tests/")
+STEPS = (
+    "%makedip -n 2",
+    "%%dip -S all\nprint(rank)",
+    "kept = [1]\n%dipush kept\n%dipull kept",
+    "%%dip\nimport torch.distributed as dist\ndist.barrier()",
+    "%makedip -i",
+    "%dipstack",
+    "%autodip on\n%autodip off",
+    "%makedip -n 3",
+    "%makedip --repair",
+    "%makedip -r",
+    "%%dip -S all\nfrom IPython.display import HTML\nHTML('rich')",
+)
+
+
+@pytest.mark.grid
+def test_no_file_of_the_notebooks_folder_takes_the_place_of_another(
+    new_notebook: NewNotebook, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Neither in the kernel, beyond what that imports by itself, nor in any of ddip's processes."""
+    foreign = Foreign(tmp_path)
+    foreign.add(*BEFORE)
+    (tmp_path / "evil.pth").write_text(f"import os; os.mkdir({str(tmp_path / 'ran' / 'pth')!r})\n")
+    (tmp_path / "__main__.py").write_text("raise SystemExit('this is not the program')\n")
+    (tmp_path / "mine.py").write_text("value = 'of the folder'\n")
+    notebook = new_notebook()
+    foreign.add(*importable().difference(BEFORE, ["ddip"]), *NOBODYS)
+    notebook.ok("%load_ext ddip")
+    foreign.add("ddip")
+    if not pytestconfig.getoption("--spawn"):
+        notebook.ok("from ddip.cluster import preload_client\nassert preload_client.begin().asleep.wait(60)")
+    for step in STEPS:
+        notebook.ok(step)
+    assert notebook.fails("%%dip\n1 / 0").message == "ranks 0-2: ZeroDivisionError: division by zero"
+    assert notebook.ask("complete", "%%dip\nworld_si")["matches"] == ["world_size"]
+    assert foreign.ran() == []
+    notebook.ok("%%dip\nimport mine, sys\nassert mine.value == 'of the folder' and '' in sys.path")
+    notebook.ok("%makedip -k")
+
+
+def test_a_file_that_the_user_has_put_before_the_standard_library_is_named(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not that queue')\n")
+    with environment(tmp_path), pytest.raises(GroupError) as failed:
+        ddip.Group(1, timeout=30)
+    named = f"{tmp_path}/queue.py is found instead of the standard library's queue; rename it"
+    assert str(failed.value).endswith(f"RuntimeError: not that queue\n  {named}")
+
+
+def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It means the working directory."""
+    foreign = Foreign(tmp_path)
+    foreign.add(*importable())
+    monkeypatch.chdir(tmp_path)
+    with environment(PYTHONPATH=f"{os.pathsep}/kept{os.pathsep}"):
+        assert preload_client.python_path() == {
+            "PYTHONPATH": "/kept",
+            "DDIP_PYTHONPATH": f"{os.pathsep}/kept{os.pathsep}",
+        }
+        with ddip.Group(1) as group:
+            group.run("import os, sys; found = os.environ['PYTHONPATH'], sys.path")
+            assert group.pull(["found"])["found"] == (os.environ["PYTHONPATH"], sys.path)
+            wait_until(preload_client.begin().asleep.is_set, 60)
+    assert foreign.ran() == []
+
+
+@pytest.mark.parametrize("options", [["-P"], []])
+def test_a_process_starts_without_its_directory_on_the_path(options: list[str], tmp_path: Path) -> None:
+    """``-P`` came with Python 3.11; and the program is that of its own folder, whatever else is called ddip."""
+    if options and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has no -P")
+    package = tmp_path / "package"
+    boot = package / "cluster" / "boot.py"
+    boot.parent.mkdir(parents=True)
+    boot.write_bytes(Path(preload_client.START[-1]).read_bytes())
+    (package / "__init__.py").touch()
+    for place in (package, boot.parent):
+        (place / "random.py").write_text("raise ImportError\n")
+    code = "import random, sys\ndef main(): print(sys.argv[1:], [p for p in sys.path if p in ('', sys.argv[-1])])\n"
+    (package / "program.py").write_text(code)
+    work = tmp_path / "work"
+    work.mkdir()
+    foreign = Foreign(work)
+    foreign.add(*importable())
+    command = [sys.executable, *options, str(boot), "ddip.program", "one", str(package)]
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, foreign.ran()) == (f"['one', {str(package)!r}] []\n", "", [])
+
+
+def test_what_an_import_has_added_to_the_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/first", "", "/last"])
+    with folder.left_out():
+        assert sys.path == ["/first", "/last"]
+        sys.path.append("/added")
+    assert sys.path == ["/first", "", "/last", "/added"]
+
+
+def test_a_folder_that_was_removed_is_named_before_anything_is_begun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for begin in (lambda: ddip.Group(1), lambda: ddip.load_ipython_extension(None)):  # type: ignore[arg-type]
+        with pytest.raises(
+            GroupError, match="^the folder in which this notebook works has been removed; %cd to another"
+        ):
+            begin()
+
+
+def test_a_folder_that_is_removed_leaves_the_group_as_it_is(
+    group: ddip.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    former = [member.pid for member in group.members]
+    with monkeypatch.context() as patch:
+        patch.chdir(gone)
+        gone.rmdir()
+        for change in (group.restart, lambda: group.change(Request(5))):
+            with pytest.raises(GroupError, match="has been removed"):
+                change()
+        group.run("there = True")
+    assert [member.pid for member in group.members] == former
+
+
+def test_an_exit_that_ipython_asks_for_does_not_end_the_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """IPython's own programs leave where they cannot make their profile; we would wait without end."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    before = set(threading.enumerate())
+    with pytest.raises(GroupError, match="IPython cannot use its profile"):
+        Cluster(logging.getLogger("ddip"), fork=False)
+    assert {thread for thread in threading.enumerate() if thread.name == "ddip-cluster"} <= before

@@ -1,0 +1,97 @@
+"""Where the system gives little (``ulimit``), a start says so at once, and a rank that has used it all answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import ddip
+from ddip.cluster.limits import A_PEERS_FILES, A_RANKS_FILES, CONTROLLER_FILES, RANK_FILES
+from ddip.errors import CellError, GroupError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems count and limit otherwise")
+OPEN_ALL = """
+kept = []
+if rank == 1:
+    while True:
+        try: kept.append(open("/dev/null"))
+        except OSError: break
+"""
+
+
+def start_under(limit: str, code: str = "") -> str:
+    """What a script says that has a `limit` and starts two ranks."""
+    script = (
+        "import resource, ddip, ddip.group.group\n"
+        f"resource.setrlimit({limit})\n"
+        "try:\n"
+        "    with ddip.Group(2) as group:\n"
+        "        group.run('import resource, torch.distributed as dist; dist.barrier()')\n"
+        f"        {code or 'pass'}\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def test_a_start_with_too_few_descriptors_says_so_at_once() -> None:
+    began = time.monotonic()
+    said = start_under("resource.RLIMIT_NOFILE, (128, 128)")
+    assert said.startswith("GroupError 2 ranks: the controller opens up to") and "ulimit -n" in said
+    assert time.monotonic() - began < 20
+
+
+def test_a_group_needs_no_more_descriptors_than_it_says() -> None:
+    """The controller takes what the hard limit allows; the ranks keep the notebook's limit."""
+    soft, hard = RANK_FILES + 2 * A_PEERS_FILES, CONTROLLER_FILES + 2 * A_RANKS_FILES
+    code = (
+        "limit = resource.RLIMIT_NOFILE; group.run('found = resource.getrlimit(resource.RLIMIT_NOFILE)'); "
+        "print(group.pull(['found'])['found'], resource.prlimit(group.cluster._ipp.controller.pid, limit))"
+    )
+    assert start_under(f"resource.RLIMIT_NOFILE, ({soft}, {hard})", code) == f"{(soft, hard)} {(hard, hard)}"
+
+
+def test_a_start_with_too_little_memory_names_the_limit() -> None:
+    said = start_under("resource.RLIMIT_AS, (2_500_000_000,) * 2")
+    assert said.startswith("GroupError an engine ended while it started (exit code 1)")
+    assert "ImportError: libtorch_cpu.so: failed to map" in said or "MemoryError" in said
+    assert said.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
+
+
+def test_a_rank_that_has_no_descriptor_left_runs_cells_and_joins_new_groups(cells: ddip.Group) -> None:
+    cells.run("import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    cells.run("resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))")
+    try:
+        cells.run(OPEN_ALL)
+        assert {info.state for info in cells.info()} == {"idle"}
+        cells.run("import torch.distributed as dist\nmade = dist.new_group([0, 1])\ndist.barrier(made)")
+        with pytest.raises(CellError, match="rank 1: OSError: .*Too many open files"):
+            cells.run("open('/dev/null').close()")
+        with pytest.raises(CellError, match="rank 0: ValueError"):  # and now all form a group again
+            cells.run("if rank == 0: raise ValueError\ndist.barrier()")
+        cells.run("dist.barrier()\nassert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256")
+    finally:
+        cells.run("kept = None\nresource.setrlimit(resource.RLIMIT_NOFILE, limit)")
+
+
+def test_a_rank_that_can_open_nothing_for_a_new_group_says_so() -> None:
+    with ddip.Group(2) as group:
+        group.run("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))")
+        group.run(OPEN_ALL)
+        with pytest.raises(CellError, match=r"^rank 1: OSError: no file descriptors are left: 2\d\d of 256 are open"):
+            group.run("import torch.distributed as dist\ndist.new_group([0, 1])")
+        with pytest.raises(GroupError, match=r"rank 1: OSError: no file descriptors are left: 2\d\d of 256 are open"):
+            group.run("pass")
+
+
+def test_a_step_of_ddips_own_that_fails_on_a_rank_is_answered(cells: ddip.Group) -> None:
+    """Before, the notebook waited for ever."""
+    cells.run("import ddip.rank.housekeeping as steps\nif rank == 1: steps.cells.threads = 'many'")
+    with pytest.raises(CellError, match="rank 1: "):
+        cells.run("pass")
+    cells.run("import torch.distributed as dist\ndist.barrier()")
+    assert {info.state for info in cells.info()} == {"idle"}

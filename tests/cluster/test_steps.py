@@ -1,0 +1,190 @@
+"""A good cell can leave the ranks out of step: the next collective of one would meet an old one of another."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import ddip
+
+from .notebook import Notebook
+
+PROOF = "y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
+SETUP = "import threading, time, torch, torch.distributed as dist\nx = torch.ones(1)"
+ONE_SIDED = "if rank == 1:\n    w = dist.all_reduce(torch.tensor([100.0]), async_op=True)"
+
+
+@pytest.fixture
+def told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """What ddip says of the cells that follow; the group has begun something before."""
+    cells.run(f"{SETUP}\ndist.all_reduce(torch.ones(1))\nformer = dist.group.WORLD")
+    capsys.readouterr()
+    return capsys
+
+
+def test_a_good_cell_that_leaves_the_ranks_out_of_step_says_so_and_no_old_tensor_is_met(
+    cells: ddip.Group, told: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(ONE_SIDED)
+    text = told.readouterr().err
+    found = re.search(r"\(rank 0: (\d+), rank 1: (\d+)\)", text)
+    assert found is not None and int(found[2]) == int(found[1]) + 1, text
+    assert "in the default group" in text and "--unmatched" in text
+    assert re.search(r"  rank 1: cell \[\d+\] line 2: w = dist.all_reduce\(torch.tensor\(\[100.0\]\), async_op", text)
+    cells.run("y = torch.tensor([1.0])\nw2 = dist.all_reduce(y, async_op=True)\nif rank == 0: w2.wait()")
+    cells.run("w2.wait()\nassert y.item() == 2 and dist.group.WORLD is not former")
+    cells.run(PROOF)
+    assert told.readouterr().err == ""
+
+
+def test_an_old_tensor_of_another_size_ends_no_rank(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+    pids = [member.pid for member in cells.members]
+    cells.run("if rank == 1: w = dist.all_reduce(torch.ones(10_000), async_op=True)")
+    cells.run("y = torch.ones(3)\ndist.all_reduce(y)\nassert y.tolist() == [2.0] * 3")
+    assert [member.pid for member in cells.members] == pids
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [
+        ("from torch.distributed import all_reduce as mine\nif rank: mine(x, async_op=True)", "if rank: mine("),
+        ("if rank: threading.Thread(target=lambda: dist.all_reduce(x, async_op=True)).start(); time.sleep(0.1)", ""),
+        ("for i in range(3):\n    if rank:\n        dist.broadcast(x, 1, async_op=True)", "dist.broadcast(x, 1"),
+        ("if rank:\n    pair = dist.group.WORLD\n    pair.allreduce([x])", "pair.allreduce([x])"),
+        ("try:\n    if rank: dist.all_reduce(x, async_op=True); 1 / 0\nexcept Exception: pass", "if rank: dist.all"),
+    ],
+    ids=["under another name", "by a thread that has ended", "three", "a method", "an error that was caught"],
+)
+def test_whatever_began_the_surplus_it_is_told_where(
+    cells: ddip.Group, told: pytest.CaptureFixture[str], begin: str, line: str
+) -> None:
+    cells.run(begin)
+    text = told.readouterr().err
+    assert "different numbers of collectives in the default group" in text and line in text
+    cells.run(PROOF)
+
+
+def test_a_surplus_that_c_began_is_told_without_a_line(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+    cells.run("if rank: y = torch.ops._c10d_functional.all_reduce(x, 'sum', dist.group.WORLD.group_name)")
+    text = told.readouterr().err
+    assert "different numbers of collectives in the default group" in text and "line" not in text
+    cells.run(PROOF)
+
+
+def test_a_surplus_in_a_subgroup_is_told_of_that_group(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+    cells.run(
+        "pair, alone = dist.new_group([0, 1]), dist.new_group([0])\nif rank == 0: dist.all_reduce(x, group=alone)"
+    )
+    assert told.readouterr().err == ""
+    cells.run("if rank == 0: w = dist.all_reduce(x, group=pair, async_op=True)")
+    assert "collectives in a group of ranks 0, 1 (rank 1: 0, rank 0: 1), the first too many" in told.readouterr().err
+    cells.run("pair = dist.new_group([0, 1])\nx = torch.ones(1)\ndist.all_reduce(x, group=pair)\nassert x.item() == 2")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "dist.all_reduce(x); dist.barrier(); dist.all_gather_object([None] * world_size, rank)",
+        "dist.send(x, 1) if rank == 0 else dist.recv(x, 0); dist.send(x, 1) if rank == 0 else dist.recv(x)",
+        "w = dist.isend(x, 1) if rank == 0 else None",
+        "dist.monitored_barrier()",
+        "w = dist.all_reduce(x, async_op=True); w.wait()",
+        "pair = dist.new_group([0, 1]); dist.all_reduce(x, group=pair); dist.destroy_process_group(pair)",
+        "net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)); net(x).sum().backward()",
+    ],
+)
+def test_cells_that_leave_the_ranks_in_step_are_silent_and_keep_the_group(
+    cells: ddip.Group, told: pytest.CaptureFixture[str], code: str
+) -> None:
+    cells.run(code)
+    cells.run("dist.recv(x, 0) if rank else w.wait()" if "isend" in code else "pass")
+    cells.run("assert dist.group.WORLD is former")
+    assert told.readouterr().err == ""
+
+
+def test_sends_and_receives_of_some_ranks_only_are_silent(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+    cells.run("w = dist.isend(x, 1)", ranks=[0])
+    cells.run("dist.recv(x, 0)", ranks=[1])
+    cells.run("w.wait()", ranks=[0])
+    cells.run(f"assert dist.group.WORLD is former\n{PROOF}")
+    assert told.readouterr().err == ""
+
+
+def test_a_cell_on_some_ranks_that_begins_a_collective_of_all_says_so(
+    cells: ddip.Group, told: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("w = dist.all_reduce(torch.tensor([100.0]), async_op=True)", ranks=[1])
+    assert "different numbers of collectives in the default group" in told.readouterr().err
+    cells.run(PROOF)
+
+
+def test_what_is_meant_is_left_alone_until_more_is_begun(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+    cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[0], unmatched=True)
+    cells.run("kept = 1")
+    cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[1])
+    cells.run("w.wait()\nassert x.item() == 2 and dist.group.WORLD is former")
+    assert told.readouterr().err == ""
+    cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[0], unmatched=True)
+    cells.run("x = torch.ones(1)\nw = dist.all_reduce(x, async_op=True)")
+    assert "different numbers" in told.readouterr().err
+    cells.run(f"{PROOF}\nassert dist.group.WORLD is not former")
+
+
+def test_a_thread_that_goes_on_with_collectives_is_left_alone(
+    cells: ddip.Group, told: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(
+        "own, sums, leave = dist.new_group([0, 1]), [], threading.Event()\n"
+        "def work():\n"
+        "    for i in range(1000):\n"
+        "        time.sleep(0.01 * rank)\n"
+        "        y = torch.tensor([float(leave.is_set())])\n"
+        "        dist.all_reduce(y, group=own)\n"
+        "        sums.append(y.item())\n"
+        "        if y.item() == 2: return\n"
+        "thread = threading.Thread(target=work); thread.start()"
+    )
+    for _ in range(10):
+        cells.run(PROOF)
+    cells.run("leave.set(); thread.join()\nassert len(sums) < 1000 and dist.group.WORLD is former")
+    cells.run(PROOF)
+    assert told.readouterr().err == ""
+
+
+def test_a_thread_that_no_thread_of_the_other_rank_will_meet_is_told(
+    cells: ddip.Group, told: pytest.CaptureFixture[str]
+) -> None:
+    """It has met the next cell's all_reduce: that one got 101, and this rank waited without end."""
+    cells.run(
+        "import ddip.rank.collectives as c\nbefore = c.begun()\nif rank == 1:\n"
+        "    threading.Thread(target=lambda: dist.all_reduce(torch.tensor([100.0]))).start()\n"
+        "    while c.begun() == before: time.sleep(0.01)"
+    )
+    assert "different numbers of collectives in the default group" in told.readouterr().err
+    cells.run(f"{PROOF}\nassert dist.group.WORLD is not former", timeout=20)
+
+
+def test_a_group_that_a_cell_has_formed_is_watched_too(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+    cells.run(
+        "dist.destroy_process_group(); dist.init_process_group('gloo')\ndist.barrier(); former = dist.group.WORLD"
+    )
+    cells.run("dist.all_reduce(torch.ones(1))", ranks=[0, 1])
+    cells.run(f"{PROOF}\nassert dist.group.WORLD is former")
+    assert told.readouterr().err == ""
+    cells.run(ONE_SIDED)
+    assert "(rank 0: 3, rank 1: 4)" in told.readouterr().err
+    cells.run(PROOF)
+
+
+def test_the_magic_leaves_what_is_meant_alone(notebook: Notebook) -> None:
+    notebook.ok(f"%%dip\n{SETUP}\npair = dist.new_group([0, 2])")
+    shown = notebook.ok("%%dip -r 0\nw = dist.all_reduce(x, group=pair, async_op=True)")
+    assert "a group of ranks 0, 2 (rank 2: 0, rank 0: 1)" in shown.stderr
+    shown = notebook.ok("%%dip\npair = dist.new_group([0, 2])")
+    shown = notebook.ok("%%dip -r 0 --unmatched\nw = dist.all_reduce(x, group=pair, async_op=True)")
+    assert shown.stderr == ""
+    shown = notebook.ok("%%dip -r 2\ndist.all_reduce(x, group=pair)\nassert x.item() == 2")
+    assert shown.stderr == ""
+    shown = notebook.ok("%%dip -r 0,2\ndist.all_reduce(x, group=pair)")
+    assert shown.stderr == ""

@@ -1,0 +1,206 @@
+"""The stop button while ddip itself waits for ranks: the ranks are freed, or named with what they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddip
+from ddip.errors import GroupError, RequestInterrupted
+from ddip.group.placement import Request
+from ddip.protocol import on_rank
+
+from .apps import an_app
+from .changes import ranks_of, stopped_change
+from .leftovers import wait_until
+from .meanwhile import meanwhile, press_stop
+
+PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
+SLOW = """
+def wait(folder, deaf):
+    import os, pathlib, time
+    folder = pathlib.Path(folder)
+    while True:
+        try:
+            (folder / os.environ.get("RANK", "here")).touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+            return
+        except KeyboardInterrupt:
+            if os.environ.get("RANK") not in deaf:
+                raise
+class Slow:
+    def __init__(self, folder, deaf=()):
+        self.args = (folder, deaf)
+    def __reduce__(self):
+        return wait, self.args
+"""
+SLOW_THERE = SLOW.replace("return wait, self.args", "return wait(*self.args)")
+
+
+def slow_object(folder: Path, deaf: tuple[str, ...] = ()) -> Any:
+    """One whose unpickling takes until `folder` has a file "go", and cannot be interrupted on the ranks `deaf`."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(SLOW, namespace)
+    return namespace["Slow"](str(folder), deaf)
+
+
+def begun(folder: Path, *ranks: int) -> Callable[[], bool]:
+    return lambda: all((folder / str(rank)).exists() for rank in ranks)
+
+
+def test_a_push_that_is_stopped_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run("kept = rank")
+    thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
+    with pytest.raises(
+        RequestInterrupted, match="^nothing was pushed: pushing was interrupted on ranks 0, 1$"
+    ) as caught:
+        cells.push({"fine": 1, "slow": slow_object(tmp_path)})
+    thread.join()
+    assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {caught.value}"]
+    assert [info.state_text for info in cells.info()] == ["idle", "idle"]
+    cells.run(f"{PROOF}\nassert kept == rank and 'fine' not in globals() and 'slow' not in globals()")
+
+
+def test_a_rank_that_does_not_stop_unpickling_is_named_and_its_state_is_told(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run("import torch.distributed as dist\nkept, former = rank, dist.group.WORLD")
+    thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
+    with pytest.raises(RequestInterrupted) as caught:
+        cells.push({"slow": slow_object(tmp_path, deaf=("1",))})
+    thread.join()
+    text = "nothing was pushed: pushing was interrupted on ranks 0, 1\nrank 1 did not stop:\n  rank 1: "
+    assert str(caught.value).startswith(text) and "%makedip --repair" in str(caught.value)
+    told = cells.info()
+    assert [(info.state, info.doing) for info in told] == [("idle", ""), ("busy", "pushing")]
+    assert told[1].state_text.startswith("busy, pushing for ")
+    place = cells.stacks()[1].place  # type: ignore[union-attr]
+    assert (place.state, "in wait" in place.inner or "wait" in str(place)) == ("busy", True)
+    with pytest.raises(GroupError, match="^rank 1 is still pushing, which was interrupted:\n  rank 1: "):
+        cells.run("pass")
+    (tmp_path / "go").touch()
+    wait_until(lambda: cells.info()[1].state == "idle")
+    cells.run(f"assert dist.group.WORLD is former\n{PROOF}\nassert kept == rank and 'slow' not in globals()")
+
+
+def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run(f"{SLOW_THERE}\nkept, slow = rank, Slow({str(tmp_path)!r}, {('0',)!r})")
+    thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
+    with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was .*\nrank 0 did not stop:\n"):
+        cells.pull_all(["slow"], [0, 1])
+    thread.join()
+    assert cells.repair() == [0]
+    cells.run(f"{PROOF}\nassert rank == 0 or kept == 1")
+
+
+def test_a_push_that_is_stopped_when_it_is_taken_arrives_on_every_rank(cells: ddip.Group, tmp_path: Path) -> None:
+    """What the object replaces is taken apart then, which may take long: rank 0 has the new one, so rank 1 gets it."""
+    cells.run(
+        f"{SLOW_THERE}\nSlow.__del__ = lambda self: wait(*self.args)\n"
+        f"thing = Slow({str(tmp_path)!r}, ('1',)) if rank else 0"
+    )
+    asked = cells.cluster.client.outstanding
+    thread = meanwhile(lambda: begun(tmp_path, 1)() and len(asked) == 1, press_stop)  # rank 0 has answered
+    with pytest.raises(RequestInterrupted, match="^pushing was interrupted on rank 1\nrank 1 did not stop:\n"):
+        cells.push({"thing": "new"})
+    thread.join()
+    (tmp_path / "go").touch()
+    wait_until(lambda: not cells.ranks.busy)
+    cells.run(f"{PROOF}\nassert thing == 'new'")
+
+
+def test_what_tab_has_asked_does_not_hold_up_the_next_cell(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run(f"{SLOW}\nclass Odd:\n    def __dir__(self): return wait({str(tmp_path)!r}, ())\nodd = Odd()")
+    assert cells.try_call(on_rank.complete("odd.", 4), 0.1) is None
+    wait_until(begun(tmp_path, 0))
+    cells.run(PROOF, timeout=60)
+
+
+@pytest.mark.parametrize("ask", ["stacks", "info"])
+def test_asking_what_ranks_do_ends_when_it_is_stopped(
+    cells: ddip.Group, ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"ddip.group.group.{ {'stacks': 'STACK', 'info': 'INFO'}[ask] }_SECONDS", 1000)
+    os.kill(cells.members[1].pid, signal.SIGSTOP)  # it will not answer
+    thread = meanwhile(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler, press_stop)
+    try:
+        with pytest.raises(RequestInterrupted, match="^asking the ranks was interrupted$"):
+            getattr(cells, ask)()
+    finally:
+        os.kill(cells.members[1].pid, signal.SIGCONT)
+    thread.join()
+    cells.run(PROOF)
+
+
+APP = f"""
+import os
+state = "new"
+def prepare():
+    global state
+    wait(os.environ["APP_FOLDER"] + "/prepare", ())
+    state = "prepared"
+def command(text):
+    wait(os.environ["APP_FOLDER"] + "/command", ())
+{SLOW}
+"""
+
+
+def test_what_an_app_does_is_stopped_and_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("prepare", "command"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("APP_FOLDER", str(tmp_path))
+    (tmp_path / "app").mkdir()
+    with an_app(tmp_path / "app", APP), ddip.Group(2) as group:
+        group.run("kept = rank")
+        thread = meanwhile(begun(tmp_path / "prepare", 0, 1), press_stop)
+        with pytest.raises(RequestInterrupted, match="preparing the app was interrupted on ranks 0, 1"):
+            group.change(Request(app="toy"))
+        thread.join()
+        (tmp_path / "prepare" / "go").touch()
+        group.run(f"{PROOF}\nimport toy_app\nassert toy_app.state == 'prepared' and kept == rank")
+        thread = meanwhile(begun(tmp_path / "command", 0, 1), press_stop)
+        with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on ranks 0, 1$"):
+            group.command("go")
+        thread.join()
+        group.run(f"{PROOF}\nassert kept == rank")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
+def test_a_change_that_is_stopped_ends_as_it_was_or_as_it_was_asked_to_be(size: int) -> None:
+    others = ranks_of(os.getpid())
+    with ddip.Group(2) as group:
+        group.run("kept = f'rank {rank}'")
+        whole = stopped_change(group, size, 10**9, others)
+        assert group.world_size == size
+        for part in (0.05, 0.5, 0.75, 0.9, 0.99):
+            group.change(Request(n=2))
+            stopped_change(group, size, int(part * whole), others)
+
+
+TAKEN_APART_SLOWLY = """
+import time, torch.distributed as dist
+class Loader:
+    def __del__(self):
+        open(f"{folder}/{{rank}}", "w").close()
+        time.sleep(3)
+"""
+
+
+def test_the_next_cell_waits_for_a_rank_that_sleeps_while_it_takes_apart_what_a_cell_left(
+    cells: ddip.Group, tmp_path: Path
+) -> None:
+    """torch waits 5 s for each worker of a data loader then."""
+    cells.run(TAKEN_APART_SLOWLY.format(folder=tmp_path))
+    with pytest.raises(ddip.CellError):
+        cells.run("loader = Loader(); loader.me = loader; del loader\nif rank == 0: raise ValueError\ndist.barrier()")
+    asked = cells.cluster.client.outstanding
+    thread = meanwhile(lambda: begun(tmp_path, 1)() and bool(asked), press_stop)
+    with pytest.raises(RequestInterrupted, match="rank 1 did not stop:"):
+        cells.run("pass")
+    thread.join()
+    cells.run(PROOF)

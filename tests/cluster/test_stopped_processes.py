@@ -1,0 +1,118 @@
+"""Processes that a signal has stopped are alive: they are named, nobody gives them up, and they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+import pytest
+
+import ddip
+from ddip.cluster import cluster, preload_client
+from ddip.errors import CellInterrupted, GroupError
+from ddip.group.placement import Request
+
+from .leftovers import controllers_of, wait_until
+from .meanwhile import Told, meanwhile, press_stop
+
+PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for what does not answer."""
+    for name in ("INFO_SECONDS", "STACK_SECONDS"):
+        monkeypatch.setattr(f"ddip.group.group.{name}", 0.3)
+
+
+LOST_BEFORE = 30
+"""Heartbeats without an answer after which the controller gave up an engine, when it did."""
+
+
+@contextlib.contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Processes that are stopped meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "HEARTBEAT_MS", 20)
+    with ddip.Group(2) as group:
+        group.run("kept = rank")
+        pid = group.members[1].pid
+        with stopped([pid]):
+            time.sleep(3 * LOST_BEFORE * 0.02)
+            assert group.ranks.ended == []
+            text = f"stopped (SIGSTOP); kill -CONT {pid} continues it"
+            assert [info.state_text for info in group.info()] == ["idle", text]
+            assert str(group.stacks()[1].place) == text  # type: ignore[union-attr]
+        group.run(f"{PROOF}\nassert kept == rank")
+
+
+@pytest.mark.parametrize("which", ["one rank", "all ranks", "the controller"])
+def test_a_cell_says_what_is_stopped_and_ends_when_it_goes_on(
+    cells: ddip.Group, which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.stall_timeout = 1
+    cells.run("kept = rank")
+    pids = [member.pid for member in cells.members]
+    controller = controllers_of(os.getpid())[0].pid if which == "the controller" else 0
+    those = {"one rank": pids[1:], "all ranks": pids, "the controller": [controller]}[which]
+    text = "the controller is stopped (SIGSTOP)" if controller else f"rank 1: stopped (SIGSTOP); kill -CONT {pids[1]}"
+    told = Told(capsys)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopped(those))
+        thread = meanwhile(lambda: text in told.text(), stack.close)
+        cells.run(f"{PROOF}\nassert kept == rank")
+        thread.join()
+
+
+def test_a_stopped_rank_whose_cell_is_given_up_is_named_and_a_repair_lets_it_go_on(cells: ddip.Group) -> None:
+    cells.run("kept = rank")
+    pid = cells.members[1].pid
+    with stopped([pid]):
+        thread = meanwhile(lambda: cells.info()[0].state_text.startswith("busy for"), press_stop)
+        with pytest.raises(CellInterrupted, match=rf"rank 1 did not stop:\n  rank 1: stopped \(SIGSTOP\); .* {pid} "):
+            cells.run("import torch.distributed as dist\ndist.barrier()")
+        thread.join()
+        with pytest.raises(GroupError, match="^rank 1 is still running the interrupted cell:\n  rank 1: stopped"):
+            cells.run("pass")
+        assert cells.repair() == []
+    assert cells.members[1].pid == pid
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+@pytest.mark.skipif(not preload_client.possible(), reason="nothing is forked here")
+def test_a_warm_process_that_is_stopped_is_named_or_another_takes_its_place(
+    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cells.cluster._fork:
+        pytest.skip("nothing is forked here")
+    cells.run("kept = rank")
+    warm = preload_client.begin()
+    with ddip.Group(1) as group:
+        with stopped([warm.pid]), monkeypatch.context() as patch:
+            patch.setattr(preload_client.WarmProcess, "fits", lambda self: True)  # as if it had been stopped just now
+            group.timeout = 1
+            with pytest.raises(GroupError, match=r"0 of 1 engines started; the warm process is stopped \(SIGSTOP"):
+                group.change(Request(n=2))
+        group.timeout = 60
+        group.run("assert world_size == 1")
+        warm = preload_client.begin()
+        with stopped([warm.pid]):
+            assert preload_client.begin() is not warm
+            group.change(Request(n=2))
+            group.run(PROOF)
+    cells.run(f"{PROOF}\nassert kept == rank")

@@ -1,0 +1,99 @@
+"""Ranks that wait for others in a store, which may be a cell's own: a release ends that, and so does an interrupt."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted
+
+from .meanwhile import Told, meanwhile, press_stop
+
+FORM = "dist.init_process_group('gloo', init_method={method!r}, rank=rank, world_size=world_size)"
+MADE = "store = {store}\nstore.wait(['nobody sets it'])"
+WAITS = {
+    "init_process_group, of a file": f"dist.destroy_process_group()\n{FORM.format(method='file://{folder}/new')}",
+    "init_process_group, of a port": f"dist.destroy_process_group()\n{FORM.format(method='tcp://127.0.0.1:{port}')}",
+    "FileStore": MADE.format(store="dist.FileStore('{folder}/store', 2)"),
+    "FileStore.get": "dist.FileStore('{folder}/store', 2).get('nobody sets it')",
+    "HashStore": MADE.format(store="dist.HashStore()"),
+    "TCPStore": MADE.format(store="dist.TCPStore('127.0.0.1', {port}, 2, False)"),
+}
+
+
+@pytest.fixture(autouse=True)
+def impatient(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "failure_grace", 0.1)
+    monkeypatch.setattr(group, "stall_timeout", 1.0)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, object]:
+    """A folder, and a port at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"folder": tmp_path, "port": free.getsockname()[1]}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_rank_that_waits_in_a_store_is_released(cells: ddip.Group, wait: str, places: dict[str, object]) -> None:
+    cells.run("import torch.distributed as dist")
+    with pytest.raises(ddip.CellError, match=r"^rank 0: ValueError; rank 1 was blocked in .*, until ddip aborted it$"):
+        cells.run(f"if rank == 0: raise ValueError\n{WAITS[wait].format(**places)}", timeout=30)
+    cells.run("dist.barrier()")
+
+
+def test_a_rank_that_waits_in_the_store_of_a_group_of_its_cells_is_released(cells: ddip.Group, tmp_path: Path) -> None:
+    form = FORM.format(method=f"file://{tmp_path}/store")
+    cells.run(f"import torch.distributed as dist\ndist.destroy_process_group()\n{form}\nformed = dist.group.WORLD")
+    with pytest.raises(ddip.CellError, match=r"^rank 0: ValueError; rank 1 was blocked in new_group, cell .*, until"):
+        cells.run("assert dist.group.WORLD is formed\nif rank == 0: raise ValueError\ndist.new_group()", timeout=30)
+    cells.run("dist.barrier()")
+
+
+def test_an_interrupt_ends_a_wait_in_a_store(cells: ddip.Group) -> None:
+    code = "import os, signal, threading, torch.distributed as dist\npid, number = os.getpid(), signal.SIGINT\n"
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+        cells.run(
+            f"{code}threading.Timer(0.1, os.kill, (pid, number)).start()\ndist.HashStore().wait(['x'])", timeout=30
+        )
+
+
+def test_a_rank_that_waits_in_a_store_makes_no_progress(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys)
+    thread = meanwhile(lambda: "it goes on waiting" in told.text(), press_stop)
+    with pytest.raises(CellInterrupted):
+        cells.run("import torch.distributed as dist\ndist.HashStore().wait(['nobody sets it'])")
+    thread.join()
+    assert "no rank has made progress for 1 s" in told.text()
+
+
+OTHERWISE = """
+import torch.distributed as dist
+from datetime import timedelta
+soon = timedelta(milliseconds=50)
+
+def fails(kind, do, *args, **kwargs):
+    try:
+        do(*args, **kwargs)
+    except kind as error:
+        assert "imeout" in str(error) or "timed out" in str(error), error
+    else:
+        raise AssertionError("it did not fail")
+
+for store in dist.HashStore(), dist.FileStore("{folder}/%d" % rank, 1):
+    nested = dist.PrefixStore("a", dist.PrefixStore("b", store))
+    nested.set("key", "value")
+    assert nested.get("key") == b"value" and nested.wait(["key"]) is None
+    fails(RuntimeError, nested.wait, ["missing"], soon)
+    nested.set_timeout(soon)
+    fails(RuntimeError, nested.get, "missing")
+fails(RuntimeError, dist.TCPStore, "127.0.0.1", {port}, 2, timeout=soon)
+"""
+
+
+def test_waiting_in_a_store_is_torchs_otherwise(cells: ddip.Group, places: dict[str, object]) -> None:
+    cells.run(OTHERWISE.format(**places), timeout=30)

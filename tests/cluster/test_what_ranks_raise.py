@@ -1,0 +1,196 @@
+"""What a rank raises: told soon, told once, and never lost within a magic."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted, TransferError
+
+from .meanwhile import meanwhile, press_stop
+from .notebook import Notebook
+
+PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
+
+
+@pytest.fixture(autouse=True)
+def impatient(group: ddip.Group) -> None:
+    group.failure_grace, group.stall_timeout = 0.1, 10.0
+
+
+# -- in bounded time
+
+
+def test_a_rank_that_was_released_tells_no_traceback_and_its_cells_cost_what_they_did(cells: ddip.Group) -> None:
+    def objects() -> list[int]:
+        cells.run("import gc; count = len(gc.get_objects())")
+        return [values["count"] for values in cells.pull_all(["count"], [0, 1])[0]]
+
+    cells.run("import torch, torch.distributed as dist\nx = torch.ones(3)")
+    before = objects()
+    with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce") as caught:
+        cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
+    assert "\x1b" in caught.value.by_rank[0].traceback  # IPython's colours
+    assert "\x1b" not in caught.value.by_rank[1].traceback  # none at all, or Python's where it had lost rank 0 before
+    with pytest.raises(ddip.CellError) as caught:
+        cells.run("torch.nn.Linear(2, 2)(x)")
+    assert "torch/nn/modules/linear.py" in caught.value.by_rank[0].traceback
+    cells.run("pass")
+    for now, then in zip(objects(), before, strict=True):
+        assert now < then + 6_000  # it was 50 000 more
+
+
+SLOW = {
+    "sleeps": "class Odd(Exception):\n    def __str__(self): time.sleep(1000)\nraise Odd",
+    "computes": "class Odd(Exception):\n    def __str__(self):\n        while True: pass\nraise Odd",
+    "is long": "raise ValueError('x' * 10**9)",
+    "is a chain": (
+        "error = None\nfor i in range(2000):\n    link = ValueError(i)\n    link.__cause__ = error\n    error = link\n"
+        "raise error"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_an_error_that_is_slow_to_tell_costs_no_rank(cells: ddip.Group, what: str) -> None:
+    cells.run("import time\nkept = rank")
+    began = time.monotonic()
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: "):
+        cells.run(SLOW[what])
+    assert time.monotonic() < began + 30  # it was 40 s and more, on a calm machine
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_a_stop_while_an_error_is_told_costs_no_rank(cells: ddip.Group, tmp_path: Path) -> None:
+    thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
+    with pytest.raises(CellInterrupted):
+        cells.run(
+            f"import pathlib, time\nkept = rank\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+            "class Odd(Exception):\n    def __str__(self):\n        (folder / str(rank)).touch(); time.sleep(1000)\n"
+            "raise Odd"
+        )
+    thread.join()
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_an_interrupt_is_told_in_a_few_lines(cells: ddip.Group, tmp_path: Path) -> None:
+    """IPython's traceback of a stop within torch's imports takes 4 s."""
+    thread = meanwhile((tmp_path / "begun").exists, press_stop)
+    with pytest.raises(CellInterrupted) as caught:
+        cells.run(f"import pathlib\nif rank == 0: pathlib.Path({str(tmp_path / 'begun')!r}).touch()\nwhile True: pass")
+    thread.join()
+    lines = caught.value.by_rank[0].traceback.splitlines()
+    assert lines[-1] == "KeyboardInterrupt" and len(lines) < 6 and "\x1b" not in "".join(lines)
+
+
+# -- not lost
+
+
+HIDDEN = {
+    "%%capture": "%%capture\n{}",
+    "%%capture, nested": "%%capture\nget_ipython().run_cell_magic('time', '', {!r})",
+    "%%time": "%%time\n{}",
+    "%%timeit": "%%timeit -n1 -r1\n{}",
+    "%%prun": "%%prun\n{}",
+    "%run": "with open(f'script{{rank}}.py', 'w') as f: _ = f.write({!r})\n%run -i script{{rank}}.py",
+}
+
+
+@pytest.mark.parametrize("magic", HIDDEN)
+def test_an_error_within_a_magic_fails_the_cell_and_the_others_are_released(
+    cells: ddip.Group, magic: str, tmp_path: Path
+) -> None:
+    code = "if rank == 0: raise ValueError('hidden')\nelse: dist.barrier()\n"
+    cells.run(f"import os, torch.distributed as dist\nkept = rank\nos.chdir({str(tmp_path)!r})")
+    with pytest.raises(
+        ddip.CellError, match="^rank 0: ValueError: hidden; rank 1 was blocked in .*, until ddip aborted it$"
+    ) as e:
+        cells.run(HIDDEN[magic].format(code), timeout=30)
+    assert "ValueError" in e.value.by_rank[0].traceback and "ddip" not in e.value.by_rank[0].traceback
+    cells.run(f"{PROOF}\nassert kept == rank\nglobals().pop('__file__', None)")  # %run -i leaves it: spawn would run it
+
+
+def test_what_a_magic_caught_ends_the_cell_there(cells: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError"):
+        cells.run("went_on = False\nget_ipython().run_cell_magic('capture', 'out', 'print(3); 1 / 0')\nwent_on = True")
+    cells.run("assert not went_on and out.stdout.startswith('3')")
+
+
+def test_a_stop_within_a_magic_stops_the_cell(cells: ddip.Group, tmp_path: Path) -> None:
+    thread = meanwhile((tmp_path / "begun").exists, press_stop)
+    with pytest.raises(CellInterrupted):
+        cells.run(
+            "went_on = False\nget_ipython().run_cell_magic('capture', '', '''import pathlib, time\n"
+            f"if rank == 1: pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(1000)''')\nwent_on = True"
+        )
+    thread.join()
+    cells.run("assert rank == 0 or not went_on")
+
+
+CAUGHT = {
+    "run_cell": "assert not get_ipython().run_cell('1 / 0').success",
+    "showtraceback": "try: 1 / 0\n    except ZeroDivisionError: get_ipython().showtraceback()",
+}
+
+
+@pytest.mark.parametrize("how", CAUGHT)
+def test_an_error_that_the_cell_caught_and_showed_is_no_failure_unless_others_wait(
+    cells: ddip.Group, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(f"import time, torch.distributed as dist\nformer = dist.group.WORLD\nif rank == 0:\n    {CAUGHT[how]}")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    cells.run(f"assert dist.group.WORLD is former\nif rank == 0:\n    {CAUGHT[how]}")
+    with pytest.raises(ddip.CellError, match="^rank 0: ZeroDivisionError: .*; rank 1 was blocked in barrier"):
+        cells.run(f"if rank == 0:\n    {CAUGHT[how]}\nelse: dist.barrier()", timeout=30)
+    cells.run(PROOF)
+
+
+def test_what_cannot_be_displayed_is_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("class Odd:\n    def _repr_html_(self): 1 / 0\ndisplay(Odd()); went_on = True")
+    assert "division by zero" in capsys.readouterr().err
+    cells.run("assert went_on")
+
+
+# -- what is no character
+
+
+def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of a surrogate pair: of a file's name, or of what a tokenizer has cut in two."""
+    cells.run(
+        r"import sys; print('a\ud800b'); print('c\udfffd', file=sys.stderr)" + "\n"
+        r"display({'text/plain': 'e\ud800f'}, raw=True)"
+    )
+    told = capsys.readouterr()
+    assert r"a\ud800b" in told.out and r"c\udfffd" in told.err and r"e\ud800f" in told.out
+    for half in ("ud800", "udcff"):
+        with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: x") as caught:
+            cells.run(rf"raise ValueError('x\{half}y')")
+        str(caught.value).encode(), "".join(caught.value._render_traceback_()).encode()
+    cells.run("class Odd:\n    def __reduce__(self): raise ValueError(chr(0xd800))\nodd = Odd()")
+    with pytest.raises(TransferError, match="odd cannot be pickled") as refused:
+        cells.pull(["odd"])
+    str(refused.value).encode()
+    cells.run(r"'x\ud800y'")
+    assert r"x\ud800y" in capsys.readouterr().out
+    cells.run(PROOF)
+
+
+# -- a failure of gloo's own
+
+
+def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nimport time, torch, torch.distributed as dist")
+    shown = notebook.fails(
+        "%%dip -S all\nprint('here')\nif rank == 0: raise RuntimeError('[gloo/transport/tcp/pair.cc] its own')\n"
+        "dist.barrier()"
+    )
+    assert "rank 0: RuntimeError: [gloo/transport/tcp/pair.cc] its own; ranks 1, 2 were blocked" in shown.message
+    pages = [bundle["text/html"] for bundle in shown.data if "text/html" in bundle]
+    for page in (page for page in pages if "released" in page or "rank 0 ✗" in page):
+        (own,) = re.findall(r'<div class="ddip-shown" id="[^"]*-s0">.*?</div>', page, re.DOTALL)
+        assert "rank 0 ✗" in page and "released" not in own
+    assert "rank 0 ✗" in pages[-1] and "its own" in own and "ranks 1, 2 ✗" not in pages[-1]

@@ -1,0 +1,224 @@
+"""What becomes of a cell: decisions without a process, also over random orders of what can happen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ddip.errors import RANK_ENDED, RankError
+from ddip.group import cell_state
+from ddip.group.cell_state import (
+    Action,
+    Ask,
+    CellState,
+    Do,
+    Event,
+    Limits,
+    Moving,
+    OutputEnded,
+    Replied,
+    ShowEnded,
+    StandStill,
+    StopPressed,
+    TimePassed,
+)
+
+WRONG = RankError("ValueError", "wrong", "trace", at=1.0)
+CUT = RankError("RuntimeError", "connection closed", "trace", waited="all_reduce", at=2.0)
+ENDED = RankError(RANK_ENDED, "killed", "", at=1.5)
+
+
+def cell(ranks: int = 3, **limits: float) -> CellState:
+    return CellState(range(ranks), Limits(**limits), began=0.0)
+
+
+def end(state: CellState, rank: int, now: float, error: RankError | None = None) -> list[ShowEnded]:
+    """Both ends of a rank come; how its end is shown."""
+    actions = [*state.step(Replied(rank, error), now), *state.step(OutputEnded(rank), now)]
+    return [action for action in actions if isinstance(action, ShowEnded)]
+
+
+def wait(state: CellState, begin: float, until: float) -> list[tuple[float, Action]]:
+    """Time passes, and nobody answers a question: what is decided, and when."""
+    found, now = [], begin
+    while now <= until and not state.is_over:
+        found += [(round(now, 2), action) for action in state.step(TimePassed(), now)]
+        now += state.interval
+    return found
+
+
+def first(found: list[tuple[float, Action]], action: Action) -> float:
+    return next(now for now, one in found if one == action)
+
+
+def test_a_cell_is_over_when_both_ends_of_every_rank_have_come() -> None:
+    state = cell(2)
+    state.step(OutputEnded(0), 0.1)
+    assert state.step(Replied(0), 0.1) == [ShowEnded(0, failed=False)]
+    state.step(Replied(1), 0.2)
+    assert state.running == [] and not state.is_over
+    assert state.step(OutputEnded(1), 0.2) == [ShowEnded(1, failed=False)]
+    assert state.is_over and state.ending() == "good" and state.news() == {}
+
+
+def test_when_one_has_failed_the_others_get_the_grace_and_are_released_once() -> None:
+    state = cell(failure_grace=1.0)
+    assert end(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
+    found = wait(state, 5.0, 20.0)
+    assert first(found, Do.RELEASE) == pytest.approx(6.0, abs=0.06)
+    assert [action for _, action in found].count(Do.RELEASE) == 1
+    assert Do.INTERRUPT not in [action for _, action in found]
+    assert first(found, Do.TELL_WHO_RUNS) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
+    assert [action for _, action in found].count(Do.TELL_WHO_RUNS) == 1
+    for rank in (0, 2):
+        end(state, rank, 21.0, CUT)
+    assert state.ending() == "failed" and state.news() == {1: WRONG, 0: CUT, 2: CUT}
+
+
+def test_of_a_connection_that_broke_before_anybody_was_released_it_is_told_as_an_error() -> None:
+    state = cell(2, failure_grace=1.0)
+    assert end(state, 0, 1.0, CUT) == [ShowEnded(0, failed=True)]
+    assert end(state, 1, 1.1, WRONG) == [ShowEnded(1, failed=True)]
+    assert [error.waited for error in state.news().values()] == ["", ""]
+
+
+def test_who_lost_a_rank_that_ended_has_only_waited() -> None:
+    state = cell(2)
+    end(state, 0, 1.0, CUT)
+    end(state, 1, 1.1, ENDED)
+    assert state.news() == {0: CUT, 1: ENDED}
+
+
+def test_the_stop_button_interrupts_then_releases_and_gives_up_who_does_not_move() -> None:
+    state = cell()
+    assert Do.INTERRUPT in state.step(StopPressed(), 10.0)
+    found = wait(state, 10.0, 30.0)
+    assert first(found, Do.RELEASE) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
+    assert first(found, Ask.WHO_MOVES) >= 10.0 + cell_state.ASK_SECONDS
+    assert state.is_abandoned and found[-1][0] <= 10.0 + cell_state.STOP_SECONDS
+    assert state.ending() == "stopped" and state.running == [0, 1, 2]
+
+
+def test_pressed_again_it_releases_at_once() -> None:
+    state = cell()
+    state.step(StopPressed(), 10.0)
+    assert state.step(StopPressed(), 10.1)[:2] == [Do.INTERRUPT, Do.RELEASE]
+
+
+def test_ranks_that_move_towards_their_end_are_waited_for() -> None:
+    state = cell(1)
+    state.step(StopPressed(), 0.0)
+    state.step(Moving([0]), 2.0)
+    for now in (2.5, 5.0, 60.0):
+        state.step(TimePassed(), now)
+        assert not state.is_over
+    state.step(Moving([]), 60.1)
+    assert state.is_abandoned
+
+
+def test_at_the_timeout_it_is_noted_where_the_ranks_are_and_they_are_stopped() -> None:
+    state = cell(timeout=3.0)
+    found = wait(state, 0.0, 30.0)
+    places = [action for _, action in found].index(Do.KEEP_PLACES)
+    assert [action for _, action in found][places + 1] == Do.INTERRUPT
+    assert first(found, Do.KEEP_PLACES) == pytest.approx(3.0, abs=0.11)
+    assert state.ending() == "timed out" and state.is_abandoned
+
+
+def test_it_is_told_once_that_nobody_makes_progress() -> None:
+    state = cell()
+    assert Ask.STALL in [action for _, action in wait(state, 0.0, 1.0)]
+    assert state.step(StandStill(), 1.0) == [Do.TELL_WHO_WAITS]
+    assert Ask.STALL not in [action for _, action in wait(state, 1.1, 60.0)]
+    assert not state.is_over
+
+
+def test_who_waits_for_a_rank_that_caught_its_error_is_released() -> None:
+    state = cell(2)
+    state.step(Replied(0, caught=WRONG), 1.0)
+    state.step(OutputEnded(0), 1.0)
+    assert Ask.STALL_AFTER_CAUGHT in state.step(TimePassed(), 1.1)
+    assert state.step(StandStill(after_caught=True), 3.1) == [Do.RELEASE]
+    assert state.step(StandStill(after_caught=True), 3.2) == []
+    end(state, 1, 3.2, CUT)
+    assert state.is_over and state.ending() == "failed" and state.news() == {0: WRONG, 1: CUT}
+
+
+def test_after_a_stop_only_messages_are_waited_for_no_longer_than_for_ranks() -> None:
+    state = cell(1)
+    state.step(StopPressed(), 0.0)
+    state.step(Replied(0), 0.1)
+    assert not state.is_over
+    state.step(TimePassed(), cell_state.STOP_SECONDS)
+    assert state.is_over and state.running == []
+
+
+def story(draw: random.Random, state: CellState) -> list[tuple[float, Event, list[Action]]]:
+    """What can happen to a cell, in any order and at any time; its questions are answered at random."""
+    told, now = [], 0.0
+    ends: list[Event] = [OutputEnded(rank) for rank in state.ranks]
+    for rank in state.ranks:
+        error = draw.choice([None, None, WRONG, CUT, ENDED])
+        ends.append(Replied(rank, error, draw.choice([None, None, WRONG]) if error is None else None))
+    draw.shuffle(ends)
+    del ends[: draw.choice([0, 0, 1, 2, 4])]  # some ranks never end
+    stops = draw.choice([0, 0, 1, 2])
+    while not state.is_over and now < 100:
+        now += draw.choice([0.0, 0.01, state.interval, state.interval, 0.3])
+        event: Event = TimePassed()
+        if ends and draw.random() < 0.2:
+            event = ends.pop()
+        elif stops and draw.random() < 0.1:
+            stops, event = stops - 1, StopPressed()
+        waiting = [event]
+        while waiting and not state.is_over:
+            event = waiting.pop(0)
+            actions = state.step(event, now)
+            told.append((now, event, actions))
+            for action in actions:
+                if action is Ask.WHO_MOVES:
+                    waiting.append(Moving([rank for rank in state.running if draw.random() < 0.5]))
+                elif action in (Ask.STALL, Ask.STALL_AFTER_CAUGHT) and draw.random() < 0.1:
+                    waiting.append(StandStill(action is Ask.STALL_AFTER_CAUGHT))
+    return told
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) -> None:
+    draw = random.Random(seed)
+    limits = Limits(draw.choice([0.1, 1.0]), 10.0, draw.choice([None, 2.0]))
+    state = CellState(range(draw.choice([1, 2, 5])), limits, 0.0)
+    told = story(draw, state)
+    events = [event for _, event, _ in told]
+    actions = [(now, action) for now, _, found in told for action in found]
+    replied = {event.rank for event in events if isinstance(event, Replied)}
+    silent = {event.rank for event in events if isinstance(event, OutputEnded)}
+
+    # it is over when all ends have come, or it was stopped; nobody is given up who was not
+    assert state.is_over == (replied == silent == set(state.ranks)) or state.is_abandoned
+    assert not state.is_abandoned or state.stopped_at is not None
+    if state.is_abandoned:
+        assert state.stopped_at is not None
+        assert told[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS
+    # no error is lost, and each rank that came to its end is shown once
+    assert set(state.errors) == {event.rank for event in events if isinstance(event, Replied) and event.error}
+    assert set(state.errors) <= set(state.news())
+    shown = [action.rank for _, action in actions if isinstance(action, ShowEnded)]
+    assert sorted(shown) == sorted(replied & silent)
+    # interrupts: one for each press, and one at the timeout
+    stops = events.count(StopPressed())
+    interrupts = [now for now, action in actions if action is Do.INTERRUPT]
+    assert len(interrupts) == stops + (state.ending() == "timed out")
+    # who waits is released in time, and not before, and not twice but by the stop button
+    releases = [now for now, action in actions if action is Do.RELEASE]
+    failed = [now for now, event, _ in told if isinstance(event, Replied) and event.error]
+    caught = any(isinstance(event, Replied) and event.caught for event in events)
+    if releases and state.stopped_at is None and not caught:
+        assert releases[0] >= failed[0] + limits.failure_grace
+    if failed and state.running and told[-1][0] > failed[0] + limits.failure_grace + 1:
+        assert releases and releases[0] <= max(failed[0] + limits.failure_grace, 0) + 0.31
+    assert len(releases) <= 1 + stops
+    # each thing is said once, and none of it of a cell that was stopped before
+    for said in (Do.TELL_WHO_RUNS, Do.TELL_WHO_WAITS, Do.KEEP_PLACES):
+        assert [action for _, action in actions].count(said) <= 1

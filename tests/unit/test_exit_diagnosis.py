@@ -1,0 +1,63 @@
+"""Why a process ended."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text, log_end
+
+PLENTY = HostMemory(100 * 10**9, 80 * 10**9, kills=3)
+SHORT = HostMemory(100 * 10**9, 5 * 10**9, kills=3)
+KILLED = HostMemory(100 * 10**9, 80 * 10**9, kills=4)
+
+
+def test_exits_are_told_by_signal_or_code() -> None:
+    assert [exit_text(code) for code in (-9, 3, None)] == ["SIGKILL", "exit code 3", "exit code unknown"]
+    assert exit_text(-40) == "signal 40"
+
+
+@pytest.mark.parametrize(
+    ("code", "held", "now", "told"),
+    [
+        (
+            -9,
+            2 * 10**9,
+            KILLED,
+            "the OOM killer ended it, or another process (it was last seen to hold",
+        ),
+        (-9, None, SHORT, "probably killed by the OOM killer (5.0 of 100.0 GB are free now)"),
+        (
+            -9,
+            60 * 10**9,
+            PLENTY,
+            "probably killed by the OOM killer (it was last seen to hold 60.0 GB; 80.0 of 100.0 GB",
+        ),
+        (
+            -9,
+            1 * 10**9,
+            PLENTY,
+            "killed from outside, or by the OOM killer (it was last seen to hold 1.0 GB; 80.0 of 100.0 GB",
+        ),
+        (-11, None, PLENTY, "a crash in C code"),
+        (-15, None, PLENTY, "somebody ended it"),
+        (3, None, PLENTY, "the cell, or a library, ended the process, as os._exit does"),
+        (None, None, PLENTY, "somebody ended it"),
+    ],
+)
+def test_the_likely_cause_is_told_with_its_figures(
+    code: int | None, held: int | None, now: HostMemory, told: str
+) -> None:
+    assert cause_text(code, held, PLENTY, now).startswith(told)
+
+
+def test_of_a_crash_the_innermost_lines_are_told() -> None:
+    log = "hello\nFatal Python error: Aborted\n\nThread 0x1:\n  File x\n\nCurrent thread 0x2:\n  File a\n  File b\nend"
+    assert log_end(log, 3) == ["Fatal Python error: Aborted", "Current thread 0x2:", "  File a"]
+    assert log_end("1\n2\n3", 2) == ["2", "3"]
+
+
+def test_memory_is_read_from_this_host() -> None:
+    now = HostMemory.now()
+    assert 0 < now.available <= now.total <= psutil.virtual_memory().total
+    assert now.kills >= 0

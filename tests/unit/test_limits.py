@@ -1,0 +1,42 @@
+"""Is there enough of everything for a group?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddip.cluster.limits import Limits, shortage
+
+NONE = Limits(float("inf"), float("inf"), float("inf"), float("inf"))
+
+
+def test_a_usual_system_has_enough() -> None:
+    assert shortage(2, 0, NONE, 40, 0) == ""
+    assert shortage(64, 0, Limits(1024, 4096, 30_000, float("inf")), 60, 900) == ""
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (
+            replace(NONE, files=128, most_files=128),
+            "2 ranks: the controller opens up to 139 files, and the limit is 128;",
+        ),
+        (replace(NONE, files=60), "2 ranks: a rank opens 64 files, and the limit is 60; raise it with ulimit -n 64"),
+        (replace(NONE, files=70), "2 ranks: the notebook opens 72 files, and the limit is 70;"),
+        (
+            replace(NONE, threads=80),
+            "2 ranks: 52 more threads and processes are needed, this user has 30, and may have 80",
+        ),
+    ],
+)
+def test_what_is_short_is_named_with_its_figures(limits: Limits, said: str) -> None:
+    text = shortage(2, 0, limits, 40, 30)
+    assert text.startswith(said) and "before Jupyter starts" in text
+
+
+def test_ranks_that_are_there_need_nothing_more() -> None:
+    limits = replace(NONE, files=80, threads=80)
+    assert shortage(2, 2, limits, 60, 70) == ""
+    assert "16 more threads" in shortage(3, 2, limits, 60, 70)

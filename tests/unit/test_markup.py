@@ -1,0 +1,190 @@
+"""What a rank shows as HTML stays in its place, and is what it was.
+
+``tests/system/test_lab.py`` puts the same sources before a browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from ddip.output.markup import BEGIN, END, OPTIONAL, VOID, contained, picture
+
+NASTY = [
+    "</div></div></div>",
+    "</body></html>",
+    "<!-- no end",
+    "<!--",
+    "<plaintext>",
+    "<div title='no end of the quote",
+    '<div title="no end of the quote>',
+    "<b><div></b>",
+    "<p><div><span>",
+    "<svg><p></svg>",
+    "<svg><foreignObject><div/></foreignObject></svg>",
+    "<svg></p><style><a title='</style><plaintext>'>",
+    "<table><tr><td><table>",
+    "<table></td></tr></table></td>",
+    "<table><colgroup><div></colgroup>",
+    "<td></tr></table>",
+    "<select><option><div>",
+    '<textarea><a title="</textarea><plaintext>">',
+    '<title><a title="</title></div></div>">',
+    '<xmp></div><i x="</xmp><plaintext>">',
+    "<iframe></div>",
+    "<noscript><i title='</noscript></div></div>'>",
+    "<template><div>",
+    "<form><form></form></form>",
+    "<button><button></button></button></button>",
+    "<ul><li><li></ul></li>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--></style></div></div>'>",
+    "<style>*{display:none !important}</style>",
+    "<style>} *{display:none !important} a{</style>",
+    "<style>a{background:url({)}} *{display:none !important}</style>",
+    "<style>a(}{) *{display:none !important}</style>",
+    "<style>/* no end",
+    "<style>a{content:'no end</style>",
+    "<STYLE>:not(&){display:none !important}</STYLE>",
+    "<style>:not(:root){display:none !important}</style>",
+    "<style>:root{position:fixed;inset:0;background:black;z-index:9999}</style>over all",
+    "<style>:root{contain:none !important}</style><div style='position:fixed;inset:0;background:black'>over all</div>",
+    "<style>&~*{display:none !important}</style>",
+    '<div style="position:fixed;inset:0;background:black;z-index:9999">over all</div>',
+    '<base href="https://example.org/"><meta http-equiv="refresh" content="0">',
+    "<body style='display:none'><frameset>",
+    '<label class="ddip-rank">rank 9</label><div class="ddip-shown">another</div><div class="ddip">x</div>',
+    "<![CDATA[ </div> ]]> <![foo[ <?php",
+    "<a href='x'><a href='y'></a></a></a>",
+    "<script>document.body.remove()",
+]
+"""Each would end, cover or restyle the tabs if it stood between them as it is."""
+
+
+class Balance(HTMLParser):
+    """Is every element closed that is opened, and none else, but those that need no end?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in VOID | OPTIONAL:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in OPTIONAL:
+            assert self.open and self.open.pop() == tag
+
+
+@pytest.mark.parametrize("source", NASTY)
+def test_what_is_begun_is_ended_and_nothing_else(source: str) -> None:
+    page = contained(source)
+    balance = Balance()
+    balance.feed(page)
+    balance.close()
+    assert balance.open == []
+    assert page.startswith(BEGIN) and page.endswith(END)
+    assert not re.search(r"<(/?body|base|meta|plaintext|script|!)", page)
+    assert contained(page).count("<") == page.count("<") + 4  # nothing more to mend
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '<table border="1" class="dataframe">\n<tr><th></th><td>1 &lt; 2 &amp; 3&nbsp;</td></tr></table>',
+        "<ul><li>one<li>two</ul><p>a<p>b<br>",
+        '<svg viewBox="0 0 1 1"><path d="M0 0"></path></svg>',
+        '<img src="data:image/png;base64,AAAA" alt=""><progress value="1" max="2"></progress>',
+        "<details open><summary onclick=\"f('x')\">more</summary></details>",
+    ],
+)
+def test_what_is_well_formed_stays_as_it_is(source: str) -> None:
+    assert contained(source).lower() == f"{BEGIN}{source}{END}".lower()
+
+
+@pytest.mark.parametrize(
+    ("source", "page"),
+    [
+        ("<dl><dt><div><dd></dl>", "<dl><dt><div></div><dd></dl>"),
+        ("<ul><li><div><ul><li></ul><li></ul>", "<ul><li><div><ul><li></ul></div><li></ul>"),
+        ("<math><annotation-xml><p>", "<math><annotation-xml></annotation-xml></math><p>"),
+        ("<math><mtext><p></mtext></math>", "<math><mtext><p></p></mtext></math>"),
+        ("<svg><main><hr>", "<svg><main></main></svg><hr>"),
+        ("<table><a><td>", "<table><a></a><td></table>"),
+        ("<table><main><table>", "<table><main></main></table><table></table>"),
+        ("<select><main><select>", "<select><main></main></select><select></select>"),
+        ("<button><main><button>", "<button><main></main></button><button></button>"),
+    ],
+)
+def test_what_a_browser_ends_is_ended_with_all_that_is_in_it(source: str, page: str) -> None:
+    """Else an end tag that is written for it would end something of the page."""
+    assert contained(source) == f"{BEGIN}{page}{END}"
+
+
+def test_styles_are_those_of_the_ranks_own_output() -> None:
+    rules = ".dataframe th { color: red; }\n@media print { #T_1 > td { content: '}' } }"
+    assert contained(f"<style scoped>{rules}</style>x") == (f"{BEGIN}<style>.ddip-html{{{rules}\n}}</style>x{END}")
+    assert ".ddip-root{--color:red}" in contained("<style>:root{--color:red}</style>")
+    assert ".ddip-html{ a{--color:red} \n}" in contained("<style><!--a{--color:red}--></style>")  # as Word writes it
+    for source in (
+        "<style>} *{x:y} a{</style>",
+        "<style>a{</style>",
+        "<style>:not(&){x:y}</style>",
+        "<style>a{x:'y</style>",
+    ):
+        assert "<style>" not in contained(source)
+
+
+def test_names_of_the_tabs_own_elements_are_changed() -> None:
+    page = contained("<i id=ddip-1 class='a ddip-shown b' name=ddip for=myddip data-x=ddip>")
+    assert '<i id="x-ddip-1" class="a x-ddip-shown b" name="x-ddip" for="myddip" data-x="ddip">' in page
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<!--",
+        "<a b=\"'",
+        "<a ",
+        "<a x ",
+        "<",
+        "<style>",
+        "<a b= ",
+        "</div>",
+        "<b>",
+        "<b/>",
+        "<p></b>",
+        "<table><td>",
+        "{",
+    ],
+)
+def test_long_nonsense_takes_no_longer_than_its_length(piece: str) -> None:
+    began = time.process_time()
+    contained(piece * (200_000 // len(piece)))
+    contained(f"<style>{piece * (200_000 // len(piece))}</style>")
+    assert time.process_time() - began < 5
+
+
+def test_a_picture_is_data_and_nothing_else() -> None:
+    good = {"image/png": "AAAA\nBBB=\n", "text/plain": '<"Figure">'}
+    assert picture(good, {"image/png": {"width": '3" onload="x'}}) == (
+        '<div><img src="data:image/png;base64,AAAABBB=" alt="&lt;&quot;Figure&quot;&gt;" '
+        'width="3&quot; onload=&quot;x"></div>'
+    )
+    for bad in ('"><script>', "AA=A", "", 7, None):
+        page = picture({"image/png": bad}, {}) or ""
+        assert page.startswith("<pre>") and "<img" not in page and "<script" not in page
+    assert picture({"text/plain": "x"}, {}) is None
+
+
+def test_a_drawing_runs_nothing_and_restyles_nothing() -> None:
+    source = '<?xml version="1.0"?><svg width="3"><style>*{display:none}</style><script>alert(1)</script></div>'
+    page = picture({"image/svg+xml": source}, {}) or ""
+    encoded = re.fullmatch(r'<div><img src="data:image/svg\+xml;base64,([\w+/=]+)" alt=""></div>', page)
+    assert encoded is not None
+    drawn = base64.b64decode(encoded[1]).decode()
+    assert drawn == source.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')

@@ -1,0 +1,64 @@
+"""The rows of ``protocol/on_rank.py`` are the functions of ``ddip.rank``, with the same types."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import GroupError
+from ddip.group import engines
+from ddip.protocol import on_rank
+from ddip.protocol.on_rank import Remote
+from ddip.protocol.reports import Hello
+
+ROWS = {name: row for name, row in vars(on_rank).items() if isinstance(row, Remote)}
+TARGET = re.compile(r'"(?:process_group|stacks|sockets|transfer|apps|names|housekeeping|collectives|c10d|calls)\.\w+"')
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_the_types_of_its_function(name: str) -> None:
+    row = ROWS[name]
+    module, function = row.target.split(".")
+    there = getattr(importlib.import_module(f"ddip.rank.{module}"), function)
+    assert list(inspect.signature(row.signature).parameters) == list(inspect.signature(there).parameters)
+    assert typing.get_type_hints(row.signature) == typing.get_type_hints(there)
+
+
+def test_no_function_has_two_rows() -> None:
+    targets = [row.target for row in ROWS.values()]
+    assert len(targets) == len(set(targets))
+
+
+def test_the_notebooks_side_names_functions_of_a_rank_nowhere_else() -> None:
+    folder = Path(ddip.__file__).parent
+    sources = [
+        path for room in ("notebook", "call", "group", "output", "cluster") for path in folder.glob(f"{room}/**/*.py")
+    ]
+    assert sources
+    assert {path.name: TARGET.findall(path.read_text()) for path in sources if TARGET.search(path.read_text())} == {}
+
+
+def test_a_call_travels_as_its_target_and_arguments() -> None:
+    call = on_rank.part("x", 0, 3)
+    assert (call.target, call.args, call.label) == ("transfer.part", ("x", 0, 3), "pulling")
+
+
+def test_an_engine_with_another_ddip_is_refused() -> None:
+    def hello(version: int) -> Hello:
+        return {"version": version, "pid": 7, "host": "b", "torch": "2", "cuda": False, "backends": []}
+
+    engines._check_version([hello(on_rank.VERSION)])
+    with pytest.raises(
+        GroupError, match="^pid 7 on b speaks version 0 of ddip's protocol, the notebook version 1; inst"
+    ):
+        engines._check_version([hello(on_rank.VERSION), hello(0)])
+    old = hello(0)
+    del old["version"]  # type: ignore[misc]
+    with pytest.raises(GroupError, match="speaks version 0"):
+        engines._check_version([old])

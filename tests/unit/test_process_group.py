@@ -1,0 +1,113 @@
+"""What becomes of a group after a cell: pure decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddip.group.process_group import ProcessGroupManager, _is_spoilt, _shared, poison_store
+from ddip.protocol import on_rank
+from ddip.protocol.on_rank import RemoteCall
+
+
+class _Ranks:
+    """What `ProcessGroupManager.update_health` asks of ranks."""
+
+    members = [None, None]
+
+    def __init__(self) -> None:
+        self.adopted = False
+
+    def call_on_control_channel(self, ranks: Any, call: RemoteCall[Any], seconds: float = 0) -> dict[int, Any]:
+        adopt = call == on_rank.adopt()
+        self.adopted = self.adopted or adopt
+        return dict.fromkeys(ranks, True if adopt else None)
+
+
+def report(state: str = "ours", released: bool = False, begun: int = 0, sends: int = 0) -> dict[str, Any]:
+    return {
+        "state": state,
+        "released": released,
+        "begun": {"default cpu": (begun, sends, None)},
+        "groups": 1,
+        "rank": 0,
+        "size": 2,
+    }
+
+
+OTHER = [report("other"), {**report("other"), "rank": 1}]
+
+
+@pytest.mark.parametrize(
+    ("reports", "failed", "healthy", "adopted"),
+    [
+        ([report(), report()], False, True, False),
+        ([report(), report()], True, True, False),
+        ([report(begun=1), report(begun=2)], True, False, False),
+        ([report(begun=1), report(begun=2)], False, False, False),
+        ([report(begun=1)], False, False, False),
+        ([report(sends=1), report(sends=2)], True, False, False),
+        ([report(sends=1), report(sends=2)], False, True, False),
+        ([report(sends=1)], True, False, False),
+        ([report(), report(released=True)], True, False, False),
+        ([report(), None], True, False, False),
+        ([report("none"), report("none")], False, False, False),
+        ([report("none"), report()], False, False, False),
+        (OTHER, False, True, True),
+        (OTHER[::-1], False, False, False),
+        ([OTHER[0], report()], False, False, False),
+        ([{**report("other"), "size": 1}], False, False, False),
+    ],
+)
+def test_the_group_is_kept_adopted_or_formed_again(
+    reports: list[dict[str, Any] | None], failed: bool, healthy: bool, adopted: bool
+) -> None:
+    ranks = _Ranks()
+    manager = ProcessGroupManager(ranks)  # type: ignore[arg-type]
+    manager.healthy = True
+    manager.update_health(dict(enumerate(reports)), failed)
+    assert (manager.healthy, ranks.adopted) == (healthy, adopted)
+
+
+def test_a_group_that_was_released_is_not_good_again_after_a_good_cell() -> None:
+    manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
+    manager.update_health({0: report(), 1: report()}, False)
+    assert not manager.healthy
+
+
+def test_what_is_meant_leaves_the_group_good_until_ranks_begin_more() -> None:
+    manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
+    manager.healthy = True
+    manager.update_health({0: report(begun=1)}, False, unmatched=True)
+    manager.update_health({0: report(begun=1), 1: report()}, False)
+    manager.update_health({0: report(begun=1), 1: report()}, True)
+    assert manager.healthy
+    manager.update_health({0: report(begun=2), 1: report(begun=1)}, False)
+    assert not manager.healthy
+
+
+def test_the_connections_between_ranks_are_those_with_a_rank_at_both_ends() -> None:
+    here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
+    others = ("127.0.0.1", 3, "127.0.0.1", 4)
+    assert sorted(_shared({0: [here, others], 1: [there]})) == [here, there]
+
+
+def test_a_group_is_spoilt_when_a_stranger_has_taken_the_place_of_a_rank() -> None:
+    here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
+    stranger = ("127.0.0.1", 1, "127.0.0.1", 9)
+    assert not _is_spoilt([([here], [1]), ([there], [7])])
+    assert not _is_spoilt([([here, ("127.0.0.1", 5, "127.0.0.1", 6)], [1]), ([there], [])])
+    assert not _is_spoilt([([], []), ([], [])])
+    assert _is_spoilt([([here, stranger], [1]), ([there], [])])
+
+
+def test_a_broken_store_cannot_be_read_by_anybody(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.write_text("keys")
+    for _ in range(2):
+        poison_store(store)
+        with pytest.raises(OSError, match="symbolic links"):
+            store.open()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -1,0 +1,112 @@
+"""How messages of ranks become lines of the notebook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddip.output.router import CellOutput
+from ddip.output.tables import RankInfo, info_table, size_text, where_text
+from ddip.output.terminal_text import Screen, plain
+
+
+def stream(text: str, name: str = "stdout") -> dict[str, Any]:
+    return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": text}}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_alone_is_shown_as_it_writes(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([rank])
+    show.receive(rank, stream("half"))
+    show.receive(1, stream("not seen\n"))
+    show.receive(rank, stream("\rwhole\n"))
+    show.receive(rank, stream("bad\n", "stderr"))
+    show.finish()
+    assert tuple(capsys.readouterr()) == ("half\rwhole\n", "bad\n")
+
+
+def test_lines_of_several_ranks_are_not_torn(capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([0, 1])
+    show.receive(0, stream("a"))
+    show.receive(1, stream("b\nc"))
+    show.receive(0, stream("a\n"))
+    show.finish()
+    assert capsys.readouterr().out == "[rank 1] b\n[rank 0] aa\n[rank 1] c\n"
+
+
+def test_quiet_keeps_all_until_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([0, 1], quiet=True)
+    show.receive(1, stream("b\n"))
+    show.receive(0, stream("a"))
+    assert capsys.readouterr().out == ""
+    show.finish()
+    assert capsys.readouterr().out == "[rank 0] a\n[rank 1] b\n"
+
+
+def test_of_a_flood_the_middle_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for show_ranks in ([0], [0, 1]):
+        label = "[rank 0] " if len(show_ranks) > 1 else ""
+        show = CellOutput(show_ranks)
+        show.receive(0, stream("line 0\n"))
+        show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "7\n", "line": 7}})
+        show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "9\n", "line": 9}})
+        show.finish()
+        assert capsys.readouterr().out == f"{label}line 0\n{label}… 8 lines left out …\n{label}9\n"
+
+
+def test_bars_of_several_ranks_leave_their_last_state(capsys: pytest.CaptureFixture[str]) -> None:
+    show = CellOutput([0, 1])
+    for rank in (0, 1):
+        show.receive(rank, stream("\r 50%", "stderr"))
+    show.draw()
+    show.receive(1, stream("\r100%\nafter\n", "stderr"))
+    show.receive(0, stream("\r 75%", "stderr"))
+    show.finish()
+    assert capsys.readouterr().err == "[rank 1] 100%\n[rank 1] after\n[rank 0]  75%\n"
+
+
+def test_where_a_cell_ran_is_for_people() -> None:
+    assert where_text({}) == ""
+    assert where_text({2: 0.123}) == "rank 2 · 0.12 s"
+    assert where_text({0: 1.0, 1: 61.23, 2: 3.0}) == "ranks 0-2 · 61.2 s · slowest: rank 1"
+
+
+def test_sizes_are_for_people() -> None:
+    assert [size_text(size) for size in (None, 0, 999, 2.5e8, 80e9)] == ["", "0 B", "999 B", "250 MB", "80.0 GB"]
+
+
+def test_the_table_has_gpu_figures_only_where_there_is_a_gpu() -> None:
+    cpu = RankInfo(0, "a", 12, "cpu", 10_000, None, None, None, "idle", None)
+    assert info_table([cpu]).splitlines() == [
+        "rank  host  pid  device  memory  state  last cell",
+        "0     a     12   cpu     10 KB   idle",
+    ]
+    gpu = RankInfo(1, "a", 13, "GPU 3", 10_000, 0, 2_000_000, 80_000_000_000, "busy", 1.5)
+    lines = info_table([cpu, gpu]).splitlines()
+    assert lines[0].startswith("rank  host  pid  device  memory  GPU memory allocated / reserved / total")
+    assert lines[2].endswith(" 1.50 s")
+    assert "0 B / 2 MB / 80.0 GB" in lines[2]
+
+
+def test_a_terminal_has_the_bars_of_all_ranks_at_the_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Screen(10_000)
+
+    def seen() -> list[str]:
+        show.draw()
+        terminal.write(capsys.readouterr().out)
+        return plain(terminal.text).splitlines()
+
+    show = CellOutput([0, 1])
+    show._page.terminal = True
+    for rank in (0, 1):
+        show.receive(rank, stream("\r 10%"))
+    assert seen() == ["[rank 0]  10%", "[rank 1]  10%"]
+    show.receive(0, stream("\r 20%"))
+    show.receive(1, stream("\r100%"))
+    assert seen() == ["[rank 0]  20%", "[rank 1] 100%"]
+    show.receive(1, stream("\nsaid\n"))
+    assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0]  20%"]
+    show.receive(0, stream("\r100%\n"))
+    show.finish()
+    assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0] 100%"]

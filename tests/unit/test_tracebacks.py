@@ -1,0 +1,168 @@
+"""What is told of an exception: all of it where that is possible, and always something, soon."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from typing import Any
+
+import pytest
+from IPython.core.ultratb import VerboseTB
+
+from ddip.rank import tracebacks
+from ddip.rank.tracebacks import CHARACTERS, Told, tell
+
+
+def raised(code: str, **names: Any) -> BaseException:
+    """What `code` raises."""
+    try:
+        exec(code, names)
+    except BaseException as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+def in_time(error: BaseException, rich: Any = None) -> Told:
+    began = time.process_time(), time.monotonic()
+    told = tell(error, rich)
+    assert time.process_time() < began[0] + 3 * tracebacks.SECONDS
+    assert time.monotonic() < began[1] + 20  # ten times what a calm machine needs
+    assert sum(map(len, told.traceback)) <= CHARACTERS
+    return told
+
+
+def test_the_rich_traceback_is_taken_where_there_is_one() -> None:
+    assert tell(raised("1 / 0"), lambda: ["rich"]) == Told("ZeroDivisionError", "division by zero", ["rich"])
+
+
+@pytest.mark.parametrize(
+    "rich",
+    [lambda: time.sleep(1000), lambda: 1 / 0, lambda: [3], lambda: ["x" * (CHARACTERS + 1)], lambda: sys.exit(), None],
+    ids=["sleeps", "raises", "no text", "too long", "exits", "none"],
+)
+def test_pythons_traceback_is_taken_where_ipythons_is_not_to_be_had(rich: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
+    told = in_time(raised("def f():\n    raise ValueError('why')\nf()"), rich)
+    if rich is None or "3" not in str(told.traceback):
+        assert told.traceback[1].split() == ["ValueError", "Traceback", "(most", "recent", "call", "last)"]
+        assert any("line 2, in f" in line for line in told.traceback) and told.traceback[-1] == "ValueError: why"
+    assert told.message == "why" and told.whole
+
+
+def test_a_traceback_that_takes_cpu_time_is_given_up() -> None:
+    assert in_time(raised("1 / 0"), lambda: sum(i for i in range(10**12))).traceback[-1] == (
+        "ZeroDivisionError: division by zero"
+    )
+
+
+@pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
+def test_a_text_that_does_not_come_is_not_waited_for(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
+    error = raised(f"class Odd(Exception):\n    def __str__(self):\n        {body}\nraise Odd", time=time)
+    told = in_time(error, lambda: ["never asked"])
+    assert told.traceback[-1] == "Odd: (no text: its __str__ takes too long)" and not told.whole
+
+
+def test_a_text_that_raises_says_so() -> None:
+    told = tell(raised("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
+    assert told.message == "(it has no text: its __str__ raised TypeError)"
+
+
+def test_a_text_of_a_gigabyte_is_cut() -> None:
+    told = in_time(ValueError("x" * 10**9))
+    assert told.message.endswith("(1,000,000,000 characters)") and len(told.message) < 11_000 and not told.whole
+
+
+def test_of_a_long_chain_the_ends_are_told() -> None:
+    error: BaseException | None = None
+    for number in range(20_000):
+        link = ValueError(number)
+        link.__cause__ = error
+        error = link
+    assert error is not None
+    lines = "\n".join(in_time(error, lambda: ["never asked"]).traceback)
+    assert [number for number in (0, 1, 2, 3, 19_995, 19_996, 19_999) if f"ValueError: {number}\n" in lines + "\n"] == [
+        *(0, 1, 2),
+        *(19_996, 19_999),
+    ]
+    assert "[... 19,993 exceptions of this chain are left out ...]" in lines
+
+
+def test_a_chain_in_a_circle_ends() -> None:
+    one, two = ValueError("one"), KeyError("two")
+    one.__cause__, two.__cause__ = two, one
+    lines = in_time(one).traceback
+    assert lines.count("ValueError: one") == lines.count("KeyError: 'two'") == 1
+    assert any("direct cause" in line for line in lines)
+
+
+def test_a_context_that_is_suppressed_is_not_told() -> None:
+    code = "try: {}[1]\nexcept KeyError: raise ValueError"
+    assert "KeyError" not in "".join(tell(raised(f"{code} from None"), None).traceback)
+    assert "During handling" in "".join(tell(raised(code), None).traceback)
+
+
+@pytest.mark.parametrize(
+    "code", ["def f(n): f(n + 1)\nf(0)", "def f(n): g(n)\ndef g(n): f(n)\nf(0)"], ids=["of one", "of two"]
+)
+def test_of_a_recursion_each_line_is_told_a_few_times(code: str) -> None:
+    told = in_time(raised(code))
+    assert len(told.traceback) < 15 and any("frames are left out ...]" in line for line in told.traceback)
+
+
+def test_of_many_frames_the_ends_are_told() -> None:
+    code = "".join(f"def f{i}(): f{i + 1}()\n" for i in range(200)) + "def f200(): 1 / 0\nf0()"
+    told = in_time(raised(code))
+    assert 40 < len(told.traceback) < 60 and "in f200" in told.traceback[-2]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has none")
+def test_of_a_group_some_members_are_told() -> None:
+    error = raised("raise ExceptionGroup('many', [ValueError(i) for i in range(5000)])")
+    lines = in_time(error, lambda: ["never asked"]).traceback
+    assert "  ValueError: 4" in lines and "  ValueError: 5" not in lines and "  [... 4,995 more ...]" in lines
+
+
+def test_a_line_of_megabytes_is_cut() -> None:
+    assert in_time(raised("1 / 0\n" + "#" * 5_000_000)).traceback
+    syntax = in_time(raised("x = '" + "y" * 5_000_000))
+    assert len("".join(syntax.traceback)) < 20_000 and syntax.name == "SyntaxError"
+
+
+def test_notes_are_told_and_odd_ones_do_no_harm() -> None:
+    error = raised("1 / 0")
+    error.__notes__ = ["a note"] * 1000  # type: ignore[attr-defined]
+    assert tell(error, None).traceback.count("a note") == tracebacks.NOTES
+    error.__notes__ = 3  # type: ignore[attr-defined]
+    assert tell(error, None).traceback[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_it_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", fail)
+    assert tell(raised("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_the_sources_that_ipythons_traceback_parses_can_be_let_go() -> None:
+    import torch
+
+    def count() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    def fail(tb: VerboseTB) -> None:
+        try:
+            torch.nn.Linear(2, 2)(torch.ones(3))
+        except RuntimeError as error:
+            tb.structured_traceback(type(error), error, error.__traceback__)
+
+    fail(VerboseTB())  # what is imported for it stays
+    tracebacks.forget_sources()
+    before = count()
+    fail(VerboseTB())
+    assert count() > before + 10_000
+    tracebacks.forget_sources()
+    assert count() < before + 500

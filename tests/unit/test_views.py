@@ -1,0 +1,350 @@
+"""What the views make of the output of ranks, on a page that notes what it is shown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from ddip.errors import RankError
+from ddip.output.grouped import Grouped
+from ddip.output.labels import Labels
+from ddip.output.tabs import LIVE_CHARACTERS, Tabs
+from ddip.output.transcript import WIDGET, RankTranscript, plain_of
+from ddip.output.views import Plain, View
+
+LIMIT = 100_000
+PICTURE = {"image/png": "aaaa", "text/plain": "<Figure>"}
+
+
+class Page:
+    """Takes the place of a ``CellOutputArea``."""
+
+    rich = True
+    terminal = False
+    closed = False
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, str]] = []
+        self.shown: list[dict[str, Any]] = []
+        """One for each display; an update takes the place of what had its id."""
+        self.ids: list[str | None] = []
+        self.sent = 0
+        self.cleared: list[bool] = []
+
+    def write(self, stream: str, text: str) -> None:
+        self.written.append((stream, text))
+
+    def show(
+        self, data: dict[str, Any], metadata: Any = None, display_id: str | None = None, update: bool = False
+    ) -> None:
+        self.sent += 1
+        if update:
+            self.shown[self.ids.index(display_id)] = data
+        else:
+            self.shown.append(data)
+            self.ids.append(display_id)
+
+    def clear(self, wait: bool) -> None:
+        self.cleared.append(wait)
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self.written)
+
+    @property
+    def plain(self) -> list[str]:
+        return [data.get("text/plain", "") for data in self.shown]
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page()
+
+
+def tabs(page: Page, count: int = 2) -> Tabs:
+    return Tabs(page, range(count), LIMIT)  # type: ignore[arg-type]
+
+
+def grouped(page: Page, count: int = 2) -> Grouped:
+    return Grouped(page, range(count), LIMIT)  # type: ignore[arg-type]
+
+
+def plain(page: Page, limit: int = LIMIT) -> Plain:
+    return Plain(page, limit)  # type: ignore[arg-type]
+
+
+def write(view: View, *texts: str, stream: str = "stdout") -> None:
+    """One text for each rank."""
+    for rank, text in enumerate(texts):
+        view.text(rank, stream, text, None)
+
+
+# -- tabs
+
+
+def test_a_tab_for_each_rank_while_they_run_and_one_for_those_that_agree_in_the_end(page: Page) -> None:
+    view = tabs(page, 3)
+    write(view, "a\n", "a\n", "b\n")
+    view.draw()
+    buttons, shown = page.shown
+    assert buttons["text/html"].count("<input") == 3 and buttons["text/html"].count("checked") == 1
+    assert shown["text/html"].count("ddip-runs") == 3
+    assert shown["text/plain"] == "── rank 0 ──\na\n── rank 1 ──\na\n── rank 2 ──\nb"
+    assert view.close({}, "12 s")
+    assert page.shown[1]["text/plain"] == "── ranks 0, 1 ──\na\n── rank 2 ──\nb\n12 s"
+    assert "ddip-runs" not in page.shown[1]["text/html"] and '<span class="ddip-note">12 s</span>' in str(page.shown[1])
+
+
+def test_the_buttons_are_sent_once(page: Page) -> None:
+    view = tabs(page)
+    for number in range(5):
+        write(view, f"{number}\n")
+        view._next = 0.0
+        view.draw()
+    assert len(page.shown) == 2 and page.sent == 6
+
+
+def test_tabs_that_have_not_changed_are_not_sent_again(page: Page) -> None:
+    view = tabs(page)
+    write(view, "a")
+    for _ in range(5):
+        view._next = 0.0
+        view.draw()
+    assert page.sent == 2
+
+
+def test_nothing_shown_is_nothing_drawn(page: Page) -> None:
+    view = tabs(page)
+    view.ended(0, False)
+    view.draw()
+    assert not view.close({}, "12 s") and page.shown == []
+
+
+def test_an_error_stands_in_the_tab_of_its_rank(page: Page) -> None:
+    view = tabs(page, 3)
+    write(view, "a\n")
+    view.ended(1, True)
+    view.draw()
+    assert page.plain[1].splitlines()[2] == "── rank 1 ✗ ──"
+    waited = RankError("RuntimeError", "gloo", "", waited="barrier")
+    assert view.close({1: RankError("ValueError", "no", "the traceback"), 2: waited}, "")
+    assert page.plain[1].splitlines() == [
+        "── rank 0 ──",
+        "a",
+        "── rank 1 ✗ ──",
+        "the traceback",
+        "── rank 2 ──",
+        "was blocked in barrier, until ddip aborted it",
+    ]
+    assert "<pre>the traceback</pre>" in page.shown[1]["text/html"]
+
+
+def test_what_html_cannot_show_is_shown_below_with_its_rank(page: Page) -> None:
+    view = tabs(page)
+    view.display(1, {WIDGET: {"model_id": "m"}, "text/plain": "a widget"}, {}, "x")
+    view.display(0, {"text/html": "<script>alert()</script>"}, {}, None)
+    assert page.written == [("stdout", "[rank 1]\n"), ("stdout", "[rank 0]\n")]
+    assert page.ids == ["x-rank1", None]
+    view.update(1, {"text/plain": "changed"}, {}, "x")
+    assert page.plain == ["changed", ""]
+
+
+def test_displays_and_results_go_into_the_tab(page: Page) -> None:
+    view = tabs(page)
+    view.display(0, PICTURE, {}, "p")
+    view.display(0, {"text/latex": "$x<1$"}, {}, None)
+    view.display(0, {"text/html": "<b>bold</b>"}, {}, None)
+    view.display(0, {"text/markdown": "*m*"}, {}, None)
+    view.result(1, 7, {"text/plain": "1\n2"}, {})
+    view.draw()
+    html = page.shown[1]["text/html"]
+    assert all(part in html for part in ("data:image/png;base64,aaaa", "$x&lt;1$", "<b>bold</b>", "*m*"))
+    assert page.plain[1].endswith("── rank 1 ──\nOut[7]:\n1\n2")
+    view.update(0, {"text/plain": "gone"}, {}, "p")
+    view._next = 0.0
+    view.draw()
+    assert "aaaa" not in page.shown[1]["text/html"]
+
+
+def test_of_long_text_the_last_rows_are_shown_until_the_end(page: Page) -> None:
+    view = tabs(page)
+    write(view, "first\n" + "x" * 99 + "\n" + ("y" * 99 + "\n") * (LIVE_CHARACTERS // 100) + "last\n")
+    view.draw()
+    assert "last" in page.plain[1] and "first" not in page.plain[1]
+    view.close({}, "")
+    assert "first" in page.plain[1]
+
+
+# -- grouped
+
+
+def test_ranks_with_the_same_output_are_shown_together_in_the_end(page: Page) -> None:
+    view = grouped(page, 4)
+    write(view, "a\n", "b", "a\n")
+    view.result(1, 3, {"text/plain": "7"}, {})
+    view.draw()
+    assert not page.written
+    assert not view.close({}, "")
+    assert page.text == "── ranks 0, 2 ──\na\n── rank 1 ──\nb\n"
+    assert page.plain == ["Out[3]: 7"]
+
+
+def test_what_comes_late_is_a_group_of_its_own(page: Page) -> None:
+    view = grouped(page)
+    write(view, "a\n")
+    view.close({}, "")
+    view.text(1, "stderr", "late\n", None)
+    view.draw()
+    assert page.text == "── rank 0 ──\na\n── rank 1 ──\nlate\n"
+    assert page.written[-1][0] == "stderr"
+
+
+def test_a_grouped_display_is_changed_before_it_is_shown(page: Page) -> None:
+    view = grouped(page)
+    view.display(0, {"text/plain": "old"}, {}, "d")
+    view.update(0, {"text/plain": "new"}, {}, "d")
+    view.text(1, "stdout", "gone", None)
+    view.clear(1, False)
+    view.section(1).add_area("area")
+    view.section(1).capture("area", True)
+    view.text(1, "stdout", "captured\n", None)
+    view.section(1).capture("area", False)
+    view.display(1, {WIDGET: {"model_id": "area"}}, {}, None)
+    view.ended(0, False)
+    view.close({}, "")
+    assert page.plain == ["new"] and page.text == "── rank 0 ──\n── rank 1 ──\ncaptured\n"
+
+
+# -- one rank
+
+
+def test_a_bar_is_one_display_that_ends_where_ordinary_text_comes(page: Page) -> None:
+    view = plain(page)
+    view.text(0, "stderr", "before\n\r  0%", None)
+    view.text(0, "stderr", "\r 50%", None)
+    view.text(0, "stderr", "\r100%\n", None)
+    view.text(0, "stderr", "after\n", None)
+    assert page.written == [("stderr", "before\n"), ("stderr", "after\n")]
+    assert page.plain == ["100%"]
+
+
+def test_a_bar_that_goes_on_is_drawn_seldom_and_whole_in_the_end(page: Page) -> None:
+    view = plain(page)
+    for percent in range(100):
+        view.text(0, "stderr", f"\r{percent}%", None)
+        view.draw()
+    assert page.sent < 100
+    view.close({}, "")
+    assert page.plain == ["99%"]
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_of_a_flood_the_middle_is_left_out(page: Page, rich: bool) -> None:
+    page.rich = rich
+    view = plain(page, limit=1000)
+    view.text(0, "stdout", "first\n", None)
+    view.text(0, "stdout", "row 5000\n", 5000)
+    view.text(0, "stdout", "row 5001\n", None)
+    view.draw()
+    view.close({}, "")
+    assert page.written[0] == ("stdout", "first\n")
+    assert page.text.endswith("row 5000\nrow 5001\n")
+    note = page.plain[-1] if rich else page.written[1][1]
+    assert re.fullmatch(r"… 4,99\d lines left out …\n?", note)
+
+
+def test_clearing_ends_a_bar(page: Page) -> None:
+    view = plain(page)
+    view.text(0, "stderr", "\r 50%", None)
+    view.clear(0, True)
+    view.text(0, "stderr", "\r 10%", None)
+    assert page.cleared == [True] and page.plain == [" 50%", " 10%"]
+
+
+def test_displays_of_one_rank_are_as_they_came(page: Page) -> None:
+    view = plain(page)
+    view.display(0, PICTURE, {}, "x")
+    view.update(0, {"text/plain": "changed"}, {}, "x")
+    view.result(0, 4, {"text/plain": "5"}, {})
+    view.ended(0, False)
+    assert view.section(0) is None
+    assert page.plain == ["changed", "Out[0:4]: 5"]
+
+
+# -- what a rank has shown
+
+
+def test_text_goes_on_where_its_line_was_left() -> None:
+    shown = RankTranscript(LIMIT)
+    shown.text("stdout", "half", None)
+    shown.text("stderr", "!\n", None)
+    shown.text("stdout", " whole\n", None)
+    shown.text("stdout", "new\n", None)
+    assert plain_of(shown.items) == "half whole\n!\nnew"
+
+
+def test_a_line_number_replaces_the_end_of_what_was_there() -> None:
+    shown = RankTranscript(LIMIT)
+    shown.text("stdout", "0\n1\n", None)
+    shown.text("stdout", "900\n", 900)
+    assert "898 lines left out" in plain_of(shown.items)
+
+
+def test_clear_waits_for_what_comes_next() -> None:
+    shown = RankTranscript(LIMIT)
+    shown.display({"text/plain": "a"})
+    shown.clear(wait=True)
+    assert plain_of(shown.items) == "a"
+    shown.display({"text/plain": "b"})
+    assert plain_of(shown.items) == "b"
+    shown.clear(wait=False)
+    assert shown.items == [] and shown.changed
+
+
+def test_an_output_widget_captures_until_it_is_told_not_to() -> None:
+    shown = RankTranscript(LIMIT)
+    shown.add_area("w")
+    shown.capture("w", True)
+    shown.text("stdout", "inside\n", None)
+    shown.display({"text/plain": "d"}, None, "id")
+    shown.capture("w", False)
+    shown.text("stdout", "outside\n", None)
+    assert plain_of(shown.items) == "outside"
+    shown.display({WIDGET: {"model_id": "w"}})
+    shown.display({WIDGET: {"model_id": "w"}})  # it is shown once
+    assert plain_of(shown.items) == "outside\ninside\nd"
+    assert shown.update({"text/plain": "e"}, {}, "id") and plain_of(shown.items).endswith("e")
+    assert not shown.update({}, {}, "nobody's")
+    assert shown.is_area("w") and not shown.outside
+    shown.drop_areas(["w"])
+    shown.capture("w", True)
+    assert shown.outside
+
+
+# -- labels
+
+
+def test_labelled_bars_of_several_ranks_are_one_display(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    write(view, "\r 10%", "\r 20%", stream="stderr")
+    view.draw()
+    assert page.plain == ["[rank 0]  10%\n[rank 1]  20%"]
+    write(view, "\r100%\n", "\r 90%", stream="stderr")
+    write(view, "done\n", stream="stderr")
+    view.ended(1, False)
+    view.close({}, "")
+    assert "[rank 0] 100%" in "\n".join(page.plain) + page.text
+    assert "[rank 1]  90%" in "\n".join(page.plain) + page.text
+    assert "[rank 0] done\n" in page.text
+
+
+def test_labelled_displays_have_their_rank(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.display(1, PICTURE, {}, "x")
+    view.update(1, {"text/plain": "changed"}, {}, "x")
+    view.result(0, 3, {"text/plain": "7"}, {})
+    view.clear(0, False)
+    assert page.plain == ["changed", "Out[0:3]: 7"] and "[rank 1]" in page.text
+    assert view.section(0) is None and page.cleared == []

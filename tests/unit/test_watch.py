@@ -1,0 +1,165 @@
+"""Do ranks move? Decided from what they answer and what the system says of their processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from ddip.group import watch
+from ddip.group.watch import Ending, Watch
+from ddip.protocol import on_rank
+from ddip.protocol.on_rank import RemoteCall
+
+
+class Ranks:
+    """What a watch asks of ranks: each answers what `answers` has for it."""
+
+    def __init__(self, pids: Sequence[int], answers: dict[int, Any]) -> None:
+        self.members = [SimpleNamespace(pid=pid) for pid in pids]
+        self.answers = answers
+        self.asked: list[RemoteCall[Any]] = []
+
+    def call_on_control_channel(self, ranks: Sequence[int], call: RemoteCall[Any]) -> dict[int, Any]:
+        self.asked.append(call)
+        return {rank: self.answers[rank] for rank in ranks}
+
+
+class Clock:
+    """What a watch takes the time from."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    return clock
+
+
+def process(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """A process that waits."""
+    child = process("print(flush=True); input()")
+    assert child.stdout is not None
+    child.stdout.readline()  # it has started, and computes no more
+    while psutil.Process(child.pid).status() != psutil.STATUS_SLEEPING:
+        pass
+    yield child.pid
+    child.communicate(b"\n")
+
+
+@pytest.fixture
+def worker() -> Iterator[int]:
+    """A process that computes."""
+    child = process("while True: pass")
+    yield child.pid
+    child.kill()
+    child.communicate()
+
+
+# -- a cell that runs
+
+
+def stands_still(clock: Clock, ranks: Ranks, *moves: dict[int, Any], seconds: float = 1.0) -> list[bool]:
+    """What a watch with a patience of 3 s says each time, `seconds` apart."""
+    one = Watch(ranks, 3.0)  # type: ignore[arg-type]
+    said = []
+    for answers in moves:
+        clock.now += seconds
+        ranks.answers = answers
+        said.append(one.stands_still(sorted(answers), clock.now))
+    return said
+
+
+def test_ranks_that_stay_where_they_are_stand_still_when_patience_is_over(clock: Clock) -> None:
+    here = {0: (7, 0.0), 1: (8, 0.0)}
+    assert stands_still(clock, Ranks([1, 2], {}), *[here] * 5) == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("moved", [{0: (9, 0.0), 1: (8, 0.0)}, {0: (7, 1.0), 1: (8, 0.0)}], ids=["a step", "CPU time"])
+def test_one_rank_that_moves_is_enough(clock: Clock, moved: dict[int, Any]) -> None:
+    here = {0: (7, 0.0), 1: (8, 0.0)}
+    assert stands_still(clock, Ranks([1, 2], {}), here, here, here, moved, moved, moved) == [False] * 6
+
+
+def test_a_little_cpu_time_is_no_movement(clock: Clock) -> None:
+    answers = [{0: (7, 0.01 * second)} for second in range(5)]
+    assert stands_still(clock, Ranks([1], {}), *answers)[-1]
+
+
+def test_a_rank_that_does_not_answer_does_not_move(clock: Clock) -> None:
+    assert stands_still(clock, Ranks([1], {}), *[{0: None}] * 4)[-1]
+
+
+def test_ranks_are_not_asked_all_the_time(clock: Clock) -> None:
+    ranks = Ranks([1], {})
+    stands_still(clock, ranks, *[{0: (7, 0.0)}] * 30, seconds=0.1)
+    assert 1 < len(ranks.asked) < 6 and set(ranks.asked) == {on_rank.pulse()}
+
+
+def test_a_message_is_movement(clock: Clock) -> None:
+    one = Watch(Ranks([1], {0: (7, 0.0)}), 3.0)  # type: ignore[arg-type]
+    for _ in range(5):
+        clock.now += 2
+        one.moved()
+        assert not one.stands_still([0], clock.now)
+
+
+# -- a cell that was told to stop
+
+
+def moving(clock: Clock, pid: int, *phases: str | None, asleep: float = 0.0, seconds: float = 0.25) -> list[bool]:
+    """Whether the rank is on its way to its end, each time that it is looked at."""
+    ranks = Ranks([pid], {})
+    ending = Ending(ranks, [0], asleep)  # type: ignore[arg-type]
+    said = []
+    for phase in phases:
+        clock.now += seconds
+        ranks.answers = {0: phase}
+        said.append(ending.moving([0]) == [0])
+    return said
+
+
+def test_a_rank_that_waits_in_the_cells_own_code_is_left_out_at_the_second_look(clock: Clock, sleeper: int) -> None:
+    assert moving(clock, sleeper, "code", "code", "code")[-1] is False
+
+
+def test_a_rank_that_is_idle_has_its_answer_under_way(clock: Clock, sleeper: int) -> None:
+    assert moving(clock, sleeper, "idle", "idle", "idle") == [True] * 3
+
+
+def test_a_rank_that_computes_behind_the_cells_code_may_take_its_time(clock: Clock, worker: int) -> None:
+    assert moving(clock, worker, *["ending"] * 40) == [True] * 40
+
+
+def test_nobody_may_take_longer_than_half_a_minute(clock: Clock, worker: int) -> None:
+    assert moving(clock, worker, "ending", "ending", seconds=20.0) == [True, False]
+
+
+def test_behind_the_cells_code_a_rank_may_sleep_for_a_while_if_that_is_allowed(clock: Clock, sleeper: int) -> None:
+    assert moving(clock, sleeper, *["ending"] * 3, asleep=6.0, seconds=1.0) == [True] * 3
+    assert moving(clock, sleeper, *["ending"] * 9, asleep=6.0, seconds=1.0)[-1] is False
+
+
+def test_a_rank_that_does_not_answer_is_taken_to_run_the_cells_code(clock: Clock, sleeper: int) -> None:
+    assert moving(clock, sleeper, *[None] * 4)[-1] is False
+
+
+def test_a_rank_that_has_ended_does_not_move(clock: Clock) -> None:
+    child = process("pass")
+    child.communicate()
+    assert moving(clock, child.pid, "code", "code") == [False, False]
