@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+LOG_LINES = 12
+"""Lines of a log that an error shows."""
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}
 """Signals by which C code ends its process."""
 
@@ -97,12 +99,39 @@ def log_end(text: str, count: int) -> list[str]:
     """The last `count` lines of a log, or, if the process has crashed, the innermost lines of the thread that did."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
-        if line.startswith(
-            "Fatal Python error"
-        ):  # faulthandler's words; the crashed thread's come next, innermost first
+        if line.startswith("Fatal Python error"):  # faulthandler's; the crashed thread comes next, innermost first
             here = next((j for j in range(i, len(lines)) if lines[j].startswith("Current thread")), i + 1)
             return [line, *lines[here : here + count - 1]]
     return lines[-count:]
+
+
+class EngineLogs:
+    """What engines have written to their logs, also when ipyparallel has removed the files."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, Path] = {}
+        self._last_words: dict[int, str] = {}
+
+    def opened(self, engine: int, path: Path) -> None:
+        """`engine` has started, and writes to `path`."""
+        self._paths[engine] = path
+
+    def closed(self, engine: int, text: str) -> None:
+        """`engine` has ended, and had written `text`."""
+        self._last_words[engine] = text
+
+    def tail(self, engine: int) -> list[str]:
+        """The last lines; of a crash, those that tell where it was."""
+        try:
+            text = self._paths[engine].read_text(errors="replace")
+        except (KeyError, OSError):  # not started, or ended
+            text = self._last_words.get(engine, "")
+        return log_end(text, LOG_LINES)
+
+    def text(self, engine: int) -> str:
+        """The same at the end of an error."""
+        lines = self.tail(engine)
+        return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
 
 
 def _gigabytes(size: int) -> str:

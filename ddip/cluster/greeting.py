@@ -47,7 +47,7 @@ def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], N
         asked = {_hello(client, engine): engine for engine in engines if engine not in hellos}
         tried = {_nothing(client, engine): engine for engine in engines if engine not in listening}
         done, _ = concurrent.futures.wait([*asked, *tried], timeout=interval)
-        hellos.update((asked[answer], answer.result()["content"]["ok"]) for answer in done if answer in asked)
+        hellos.update((asked[answer], answer.result()["ok"]) for answer in done if answer in asked)
         listening.update(tried[answer] for answer in done if answer in tried)
         check({*engines} - ({*hellos} & listening))
         interval = min(2 * interval, 1)

@@ -16,14 +16,12 @@ from ipyparallel.client.futures import MessageFuture
 from ipyparallel.error import EngineError, RemoteError
 from ipyparallel.serialize import can
 
+from ddip.cluster.seam import Listener, Message
 from ddip.protocol.reports import CellReport
 
 can(None)  # imports numpy, where it is: now, and not from the notebook's folder when it is used first
 
 log = logging.getLogger("ddip")
-
-Message = dict[str, Any]
-Listener = Callable[[Message], None]
 
 
 class RankClient(Client):  # type: ignore[misc]
@@ -162,9 +160,15 @@ def report(reply: Any) -> CellReport | None:
     return (info or {}).get("ddip")
 
 
-def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[Message]:
-    """Send a request of any type on the control channel of `engine`; ipyparallel knows only its own types."""
-    return client._send(client._control_stream, msg_type, content=content, ident=_identity(client, engine))  # type: ignore[no-any-return]
+def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:
+    """Send a request of any type on the control channel of `engine`; returns the content of its answer.
+
+    ipyparallel knows only its own types. Raises KeyError for an engine that has ended.
+    """
+    answer: Future[dict[str, Any]] = Future()
+    future = client._send(client._control_stream, msg_type, content=content, ident=_identity(client, engine))
+    future.add_done_callback(lambda done: answer.set_result(done.result()["content"]))
+    return answer
 
 
 def refresh(client: Client, timeout: float) -> None:

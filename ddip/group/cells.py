@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ddip.cluster import ipp_private
+from ddip.cluster.seam import Message, Request
 from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
 from ddip.group import stopping
 from ddip.group.cell_state import (
@@ -45,7 +45,7 @@ from ddip.group.ranks import Ranks
 from ddip.group.watch import Ending, Watch
 from ddip.output import pages
 from ddip.output.area import cell_number, notify
-from ddip.output.router import CellOutput, Message
+from ddip.output.router import CellOutput
 from ddip.output.tables import places_text, still_text, verb_of, way_out, where_text
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
@@ -59,7 +59,7 @@ DRAW_SECONDS = 0.1
 """How often what changes in place is looked at."""
 LATE_CELLS = 20
 """Cells whose late output is still shown."""
-Futures: TypeAlias = Mapping[int, concurrent.futures.Future[Any]]
+Requests: TypeAlias = Mapping[int, Request]
 Events: TypeAlias = "queue.SimpleQueue[tuple[str, int, Any]]"
 """What happened (a reply, the output's end, a message, a stop), to which rank, and with what."""
 
@@ -70,7 +70,7 @@ class Cells:
     def __init__(self, ranks: Ranks, manager: ProcessGroupManager) -> None:
         self._ranks = ranks
         self._manager = manager
-        self._abandoned: Futures = {}
+        self._abandoned: Requests = {}
         self._count = 0
         self._listening: collections.deque[list[str]] = collections.deque()
 
@@ -133,16 +133,15 @@ class Cells:
         if error is not None:
             raise error
         for _, reply in sorted(cell.replies.items()):
-            if pages.show(ipp_private.payload(reply.result())):
+            if pages.show(reply.result().payload):
                 break  # the first rank's
 
     def _listen_on(self, cell: _Cell) -> None:
         """What comes late is shown for the last cells only."""
-        listeners = self._ranks.cluster.client.listeners
-        self._listening.append([future.msg_id for future in cell.replies.values()])  # type: ignore[attr-defined]
+        self._listening.append([request.msg_id for request in cell.replies.values()])
         if len(self._listening) > LATE_CELLS:
-            for message in self._listening.popleft():
-                listeners.pop(message, None)
+            for msg_id in self._listening.popleft():
+                self._ranks.cluster.stop_listening(msg_id)
 
 
 class _Cell:
@@ -150,7 +149,7 @@ class _Cell:
 
     def __init__(self, ranks: Ranks, manager: ProcessGroupManager, show: CellOutput, limits: Limits) -> None:
         self.events: Events = queue.SimpleQueue()
-        self.replies: Futures = {}
+        self.replies: Requests = {}
         self.reports: dict[int, CellReport | None] = {}
         self._state = CellState([], limits, time.monotonic())
         self._ranks = ranks
@@ -176,7 +175,7 @@ class _Cell:
         told = {"number": number, "name": name, "ranks": list(ranks), "rich": self._show.rich}
         self.replies = {rank: self._send(rank, code, told) for rank in ranks}
 
-    def _send(self, rank: int, code: str, told: dict[str, Any]) -> concurrent.futures.Future[Any]:
+    def _send(self, rank: int, code: str, told: dict[str, Any]) -> Request:
         def on_message(message: Message) -> None:
             with self._lock:
                 if not self._shown:
@@ -186,10 +185,10 @@ class _Cell:
 
         engine = self._ranks.members[rank].engine
         asked = {**told, "limit": self._show.display.max_output_chars if rank in self._show.show_ranks else 0}
-        future = ipp_private.execute(self._ranks.cluster.client, engine, code, on_message, asked)
-        future.add_done_callback(lambda _: self.events.put(("reply", rank, None)))
-        future.output.add_done_callback(lambda _: self.events.put(("output end", rank, None)))
-        return future  # type: ignore[no-any-return]
+        request = self._ranks.cluster.execute(engine, code, on_message, asked)
+        request.add_done_callback(lambda _: self.events.put(("reply", rank, None)))
+        request.output.add_done_callback(lambda _: self.events.put(("output end", rank, None)))
+        return request
 
     def finish(self) -> None:
         """Show what is left; what comes from here on comes late."""
@@ -285,7 +284,7 @@ class _Cell:
 
     def _take_reply(self, rank: int) -> Replied:
         reply = self.replies[rank].result()
-        report = self.reports[rank] = ipp_private.report(reply)
+        report = self.reports[rank] = reply.report
         caught = caught_in(report)
         if caught is not None:
             self._after_caught.moved()
@@ -307,7 +306,7 @@ class _Cell:
             case ShowEnded(rank, failed):
                 self._show.ended(rank, failed)
             case Do.INTERRUPT:
-                self._ranks.interrupt({rank: self.replies[rank].msg_id for rank in running})  # type: ignore[attr-defined]
+                self._ranks.interrupt({rank: self.replies[rank].msg_id for rank in running})
                 self._ending = self._ending or Ending(self._ranks, running)
             case Do.RELEASE:
                 self._manager.release()
@@ -342,6 +341,6 @@ class _Cell:
 STOP_HINT = "the stop button ends the cell and keeps all variables"
 
 
-def _unfinished(replies: Futures) -> list[int]:
+def _unfinished(replies: Requests) -> list[int]:
     """Ranks that have not answered."""
     return [rank for rank, future in replies.items() if not future.done()]

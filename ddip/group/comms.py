@@ -9,12 +9,11 @@ from typing import Any
 
 import comm
 
-from ddip.cluster import ipp_private
+from ddip.cluster.seam import Message
 from ddip.group.ranks import Ranks
 from ddip.output.area import CellOutputArea
 from ddip.output.transcript import RankTranscript
 
-Message = dict[str, Any]
 KEPT = 200
 """Messages of the page whose late output is still shown."""
 
@@ -66,15 +65,14 @@ class Comms:
         page.send(message)
 
     def _open(self, rank: int, content: dict[str, Any], late: Callable[[int, Message], None]) -> None:
-        engine = self._ranks.members[rank].engine
+        cluster, engine = self._ranks.cluster, self._ranks.members[rank].engine
         proxy = comm.create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
 
         def to_rank(message: Message) -> None:
-            client = self._ranks.cluster.client
             with contextlib.suppress(KeyError, OSError):  # its rank has ended, or the whole group
-                self._sent.append(ipp_private.send_comm(client, engine, message, lambda shown: late(rank, shown)))
+                self._sent.append(cluster.send_comm(engine, message, lambda shown: late(rank, shown)))
             if len(self._sent) > KEPT:
-                client.listeners.pop(self._sent.popleft(), None)
+                cluster.stop_listening(self._sent.popleft())
 
         def close(message: Message | None = None) -> None:
             to_rank({"header": {"msg_type": "comm_close"}, "content": {"comm_id": content["comm_id"], "data": {}}})

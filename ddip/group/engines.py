@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 from ddip import apps
@@ -59,30 +58,23 @@ class Engines:
     def _start(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
         """New engines for `ranks`."""
         folder.ensure_ready()
-        cluster = self._ranks.cluster
-        timeout = max(0.1, deadline - time.monotonic())
-        first = not cluster.connected
-        if first:
+        if not ranks:
+            self.check_torch(spec)
+            return []
+        cluster, here = self._ranks.cluster, spec.size - len(ranks)
+        if not cluster.connected:
             self._progress("ddip: starting the controller", 0.0)
-            cluster.start_controller(timeout)
-        also = [apps.find(app)] if app else []
-        started = cluster.start_engines(len(ranks), _environment(spec), also, timeout)
-        if first:
-            cluster.connect(deadline)
-        here = spec.size - len(ranks)
 
         def tell(up: int) -> None:
-            self._progress(f"ddip: {here + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(started))
+            self._progress(f"ddip: {here + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(ranks))
 
-        hellos = cluster.wait_for(started, deadline, tell)
-        if hellos:
-            _check_version(hellos)
-            _check_torch(spec, hellos[0])
-        else:
-            self.check_torch(spec)
+        also = [apps.find(app)] if app else []
+        hellos = cluster.start(len(ranks), _environment(spec), also, deadline, tell)
+        _check_version([*hellos.values()])
+        _check_torch(spec, next(iter(hellos.values())))
         return [
             Member(engine, hello["pid"], hello["host"], DeviceBinding(spec.visible, spec.gpus[rank]))
-            for rank, engine, hello in zip(ranks, started, hellos, strict=True)
+            for rank, (engine, hello) in zip(ranks, hellos.items(), strict=True)
         ]
 
 

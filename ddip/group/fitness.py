@@ -9,7 +9,6 @@ A rank can be good for the group, and yet for no cell.
 
 from __future__ import annotations
 
-from ddip.cluster import ipp_private
 from ddip.errors import GroupError, RankError, RequestFailed
 from ddip.group import stopping
 from ddip.group.engines import Engines
@@ -65,9 +64,9 @@ class Fitness:
     def no_cell_runs(self, seconds: float) -> list[int]:
         """The ranks on which not even a cell that does nothing goes well within `seconds`: ``__builtins__`` may be
         empty, or a hook of IPython may fail or hang. Raises RequestInterrupted."""
-        client = self._ranks.cluster.client
+        cluster = self._ranks.cluster
         cells = {
-            rank: ipp_private.execute(client, member.engine, CELL, lambda _: None, {"limit": 0}, history=False)
+            rank: cluster.execute(member.engine, CELL, lambda _: None, {"limit": 0}, history=False)
             for rank, member in enumerate(self._ranks.members)
         }
         try:
@@ -76,7 +75,7 @@ class Fitness:
                 self._ranks.interrupt({rank: cell.msg_id for rank, cell in cells.items() if not cell.done()})
         finally:
             for cell in cells.values():
-                client.listeners.pop(cell.msg_id, None)
+                cluster.stop_listening(cell.msg_id)
         return [rank for rank, cell in cells.items() if not cell.done() or self._ranks.error_of(rank, cell.result())]
 
     def _can_form(self, group: list[int], spec: GroupSpec, collect: bool) -> bool:

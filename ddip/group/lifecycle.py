@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from ddip import apps
 from ddip.cluster import devices, folder, limits, ownership
-from ddip.cluster.cluster import Cluster
+from ddip.cluster.local import LocalCluster
+from ddip.cluster.seam import Cluster
 from ddip.errors import REPAIR, CellError, GroupError, RequestFailed, RequestInterrupted
 from ddip.group import placement, stopping
 from ddip.group.cells import Cells
@@ -91,9 +92,7 @@ class Lifecycle:
     def _start(self, spec: GroupSpec) -> None:
         atexit.register(self.shutdown)
         try:
-            ownership.clear_up_orphans()
-            with limits.named():
-                self._ranks = Ranks(Cluster(ipp_log, fork=not self.spawn))
+            self._ranks = Ranks(self._new_cluster())
             self._engines = Engines(self._ranks, lambda text, share=None: self._progress(text, share))
             self._manager = ProcessGroupManager(self._ranks)
             self._cells = Cells(self._ranks, self._manager)
@@ -105,6 +104,12 @@ class Lifecycle:
             if isinstance(error, KeyboardInterrupt):
                 raise RequestInterrupted("the start was interrupted; there is no group") from None
             raise
+
+    def _new_cluster(self) -> Cluster:
+        """The processes that the ranks will be, of which none runs yet."""
+        ownership.clear_up_orphans()
+        with limits.named():
+            return LocalCluster(ipp_log, fork=not self.spawn)
 
     def change(self, request: Request, progress: Report = nobody) -> bool:
         """Make it the group that `request` asks for; returns False if it is that already.
@@ -175,7 +180,7 @@ class Lifecycle:
 
     @property
     def cluster(self) -> Cluster:
-        """The ipyparallel cluster below; its ``client`` is an ``ipyparallel.Client``."""
+        """The processes below; of those that ipyparallel has started, ``client`` is the ``ipyparallel.Client``."""
         return self.ranks.cluster
 
     def ensure_ready(self) -> None:

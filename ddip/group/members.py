@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from ipyparallel.error import EngineError, RemoteError, TaskAborted
 
-from ddip.cluster import ipp_private
-from ddip.cluster.cluster import Cluster
 from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text
+from ddip.cluster.seam import Cluster, Reply
 from ddip.errors import RANK_ENDED, REPAIR, GroupError, RankError
 from ddip.group import outside, stopping
 from ddip.group.placement import DeviceBinding
@@ -48,7 +46,7 @@ class Members:
     @property
     def ended(self) -> list[int]:
         """The ranks whose process is gone, or which the controller has given up."""
-        there = set(self.cluster.client.ids) - self.cluster.exits.keys()
+        there = self.cluster.live
         return [rank for rank, member in enumerate(self.members) if member.engine not in there]
 
     @property
@@ -95,19 +93,17 @@ class Members:
         The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`, or when
         `button` is pressed: perhaps C code on its main thread does not let go of the interpreter.
         """
-        client = self.cluster.client
-        request = {"target": call.target, "args": list(call.args)}
         futures = {}
         for rank in self.live:
             if rank in ranks:
                 with contextlib.suppress(KeyError):  # it has ended just now
-                    futures[rank] = ipp_private.control(client, self.members[rank].engine, "ddip_request", request)
+                    futures[rank] = self.cluster.call_on_control_channel(self.members[rank].engine, call)
         if button is None:
             concurrent.futures.wait(futures.values(), timeout=seconds)
         else:
             button.wait_for(futures.values(), seconds)
         answers = {rank: future.result() for rank, future in futures.items() if future.done()}
-        return {rank: answers[rank]["content"].get("ok") if rank in answers else None for rank in ranks}
+        return {rank: answers[rank].get("ok") if rank in answers else None for rank in ranks}
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
         """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""
@@ -148,20 +144,15 @@ class Members:
         for rank, cell in cells.items():
             if rank in live:
                 with contextlib.suppress(KeyError):  # it has ended just now
-                    engine = self.members[rank].engine
-                    answers.append(ipp_private.control(self.cluster.client, engine, "ddip_interrupt", {"cell": cell}))
+                    answers.append(self.cluster.interrupt(self.members[rank].engine, cell))
         return answers
 
-    def error_of(self, rank: int, reply: Any) -> RankError | None:
-        """What `rank` raised, out of ipyparallel's reply to a request; None if it raised nothing."""
-        if not isinstance(reply, BaseException):
-            return None
-        if isinstance(reply, TaskAborted):
-            return RankError(KeyboardInterrupt.__name__, "before the cell began", "", at=time.time())
-        if not isinstance(reply, RemoteError):
-            return RankError(type(reply).__name__, str(reply), "", at=time.time())
-        if reply.ename == EngineError.__name__:
+    def error_of(self, rank: int, reply: Reply) -> RankError | None:
+        """What `rank` raised, out of its reply to a request; None if it raised nothing."""
+        if reply.ended:
             return self.end_of(rank)
-        report = ipp_private.report(reply)
-        waited, at = (report.get("waited", ""), report.get("at", 0.0)) if report else ("", 0.0)
-        return RankError(reply.ename, reply.evalue, reply.traceback, waited, at)
+        if reply.raised is None:
+            return None
+        raised, report = reply.raised, reply.report
+        waited, at = (report.get("waited", ""), report.get("at", 0.0)) if report else ("", raised.at)
+        return RankError(raised.name, raised.message, raised.traceback, waited, at)

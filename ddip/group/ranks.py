@@ -9,16 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ipyparallel.client.futures import MessageFuture
-
-from ddip.cluster import ipp_private
-from ddip.cluster.cluster import Cluster
+from ddip.cluster.seam import Cluster, Reply, Request
 from ddip.errors import CellError, RankError, RequestFailed, RequestInterrupted, ranks_text
 from ddip.group import stopping
 from ddip.group.members import Members
 from ddip.output.tables import places_text, way_out
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.remote import call as run_call
 
 log = logging.getLogger("ddip")
 
@@ -30,8 +26,6 @@ STOP_SECONDS = 0.8
 """How long they may take after that; a rank that has not stopped by then is named and left alone."""
 LOOK_SECONDS = 0.25
 """How often it is looked whether the controller still lives."""
-Request: TypeAlias = MessageFuture
-"""Done when the rank has answered; its ``msg_id`` is the one to interrupt."""
 Requests: TypeAlias = Mapping[int, Request]
 
 
@@ -113,7 +107,7 @@ class Ranks(Members):
             what = f"{ranks_text(unfinished)} did not finish {doing} in time"
             raise RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
         # taken out: a future is a cycle, and would keep what came with it until Python looks for cycles
-        return [request.result().pop("ok") for request in requests.values()]
+        return [request.result().value.pop("ok") for request in requests.values()]
 
     def tell(self, ranks: Sequence[int], call: RemoteCall[object]) -> None:
         """Have each of `ranks` that lives do the same when it is free; nobody waits for it."""
@@ -122,8 +116,7 @@ class Ranks(Members):
                 self._send(rank, call)
 
     def _send(self, rank: int, call: RemoteCall[object]) -> Request:
-        engine = self.members[rank].engine
-        return ipp_private.apply(self.cluster.client, engine, run_call, [call.target, *call.args], call.label)
+        return self.cluster.call(self.members[rank].engine, call)
 
     def _await(self, requests: Requests, deadline: float | None, button: stopping.Button, grace: float | None) -> None:
         """Wait until all `requests` are done; when a rank has failed, `grace` seconds for those that wait in vain."""
@@ -172,10 +165,10 @@ class Ranks(Members):
         """What the ranks raised that have answered."""
         found = {}
         for rank, request in requests.items():
-            reply = request.result() if request.done() else {}
-            problem = self.error_of(rank, reply)
-            if problem is None and "error" in reply:
-                problem = RankError(reply["error"], reply["message"], reply["traceback"])
+            reply = request.result() if request.done() else Reply()
+            problem, told = self.error_of(rank, reply), reply.value or {}
+            if problem is None and "error" in told:
+                problem = RankError(told["error"], told["message"], told["traceback"])
             if problem is not None:
                 found[rank] = problem
         return found
@@ -184,12 +177,11 @@ class Ranks(Members):
         """Make `call` on the main thread of `rank`; None if that fails or takes longer."""
         self.end_late()
         request = self._send(rank, call)
-        request.wait(seconds)
+        concurrent.futures.wait([request], seconds)
         if not request.done():
             self._late[rank] = request
             return None
-        reply = request.result()
-        return reply.get("ok") if isinstance(reply, dict) else None
+        return (request.result().value or {}).get("ok")  # type: ignore[no-any-return]
 
     def end_late(self) -> None:
         """Interrupt what a rank was asked by `try_call` and still does: something else is wanted of it now."""

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster.cluster import Cluster
+from ddip.cluster.local import LocalCluster
 from ddip.errors import BadInput, GroupError
 from ddip.group.placement import Request
 
@@ -268,9 +268,9 @@ def test_an_interrupted_start_leaves_nothing() -> None:
 def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
     """The controller answers the client when nobody waits for the client any more."""
     before = set(threading.enumerate())
-    cluster = Cluster(logging.getLogger("ddip"), fork=False)
+    cluster = LocalCluster(logging.getLogger("ddip"), fork=False)
     try:
-        cluster.start_controller(60)
+        cluster._start_controller(60)
         wait_until(lambda: any(Path(cluster._profile).rglob(f"*{cluster._name}-client.json")))
         controller = psutil.Process(cluster._ipp.controller.pid)
         controller.suspend()
@@ -281,7 +281,7 @@ def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
 
         pressed = meanwhile(waits_for_the_controller, press_stop)
         with pytest.raises(KeyboardInterrupt):
-            cluster.connect(time.monotonic() + 60)
+            cluster._connect(time.monotonic() + 60)
         pressed.join()
         controller.resume()
         wait_until(lambda: not waits_for_the_controller())

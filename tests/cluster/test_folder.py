@@ -14,7 +14,7 @@ import pytest
 
 import ddip
 from ddip.cluster import folder, preload_client
-from ddip.cluster.cluster import Cluster
+from ddip.cluster.local import LocalCluster
 from ddip.errors import GroupError
 from ddip.group.placement import Request
 
@@ -163,5 +163,5 @@ def test_an_exit_that_ipython_asks_for_does_not_end_the_wait_for_it(
     gone.rmdir()
     before = set(threading.enumerate())
     with pytest.raises(GroupError, match="IPython cannot use its profile"):
-        Cluster(logging.getLogger("ddip"), fork=False)
+        LocalCluster(logging.getLogger("ddip"), fork=False)
     assert {thread for thread in threading.enumerate() if thread.name == "ddip-cluster"} <= before

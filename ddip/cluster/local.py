@@ -1,4 +1,4 @@
-"""Start and stop an ipyparallel cluster on this host, one engine at a time; nothing here is about torch's group.
+"""An ipyparallel cluster on this host, one engine at a time; nothing here is about torch's group.
 
     notebook (client)  --zmq-->  controller (ddip.cluster.controller)  --zmq-->  engine (ddip.rank.engine), one a rank
          |                             |                                    |
@@ -27,7 +27,8 @@ import psutil
 from ipyparallel import Cluster as IppCluster
 
 from ddip.cluster import greeting, ipp_private, ownership, preload_client, processes, registry
-from ddip.cluster.exit_diagnosis import exit_text, log_end
+from ddip.cluster.channels import Channels
+from ddip.cluster.exit_diagnosis import LOG_LINES, EngineLogs, exit_text
 from ddip.cluster.ipp_private import RankClient
 from ddip.cluster.launchers import ControllerLauncher, EngineSetLauncher, Launcher, end_launched, processes_of
 from ddip.cluster.loop import Loop, all_of, others_end, without_exit
@@ -40,26 +41,23 @@ HEARTBEAT_MS = 1000
 MISSED_BEATS = 1_000_000_000
 """After which the Hub takes an engine for dead: never, since its parent tells when it ends. A process that was stopped
 for a while, by a debugger or with the whole machine, lives and has its variables."""
-LOG_LINES = 12
-"""Lines of an engine's log that an error shows."""
 
 
-class Cluster:
-    """A controller, a client, and engines that are started and stopped one by one; owned by this process."""
+class LocalCluster(Channels):
+    """A controller, a client, and engines that are started and stopped one by one; owned by this process.
+
+    `ddip.cluster.seam.Cluster` says what each method is for.
+    """
 
     def __init__(self, log: logging.Logger, *, fork: bool) -> None:
+        super().__init__()
         self._fork = fork and preload_client.possible()
         if self._fork:
             preload_client.begin()
         self.spawned = ""
-        """Why engines were not forked, though they should be."""
-        self._client: RankClient | None = None
-        self.exits: dict[int, int | None] = {}
-        """Exit codes of the engines that ended (negative: the signal; None: unknown)."""
         self._wanted: set[int] = set()
         """Engines that nobody has ended."""
-        self._logs: dict[int, Path] = {}
-        self._last_words: dict[int, str] = {}
+        self._logs = EngineLogs()
         self._processes: dict[int, processes.Proc] = {}
         self._engines_started = 0
         self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -106,17 +104,6 @@ class Cluster:
     def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self._loop.run(without_exit(work), timeout)
 
-    @property
-    def connected(self) -> bool:
-        """Is there a controller, with a client connected to it?"""
-        return self._client is not None
-
-    @property
-    def client(self) -> RankClient:
-        """An ``ipyparallel.Client``; there is one from `connect` on."""
-        assert self._client is not None
-        return self._client
-
     def ensure_controller(self) -> None:
         """Raise GroupError if the controller process is gone, and with it every way to the engines."""
         if self._controller_exit:
@@ -140,7 +127,25 @@ class Cluster:
 
     # -- start
 
-    def start_controller(self, timeout: float) -> None:
+    def start(
+        self,
+        count: int,
+        environment: Mapping[str, str],
+        also: Sequence[str],
+        deadline: float,
+        on_up: Callable[[int], None],
+    ) -> dict[int, Hello]:
+        """Start `count` engines, and before the first of all the controller; they import torch while it starts."""
+        timeout = max(0.1, deadline - time.monotonic())
+        first = not self.connected
+        if first:
+            self._start_controller(timeout)
+        engines = self._start_engines(count, environment, also, timeout)
+        if first:
+            self._connect(deadline)
+        return dict(zip(engines, self._wait_for(engines, deadline, on_up), strict=True))
+
+    def _start_controller(self, timeout: float) -> None:
         """Start the controller process; returns before it is ready, for which `timeout` seconds are allowed."""
         arguments = [
             "--IPController.transport=ipc",
@@ -166,7 +171,7 @@ class Cluster:
         self._ipp.controller.on_stop(self._controller_ended)
         self._record()
 
-    def start_engines(
+    def _start_engines(
         self, count: int, environment: Mapping[str, str], also: Sequence[str], timeout: float
     ) -> list[int]:
         """Have `count` engines started, with `environment` added to that of this process; returns their ids at once.
@@ -209,24 +214,24 @@ class Cluster:
         )
         launched = self._ipp.engines[_set_name(engine)]
         for launcher in launched.launchers.values():  # none if it has ended already
-            self._logs[engine] = Path(launcher.output_file)
+            self._logs.opened(engine, Path(launcher.output_file))
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._processes[engine] = processes.Proc.of(launcher.pid)
             self.spawned = launcher.why_spawned or self.spawned
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
 
-    def connect(self, deadline: float) -> None:
+    def _connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
         timeout = max(0.1, deadline - time.monotonic())
         try:
-            self._on_loop(self._connect(timeout), timeout)
+            self._on_loop(self._make_client(timeout), timeout)
         except (concurrent.futures.TimeoutError, TimeoutError):
             raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:
             log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
             raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
-    async def _connect(self, timeout: float) -> None:
+    async def _make_client(self, timeout: float) -> None:
         """What ``ipyparallel.Cluster.connect_client`` does, with a client of our own.
 
         Who waits for it may give up meanwhile, by the stop button or for lack of time; the client is ours all the same.
@@ -240,7 +245,7 @@ class Cluster:
             registry.remove_parallel_magics(self.client)
             self.client.close(linger=0)
 
-    def wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> list[Hello]:
+    def _wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> list[Hello]:
         """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
 
         Returns what they tell of themselves.
@@ -260,29 +265,21 @@ class Cluster:
         ended = [engine for engine in engines if engine in self.exits]
         if ended:
             code = self.exits[ended[0]]
-            raise GroupError(f"an engine ended while it started ({exit_text(code)}){self._log_text(ended[0])}")
+            raise GroupError(f"an engine ended while it started ({exit_text(code)}){self._logs.text(ended[0])}")
         self.ensure_controller()
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
             why = self.stopped() or "-t SECONDS waits longer"
-            raise GroupError(f"timed out: {count} started; {why}{self._log_text(min(waiting))}")
-
-    def _log_text(self, engine: int) -> str:
-        lines = self.log_tail(engine)
-        return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
+            raise GroupError(f"timed out: {count} started; {why}{self._logs.text(min(waiting))}")
 
     def log_tail(self, engine: int) -> list[str]:
-        """The last lines that `engine` wrote to its log; of a crash, those that tell where it was."""
-        try:
-            text = self._logs[engine].read_text(errors="replace")
-        except (KeyError, OSError):  # not started, or ended
-            text = self._last_words.get(engine, "")
-        return log_end(text, LOG_LINES)
+        """The last lines of its log."""
+        return self._logs.tail(engine)
 
     # -- running
 
     def _engine_ended(self, engine: int, data: dict[str, Any], log: str) -> None:
-        self._last_words[engine] = log  # ipyparallel has removed the file
+        self._logs.closed(engine, log)
         self.exits[engine] = data.get("exit_code")
         if engine in self._wanted and self.connected and not self._stopping:
             ipp_private.unregister(self.client, engine)
