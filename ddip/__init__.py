@@ -10,7 +10,7 @@ from ddip.cluster import folder
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ddip.call.torchddp import current_group, in_torchddp
+    from ddip.call.torchddp import in_torchddp
     from ddip.errors import (
         BadInput,
         CellError,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ddip.group.group import Group
     from ddip.group.placement import Request
+    from ddip.group.session import current_group
 
 __all__ = [
     "BadInput",
@@ -72,7 +73,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 _HOME = {
     "Group": "ddip.group.group",
     "Request": "ddip.group.placement",
-    "current_group": "ddip.call.torchddp",
+    "current_group": "ddip.group.session",
     "in_torchddp": "ddip.call.torchddp",
 }
 """Where a public name is made; all others are exceptions."""

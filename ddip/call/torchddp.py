@@ -15,9 +15,9 @@ from IPython.core.getipython import get_ipython
 
 from ddip import apps
 from ddip.call import packing
-from ddip.cluster import registry
 from ddip.cluster.devices import gpu_names
 from ddip.errors import BadInput, TransferError
+from ddip.group import session
 from ddip.group.group import Group
 from ddip.output.area import notify
 from ddip.output.progress import Progress
@@ -28,13 +28,6 @@ QUIET_SECONDS = 0.5
 FASTAI = "fastai"
 """The app, and the package that it is for."""
 T = TypeVar("T")
-
-
-def current_group() -> Group | None:
-    """The group of this notebook, which ``%makedip`` has made; None if there is none."""
-    magics = registry.find("DipMagics")
-    group: Group | None = None if magics is None else magics.group
-    return group if group is not None and group.alive else None
 
 
 def in_torchddp(
@@ -155,7 +148,7 @@ def _app_for(packages: set[str]) -> str | None:
 @contextlib.contextmanager
 def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
     """The notebook's own group if it has `nprocs` ranks, else one for this call."""
-    group = current_group()
+    group = session.current_group()
     if group is not None and nprocs in (None, group.world_size):
         try:
             yield group
@@ -175,9 +168,7 @@ def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
 
 
 def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group:
-    magics = registry.find("DipMagics")
-    settings = {} if magics is None else magics.settings()
-    available = len(gpu_names())
+    settings, available = session.settings(), len(gpu_names())
     if nprocs is None or not available:
         return Group(nprocs, app=app, progress=progress, **settings)
     if nprocs <= available:

@@ -1,4 +1,4 @@
-"""Find magics in IPython, and take them out again: it has a call to register them, and none for that."""
+"""Take magics out of IPython again: it has a call to register them, and none for that."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from IPython.core.getipython import get_ipython
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-
-
-def find(name: str) -> Any:
-    """The instance of the class of magics `name` that the notebook has loaded; None if it has not."""
-    shell = get_ipython()
-    return None if shell is None else shell.magics_manager.registry.get(name)
 
 
 def remove(shell: InteractiveShell, name: str) -> Any:

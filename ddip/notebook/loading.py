@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ddip import apps
 from ddip.cluster import preload_client, registry
+from ddip.group import session
 from ddip.notebook.magics import DipMagics
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def load(shell: InteractiveShell) -> None:
     magics = DipMagics(shell)
     modules = [apps.find(name) for name in magics.warm_apps]
     shell.register_magics(magics)
+    session.begin(magics)
     if magics.warm and not magics.spawn and preload_client.possible():
         preload_client.begin(modules)
 
@@ -28,4 +30,5 @@ def unload(shell: InteractiveShell) -> None:
         magics.end_group()
         magics.autodipper.close()
         magics.hints.close()
+        session.end()
         preload_client.end()

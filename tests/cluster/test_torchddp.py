@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import ddip
 from ddip.call import torchddp
 from ddip.errors import BadInput, CellError, TransferError
+from ddip.group import session
 
 from .apps import an_app
 from .leftovers import controllers_of, processes_of, wait_until
@@ -26,7 +28,7 @@ Main = Callable[[str], dict[str, Any]]
 @pytest.fixture
 def main(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> Main:
     """Run code in a notebook's ``__main__``, to which the two ranks belong; returns its variables."""
-    monkeypatch.setattr(torchddp, "current_group", lambda: cells)
+    monkeypatch.setattr(session, "_session", SimpleNamespace(group=cells, settings=dict))
     monkeypatch.setattr(cells, "failure_grace", 0.1)
     return bare_main()
 

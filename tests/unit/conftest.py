@@ -1,0 +1,59 @@
+"""Groups of scripted engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ddip.group import cell_state, cells, fitness, members, process_group, ranks, watch
+from ddip.group import group as group_module
+
+from .scripted import Script, ScriptedGroup, nothing
+
+NewGroup = Callable[..., ScriptedGroup]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for longer than a twentieth of a second."""
+    for module, name, seconds in [
+        (cell_state, "PATIENCE_SECONDS", 0.02),
+        (cell_state, "STOP_GRACE_SECONDS", 0.01),
+        (cell_state, "STOP_SECONDS", 0.05),
+        (cell_state, "ASK_SECONDS", 0.02),
+        (cell_state, "LOOK_SECONDS", 0.005),
+        (cell_state, "IDLE_SECONDS", 0.005),
+        (cell_state, "ENDING_SECONDS", 0.005),
+        (cells, "LOOK_SECONDS", 0.005),
+        (cells, "STILL_SECONDS", 0.03),
+        (cells, "ASLEEP_SECONDS", 0.0),
+        (members, "ANSWER_SECONDS", 0.01),
+        (ranks, "GRACE_SECONDS", 0.01),
+        (ranks, "STOP_GRACE_SECONDS", 0.01),
+        (ranks, "STOP_SECONDS", 0.02),
+        (ranks, "LOOK_SECONDS", 0.005),
+        (fitness, "TRY_SECONDS", 0.05),
+        (group_module, "INFO_SECONDS", 0.01),
+        (group_module, "STACK_SECONDS", 0.01),
+        (process_group, "TELL_SECONDS", 0.01),
+        (watch, "PULSE_SECONDS", 0.005),
+        (process_group, "ADOPT_SECONDS", 0.01),
+    ]:
+        assert isinstance(getattr(module, name), float)
+        monkeypatch.setattr(module, name, seconds)
+
+
+@pytest.fixture
+def new_group(quick: None) -> Iterator[NewGroup]:
+    """Makes groups of scripted engines, of which a failed cell waits a hundredth of a second for the others."""
+    made: list[ScriptedGroup] = []
+
+    def make(n: int | None = 2, script: Script = nothing, **options: Any) -> ScriptedGroup:
+        made.append(ScriptedGroup(n, script, **{"failure_grace": 0.01, **options}))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.shutdown()

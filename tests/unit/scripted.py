@@ -1,0 +1,392 @@
+"""A cluster whose engines are scripts: the third implementation of the seam, which fails on command and in no time.
+
+    group = ScriptedGroup(3)
+    group.run("0: raise ValueError the cause\n1: wait\n2: sleep")
+
+No process is started and no thread: an engine answers before ``execute`` has returned, or when something is done to it
+that ends what it does, such as a release. What torch, ipyparallel and IPython do is shown by ``tests/cluster``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddip.cluster.seam import Listener, Message, Raised, Reply, Request
+from ddip.errors import GroupError
+from ddip.group.group import Group
+from ddip.protocol import on_rank
+from ddip.protocol.on_rank import RemoteCall
+from ddip.protocol.reports import CellReport, Hello
+
+FIRST_PID = 1 << 28
+"""No process has such a number."""
+Answer = Callable[..., Any]
+
+
+class EngineEnds(BaseException):
+    """Raised by an answer of a script: the engine ends instead of answering."""
+
+
+class Silence(BaseException):
+    """Raised by an answer of a script: the engine does not answer, until it is interrupted."""
+
+
+class Deafness(BaseException):
+    """Raised by an answer of a script: the engine does not answer, whatever is done to it."""
+
+
+class ScriptedEngine:
+    """One engine: what it has, and what it answers."""
+
+    def __init__(self, number: int, environment: Mapping[str, str], also: Sequence[str]) -> None:
+        self.number = number
+        self.environment = dict(environment)
+        self.also = list(also)
+        self.names: dict[str, Any] = {}
+        self.calls: list[str] = []
+        """Targets of all calls so far."""
+        self.begun = {"default cpu": (0, 0, None)}
+        self.released = False
+        self.rank, self.size, self.groups = 0, 1, 1
+        self.running: tuple[Request, str, Listener] | None = None
+        """A request that has not been answered, and what ends it: ``wait``, ``sleep``, ``deaf``."""
+        self.hello: Hello = {
+            "version": on_rank.VERSION,
+            "pid": FIRST_PID + number,
+            "host": "here",
+            "torch": "2.15",
+            "cuda": True,
+            "backends": ["gloo", "nccl"],
+        }
+        self.answers: dict[str, Answer] = {
+            on_rank.hello.target: lambda: self.hello,
+            on_rank.join.target: self._join,
+            on_rank.leave.target: self._leave,
+            on_rank.check.target: lambda: None,
+            on_rank.add.target: self._add,
+            on_rank.stage.target: self._stage,
+            on_rank.commit.target: lambda: self.names.update(self._staged),
+            on_rank.drop.target: lambda: None,
+            on_rank.pack.target: self._pack,
+            on_rank.part.target: lambda name, begin, end: pickle.dumps(self.names[name])[begin:end],
+            on_rank.prepare_app.target: lambda module: None,
+            on_rank.release_app.target: lambda module: None,
+            on_rank.command_app.target: lambda module, text: f"{module}: {text}",
+            on_rank.complete.target: lambda code, cursor: {"matches": sorted(self.names)},
+            on_rank.figures.target: self._figures,
+            on_rank.set_collect.target: lambda collect: None,
+            on_rank.here.target: self._here,
+            on_rank.whole_stack.target: lambda: {"place": self._here(), "threads": {"main": "a stack"}},
+            on_rank.pulse.target: lambda: [0, 0.0],
+            on_rank.phase.target: lambda: "code" if self.running else "idle",
+            on_rank.connections.target: lambda: [],
+            on_rank.release.target: self._release,
+            on_rank.adopt.target: lambda: True,
+            on_rank.begun.target: lambda: self.begun,
+            on_rank.line_of.target: lambda key, number: {"place": {"cell": 1, "line": 2}, "goes_on": False},
+            on_rank.stays_behind.target: lambda key, number: True,
+            on_rank.set_groups_made.target: lambda count: None,
+            on_rank.has_name.target: lambda name: name in self.names,
+        }
+        """What it does when it is called, by the target of the call."""
+        self._staged: dict[str, Any] = {}
+        self._parts: dict[str, bytearray] = {}
+        self._began = 0.0
+
+    def answer(self, call: RemoteCall[Any]) -> dict[str, Any]:
+        """As ``ddip.protocol.remote.call`` does on a rank."""
+        self.calls.append(call.target)
+        try:
+            return {"ok": self.answers[call.target](*call.args)}
+        except Exception as error:
+            return {"error": type(error).__name__, "message": str(error), "traceback": f"traceback of {error}"}
+
+    def _join(self, spec: Any) -> tuple[list[Any], list[int]]:
+        self.rank, self.size, self.groups = spec.rank, spec.world_size, spec.groups
+        self.released, self.begun = False, {"default cpu": (0, 0, None)}
+        return [], []
+
+    def _leave(self) -> int:
+        return 0
+
+    def _add(self, name: str, part: bytes, first: bool) -> None:
+        self._parts[name] = self._parts[name] + part if not first else bytearray(part)
+
+    def _stage(self, packed: dict[str, Any]) -> dict[str, str]:
+        errors = {}
+        for name, data in packed.items():
+            try:
+                self._staged[name] = pickle.loads(self._parts.pop(name) if data is None else data)
+            except Exception as error:
+                errors[name] = f"{type(error).__name__}: {error}"
+        return errors
+
+    def _pack(self, names: list[str], most: int | None = None) -> dict[str, Any]:
+        missing = [name for name in names if name not in self.names]
+        data = {name: pickle.dumps(self.names[name]) for name in names if name in self.names}
+        sizes = {name: len(value) for name, value in data.items() if most is not None and len(value) > most}
+        values = {name: value for name, value in data.items() if name not in sizes}
+        return {"values": values, "errors": {}, "missing": missing, "moved": [], "sizes": sizes}
+
+    def _figures(self) -> dict[str, Any]:
+        busy = self.running is not None
+        return {
+            "memory": 1000,
+            "gpu": None,
+            "busy": busy,
+            "busy_for": 2.0 if busy else None,
+            "doing": "",
+            "seconds": 0.5,
+        }
+
+    def _here(self) -> dict[str, Any]:
+        if self.running is None:
+            return {"state": "idle"}
+        return {"function": "all_reduce" if self.running[1] == "wait" else "", "cell": 1, "line": 2, "source": "run()"}
+
+    def _release(self, store: str, connections: list[Any]) -> None:
+        self.released = True
+        if self.running is not None and self.running[1] == "wait":
+            self.end("RuntimeError", "Connection closed by peer", waited="all_reduce")
+
+    # -- cells
+
+    def run(self, request: Request, word: str, rest: str, listener: Listener) -> None:
+        """Do one line of a cell: ``pass``, ``print TEXT``, ``raise NAME TEXT``, ``begin N`` collectives, ``die``,
+        ``wait`` for others, ``sleep``, or be ``deaf``."""
+        self._began = time.time()
+        self.running = request, word, listener
+        match word:
+            case "pass":
+                self.end()
+            case "print":
+                listener(stream(rest))
+                self.end()
+            case "raise":
+                name, _, text = rest.partition(" ")
+                self.end(name, text)
+            case "begin":
+                self.begun = {"default cpu": (self.begun["default cpu"][0] + int(rest), 0, None)}
+                self.end()
+            case "catch":
+                name, _, text = rest.partition(" ")
+                self.end(caught={"name": name, "message": text, "traceback": ["caught"]})
+            case "help":
+                self.end(payload=[{"source": "page", "data": {"text/plain": rest}}])
+            case "die":
+                raise EngineEnds
+            case "wait" | "sleep" | "deaf":
+                pass
+            case _:
+                raise AssertionError(f"{word} is no word of a script")
+
+    def end(
+        self, name: str = "", text: str = "", waited: str = "", caught: Any = None, payload: Sequence[Any] = ()
+    ) -> None:
+        """The cell ends, with an error of that `name`, or well."""
+        assert self.running is not None
+        (request, _, _), self.running = self.running, None
+        report: CellReport = {
+            "released": self.released,
+            "state": "ours",
+            "rank": self.rank,
+            "size": self.size,
+            "begun": self.begun,  # type: ignore[typeddict-item]
+            "groups": self.groups,
+            "at": time.time(),
+            "seconds": time.time() - self._began,
+        }
+        if name:
+            report["waited"] = waited
+        if caught is not None:
+            report["caught"] = caught
+        request.set_result(
+            Reply(
+                raised=Raised(name, text, f"traceback of {name}") if name else None, report=report, payload=[*payload]
+            )
+        )
+        request.output.set_result(None)
+
+    def interrupt(self, msg_id: str | None) -> None:
+        """A KeyboardInterrupt, in what sleeps."""
+        if self.running is None or msg_id not in (None, self.running[0].msg_id):
+            return
+        if self.running[1] == "sleep":
+            self.end("KeyboardInterrupt")
+        elif self.running[1] == "a call":
+            (request, _, _), self.running = self.running, None
+            request.set_result(Reply({"error": "KeyboardInterrupt", "message": "", "traceback": ""}))
+
+
+def stream(text: str, name: str = "stdout") -> Message:
+    """What a cell writes."""
+    return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": f"{text}\n"}}
+
+
+Script = Callable[[ScriptedEngine], None]
+
+
+def nothing(engine: ScriptedEngine) -> None:
+    """A script that changes nothing."""
+
+
+class ScriptedCluster:
+    """Engines that are objects of this process."""
+
+    def __init__(self, on_start: Script) -> None:
+        self._on_start = on_start
+        self._folder = tempfile.TemporaryDirectory(prefix="ddip-scripted-")
+        self.run_folder = Path(self._folder.name)
+        self.spawned = ""
+        self.exits: dict[int, int | None] = {}
+        self.engines: dict[int, ScriptedEngine] = {}
+        self.connected = False
+        self.controller_ended = False
+        self.listeners: dict[str, Listener] = {}
+        self.interrupted: list[int] = []
+        """Engines, each time that one was interrupted."""
+        self._requests = 0
+
+    @property
+    def live(self) -> set[int]:
+        return self.engines.keys() - self.exits.keys()
+
+    def ensure_controller(self) -> None:
+        if self.controller_ended:
+            raise GroupError("the controller process ended; %makedip -r starts the group afresh")
+
+    def stopped(self) -> str:
+        return ""
+
+    def log_tail(self, engine: int) -> list[str]:
+        return [f"last words of engine {engine}"]
+
+    def start(
+        self,
+        count: int,
+        environment: Mapping[str, str],
+        also: Sequence[str],
+        deadline: float,
+        on_up: Callable[[int], None],
+    ) -> dict[int, Hello]:
+        self.connected = True
+        first = max(self.engines, default=-1) + 1
+        for number in range(first, first + count):
+            self.engines[number] = engine = ScriptedEngine(number, environment, also)
+            self._on_start(engine)
+            on_up(number - first + 1)
+        return {number: self.engines[number].hello for number in range(first, first + count)}
+
+    def stop_engines_but(self, keep: Collection[int]) -> None:
+        for number in self.live - set(keep):
+            self.end_engine(number, 0)
+
+    def stop(self) -> None:
+        self._folder.cleanup()
+
+    def end_engine(self, number: int, code: int) -> None:
+        """The process of `number` ends; what it was asked comes back without an answer."""
+        self.exits[number] = code
+        engine = self.engines[number]
+        if engine.running is not None:
+            (request, _, _), engine.running = engine.running, None
+            request.set_result(Reply(ended=True))
+            request.output.set_result(None)
+
+    def _request(self) -> Request:
+        self._requests += 1
+        return Request(f"request {self._requests}")
+
+    def execute(
+        self, engine: int, code: str, listener: Listener, asked: Mapping[str, Any], *, history: bool = True
+    ) -> Request:
+        if engine not in self.live:
+            return Request.to_ended()
+        request, here = self._request(), self.engines[engine]
+        self.listeners[request.msg_id] = listener
+        lines = dict(line.split(": ", 1) for line in code.splitlines() if ": " in line)
+        word, _, rest = lines.get(str(here.rank), "pass" if lines or code.startswith("assert") else code).partition(" ")
+        try:
+            here.run(request, word, rest, listener)
+        except EngineEnds:
+            self.end_engine(engine, -int(rest or signal.SIGKILL))
+        return request
+
+    def call(self, engine: int, call: RemoteCall[object]) -> Request:
+        if engine not in self.live:
+            return Request.to_ended()
+        request, here = self._request(), self.engines[engine]
+        try:
+            request.set_result(Reply(here.answer(call)))
+        except Silence:
+            here.running = request, "a call", lambda message: None
+        except Deafness:
+            here.running = request, "deaf", lambda message: None
+        except EngineEnds:
+            self.exits[engine] = -signal.SIGKILL
+            request.set_result(Reply(ended=True))
+        return request
+
+    def call_on_control_channel(
+        self, engine: int, call: RemoteCall[object]
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        if engine not in self.live:
+            raise KeyError(engine)
+        answer: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        with contextlib.suppress(Silence, Deafness):
+            answer.set_result(self.engines[engine].answer(call))
+        return answer
+
+    def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
+        if engine not in self.live:
+            raise KeyError(engine)
+        self.interrupted.append(engine)
+        self.engines[engine].interrupt(msg_id)
+        done: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        done.set_result({})
+        return done
+
+    def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
+        if engine not in self.live:
+            raise KeyError(engine)
+        request = self._request()
+        self.listeners[request.msg_id] = listener
+        return request.msg_id
+
+    def stop_listening(self, msg_id: str) -> None:
+        self.listeners.pop(msg_id, None)
+
+
+class ScriptedGroup(Group):
+    """A group of scripted engines; `script` is called with each engine when it starts, and may raise."""
+
+    def __init__(self, n: int | None = 2, script: Script = nothing, **options: Any) -> None:
+        self.script = script
+        super().__init__(n, **options)
+
+    def _new_cluster(self) -> ScriptedCluster:
+        return ScriptedCluster(lambda engine: self.script(engine))
+
+    @property
+    def scripted(self) -> ScriptedCluster:
+        """The cluster."""
+        assert isinstance(self.cluster, ScriptedCluster)
+        return self.cluster
+
+    def engine(self, rank: int) -> ScriptedEngine:
+        """That `rank` lives in."""
+        return self.scripted.engines[self.members[rank].engine]
+
+
+def press_stop() -> None:
+    """The stop button, now."""
+    os.kill(os.getpid(), signal.SIGINT)

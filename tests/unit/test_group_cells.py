@@ -1,0 +1,227 @@
+"""A cell on ranks, from its first message to its last, on engines that do what a script says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
+from ddip.protocol import on_rank
+
+from .conftest import NewGroup
+from .scripted import press_stop, stream
+
+
+def cell(*lines: str) -> str:
+    """A cell that does another thing on each rank."""
+    return "\n".join(f"{rank}: {line}" for rank, line in enumerate(lines))
+
+
+def test_a_good_cell_shows_what_the_seen_ranks_write(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(3)
+    group.run(cell("print one", "print two", "print three"), show_ranks=[1])
+    assert capsys.readouterr().out == "two\n"
+
+
+def test_a_quiet_cell_shows_what_was_written_at_its_end(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_group().run("print here", quiet=True)
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_a_cell_that_is_told_about_says_where_it_ran(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    new_group().run("pass", tell=True)
+    assert re.match(r"ranks 0, 1 · 0\.\d\d s · slowest: rank \d", capsys.readouterr().out)
+
+
+def test_the_errors_of_all_ranks_are_told_the_earliest_first(new_group: NewGroup) -> None:
+    with pytest.raises(CellError, match="^rank 1: KeyError: 'a'; rank 2: ValueError: no") as error:
+        new_group(3).run(cell("pass", "raise KeyError 'a'", "raise ValueError no"))
+    assert {rank: found.name for rank, found in error.value.by_rank.items()} == {1: "KeyError", 2: "ValueError"}
+
+
+def test_who_waits_for_a_rank_that_failed_is_released_and_the_group_is_formed_again(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(3)
+    with pytest.raises(CellError, match="^rank 1: ValueError: no; ranks 0, 2 .*blocked in all_reduce") as error:
+        group.run(cell("wait", "raise ValueError no", "wait"))
+    assert error.value.by_rank[0].waited == "all_reduce"
+    before = group.engine(0).calls.count(on_rank.join.target)
+    group.run("print again")
+    assert capsys.readouterr().out == "again\n"
+    assert [group.engine(rank).calls.count(on_rank.join.target) for rank in range(3)] == [before + 1] * 3
+
+
+def test_who_runs_on_after_an_error_is_told(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(2)
+    group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"cell": 7, "line": 3, "source": "loop()"})
+    with pytest.raises(CellInterrupted):
+        group.run(cell("raise ValueError no", "sleep"))
+    said = capsys.readouterr().err
+    assert "rank 0: ValueError: no; rank 1 still runs, outside of collectives:" in said
+    assert "rank 1: cell [7] line 3: loop()" in said
+
+
+def _press_and(answer: Any) -> Any:
+    press_stop()
+    return answer
+
+
+def test_the_stop_button_ends_what_sleeps_and_what_waits(new_group: NewGroup) -> None:
+    group = new_group(3)
+    group.engine(2).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0-2$") as error:
+        group.run(cell("wait", "sleep", "sleep"), show_ranks=[0, 1, 2])
+    assert error.value.by_rank[0].waited == "all_reduce" and error.value.by_rank[1].name == "KeyboardInterrupt"
+    group.run("pass")
+
+
+def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup) -> None:
+    group = new_group(1)
+    run = group.engine(0).run
+
+    def press_at_the_end(*args: Any) -> None:
+        run(*args)
+        press_stop()
+
+    group.engine(0).run = press_at_the_end  # type: ignore[method-assign]
+    with pytest.raises(CellInterrupted):
+        group.run("pass")
+
+
+def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup) -> None:
+    group = new_group(2)
+    with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:
+        group.run(cell("pass", "deaf"), timeout=0.01)
+    assert "rank 1 did not stop:" in str(error.value) and "%makedip --repair" in str(error.value)
+    with pytest.raises(GroupError, match="(?s)^rank 1 is still running the interrupted cell:.*--repair"):
+        group.run("pass")
+    assert group.repair() == [1]
+    group.run("pass")
+
+
+def test_a_rank_that_stops_late_is_free_for_the_next_cell(new_group: NewGroup) -> None:
+    group = new_group(2)
+    with pytest.raises(CellTimeout):
+        group.run(cell("pass", "deaf"), timeout=0.01)
+    group.engine(1).end("KeyboardInterrupt")
+    group.run("pass")
+
+
+def test_a_cell_in_which_nobody_moves_says_who_waits_where(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(2, stall_timeout=0.02)
+    group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"function": "all_reduce", "cell": 1, "line": 2})
+    with pytest.raises(CellInterrupted):
+        group.run(cell("pass", "wait"))
+    said = capsys.readouterr().err
+    assert "no rank has made progress for 0.02 s:\n  rank 0: finished\n  rank 1: all_reduce, cell [1] line 2" in said
+
+
+def test_ranks_that_wait_for_one_that_has_caught_its_error_are_released(new_group: NewGroup) -> None:
+    group = new_group(2)
+    with pytest.raises(CellError, match="rank 0: ValueError: caught"):
+        group.run(cell("catch ValueError caught", "wait"))
+
+
+def test_a_rank_that_dies_in_a_cell_is_told_with_its_log_and_repaired(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.engine(0).names["kept"] = 1
+    with pytest.raises(CellError, match=r"^rank 1: RankEnded: pid \d+ ended \(SIGKILL\)") as error:
+        group.run(cell("wait", "die"))
+    assert "last words of engine 1" in error.value.by_rank[1].traceback
+    with pytest.raises(GroupError, match=r"^rank 1: pid .*%makedip --repair"):
+        group.run("pass")
+    assert group.repair(["kept"], 0) == [1]
+    assert group.pull(["kept"], 1) == {"kept": 1}
+
+
+def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
+    group = new_group(1)
+
+    def end_controller() -> list[Any]:
+        group.scripted.controller_ended = True
+        return [0, 0.0]
+
+    group.engine(0).answers[on_rank.pulse.target] = end_controller
+    with pytest.raises(GroupError, match="^the controller process ended; %makedip -r"):
+        group.run("sleep")
+
+
+def test_a_cell_that_leaves_ranks_out_of_step_names_the_line_and_the_group_is_formed_again(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(2)
+    group.run(cell("begin 1", "begin 2"))
+    said = capsys.readouterr().err
+    assert "the ranks have begun different numbers of collectives" in said and "cell [1] line 2" in said
+    group.run(cell("begin 1", "begin 1"))
+    group.run(cell("begin 1", "begin 2"), unmatched=True)
+    group.run("pass")
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_rank_cannot_tell_of_its_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(1)
+    run = group.engine(0).run
+
+    def with_a_fault(request: Any, *args: Any) -> None:
+        request.add_done_callback(lambda done: done.result().report.update(fault="OSError: no"))
+        run(request, *args)
+
+    group.engine(0).run = with_a_fault  # type: ignore[method-assign]
+    group.run("pass")
+    assert "rank 0 cannot tell how its group is, which is formed again before the next cell: OSError: no" in (
+        capsys.readouterr().err
+    )
+
+
+def test_help_that_a_cell_asks_for_is_shown_once(new_group: NewGroup) -> None:
+    new_group(2).run("help of a model")  # there is no notebook here to show it
+
+
+def test_late_output_of_the_last_cells_is_shown_and_that_of_former_ones_is_not(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(1)
+    for _ in range(25):
+        group.run("pass")
+    listeners = list(group.scripted.listeners.values())
+    assert len(listeners) == 20
+    listeners[-1](stream("late"))
+    assert capsys.readouterr().out == "late\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ranks": [0, 9]}, "there is no rank 9"),
+        ({"ranks": []}, "give at least one rank"),
+        ({"show_ranks": [2]}, "there is no rank 2"),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused_before_anything_runs(
+    new_group: NewGroup, options: dict[str, Any], text: str
+) -> None:
+    group = new_group(2)
+    with pytest.raises(BadInput, match=text):
+        group.run("die", **options)
+    assert group.ranks.live == [0, 1]
+
+
+def test_a_cell_runs_on_the_ranks_that_are_asked_for(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(3)
+    group.run("print x", ranks=[1, 2], show_ranks=[0, 1, 2])
+    assert capsys.readouterr().out.count("x") == 2
+
+
+def test_an_interrupt_of_what_runs_reaches_the_ranks_that_run_something(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.interrupt()
+    group.interrupt([1])
+    assert group.scripted.interrupted == [0, 1, 1]

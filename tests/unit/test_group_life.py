@@ -1,0 +1,404 @@
+"""Start, change, repair and end of a group, on engines that do what a script says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ddip import apps
+from ddip.cluster import devices
+from ddip.errors import BadInput, GroupError, RankError, RequestFailed, RequestInterrupted, TransferError
+from ddip.group.placement import Request
+from ddip.protocol import on_rank
+
+from .conftest import NewGroup
+from .scripted import Deafness, EngineEnds, ScriptedEngine, ScriptedGroup, Silence, press_stop
+
+
+def joins(group: ScriptedGroup) -> list[int]:
+    """How often each rank's process has joined a group."""
+    return [group.engine(rank).calls.count(on_rank.join.target) for rank in range(group.world_size)]
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """An answer of a rank."""
+
+    def answer(*_: Any) -> None:
+        raise error
+
+    return answer
+
+
+def pressing(answer: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """The same, after the stop button has been pressed."""
+
+    def press(*args: Any) -> Any:
+        press_stop()
+        return answer(*args)
+
+    return press
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, as far as the notebook can see."""
+    monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1"])
+
+
+@pytest.fixture
+def an_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called ``frame``."""
+    monkeypatch.setattr(apps, "find", lambda name: "frame.app" if name else "")
+
+
+# -- start
+
+
+def test_a_group_tells_what_is_under_way(new_group: NewGroup) -> None:
+    told: list[str] = []
+    group = new_group(2, progress=lambda text, share=None: told.append(text))
+    assert told == [
+        "ddip: starting the controller",
+        "ddip: 1 of 2 engines are up",
+        "ddip: 2 of 2 engines are up",
+        "ddip: forming a group of 2 ranks",
+    ]
+    assert group.describe() == "ddip: 2 ranks on the CPU, gloo"
+
+
+def test_a_group_on_gpus_sees_those_that_were_asked_for(new_group: NewGroup, gpus: None) -> None:
+    group = new_group(None, gpus=[1, 0])
+    assert [group.engine(rank).environment["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["1,0"] * 2
+    assert group.describe() == "ddip: 2 ranks on GPU 1, 0, cpu:gloo,cuda:nccl"
+
+
+def _hello(**facts: Any) -> Callable[[ScriptedEngine], None]:
+    return lambda engine: engine.hello.update(facts)  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "kind", "text"),
+    [
+        ({"version": 99}, {"n": 1}, GroupError, "speaks version 99 of ddip's protocol"),
+        ({"backends": ["nccl"]}, {"n": 1}, BadInput, "-b gloo: torch 2.15 has no backend 'gloo'; it has nccl"),
+        ({"cuda": False}, {"n": None, "gpus": "all"}, BadInput, "was built without CUDA; .* -n 2"),
+    ],
+)
+def test_engines_that_cannot_do_it_are_refused(
+    new_group: NewGroup, gpus: None, facts: dict[str, Any], options: dict[str, Any], kind: Any, text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        new_group(script=_hello(**facts), **options)
+
+
+def test_a_start_that_is_stopped_says_that_there_is_no_group(new_group: NewGroup) -> None:
+    with pytest.raises(RequestInterrupted, match="^the start was interrupted; there is no group$"):
+        new_group(2, script=lambda engine: press_stop())
+
+
+def test_a_rank_that_cannot_join_fails_the_start_with_its_error(new_group: NewGroup) -> None:
+    def script(engine: ScriptedEngine) -> None:
+        if engine.number == 1:
+            engine.answers[on_rank.join.target] = raising(OSError("no interface"))
+
+    with pytest.raises(GroupError, match="^forming the group failed: rank 1: OSError: no interface"):
+        new_group(2, script=script)
+
+
+def test_a_group_that_does_not_form_at_once_is_formed_once_more(new_group: NewGroup) -> None:
+    def script(engine: ScriptedEngine) -> None:
+        join = engine.answers[on_rank.join.target]
+
+        def fails_once(spec: Any) -> Any:
+            engine.answers[on_rank.join.target] = join
+            raise RuntimeError("a stranger has connected")
+
+        engine.answers[on_rank.join.target] = fails_once
+
+    assert joins(new_group(2, script=script)) == [2, 2]
+
+
+def test_a_stranger_that_has_connected_meanwhile_is_noticed(new_group: NewGroup) -> None:
+    def script(engine: ScriptedEngine) -> None:
+        engine.answers[on_rank.join.target] = lambda spec: ([("127.0.0.1", 1, "127.0.0.1", 9)], [1])
+
+    with pytest.raises(GroupError, match="somebody else has connected to a rank meanwhile"):
+        new_group(1, script=script)
+
+
+def test_a_rank_that_does_not_come_in_time_is_named(new_group: NewGroup) -> None:
+    def script(engine: ScriptedEngine) -> None:
+        if engine.number == 1:
+            engine.answers[on_rank.join.target] = raising(Silence())
+
+    with pytest.raises(
+        RequestFailed, match="^rank 1 did not finish forming the group in time; -t SECONDS waits longer"
+    ):
+        new_group(2, script=script, timeout=0.01)
+
+
+def test_a_group_is_empty_when_it_has_ended(new_group: NewGroup) -> None:
+    with new_group() as group:
+        assert group.alive
+    assert not group.alive
+    with pytest.raises(GroupError, match="this group has ended"):
+        group.run("pass")
+
+
+# -- change
+
+
+def test_a_group_that_grows_keeps_its_ranks(new_group: NewGroup) -> None:
+    group = new_group(2)
+    before = list(group.members)
+    assert not group.change(Request(n=2))
+    assert group.change(Request(n=3)) and group.members[:2] == before
+    assert group.change(Request(n=1)) and group.members == before[:1]
+    assert group.scripted.live == {0}
+
+
+def test_a_change_whose_new_rank_does_not_come_leaves_the_group_as_it_was(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.script = raising(GroupError("timed out"))
+    with pytest.raises(GroupError, match="timed out"):
+        group.change(Request(n=3))
+    assert group.world_size == 2 and group.scripted.live == {0, 1}
+    group.run("pass")
+
+
+def test_a_change_that_is_stopped_says_what_the_group_is(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.script = lambda engine: press_stop()
+    with pytest.raises(RequestInterrupted, match=r"^the change was interrupted; the group is unchanged \(2 ranks"):
+        group.change(Request(n=3))
+    group.script = lambda engine: None
+    group.engine(0).answers[on_rank.leave.target] = pressing(lambda: 0)
+    with pytest.raises(RequestInterrupted, match=r"\(3 ranks on the CPU, gloo\)|\(2 ranks"):
+        group.change(Request(n=3))
+    group.engine(0).answers[on_rank.leave.target] = lambda: 0
+    group.run("pass")
+
+
+def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(2)
+    group.engine(0).answers[on_rank.leave.target] = lambda: 2
+    group.change(Request(n=1))
+    assert "DDP(...) wrappers and subgroups that were made before must be made again" in capsys.readouterr().err
+
+
+def test_a_change_whose_group_cannot_be_formed_names_who_is_to_blame(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
+    with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError: no interface; %makedip --repair"):
+        group.change(Request(n=3))
+    assert group.repair() == [1]
+    group.run("pass")
+
+
+def test_a_restart_begins_with_new_processes(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.engine(0).names["x"] = 1
+    group.restart(Request(n=1))
+    assert group.world_size == 1 and not group.has_name("x")
+
+
+# -- repair
+
+
+def test_nothing_is_repaired_where_all_is_well(new_group: NewGroup) -> None:
+    group = new_group(2)
+    assert group.repair() == []
+    with pytest.raises(BadInput, match="every rank is there"):
+        group.repair(["x"], 0)
+
+
+def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.scripted.end_engine(1, -9)
+    with pytest.raises(BadInput, match="rank 1 is gone itself; copy from one of rank 0"):
+        group.repair(["x"], 1)
+    with pytest.raises(TransferError, match="nothing was repaired: rank 0 has no x"):
+        group.repair(["x"], 0)
+    assert group.repair() == [1]
+
+
+def test_a_rank_that_can_be_in_no_group_is_found_and_replaced(new_group: NewGroup) -> None:
+    group = new_group(3)
+    group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
+    group.engine(2).answers[on_rank.leave.target] = lambda: 0
+    group._manager.healthy = False
+    with pytest.raises(GroupError, match="could not be formed again: rank 1: OSError: no interface; %makedip --repair"):
+        group.run("pass")
+    assert group.repair() == [1]
+    group.run("pass")
+
+
+def test_a_rank_that_is_fine_alone_and_spoils_every_group_is_found_with_a_helper(new_group: NewGroup) -> None:
+    group = new_group(3)
+    engine = group.engine(2)
+    join = engine.answers[on_rank.join.target]
+
+    def only_alone(spec: Any) -> Any:
+        if spec.world_size > 1:
+            raise OSError("not with others")
+        return join(spec)
+
+    engine.answers[on_rank.join.target] = only_alone
+    group._manager.healthy = False
+    assert group.repair() == [2]
+    group.run("pass")
+
+
+def test_a_rank_on_which_no_cell_goes_well_is_replaced(new_group: NewGroup) -> None:
+    group = new_group(2)
+    run = group.engine(1).run
+
+    def fails(request: Any, word: str, rest: str, listener: Any) -> None:
+        run(request, "raise", "NameError __import__", listener)
+
+    group.engine(1).run = fails  # type: ignore[method-assign]
+    assert group.repair() == [1]
+
+
+def test_a_repair_that_is_stopped_has_replaced_nothing(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.scripted.end_engine(1, -9)
+    group.script = lambda engine: press_stop()
+    with pytest.raises(RequestInterrupted, match="^the repair was interrupted; rank 1 not replaced"):
+        group.repair()
+    group.script = lambda engine: None
+    assert group.repair() == [1]
+
+
+# -- app
+
+
+def test_an_app_is_prepared_released_and_given_commands(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2, app="frame")
+    assert group.command("status") == "frame.app: status"
+    group.change(Request(n=1))
+    assert group.engine(0).calls.count(on_rank.release_app.target) == 1
+    assert group.engine(0).calls.count(on_rank.prepare_app.target) == 2
+    assert group.engine(0).also == ["frame.app"]
+
+
+def test_a_command_needs_an_app(new_group: NewGroup) -> None:
+    with pytest.raises(BadInput, match="this group has no app; start it with %makedip -a NAME"):
+        new_group(1).command("status")
+
+
+def test_an_app_that_can_be_prepared_nowhere_leaves_the_group_without_it(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2)
+    for rank in range(2):
+        group.engine(rank).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
+    with pytest.raises(GroupError, match="ImportError: no frame; the group is there without the app"):
+        group.change(Request(app="frame"))
+    group.run("pass")
+
+
+def test_an_app_that_one_rank_cannot_prepare_asks_for_a_repair(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2)
+    group.engine(1).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
+    with pytest.raises(GroupError, match="rank 1: ImportError: no frame.*%makedip --repair"):
+        group.change(Request(app="frame"))
+    assert group.repair() == [1]
+    group.run("pass")
+
+
+def test_a_command_that_fails_on_some_ranks_has_the_group_formed_again(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2, app="frame")
+    group.engine(1).answers[on_rank.command_app.target] = raising(ValueError("odd"))
+    before = joins(group)
+    with pytest.raises(RequestFailed, match="^the app's command failed: rank 1: ValueError: odd"):
+        group.command("status")
+    group.run("pass")
+    assert joins(group) == [count + 1 for count in before]
+
+
+# -- what ddip asks of ranks
+
+
+def test_a_request_that_is_stopped_frees_the_ranks(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2, app="frame")
+    group.engine(0).answers[on_rank.command_app.target] = pressing()
+    group.engine(1).answers[on_rank.command_app.target] = raising(Silence())
+    with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on rank 1$"):
+        group.command("status")
+    group.run("pass")
+
+
+def test_a_rank_that_does_not_stop_a_request_is_named_until_it_does(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2, app="frame")
+    group.engine(0).answers[on_rank.command_app.target] = pressing()
+    group.engine(1).answers[on_rank.command_app.target] = raising(Deafness())
+    with pytest.raises(RequestInterrupted, match="(?s)interrupted on rank 1\nrank 1 did not stop:.*--repair"):
+        group.command("status")
+    with pytest.raises(GroupError, match="^rank 1 is still the app's command, which was interrupted:"):
+        group.run("pass")
+    assert group.info()[1].state == "busy"
+    assert group.repair() == [1]
+
+
+def test_a_rank_that_ends_at_a_request_is_told(new_group: NewGroup, an_app: None) -> None:
+    group = new_group(2, app="frame")
+    group.engine(1).answers[on_rank.command_app.target] = raising(EngineEnds())
+    with pytest.raises(RequestFailed, match=r"^the app's command failed: rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
+        group.command("status")
+    with pytest.raises(GroupError, match="rank 1: pid"):
+        group.command("status")
+
+
+def test_who_is_asked_to_complete_a_name_is_not_waited_for(new_group: NewGroup) -> None:
+    group = new_group(1)
+    group.engine(0).names["model"] = 1
+    assert group.try_call(on_rank.complete("mo", 2), 0.01) == {"matches": ["model"]}
+    group.engine(0).answers[on_rank.complete.target] = raising(Silence())
+    assert group.try_call(on_rank.complete("mo", 2), 0.01) is None
+    group.run("pass")
+    assert group.scripted.interrupted == [0]
+
+
+def test_what_is_known_of_a_rank_that_lost_its_heartbeat(new_group: NewGroup) -> None:
+    group = new_group(1)
+    group.scripted.engines.clear()
+    error = group.ranks.end_of(0)
+    assert isinstance(error, RankError) and "lost its heartbeat" in error.message
+
+
+# -- figures
+
+
+def test_the_table_of_ranks_tells_who_is_busy_and_who_has_ended(new_group: NewGroup) -> None:
+    group = new_group(3)
+    group.scripted.end_engine(2, 1)
+    group.engine(1).answers[on_rank.figures.target] = raising(Silence())
+    infos = group.info()
+    assert [info.state for info in infos] == ["idle", "no answer", "ended"]
+    assert infos[0].memory == 1000 and infos[0].seconds == 0.5
+
+
+def test_stacks_of_all_ranks(new_group: NewGroup) -> None:
+    group = new_group(3)
+    group.scripted.end_engine(2, 1)
+    group.engine(1).answers[on_rank.whole_stack.target] = raising(Silence())
+    stacks = group.stacks()
+    assert stacks[0] is not None and stacks[0].threads == {"main": "a stack"}
+    assert stacks[1] is None
+    assert stacks[2] is not None and str(stacks[2].place) == "ended"
+
+
+def test_garbage_collection_is_turned_off_on_every_rank(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.set_collect(False)
+    assert [group.engine(rank).calls[-1] for rank in range(2)] == [on_rank.set_collect.target] * 2
+
+
+def test_an_interface_that_is_not_used_is_said(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    new_group(1)
+    assert re.search("GLOO_SOCKET_IFNAME=eth7 is not used", capsys.readouterr().err)
