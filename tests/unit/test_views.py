@@ -340,6 +340,31 @@ def test_labelled_bars_of_several_ranks_are_one_display(page: Page) -> None:
     assert "[rank 0] done\n" in page.text
 
 
+def test_labelled_bars_stay_in_the_order_of_their_ranks(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.text(1, "stderr", "\r 20%", None)
+    view.text(0, "stderr", "\r 10%", None)
+    view.draw()
+    assert page.plain == ["[rank 0]  10%\n[rank 1]  20%"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text_that_moves_up_overwrites_what_came_with_it(page: Page, terminal: bool) -> None:
+    page.rich, page.terminal = False, terminal
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.text(0, "stdout", "old\n\x1b[Anew\n", None)
+    view.close({}, "")
+    assert page.text.endswith("new\n") and "old" not in page.text and page.plain == []
+
+
+def test_lines_without_an_end_are_shown_in_the_end_and_stdout_first(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.text(0, "stderr", "warned", None)
+    view.text(0, "stdout", "said", None)
+    view.close({}, "")
+    assert page.text == "[rank 0] said\n[rank 0] warned\n"
+
+
 def test_labelled_displays_have_their_rank(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.display(1, PICTURE, {}, "x")
