@@ -39,29 +39,21 @@ class Comms:
         """A message of a widget of `rank`; what its callbacks show later goes to `late`."""
         if not page.rich:
             return
-        content = message["content"]
-        name, kind = content["comm_id"], message["header"]["msg_type"]
-        data = content.get("data")
-        state = data.get("state") if isinstance(data, dict) else None
-        state = state if isinstance(state, dict) else {}
-        if kind == "comm_open":
-            if section is not None and state.get("_model_name") == "OutputModel":
-                section.add_area(name)
-            self._open(rank, content, late)
-            children = state.get("children")
-            if section is not None and isinstance(children, list):  # inside another widget, below the tabs
-                section.drop_areas(str(child).removeprefix("IPY_MODEL_") for child in children)
-        elif kind == "comm_close":
-            proxy = comm.get_comm_manager().comms.pop(name, None)
-            if proxy is not None:
-                proxy._closed = True  # else it would close the rank's again
-        elif "msg_id" in state:  # of the request whose output an Output widget shall capture
-            if section is not None:
-                section.capture(name, bool(state["msg_id"]))
-                if section.is_area(name):
-                    return  # the page has no part in it
-            if state["msg_id"]:
-                state["msg_id"] = page.message
+        name, state = message["content"]["comm_id"], _state_in(message)
+        match message["header"]["msg_type"]:
+            case "comm_open":
+                self._open(rank, message["content"], late)
+                if section is not None:
+                    _note_areas(section, name, state)
+            case "comm_close":
+                _close(name)
+            case _ if "msg_id" in state:  # of the request whose output an Output widget shall capture
+                if section is not None:
+                    section.capture(name, bool(state["msg_id"]))
+                    if section.is_area(name):
+                        return  # the page has no part in it
+                if state["msg_id"]:
+                    state["msg_id"] = page.message
         page.send(message)
 
     def _open(self, rank: int, content: dict[str, Any], late: Callable[[int, Message], None]) -> None:
@@ -80,3 +72,26 @@ class Comms:
         proxy.on_msg(to_rank)
         proxy.on_close(close)
         comm.get_comm_manager().register_comm(proxy)
+
+
+def _state_in(message: Message) -> dict[str, Any]:
+    """What of a widget changes with `message`; what a rank sends may be odd."""
+    data = message["content"].get("data")
+    state = data.get("state") if isinstance(data, dict) else None
+    return state if isinstance(state, dict) else {}
+
+
+def _note_areas(section: RankTranscript, name: str, state: dict[str, Any]) -> None:
+    """An Output widget is shown in the tab, unless it is inside another widget: those are below the tabs."""
+    if state.get("_model_name") == "OutputModel":
+        section.add_area(name)
+    children = state.get("children")
+    if isinstance(children, list):
+        section.drop_areas(str(child).removeprefix("IPY_MODEL_") for child in children)
+
+
+def _close(name: str) -> None:
+    """The rank has closed its widget."""
+    proxy = comm.get_comm_manager().comms.pop(name, None)
+    if proxy is not None:
+        proxy._closed = True  # else it would close the rank's again

@@ -31,7 +31,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.rank_spec import RankSpec
-from ddip.protocol.reports import CellReport
+from ddip.protocol.reports import Begun, CellReport
 
 log = logging.getLogger("ddip")
 
@@ -237,19 +237,28 @@ class ProcessGroupManager:
             self.healthy = False
         elif all(report["state"] == "ours" for report in told.values()):
             self._level_groups([report["groups"] for report in told.values()])
-            begun = {rank: report["begun"] for rank, report in told.items()}
-            sends = failed and self._steps.are_sends_uneven(begun, size)
-            self._steps.take(begun)
-            if sends:
-                self.healthy = False
-            elif self.healthy and self._steps.uneven(size):
-                self._judge_steps(failed, unmatched)
-        elif len(told) == size and all(_fits(report, rank, size) for rank, report in told.items()):
-            answers = self._ranks.call_on_control_channel(range(size), on_rank.adopt(), seconds=ADOPT_SECONDS)
-            self.healthy = all(answer is not None for answer in answers.values())
-            self._steps.forget()
+            self._take_steps({rank: report["begun"] for rank, report in told.items()}, failed, unmatched)
         else:
+            self.healthy = len(told) == size and all(_fits(report, rank, size) for rank, report in told.items())
+            if self.healthy:
+                self._adopt()
+
+    def _adopt(self) -> None:
+        """The group that a cell has formed in place of ours is ours from now on."""
+        ranks = range(len(self._ranks.members))
+        answers = self._ranks.call_on_control_channel(ranks, on_rank.adopt(), seconds=ADOPT_SECONDS)
+        self.healthy = all(answer is not None for answer in answers.values())
+        self._steps.forget()
+
+    def _take_steps(self, begun: Mapping[int, Begun], failed: bool, unmatched: bool) -> None:
+        """Look at how many collectives each rank has begun, and how many sends if the cell has failed."""
+        size = len(self._ranks.members)
+        sends = failed and self._steps.are_sends_uneven(begun, size)
+        self._steps.take(begun)
+        if sends:
             self.healthy = False
+        elif self.healthy and self._steps.uneven(size):
+            self._judge_steps(failed, unmatched)
 
     def _level_groups(self, made: Sequence[int]) -> None:
         """Some ranks may have made groups without the others, which has no effect but on the name of the next one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -82,32 +82,29 @@ class Ranks(Members):
             if button.pressed and stoppable:  # when nobody looked
                 button.take()
                 raise RequestInterrupted(f"{doing} was interrupted before it began")
-            ended = {rank: self.end_of(rank) for rank in self.ended if rank in calls}
-            if ended:  # before anything is sent: the others would wait for the one that has ended
-                raise RequestFailed(f"{doing} failed: {CellError(ended)}", ended)
+            self._ensure_none_ended(calls, doing)
             requests = {rank: self._send(rank, call) for rank, call in calls.items()}
             button.watch(requests.values())
             self._await(requests, deadline, button, GRACE_SECONDS if together else None)
-            interrupted, unfinished = button.pressed, _unfinished(requests)
-            problems = self._problems(requests)
+            problems, unfinished = self._problems(requests), _unfinished(requests)
             if unfinished:
-                self._end(requests, button, release, stoppable)
-                stuck = _unfinished(requests)
-                self.abandoned.update({rank: Abandoned(requests[rank], doing) for rank in stuck})
-                if interrupted and (stoppable or stuck):
+                stopped = button.pressed
+                stuck = self._end(requests, doing, button, release, stoppable)
+                if stopped and (stoppable or stuck):
                     button.take()
                     raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
                 if not stoppable:
-                    unfinished, problems = stuck, self._problems(requests)
-        if problems:
-            log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
-            late = [] if together else unfinished
-            raise RequestFailed(f"{doing} failed: {CellError(problems)}", problems, late)
-        if unfinished:
-            what = f"{ranks_text(unfinished)} did not finish {doing} in time"
-            raise RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
+                    problems, unfinished = self._problems(requests), stuck
+        if problems or unfinished:
+            raise _failure(doing, problems, unfinished, together)
         # taken out: a future is a cycle, and would keep what came with it until Python looks for cycles
         return [request.result().value.pop("ok") for request in requests.values()]
+
+    def _ensure_none_ended(self, ranks: Collection[int], doing: str) -> None:
+        """Before anything is sent: the others would wait for one that has ended."""
+        ended = {rank: self.end_of(rank) for rank in self.ended if rank in ranks}
+        if ended:
+            raise RequestFailed(f"{doing} failed: {CellError(ended)}", ended)
 
     def tell(self, ranks: Sequence[int], call: RemoteCall[object]) -> None:
         """Have each of `ranks` that lives do the same when it is free; nobody waits for it."""
@@ -133,15 +130,23 @@ class Ranks(Members):
             button.sleep(min([LOOK_SECONDS, *(end - now for end in ends)]))
 
     def _end(
-        self, requests: Requests, button: stopping.Button, release: Callable[[], object] | None, stoppable: bool
-    ) -> None:
-        """Have the ranks end what was asked of them, and wait for them, but not for long."""
+        self,
+        requests: Requests,
+        doing: str,
+        button: stopping.Button,
+        release: Callable[[], object] | None,
+        stoppable: bool,
+    ) -> list[int]:
+        """Have the ranks end what was asked of them, and wait for them, but not for long; returns those that do not."""
         if stoppable:
             self._interrupt_again(requests, button)
             self._settle(requests, button, STOP_GRACE_SECONDS)
             if release is not None and _unfinished(requests):
                 release()
         self._settle(requests, button if stoppable else None, STOP_SECONDS)
+        stuck = _unfinished(requests)
+        self.abandoned.update({rank: Abandoned(requests[rank], doing) for rank in stuck})
+        return stuck
 
     def _settle(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
         """Wait until all `requests` are done, at most `seconds`; who presses again interrupts again."""
@@ -197,6 +202,15 @@ class Ranks(Members):
             r: given for r, given in self.abandoned.items() if not given.request.done() and r not in ended
         }
         return {rank: given.doing for rank, given in sorted(self.abandoned.items())}
+
+
+def _failure(doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool) -> RequestFailed:
+    """What to raise where some ranks have `problems`, or are `unfinished`."""
+    if not problems:
+        what = f"{ranks_text(unfinished)} did not finish {doing} in time"
+        return RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
+    log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
+    return RequestFailed(f"{doing} failed: {CellError(problems)}", problems, [] if together else unfinished)
 
 
 def _unfinished(requests: Requests) -> list[int]:

@@ -64,10 +64,14 @@ def main() -> None:
     import torch.distributed  # noqa: F401
 
     from ddip.protocol import dump
-    from ddip.rank import needed  # noqa: F401
+    from ddip.rank import (
+        needed,  # noqa: F401
+        process_group,
+    )
     from ddip.rank.engine_app import RankEngine
 
     gc.enable()
+    process_group.watch()
     dump.listen(run_folder, os.getpid())
     log = os.fdopen(os.dup(2), "w")  # ipykernel puts a pipe in place of 2
     faulthandler.enable(log)  # a crash tells in the log where it was

@@ -187,38 +187,50 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
 
     async def _execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if not silent:
-            asked = self.get_parent("shell")["content"].get("ddip", {})
-            self._number_cell(asked.get("number"))
-            header = self.get_parent("shell")["header"]
-            for stream in self._streams:
-                stream.begin_cell(header, asked.get("limit", sys.maxsize))
-            cells.begin()
-            call("process_group.begin_cell")
-            call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+            self._begin_output()
         self.shell.begin_cell()
         self._aside = self._aside or Aside(self.parent.end, self._say)
-        self._cell = self._message()
         try:
-            try:
-                self._aside.give_back()
-                self._begin()
-                reply = await super().do_execute(code, silent, *args, **kwargs)
-                if reply["status"] == "error" and self.shell.raised is None:  # what the cell ends with cannot be shown
-                    told = self.shell.told_of(None)
-                    reply.update({} if told is None else {"ename": told.name, "evalue": told.message})
-            finally:
-                self._interruptible = False
-                signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set its own
-                self._aside.put()
-                self.aborted.discard(self._cell)
-                self._cell = None
+            reply = await self._run(code, silent, *args, **kwargs)
         except GeneratorExit:  # the loop is no more
             raise
         except BaseException as error:
             raised = self.shell.raised
             reply = self._error_reply("execute", error if raised is None else raised)
-        if silent:
-            return reply  # type: ignore[no-any-return]
+        return reply if silent else self._with_report(reply)
+
+    def _begin_output(self) -> None:
+        """From here on what is written is the cell's that has come, and what is begun is begun by it."""
+        request = self.get_parent("shell")
+        asked = request["content"].get("ddip", {})
+        self._number_cell(asked.get("number"))
+        for stream in self._streams:
+            stream.begin_cell(request["header"], asked.get("limit", sys.maxsize))
+        cells.begin()
+        call("process_group.begin_cell")
+        call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+
+    async def _run(self, code: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run the code, and only that, where an interrupt may come; its alarms and handlers live as long."""
+        assert self._aside is not None
+        self._cell = self._message()
+        try:
+            self._aside.give_back()
+            self._begin()
+            reply: dict[str, Any] = await super().do_execute(code, *args, **kwargs)
+            if reply["status"] == "error" and self.shell.raised is None:  # what the cell ends with cannot be shown
+                told = self.shell.told_of(None)
+                reply.update({} if told is None else {"ename": told.name, "evalue": told.message})
+            return reply
+        finally:
+            self._interruptible = False
+            signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set its own
+            self._aside.put()
+            self.aborted.discard(self._cell)
+            self._cell = None
+
+    def _with_report(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """The cell has ended: `reply`, and in it what has become of this rank and its group."""
         self.mend_streams()
         report, raised = of_the_cell(self.shell), self.shell.raised
         cells.end(raised)
@@ -227,7 +239,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         del raised
         report["seconds"] = cells.seconds or 0.0
         for stream in self._streams:
-            stream.end_cell(header)
+            stream.end_cell(self.get_parent("shell")["header"])
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}
 

@@ -41,6 +41,13 @@ _standing: dict[str, Any] = {}
 """The variables that a cell may use."""
 
 
+def watch() -> None:
+    """Once, before the first group is formed and before an interrupt can come: see what this process does in groups."""
+    collectives.watch()
+    setup.watch()
+    stores.watch(lambda: _released)
+
+
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Take the `rank_spec`: environment, threads, device, the group itself, and the variables that a cell may use.
 
@@ -52,13 +59,10 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     os.environ.update(rank_spec.environment)
     if rank_spec.interface:  # whatever the notebook, or a cell, has set
         os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, rank_spec.interface))
-    first, _seated = not _seated, True
+    first = not _seated  # also after one that was interrupted: all of this may be done again
     if first:
         os.chdir(rank_spec.directory)
         sys.argv[:] = [""]
-        collectives.watch()
-        setup.watch()
-        stores.watch(lambda: _released)
     cells.threads = rank_spec.threads
     cells.collect = rank_spec.collect
     device = cells.device = torch.device(rank_spec.device)
@@ -70,6 +74,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     finally:
         if first:  # not before: what torch imports to form its first group is not taken from the notebook's folder
             sys.path[:] = rank_spec.path
+            _seated = True
     c10d.set_groups_made(rank_spec.groups)
     _formed = c10d.world()
     if _formed is None or _formed.size() != rank_spec.world_size:

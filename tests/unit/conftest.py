@@ -17,11 +17,10 @@ NewGroup = Callable[..., ScriptedGroup]
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for longer than a twentieth of a second."""
+    """Nothing is waited for that does not come: what scripted engines do, they do at once."""
     for module, name, seconds in [
         (cell_state, "PATIENCE_SECONDS", 0.02),
         (cell_state, "STOP_GRACE_SECONDS", 0.01),
-        (cell_state, "STOP_SECONDS", 0.05),
         (cell_state, "ASK_SECONDS", 0.02),
         (cell_state, "LOOK_SECONDS", 0.005),
         (cell_state, "IDLE_SECONDS", 0.005),
@@ -32,7 +31,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (members, "ANSWER_SECONDS", 0.01),
         (ranks, "GRACE_SECONDS", 0.01),
         (ranks, "STOP_GRACE_SECONDS", 0.01),
-        (ranks, "STOP_SECONDS", 0.02),
         (ranks, "LOOK_SECONDS", 0.005),
         (fitness, "TRY_SECONDS", 0.05),
         (group_module, "INFO_SECONDS", 0.01),
@@ -43,6 +41,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         assert isinstance(getattr(module, name), float)
         monkeypatch.setattr(module, name, seconds)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not stop are given up at once."""
+    monkeypatch.setattr(cell_state, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.02)
 
 
 @pytest.fixture

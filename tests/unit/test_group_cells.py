@@ -93,7 +93,7 @@ def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup
         group.run("pass")
 
 
-def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup) -> None:
+def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:
         group.run(cell("pass", "deaf"), timeout=0.01)
@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup) 
     group.run("pass")
 
 
-def test_a_rank_that_stops_late_is_free_for_the_next_cell(new_group: NewGroup) -> None:
+def test_a_rank_that_stops_late_is_free_for_the_next_cell(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout):
         group.run(cell("pass", "deaf"), timeout=0.01)

@@ -330,7 +330,9 @@ def test_a_request_that_is_stopped_frees_the_ranks(new_group: NewGroup, an_app: 
     group.run("pass")
 
 
-def test_a_rank_that_does_not_stop_a_request_is_named_until_it_does(new_group: NewGroup, an_app: None) -> None:
+def test_a_rank_that_does_not_stop_a_request_is_named_until_it_does(
+    new_group: NewGroup, impatient: None, an_app: None
+) -> None:
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.command_app.target] = pressing()
     group.engine(1).answers[on_rank.command_app.target] = raising(Deafness())
