@@ -34,11 +34,12 @@ def family_of(owner: int) -> list[psutil.Process]:
 
 
 def titled(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
-    """Those of `processes` whose title begins with `title`."""
+    """Those of `processes` that live, and whose title begins with `title`."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith(title):
+            line = process.cmdline()
+            if line and " ".join(line).startswith(title):
                 found.append(process)
     return found
 
@@ -58,7 +59,9 @@ def processes_of(owner: int) -> list[psutil.Process]:
         *titled(family, "ddip warm"),
         *titled(family, " ".join(preload_client.command("ddip.cluster.preload_server"))),
     ]  # its title comes later
-    return [p for p in family if p not in warm] if lives(owner) else family
+    if lives(owner):
+        family = [process for process in family if process not in warm]
+    return titled(family, "")  # one that has ended meanwhile has no title, by which to tell what it was
 
 
 def lives(pid: int) -> bool:

@@ -126,6 +126,7 @@ HARM = {
 }
 
 
+@pytest.mark.grid
 def test_what_a_cell_does_to_its_interpreter_costs_no_rank(warmed_up: None) -> None:
     """Each in a cell of its own, on ranks that nobody uses afterwards."""
     with ddip.Group(2, failure_grace=0.1) as group:

@@ -145,6 +145,7 @@ def test_a_backend_that_this_torch_lacks_is_named() -> None:
         ddip.Group(1, backend="mpi")
 
 
+@pytest.mark.grid
 def test_threads_that_the_user_has_set_stay() -> None:
     with environment(OMP_NUM_THREADS="1"), ddip.Group(1) as group:
         group.run("import os, torch; found = (os.environ['OMP_NUM_THREADS'], torch.get_num_threads())")
@@ -225,8 +226,12 @@ def test_the_app_of_the_readme_works(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("pass", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1), ("os._exit(4)", 4)],
-    ids=["ends", "exits", "fails", "is cut off"],
+    [
+        pytest.param("pass", 0, id="ends", marks=pytest.mark.grid),
+        pytest.param("raise SystemExit(3)", 3, id="exits", marks=pytest.mark.grid),
+        pytest.param("1 / 0", 1, id="fails"),
+        pytest.param("os._exit(4)", 4, id="is cut off"),
+    ],
 )
 def test_nothing_is_left_of_a_script_that(tmp_path: Path, end: str, code: int) -> None:
     path = tmp_path / "script.py"
@@ -242,6 +247,7 @@ def test_nothing_is_left_of_a_script_that(tmp_path: Path, end: str, code: int) -
     assert_nothing_left(int(pid), 10 if end == "os._exit(4)" else 0)
 
 
+@pytest.mark.grid
 def test_a_script_needs_no_streams(tmp_path: Path) -> None:
     """As that of a service may have none."""
     code = (
@@ -309,6 +315,7 @@ def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(mon
     assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
 
 
+@pytest.mark.grid
 def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddip.Group) -> None:
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
     with pytest.raises(GroupError, match="forming the group failed: rank 1: TypeError"):
@@ -340,6 +347,7 @@ def test_shared_memory_of_a_cell_is_gone_with_the_group() -> None:
     assert name not in shared_memory()
 
 
+@pytest.mark.grid
 def test_the_end_of_the_controller_is_told_in_a_cell_and_after_it(own_group: ddip.Group) -> None:
     def kill() -> None:
         wait_until(lambda: own_group.info()[0].state == "busy")

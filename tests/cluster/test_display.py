@@ -327,6 +327,7 @@ def test_the_other_styles(notebook: Notebook) -> None:
 # -- floods
 
 
+@pytest.mark.grid
 def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.max_output_chars = 20000")
     shown = notebook.ok("%%dip -r 0\nfor i in range(100_000): print('line', i)")
@@ -379,6 +380,7 @@ def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> 
 # -- where it ran
 
 
+@pytest.mark.grid
 def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.report_after = 1000")
     assert notebook.ok("%%dip\n1").data[-1]["text/plain"].startswith("Out[")
@@ -437,6 +439,7 @@ def test_tab_and_help_know_the_names_of_rank_0(notebook: Notebook) -> None:
     notebook.ok("%autodip off")
 
 
+@pytest.mark.grid
 def test_a_busy_rank_does_not_hold_up_tab(notebook: Notebook) -> None:
     cell = notebook.begin(
         "%%dip -r 0\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\nfree = False\n"

@@ -146,6 +146,7 @@ def test_what_is_trained_may_change_in_the_middle_of_a_fit(group: ddip.Group) ->
     of_any(group, "weights(learn)")
 
 
+@pytest.mark.grid
 def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
     for loaders, words in (
         ("loaders(n=100 + rank)", "items: 100 on rank 0, 101 on rank 1"),

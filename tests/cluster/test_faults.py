@@ -274,6 +274,7 @@ def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group)
     prove(four, lost=(1, 2))
 
 
+@pytest.mark.grid
 def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     four: ddip.Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +368,9 @@ def test_groups_that_some_ranks_have_made_alone_do_not_harm_the_next(four: ddip.
     "make",
     [
         "init_device_mesh('cpu', (2, 2) if rank else (4, 1), mesh_dim_names=('a', 'b'))['a'].get_group()",
-        "dist.split_group(split_ranks=[[0, 1], [2, 3]] if rank == 0 else [[0], [1, 2, 3]])",
+        pytest.param(
+            "dist.split_group(split_ranks=[[0, 1], [2, 3]] if rank == 0 else [[0], [1, 2, 3]])", marks=pytest.mark.grid
+        ),
     ],
 )
 def test_ranks_that_do_not_agree_how_to_divide_themselves_can_be_released(four: ddip.Group, make: str) -> None:

@@ -118,6 +118,7 @@ def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook) -> None:
     notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
 
 
+@pytest.mark.grid
 def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_notebook: NewNotebook) -> None:
     """And the next notebook removes what nobody was left to remove, and ends what a rank has started."""
     notebook = new_notebook()
@@ -164,6 +165,7 @@ def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_
     assert notebook.descriptors() <= before[0] and notebook.threads() <= before[1]  # a former test's may go meanwhile
 
 
+@pytest.mark.grid
 def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     running = begin(

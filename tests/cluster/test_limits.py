@@ -45,6 +45,7 @@ def test_a_start_with_too_few_descriptors_says_so_at_once() -> None:
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.grid
 def test_a_group_needs_no_more_descriptors_than_it_says() -> None:
     """The controller takes what the hard limit allows; the ranks keep the notebook's limit."""
     soft, hard = RANK_FILES + 2 * A_PEERS_FILES, CONTROLLER_FILES + 2 * A_RANKS_FILES
@@ -78,6 +79,7 @@ def test_a_rank_that_has_no_descriptor_left_runs_cells_and_joins_new_groups(cell
         cells.run("kept = None\nresource.setrlimit(resource.RLIMIT_NOFILE, limit)")
 
 
+@pytest.mark.grid
 def test_a_rank_that_can_open_nothing_for_a_new_group_says_so() -> None:
     with ddip.Group(2) as group:
         group.run("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))")

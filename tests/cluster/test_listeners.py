@@ -122,6 +122,7 @@ def test_what_a_cell_listens_on_itself_stays_open(cells: ddip.Group) -> None:
     cells.run("own.close(), after.close()\ndel store")
 
 
+@pytest.mark.grid
 def test_a_group_that_connects_when_it_must_is_left_alone() -> None:
     with environment(TORCH_GLOO_LAZY_INIT="1"), ddip.Group(2) as group:
         group.run(f"{SETUP}\n{PROOF}")

@@ -338,6 +338,7 @@ def test_quotes_around_arguments_are_taken_off(notebook: Notebook) -> None:
     assert "this group has no app" in notebook.fails("%%dip -a 'save x'\n1").message
 
 
+@pytest.mark.grid
 def test_a_start_that_failed_is_what_a_restart_starts(bare_notebook: Notebook) -> None:
     (bare_notebook.folder / "late" / "torch").mkdir(parents=True)
     (bare_notebook.folder / "late" / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")

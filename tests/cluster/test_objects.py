@@ -129,6 +129,7 @@ def test_a_large_array_arrives_whole(cells: ddip.Group) -> None:
     assert cells.pull(["total"], 1)["total"] == large.sum()
 
 
+@pytest.mark.grid
 def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
     """Neither of cells, nor of transfers, of questions on either channel, and of messages of widgets."""
     client = cells.cluster.client

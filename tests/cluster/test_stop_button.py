@@ -149,6 +149,7 @@ def command(text):
 """
 
 
+@pytest.mark.grid
 def test_what_an_app_does_is_stopped_and_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("prepare", "command"):
         (tmp_path / name).mkdir()
@@ -169,7 +170,7 @@ def test_what_an_app_does_is_stopped_and_done_again(tmp_path: Path, monkeypatch:
         group.run(f"{PROOF}\nassert kept == rank")
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.grid)])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
 def test_a_change_that_is_stopped_ends_as_it_was_or_as_it_was_asked_to_be(size: int) -> None:
     others = ranks_of(os.getpid())
@@ -191,6 +192,7 @@ class Loader:
 """
 
 
+@pytest.mark.grid
 def test_the_next_cell_waits_for_a_rank_that_sleeps_while_it_takes_apart_what_a_cell_left(
     cells: ddip.Group, tmp_path: Path
 ) -> None:

@@ -61,7 +61,9 @@ def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.
         group.run(f"{PROOF}\nassert kept == rank")
 
 
-@pytest.mark.parametrize("which", ["one rank", "all ranks", "the controller"])
+@pytest.mark.parametrize(
+    "which", ["one rank", *(pytest.param(which, marks=pytest.mark.grid) for which in ("all ranks", "the controller"))]
+)
 def test_a_cell_says_what_is_stopped_and_ends_when_it_goes_on(
     cells: ddip.Group, which: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_cell_says_what_is_stopped_and_ends_when_it_goes_on(
         thread.join()
 
 
+@pytest.mark.grid
 def test_a_stopped_rank_whose_cell_is_given_up_is_named_and_a_repair_lets_it_go_on(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
@@ -94,6 +97,7 @@ def test_a_stopped_rank_whose_cell_is_given_up_is_named_and_a_repair_lets_it_go_
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(not preload_client.possible(), reason="nothing is forked here")
 def test_a_warm_process_that_is_stopped_is_named_or_another_takes_its_place(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch

@@ -95,5 +95,6 @@ fails(RuntimeError, dist.TCPStore, "127.0.0.1", {port}, 2, timeout=soon)
 """
 
 
+@pytest.mark.grid
 def test_waiting_in_a_store_is_torchs_otherwise(cells: ddip.Group, places: dict[str, object]) -> None:
     cells.run(OTHERWISE.format(**places), timeout=30)

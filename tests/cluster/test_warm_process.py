@@ -56,6 +56,7 @@ def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNote
     assert family_of(notebook.pid) == []
 
 
+@pytest.mark.grid
 def test_a_trait_turns_warming_off(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("get_ipython().config.DipMagics.warm = False\n%load_ext ddip\nimport psutil")
@@ -64,6 +65,7 @@ def test_a_trait_turns_warming_off(new_notebook: NewNotebook) -> None:
     assert parents(notebook) == {warm_pid(notebook)}
 
 
+@pytest.mark.grid
 def test_a_trait_has_apps_imported_beforehand(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     with an_app(notebook.folder, "import os, pathlib\npathlib.Path('imported_in').write_text(str(os.getpid()))"):
@@ -120,6 +122,7 @@ def own_warm_process() -> Iterator[None]:
         yield
 
 
+@pytest.mark.grid
 def test_when_it_dies_before_it_has_forked_the_processes_are_spawned(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
@@ -169,6 +172,7 @@ def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: py
 
 
 def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MADE_UP", "")  # a rank of the shared group, which lives longer, may be of the one before
     with ddip.Group(1) as group:
         former = psutil.Process(group.members[0].pid).ppid()
         group.run("kept = 1")
@@ -188,6 +192,7 @@ def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> N
         assert found == [preload_client.begin().pid] * 2
 
 
+@pytest.mark.grid
 def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     said = pytest.raises(GroupError, match="No module named 'nowhere_to_be_found'")
     with an_app(tmp_path, "import nowhere_to_be_found\n"), said:
@@ -206,6 +211,7 @@ def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
         group.run("import torch.distributed as dist\ndist.barrier()")
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("own_warm_process")
 def test_a_thread_may_begin_it_and_end() -> None:
     """The parent-death signal of Linux is sent when the thread ends that started the child."""
@@ -217,6 +223,7 @@ def test_a_thread_may_begin_it_and_end() -> None:
         assert [psutil.Process(member.pid).ppid() for member in group.members] == pids
 
 
+@pytest.mark.grid
 def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
@@ -229,6 +236,7 @@ def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_note
         os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.grid
 def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
     code = (
         "import os\nfrom ddip.cluster import preload_client\n"

@@ -55,7 +55,9 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("what", SLOW)
+@pytest.mark.parametrize(
+    "what", [*list(SLOW)[:2], *(pytest.param(what, marks=pytest.mark.grid) for what in list(SLOW)[2:])]
+)
 def test_an_error_that_is_slow_to_tell_costs_no_rank(cells: ddip.Group, what: str) -> None:
     cells.run("import time\nkept = rank")
     began = time.monotonic()
@@ -137,7 +139,7 @@ CAUGHT = {
 }
 
 
-@pytest.mark.parametrize("how", CAUGHT)
+@pytest.mark.parametrize("how", ["run_cell", pytest.param("showtraceback", marks=pytest.mark.grid)])
 def test_an_error_that_the_cell_caught_and_showed_is_no_failure_unless_others_wait(
     cells: ddip.Group, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,9 @@ def test_a_rank_that_stays_gets_a_new_share_of_the_threads() -> None:
         assert values(group, code) == [(max(1, cores // 2),) * 2] * 2
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), ("forkserver", 1)])
+@pytest.mark.parametrize(
+    ("method", "workers"), [("fork", 2), ("spawn", 1), pytest.param("forkserver", 1, marks=pytest.mark.grid)]
+)
 def test_data_loaders_have_workers(cells: ddip.Group, method: str, workers: int) -> None:
     code = (
         "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"

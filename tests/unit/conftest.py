@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from ddip.group import cell_state, cells, fitness, members, process_group, ranks, watch
 from ddip.group import group as group_module
@@ -13,6 +14,13 @@ from ddip.group import group as group_module
 from .scripted import Script, ScriptedGroup, nothing
 
 NewGroup = Callable[..., ScriptedGroup]
+
+
+@pytest.fixture(autouse=True)
+def no_shell() -> Iterator[None]:
+    """What is displayed where there is no shell makes IPython have one, whose profile later groups would take."""
+    yield
+    InteractiveShell.clear_instance()
 
 
 @pytest.fixture
