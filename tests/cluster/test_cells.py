@@ -298,6 +298,7 @@ def test_ranks_that_run_on_after_an_error_are_named(
     assert "the stop button ends the cell and keeps all variables" in shown
 
 
+@pytest.mark.grid
 def test_ranks_that_do_not_stop_are_named_though_their_output_pours_in(cells: ddip.Group, tmp_path: Path) -> None:
     def press_stop() -> None:
         wait_until(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf0", "deaf1"})

@@ -189,6 +189,7 @@ def toy_app(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("toy_app")
 def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
     def states(group: ddip.Group) -> list[str]:

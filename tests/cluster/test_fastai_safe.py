@@ -403,6 +403,7 @@ FORGET = "from accelerate.state import AcceleratorState; AcceleratorState._reset
 """accelerate remembers what it was first asked for."""
 
 
+@pytest.mark.grid
 def test_plain_fastai_does_not_train_on_the_cpu_and_leaves_the_learner_wrapped(plain: ddip.Group) -> None:
     with pytest.raises(CellError):
         plain.run("learn = learner()\nwith learn.distrib_ctx(): learn.fit(1)")
@@ -411,6 +412,7 @@ def test_plain_fastai_does_not_train_on_the_cpu_and_leaves_the_learner_wrapped(p
     assert of_any(plain, "type(learn.model).__name__") == "DistributedDataParallel"
 
 
+@pytest.mark.grid
 def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group) -> None:
     plain.run(FORGET)
     plain.run("""
@@ -427,6 +429,7 @@ def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group)
     assert of_any(plain, "abs(loss - true) > 1e-5")
 
 
+@pytest.mark.grid
 def test_plain_fastai_waits_for_ever_in_lr_find(plain: ddip.Group, tmp_path: Path) -> None:
     plain.run(f"learn = learner(path={str(tmp_path)!r})\nthrough = False")
 
@@ -441,6 +444,7 @@ def test_plain_fastai_waits_for_ever_in_lr_find(plain: ddip.Group, tmp_path: Pat
     assert plain.pull(["through"]) == {"through": False}
 
 
+@pytest.mark.grid
 def test_plain_fastai_strands_the_others_when_rank_0_fails(plain: ddip.Group) -> None:
     with pytest.raises(CellError, match="rank 0: OSError: no disk; rank 1 was blocked"):
         plain.run("""
@@ -451,6 +455,7 @@ def test_plain_fastai_strands_the_others_when_rank_0_fails(plain: ddip.Group) ->
         """)
 
 
+@pytest.mark.grid
 def test_plain_fastai_casts_nothing_on_the_cpu_and_saves_nothing_on_rank_1(plain: ddip.Group, tmp_path: Path) -> None:
     plain.run("learn = learner(metrics=accuracy).to_fp16()\nkinds = set()", ranks=[1])
     plain.run("learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))", ranks=[1])

@@ -75,6 +75,7 @@ def test_a_file_that_the_user_has_put_before_the_standard_library_is_named(tmp_p
     assert str(failed.value).endswith(f"RuntimeError: not that queue\n  {named}")
 
 
+@pytest.mark.grid
 def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It means the working directory."""
     foreign = Foreign(tmp_path)

@@ -35,6 +35,7 @@ def test_every_rank_has_the_variables_and_the_environment_of_torchrun(cells: ddi
     assert ports[0] == ports[1]
 
 
+@pytest.mark.grid
 def test_the_environment_lets_a_program_form_a_group_of_its_own(cells: ddip.Group) -> None:
     cells.run(
         "import subprocess, sys\n"

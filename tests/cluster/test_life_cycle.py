@@ -77,6 +77,7 @@ def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Not
     end_and_start_again(bare_notebook, controller, running, code, "the controller process ended")
 
 
+@pytest.mark.grid
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
 @ANY_BUSINESS
 def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
@@ -100,6 +101,7 @@ def end_and_start_again(notebook: Notebook, process: psutil.Process, running: st
     notebook.ok("%%dip\nimport torch.distributed as dist\ndist.barrier()")
 
 
+@pytest.mark.grid
 def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_busy(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     begin(notebook, BUSY_IN_PYTHON)
@@ -107,14 +109,14 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_bus
     assert_nothing_left(notebook.pid, 5)
 
 
-def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook) -> None:
+@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.grid)])
+def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, at_once: bool) -> None:
     notebook = new_notebook()
-    for at_once in (False, True):
-        notebook.ok("%load_ext ddip\n%makedip -n 2")
-        former = notebook.pid
-        notebook.restart(at_once)
-        assert notebook.pid != former
-        assert_nothing_left(former, 5)
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
+    former = notebook.pid
+    notebook.restart(at_once)
+    assert notebook.pid != former
+    assert_nothing_left(former, 5)
     notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
 
 

@@ -90,6 +90,7 @@ def test_a_rank_that_can_open_nothing_for_a_new_group_says_so() -> None:
             group.run("pass")
 
 
+@pytest.mark.grid
 def test_a_step_of_ddips_own_that_fails_on_a_rank_is_answered(cells: ddip.Group) -> None:
     """Before, the notebook waited for ever."""
     cells.run("import ddip.rank.housekeeping as steps\nif rank == 1: steps.cells.threads = 'many'")

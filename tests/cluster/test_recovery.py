@@ -283,6 +283,7 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Gro
         thread.join()
 
 
+@pytest.mark.grid
 def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns(
     cells: ddip.Group, tmp_path: Path
 ) -> None:

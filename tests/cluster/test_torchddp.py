@@ -288,6 +288,7 @@ def test_an_error_names_the_notebooks_cell_and_line(notebook: Notebook) -> None:
     assert "raise ValueError('why')" in shown.traceback and "calls.py" not in shown.traceback
 
 
+@pytest.mark.grid
 def test_the_stop_button_ends_the_call_and_its_group(bare_notebook: Notebook) -> None:
     bare_notebook.ok(
         "from ddip import in_torchddp\nimport time\ndef fn():\n    print('begun', flush=True)\n    time.sleep(60)"

@@ -171,6 +171,7 @@ def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: py
     wait_until(lambda: second.ended)
 
 
+@pytest.mark.grid
 def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MADE_UP", "")  # a rank of the shared group, which lives longer, may be of the one before
     with ddip.Group(1) as group:

@@ -208,6 +208,7 @@ def test_a_crash_leaves_its_stack_in_the_log() -> None:
         assert "string_at" in caught.value.by_rank[0].traceback
 
 
+@pytest.mark.grid
 def test_ps_shows_who_is_who(new_notebook: Callable[[], Notebook]) -> None:
     notebook = new_notebook()
     notebook.ok("import os; os.environ['JPY_SESSION_NAME'] = '/home/me/lesson 1.ipynb'\n%load_ext ddip\n%makedip -n 2")
