@@ -22,6 +22,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes share the tests, the longest come first and the shortest last: both end at the same time."""
+    """Where processes share the tests: what uses one notebook, or one group of its module, is done by one of them, and
+    decisions come last, which take the least time."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (item.path.parent.name == "unit", item.path.name != "test_notebooks.py"))
+        items.sort(key=lambda item: (item.path.parent.name == "unit", _place(item) != "notebook", item.path.name))
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_place(item)))
+
+
+def _place(item: pytest.Item) -> str:
+    """What the test has in common with others that is dear to start."""
+    return "notebook" if "shared_notebook" in getattr(item, "fixturenames", ()) else item.path.name

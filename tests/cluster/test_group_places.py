@@ -7,6 +7,8 @@ import stat
 import sys
 from pathlib import Path
 
+import pytest
+
 import ddip
 
 from .leftovers import controllers_of, files_of, listening, processes_of, titled

@@ -265,6 +265,11 @@ def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebo
 
 def test_dipstack_tells_where_each_rank_is(notebook: Notebook) -> None:
     assert notebook.ok("%dipstack").stdout == "  ranks 0-2: idle\n"
+    assert notebook.ok("%dipstack -v").stdout.startswith("ranks 0-2\n  main:\n  idle\n")
+
+
+@pytest.mark.grid
+def test_dipstack_tells_of_a_rank_that_does_not_answer(notebook: Notebook) -> None:
     running = notebook.begin(
         "%%dip\nimport ctypes, signal, torch.distributed as dist\ndef wait():\n    dist.barrier()\n"
         "if rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\nwait()\nif rank == 1: open('held', 'w').close()\n"

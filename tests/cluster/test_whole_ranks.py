@@ -88,7 +88,8 @@ def test_a_rank_that_stays_gets_a_new_share_of_the_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "workers"), [("fork", 2), ("spawn", 1), pytest.param("forkserver", 1, marks=pytest.mark.grid)]
+    ("method", "workers"),
+    [("fork", 2), *(pytest.param(method, 1, marks=pytest.mark.grid) for method in ("spawn", "forkserver"))],
 )
 def test_data_loaders_have_workers(cells: ddip.Group, method: str, workers: int) -> None:
     code = (
