@@ -1,6 +1,6 @@
 """Run ``main()`` of a module of ddip's own in a new process, with nothing of the working directory on its path.
 
-Run as ``python -P .../ddip/cluster/boot.py MODULE ARGUMENT ...``; ``-P`` from Python 3.11 on. The working directory is
+Run as ``python -P .../ddip/cluster/boot.py MODULE ARGUMENT ...``. The working directory is
 the notebook's folder: with ``python -m`` a file ``random.py`` there would take the place of Python's own, and whatever
 a folder from the network holds would run. ddip itself is taken from beside this file, as the notebook has found it, and
 not by a path, on which its folder would bring along whatever else is in it.
@@ -13,7 +13,7 @@ import sys
 
 def main() -> None:
     """Entry point."""
-    if not getattr(sys.flags, "safe_path", False):
+    if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this file, before anything else is imported: its modules have short names
     import os
     import traceback

@@ -59,7 +59,7 @@ READ_WHEN_USED = (
 
 START = (
     sys.executable,
-    *(["-P"] if sys.version_info >= (3, 11) else []),
+    "-P",
     str(Path(__file__).with_name("boot.py")),
 )
 """What starts a process of ddip's own; a module and its arguments follow."""

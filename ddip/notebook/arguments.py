@@ -63,6 +63,11 @@ def request(args: Any) -> placement.Request:
     )
 
 
+def asks_for_a_group(args: Any) -> bool:
+    """Does what was typed after ``%makedip`` say which group there shall be?"""
+    return bool(args.n or args.gpus or args.backend or args.app or args.restart)
+
+
 def names_and_ranks(
     names: list[str], typed: list[str] | None, size: int, magic: str
 ) -> tuple[list[str], list[int] | None]:

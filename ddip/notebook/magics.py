@@ -82,24 +82,26 @@ class DipMagics(Traits):
         changes: the ranks that can stay keep their variables, and all the rest stays as it is.
         """
         args = arguments.parse(self.makedip, "%makedip", line)
+        sets = self._set(args)
+        if args.repair or args.source:
+            self._repair(args, line)
+        elif args.kill:
+            if arguments.asks_for_a_group(args):
+                raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
+            self.end_group()
+            return
+        elif arguments.asks_for_a_group(args) or not (args.info or sets):
+            self._make(args)
+        if args.info:
+            self._info()
+
+    def _set(self, args: Any) -> bool:
+        """Take the settings that were typed; returns whether there were any."""
         if args.verbose is not None:
             self.verbose = arguments.flag(args.verbose)
         if args.timeout is not None:
             self.timeout = arguments.seconds(args.timeout, "-t", 1)
-        if args.repair or args.source:
-            self._repair(args, line)
-            return
-        if args.kill and (args.restart or args.n or args.gpus or args.backend or args.app):
-            raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
-        if args.kill:
-            self.end_group()
-            return
-        form = args.n or args.gpus or args.backend or args.app or args.restart
-        only_settings = (args.verbose is not None or args.timeout is not None) and not form
-        if form or not (args.info or only_settings):
-            self._make(args)
-        if args.info:
-            self._info()
+        return args.verbose is not None or args.timeout is not None
 
     def _make(self, args: Any) -> None:
         with folder.left_out():
@@ -145,7 +147,7 @@ class DipMagics(Traits):
         from ddip.errors import ranks_text
         from ddip.output.progress import Progress
 
-        if not args.repair or args.kill or args.restart or args.n or args.gpus or args.backend or args.app:
+        if not args.repair or args.kill or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
         group = self._require_group("%makedip --repair")
         source, names = placement.parse_source(args.source, group.world_size)
@@ -161,8 +163,6 @@ class DipMagics(Traits):
         else:
             copied = f", with {', '.join(names)} from rank {source}" if names else ""
             progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}, {group.seconds:.1f} s")
-        if args.info:
-            self._info()
 
     def _info(self) -> None:
         from ddip.output.tables import info_table

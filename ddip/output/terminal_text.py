@@ -121,41 +121,41 @@ class Screen:
         return len(plain(self._tail[-1 - self._up])) if self._column is None else self._column
 
     def _escape(self, token: str) -> None:
-        row = -1 - self._up
         digits = re.sub(r"\D", "", token)
-        count = int(digits or 1)
-        if token.endswith("m"):
+        kind, count = token[-1], int(digits or 1)
+        if kind == "m":
             self._style = _style_after(self._style, token)
             if self._column is None:
-                self._tail[row] += token
-        elif token[-1] in "AF":
-            self._column = self._where() if token[-1] == "A" else 0
-            self._up = min(len(self._tail) - 1, self._up + count)
-        elif token[-1] in "BE":
-            self._column = self._where() if token[-1] == "B" else 0
-            self._up = max(0, self._up - count)
-        elif token.endswith("C"):
-            self._column = self._where() + count
-        elif token.endswith("D"):
-            self._column = max(0, self._where() - count)
-        elif token.endswith("G"):
-            self._column = count - 1
-        elif token.endswith("K"):
-            cells = _cells(self._tail[row])
-            if digits == "2":
-                cells = []
-            elif digits == "1":
-                cells = [("", " ")] * min(len(cells), self._where()) + cells[self._where() :]
-            else:
-                cells = cells[: self._where()]
-            self._column = self._where()
-            self._tail[row] = _row(cells)
-        elif token.endswith("J") and digits in ("", "0"):
-            self._column = self._where()
-            self._tail[row] = _row(_cells(self._tail[row])[: self._column])
+                self._tail[-1 - self._up] += token
+        elif kind in "ABEF":
+            self._go_to_row(self._up + (count if kind in "AF" else -count), keep_column=kind in "AB")
+        elif kind in "CDG":
+            self._column = max(0, {"C": self._where() + count, "D": self._where() - count, "G": count - 1}[kind])
+        elif kind == "K":
+            self._erase_row(digits)
+        elif kind == "J" and digits in ("", "0"):
+            self._erase_row("")
             if self._up:
                 del self._tail[len(self._tail) - self._up :]
                 self._up = 0
+
+    def _go_to_row(self, up: int, keep_column: bool) -> None:
+        """So many rows up from the last."""
+        self._column = self._where() if keep_column else 0
+        self._up = min(len(self._tail) - 1, max(0, up))
+
+    def _erase_row(self, part: str) -> None:
+        """What is after the cursor; with ``1`` what is before it, with ``2`` all."""
+        row, column = -1 - self._up, self._where()
+        cells = _cells(self._tail[row])
+        if part == "2":
+            cells = []
+        elif part == "1":
+            cells = [("", " ")] * min(len(cells), column) + cells[column:]
+        else:
+            cells = cells[:column]
+        self._column = column
+        self._tail[row] = _row(cells)
 
     def _put(self, run: str) -> None:
         row = -1 - self._up
@@ -256,41 +256,49 @@ def _span(text: str, state: dict[str, str]) -> str:
     return f'<span style="{";".join(f"{key}:{value}" for key, value in state.items())}">{text}</span>'
 
 
+ON = {
+    1: ("font-weight", "bold"),
+    2: ("opacity", ".7"),
+    3: ("font-style", "italic"),
+    4: ("text-decoration", "underline"),
+}
+"""What of a style each code turns on."""
+OFF = {
+    22: ("font-weight", "opacity"),
+    23: ("font-style",),
+    24: ("text-decoration",),
+    39: ("color",),
+    49: ("background",),
+}
+"""And off."""
+
+
 def _state_after(state: dict[str, str], codes: str) -> dict[str, str]:
     state = dict(state)
     numbers = iter([int(code or 0) for code in codes.split(";")])
     for number in numbers:
-        match number:
-            case 0:
-                state = {}
-            case 1:
-                state["font-weight"] = "bold"
-            case 2:
-                state["opacity"] = ".7"
-            case 3:
-                state["font-style"] = "italic"
-            case 4:
-                state["text-decoration"] = "underline"
-            case 22:
-                state.pop("font-weight", None)
-                state.pop("opacity", None)
-            case 23:
-                state.pop("font-style", None)
-            case 24:
-                state.pop("text-decoration", None)
-            case 39:
-                state.pop("color", None)
-            case 49:
-                state.pop("background", None)
-            case 38 | 48:
-                colour = _extended(numbers)
-                if colour:
-                    state["color" if number == 38 else "background"] = colour
-            case _ if 30 <= number <= 37 or 90 <= number <= 97:
-                state["color"] = (COLOURS if number < 90 else BRIGHT)[number % 10]
-            case _ if 40 <= number <= 47 or 100 <= number <= 107:
-                state["background"] = (COLOURS if number < 100 else BRIGHT)[number % 10]
+        if number == 0:
+            state = {}
+        elif number in ON:
+            key, value = ON[number]
+            state[key] = value
+        elif number in OFF:
+            for key in OFF[number]:
+                state.pop(key, None)
+        else:
+            part, colour = _colour(number, numbers)
+            if colour:
+                state[part] = colour
     return state
+
+
+def _colour(number: int, numbers: Iterator[int]) -> tuple[str, str]:
+    """What `number`, and those after it, colour, and how; no colour if it is none."""
+    part = "color" if number // 10 in (3, 9) else "background"
+    if number in (38, 48):
+        return part, _extended(numbers)
+    colours = {3: COLOURS, 4: COLOURS, 9: BRIGHT, 10: BRIGHT}.get(number // 10, [])
+    return part, colours[number % 10] if number % 10 < len(colours) else ""
 
 
 def _extended(numbers: Iterator[int]) -> str:

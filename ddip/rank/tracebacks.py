@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import _thread
 import ast
-import builtins
 import collections
 import contextvars
 import ctypes
-import importlib
 import sys
 import time
 import traceback
@@ -30,10 +28,6 @@ import stack_data.core
 from ddip.rank import stacks
 from ddip.rank.housekeeping import attribute_of
 
-GROUPS: Any = vars(builtins if sys.version_info >= (3, 11) else importlib.import_module("exceptiongroup"))[
-    "BaseExceptionGroup"
-]
-"""Python 3.10 has none of its own, but IPython brings one."""
 SECONDS = 0.5
 """CPU time of this process that a traceback may take; on a loaded machine, more time passes."""
 WAIT_SECONDS = 1.5
@@ -86,7 +80,7 @@ def tell(error: BaseException, rich: Callable[[], list[str]] | None) -> Told:
     Never fails, and returns within `WAIT_SECONDS` twice, unless C code keeps the interpreter to itself.
     """
     links, left_out = _chain(error)
-    if left_out or any(isinstance(link, GROUPS) for link in links):  # IPython has no limit for either
+    if left_out or any(isinstance(link, BaseExceptionGroup) for link in links):  # IPython has no limit for either
         rich = None
     found = _Found()
 
@@ -258,7 +252,7 @@ def _one(error: BaseException, found: _Found, depth: int) -> list[str]:
     notes = attribute_of(error, "__notes__")
     if isinstance(notes, list):
         lines += [str(note) for note in notes[:NOTES]]
-    members = attribute_of(error, "exceptions", ()) if isinstance(error, GROUPS) else ()
+    members = attribute_of(error, "exceptions", ()) if isinstance(error, BaseExceptionGroup) else ()
     for number, member in enumerate(members[:MEMBERS] if depth < DEPTH else (), 1):
         _note_message(member, found)
         lines += [f"  [{number} of {len(members):,}]", *(f"  {line}" for line in _one(member, found, depth + 1))]

@@ -73,12 +73,14 @@ def group(warmed_up: None) -> Iterator[ddip.Group]:
 
 
 EQUAL = """
-from ddip.apps.fastai import ranks as _ranks
+from ddip.apps import fastai as _app
 learn.fit_one_cycle(1, 1e-3)
 weights = [value.clone() for value in learn.model.state_dict().values()]
 def ask(): return list(learn.validate()), learn.get_preds(with_loss=True, reorder=not hasattr(dls.train, "seq_len"))
 together = ask()
-with _ranks.single_process_mode(): alone = ask()
+_app.release()  # each rank by itself, with fastai as it is
+try: alone = ask()
+finally: _app.prepare()
 """
 COMPARE = """
 def close(one, other):

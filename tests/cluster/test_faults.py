@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ NAMES = {
     "send": "i?send",
     "wait": "",
     "subgroup": "all_reduce",
-    "DDP constructor": "DistributedDataParallel" if sys.version_info >= (3, 11) else "",
+    "DDP constructor": "DistributedDataParallel",
     "DDP backward": "backward",
     "FSDP forward": "(all_gather.*|foreach_all_gather)",
 }

@@ -95,9 +95,7 @@ def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("options", [["-P"], []])
 def test_a_process_starts_without_its_directory_on_the_path(options: list[str], tmp_path: Path) -> None:
-    """``-P`` came with Python 3.11; and the program is that of its own folder, whatever else is called ddip."""
-    if options and sys.version_info < (3, 11):
-        pytest.skip("Python 3.10 has no -P")
+    """And the program is that of its own folder, whatever else is called ddip."""
     package = tmp_path / "package"
     boot = package / "cluster" / "boot.py"
     boot.parent.mkdir(parents=True)

@@ -117,7 +117,6 @@ def test_of_many_frames_the_ends_are_told() -> None:
     assert 40 < len(told.traceback) < 60 and "in f200" in told.traceback[-2]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has none")
 def test_of_a_group_some_members_are_told() -> None:
     error = raised("raise ExceptionGroup('many', [ValueError(i) for i in range(5000)])")
     lines = in_time(error, lambda: ["never asked"]).traceback
