@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -25,9 +26,10 @@ import torch.distributed as dist
 
 from ddip.protocol.rank_spec import DEFAULT_GROUP
 from ddip.protocol.reports import Begun, LineBegun
-from ddip.rank import c10d, stacks
+from ddip.rank import c10d, imports, stacks
 
 Method: TypeAlias = Callable[..., Any]
+_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 LINES = 1000
 """Of so many collectives of a group, the last ones, the line is known."""
 
@@ -234,9 +236,25 @@ def line_of(key: str, number: int) -> LineBegun | None:
     return None
 
 
+def _can_begin(thread: threading.Thread) -> bool:
+    """Is code of the user's on it, or of torch.distributed?
+
+    Not on one that a library has for itself, as tqdm has for its bars, in each process that has shown one.
+    """
+    if not getattr(thread, "ddip_cell", None):  # no cell has started it
+        return False
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not imports.is_librarys(path) or _DISTRIBUTED in path:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def stays_behind(key: str, number: int) -> bool:
     """Has this rank begun fewer than `number` in the group and device `key`, and none of its threads can begin more?"""
-    if any(getattr(thread, "ddip_cell", None) for thread in threading.enumerate()):  # a cell has started it
+    if any(map(_can_begin, threading.enumerate())):
         return False
     report = begun()  # after the threads: what the last of them began before its end counts
     return key in report and report[key][0] < number

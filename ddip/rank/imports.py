@@ -27,13 +27,14 @@ def library_in(frame: FrameType | None) -> str:
     """
     name = ""
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and _is_librarys(frame.f_code.co_filename) and _is_imported(frame.f_back):
+        if frame.f_code.co_name == "<module>" and is_librarys(frame.f_code.co_filename) and _is_imported(frame.f_back):
             name = frame.f_globals.get("__name__", "")
         frame = frame.f_back
     return name
 
 
-def _is_librarys(path: str) -> bool:
+def is_librarys(path: str) -> bool:
+    """Is `path` a file of Python's own, or of a package that is installed?"""
     return path.startswith(_STANDARD) or any(part in path for part in _INSTALLED)
 
 

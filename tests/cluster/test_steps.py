@@ -152,10 +152,19 @@ def test_a_thread_that_goes_on_with_collectives_is_left_alone(
     assert told.readouterr().err == ""
 
 
+TQDM = """
+from tqdm import tqdm
+for _ in tqdm(range(2), disable=False): pass
+assert any(thread.name == "tqdm_monitor" for thread in threading.enumerate())
+"""
+
+
+@pytest.mark.parametrize("before", ["", TQDM], ids=["no other thread", "tqdm has one of its own"])
 def test_a_thread_that_no_thread_of_the_other_rank_will_meet_is_told(
-    cells: ddip.Group, told: pytest.CaptureFixture[str]
+    cells: ddip.Group, told: pytest.CaptureFixture[str], before: str
 ) -> None:
     """It has met the next cell's all_reduce: that one got 101, and this rank waited without end."""
+    cells.run(before, show_ranks=[])
     cells.run(
         "import ddip.rank.collectives as c\nbefore = c.begun()\nif rank == 1:\n"
         "    threading.Thread(target=lambda: dist.all_reduce(torch.tensor([100.0]))).start()\n"

@@ -119,15 +119,15 @@ class Player:
         self._timers.append(tools.after(*args))
         return self._timers[-1]
 
-    def _do(self, line: str, around: str = "", stops: bool = False) -> None:
+    def _do(self, line: str, around: str = "", stops: bool = False, lasts: float = 0.0) -> None:
         """Play a line. Raises Broken if it does not end, or if something comes out that must not.
 
-        With `stops` it raises KeyboardInterrupt by itself.
+        With `stops` it raises KeyboardInterrupt by itself; it is meant to last so many seconds.
         """
         line = f"with shown(){around}: {line}"
         self.program.append(line)
         self._timers = []
-        bound = BOUND * load()
+        bound = BOUND * load() + lasts
         heard = contextlib.redirect_stdout(self.heard), contextlib.redirect_stderr(self.heard)
         with Watch(bound, self.program) as watch, heard[0], heard[1]:
             try:
@@ -159,10 +159,17 @@ class Player:
             raise Broken(f"{what} instead of {wanted} {part}".rstrip()) from error
 
     def _cell(
-        self, body: str, who: int, more: str = "", before: str = BEFORE, end: str = AFTER, around: str = ""
+        self,
+        body: str,
+        who: int,
+        more: str = "",
+        before: str = BEFORE,
+        end: str = AFTER,
+        around: str = "",
+        lasts: float = 0.0,
     ) -> None:
         code = before.format(n=self.n, who=who) + body.strip("\n") + end
-        self._do(f"group.run({text(code)}{more})", around)
+        self._do(f"group.run({text(code)}{more})", around, lasts=lasts)
 
     # -- steps
 
@@ -535,7 +542,7 @@ class Player:
         elif what in ("freeze", "SIGSTOP for 40 s"):
             seconds = 0.5 if what == "freeze" else 40
             around = f", after(0, freeze, rank(group, {who}), {seconds})"
-            self._cell("for i in range(5): dist.barrier()", who, around=around)
+            self._cell("for i in range(5): dist.barrier()", who, around=around, lasts=seconds)
             self._well(self._everybody)
         elif what == "repair":
             self._do("assert group.repair() == []")
