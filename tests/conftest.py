@@ -21,6 +21,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if whole and not (config.option.keyword or config.option.lf) else 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where processes share the tests: what uses one notebook, or one group of its module, is done by one of them, and
     decisions come last, which take the least time."""

@@ -104,8 +104,13 @@ def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
         assert of_any(ranks, "type(learn.model).__name__") == "Sequential"
 
 
-@pytest.mark.parametrize("opt", ["SGD", "Adam", "partial(OptimWrapper, opt=torch.optim.AdamW)"])
-@pytest.mark.parametrize("drop_last", [False, True], ids=["all items", "drop_last"])
+@pytest.mark.parametrize(
+    "opt", ["SGD", "Adam", pytest.param("partial(OptimWrapper, opt=torch.optim.AdamW)", marks=pytest.mark.grid)]
+)
+@pytest.mark.parametrize(
+    "drop_last",
+    [pytest.param(False, id="all items"), pytest.param(True, id="drop_last", marks=pytest.mark.grid)],
+)
 def test_an_epoch_is_that_of_one_process_with_the_larger_batch(
     ranks: ddip.Group, alone: dict[str, Any], opt: str, drop_last: bool
 ) -> None:
