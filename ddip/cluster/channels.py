@@ -77,11 +77,19 @@ def _request(future: Any) -> Request:
 
 
 def _reply(result: Any) -> Reply:
+    """The same as `_read`; what cannot be read is an error, and no request that is never done."""
+    try:
+        return _read(result)
+    except Exception as error:
+        return Reply(raised=Raised(type(error).__name__, f"its answer cannot be read: {error}", at=time.time()))
+
+
+def _read(result: Any) -> Reply:
     """What ipyparallel has made of an engine's answer: an exception, that of a cell, or what a call returns."""
     if isinstance(result, TaskAborted):
         return Reply(raised=Raised(KeyboardInterrupt.__name__, "before the cell began", at=time.time()))
     if isinstance(result, RemoteError):
-        if result.ename == EngineError.__name__:
+        if result.ename == EngineError.__name__ and not result.engine_info:  # else a cell has raised one
             return Reply(ended=True)
         raised = Raised(result.ename, result.evalue, result.traceback)
         return Reply(raised=raised, report=ipp_private.report(result))

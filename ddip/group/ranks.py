@@ -86,7 +86,8 @@ class Ranks(Members):
             requests = {rank: self._send(rank, call) for rank, call in calls.items()}
             button.watch(requests.values())
             self._await(requests, deadline, button, GRACE_SECONDS if together else None)
-            problems, unfinished = self._problems(requests), _unfinished(requests)
+            unfinished = _unfinished(requests)  # before the problems: a rank may answer between the two
+            problems = self._problems(requests)
             if unfinished:
                 stopped = button.pressed
                 stuck = self._end(requests, doing, button, release, stoppable)

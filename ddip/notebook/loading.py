@@ -26,9 +26,9 @@ def load(shell: InteractiveShell) -> None:
 def unload(shell: InteractiveShell) -> None:
     """End the group and take the magics out."""
     magics = registry.remove(shell, DipMagics.__name__)
+    session.end()
     if magics is not None:
         magics.end_group()
         magics.autodipper.close()
         magics.hints.close()
-        session.end()
         preload_client.end()

@@ -81,7 +81,7 @@ class LiveStream:
             return before
         finished = self._bar.take()
         if finished and not self._bar.unfinished:  # it was one line, and has its end
-            self._bar = None
+            self._open, self._bar = self._bar, None  # with the colour, and the blanks, that the next line begins with
         return finished
 
     def _end_bar(self) -> str | None:

@@ -58,7 +58,7 @@ class Plain:
 
     def _write(self, stream: str, finished: Finished) -> None:
         if finished.bar is not None:
-            self._bars.pop(stream).show(finished.bar, at_once=True)
+            (self._bars.pop(stream, None) or ThrottledDisplay(self._page)).show(finished.bar, at_once=True)
         if finished.text:
             self._page.write(stream, finished.text)
 

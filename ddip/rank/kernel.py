@@ -186,8 +186,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             return self._error_reply("execute", error)
 
     async def _execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if not silent:
-            self._begin_output()
+        header = None if silent else self._begin_output()
         self.shell.begin_cell()
         self._aside = self._aside or Aside(self.parent.end, self._say)
         try:
@@ -197,10 +196,13 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         except BaseException as error:
             raised = self.shell.raised
             reply = self._error_reply("execute", error if raised is None else raised)
-        return reply if silent else self._with_report(reply)
+        return reply if header is None else self._with_report(reply, header)
 
-    def _begin_output(self) -> None:
-        """From here on what is written is the cell's that has come, and what is begun is begun by it."""
+    def _begin_output(self) -> dict[str, Any]:
+        """From here on what is written is the cell's that has come, and what is begun is begun by it.
+
+        Returns the header of its request.
+        """
         request = self.get_parent("shell")
         asked = request["content"].get("ddip", {})
         self._number_cell(asked.get("number"))
@@ -209,6 +211,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         cells.begin()
         call("process_group.begin_cell")
         call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+        return request["header"]  # type: ignore[no-any-return]
 
     async def _run(self, code: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the code, and only that, where an interrupt may come; its alarms and handlers live as long."""
@@ -229,8 +232,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self.aborted.discard(self._cell)
             self._cell = None
 
-    def _with_report(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """The cell has ended: `reply`, and in it what has become of this rank and its group."""
+    def _with_report(self, reply: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
+        """The cell of `header` has ended: `reply`, and in it what has become of this rank and its group."""
         self.mend_streams()
         report, raised = of_the_cell(self.shell), self.shell.raised
         cells.end(raised)
@@ -239,7 +242,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         del raised
         report["seconds"] = cells.seconds or 0.0
         for stream in self._streams:
-            stream.end_cell(self.get_parent("shell")["header"])
+            stream.end_cell(header)
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}
 

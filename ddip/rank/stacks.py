@@ -76,7 +76,11 @@ def is_users(frame: FrameType | None) -> bool:
         if name == "run_code":
             return True
         if frame.f_code == call.__code__:  # what a cell begins and ends with is none of the user's
-            return frame.f_back is None or frame.f_back.f_code.co_name != "do_execute"
+            return frame.f_back is None or frame.f_back.f_code.co_name not in (
+                "_execute",
+                "_begin_output",
+                "of_the_cell",
+            )
         frame = frame.f_back
     return False
 
@@ -96,8 +100,8 @@ def phase() -> str:
 def _name(code: CodeType) -> str:
     """Name of the function for people: of the class for a constructor; empty for what means nothing to them."""
     name = code.co_name
-    if name == "__init__":  # Python 3.10 does not know the class
-        return str(getattr(code, "co_qualname", "")).removesuffix(".__init__").rpartition(".")[2]
+    if name == "__init__":
+        return code.co_qualname.removesuffix(".__init__").rpartition(".")[2]
     return "" if name.startswith(("_", "<")) or name in ("wrapper", "inner", "decorate_context") else name
 
 

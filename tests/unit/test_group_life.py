@@ -344,6 +344,27 @@ def test_a_rank_that_does_not_stop_a_request_is_named_until_it_does(
     assert group.repair() == [1]
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it fails"])
+def test_a_rank_that_answers_when_its_time_is_just_over_is_late(
+    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Its answer may come at any moment, on another thread."""
+    group = new_group(2)
+    group.engine(1).answers[on_rank.check.target] = raising(Silence())
+    problems = group.ranks._problems
+
+    def problems_and_then_it_answers(requests: Any) -> Any:
+        found = problems(requests)
+        if group.engine(1).running is not None:
+            group.scripted.end_engine(1, 1) if ends else group.engine(1).interrupt(None)
+        return found
+
+    monkeypatch.setattr(group.ranks, "_problems", problems_and_then_it_answers)
+    monkeypatch.setattr(group.ranks, "_await", lambda *_: None)
+    with pytest.raises(RequestFailed, match="^rank 1 did not finish using the group in time"):
+        group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
+
+
 def test_a_rank_that_ends_at_a_request_is_told(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.command_app.target] = raising(EngineEnds())

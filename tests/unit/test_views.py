@@ -357,6 +357,15 @@ def test_text_that_moves_up_overwrites_what_came_with_it(page: Page, terminal: b
     assert page.text.endswith("new\n") and "old" not in page.text and page.plain == []
 
 
+def test_what_follows_a_bar_in_its_text_begins_the_next_line(page: Page) -> None:
+    page.rich = False
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.text(0, "stdout", "\r 50%\r100%\n    \x1b[32m", None)
+    view.text(0, "stdout", "loss 0.1\n", None)
+    view.close({}, "")
+    assert page.text == "[rank 0] 100%\n[rank 0]     \x1b[32mloss 0.1\n"
+
+
 def test_lines_without_an_end_are_shown_in_the_end_and_stdout_first(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.text(0, "stderr", "warned", None)
