@@ -17,7 +17,8 @@ ONE_SIDED = "if rank == 1:\n    w = dist.all_reduce(torch.tensor([100.0]), async
 
 @pytest.fixture
 def told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """What ddip says of the cells that follow; the group has begun something before."""
+    """What ddip says of the cells that follow, in a new group, which has begun something before."""
+    cells.run("import torch.distributed as dist; dist.destroy_process_group()")  # and what other tests had made in it
     cells.run(f"{SETUP}\ndist.all_reduce(torch.ones(1))\nformer = dist.group.WORLD")
     capsys.readouterr()
     return capsys

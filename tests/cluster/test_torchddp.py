@@ -104,7 +104,7 @@ def test_the_class_of_now_is_used_and_what_comes_back_is_of_that_class(main: Mai
         """
     )
     assert type(found["first"]) is former and type(found["second"]) is found["Net"]
-    assert found["difference"].item() == 1
+    assert found["difference"].item() == pytest.approx(1)
     assert found["function"] is found["scaled"]
     main("def scaled(x): return 0 * x")  # of the notebook: what came back uses what is there now
     assert found["second"](torch.ones(1, 2)).item() == 1
