@@ -199,10 +199,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         return reply if header is None else self._with_report(reply, header)
 
     def _begin_output(self) -> dict[str, Any]:
-        """From here on what is written is the cell's that has come, and what is begun is begun by it.
-
-        Returns the header of its request.
-        """
+        """What is written and begun from here on is the cell's that has come; returns the header of its request."""
         request = self.get_parent("shell")
         asked = request["content"].get("ddip", {})
         self._number_cell(asked.get("number"))
