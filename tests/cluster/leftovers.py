@@ -78,6 +78,15 @@ def files_of(owner: int) -> list[str]:
     return folders + [str(path) for path in profile.glob(f"*/*ddip-{owner}-*")]
 
 
+def all_of(owner: int) -> tuple[set[str], dict[int, str]]:
+    """Every file and live process of the clusters of the process `owner`, each process with its title."""
+    titles = {}
+    for process in processes_of(owner):
+        with contextlib.suppress(psutil.Error):
+            titles[process.pid] = " ".join(process.cmdline())[-200:]
+    return set(files_of(owner)), titles
+
+
 def run_folders(*also: Path) -> list[str]:
     """The run folders of all clusters of this user where these tests have them, and in the folders `also`."""
     places = {Path(tempfile.gettempdir()), *also, *(Path(p) for p in [os.environ.get("XDG_RUNTIME_DIR")] if p)}

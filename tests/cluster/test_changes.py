@@ -26,7 +26,7 @@ from ddip.group.placement import Request
 
 from .apps import an_app
 from .environment import environment
-from .leftovers import assert_nothing_left, controllers_of, files_of, processes_of, shared_memory, wait_until
+from .leftovers import all_of, assert_nothing_left, controllers_of, files_of, processes_of, shared_memory, wait_until
 from .meanwhile import meanwhile, press_stop
 
 
@@ -122,22 +122,22 @@ def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.
 def test_engines_that_do_not_come_in_time_leave_nothing_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    before = all_of(os.getpid())
     with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 2 engines started"):
         ddip.Group(2, timeout=3)
     gc.collect()
     assert caplog.text == ""  # asyncio would tell there of errors that nobody has asked for
-    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    assert all_of(os.getpid()) == before
 
 
 def test_an_engine_that_cannot_start_says_why_and_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
-    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    before = all_of(os.getpid())
     said = pytest.raises(GroupError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken")
     with environment(tmp_path), said:
         ddip.Group(2)
-    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    assert all_of(os.getpid()) == before
 
 
 def test_a_backend_that_this_torch_lacks_is_named() -> None:
@@ -153,12 +153,12 @@ def test_threads_that_the_user_has_set_stay() -> None:
 
 
 def test_everything_of_this_process_is_gone_when_its_groups_are() -> None:
-    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}  # those of a shared group
+    before = all_of(os.getpid())  # those of a shared group
     group = ddip.Group(1)
-    assert set(files_of(os.getpid())) > before[0] and {p.pid for p in processes_of(os.getpid())} > before[1]
+    assert set(files_of(os.getpid())) > before[0] and all_of(os.getpid())[1].keys() > before[1].keys()
     group.shutdown()
     group.shutdown()
-    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    assert all_of(os.getpid()) == before
 
 
 APP = """
@@ -259,7 +259,7 @@ def test_a_script_needs_no_streams(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_start_leaves_nothing() -> None:
-    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    before = all_of(os.getpid())
 
     def press_stop(text: str, share: float | None = None) -> None:
         if "engines are up" in text:
@@ -267,7 +267,7 @@ def test_an_interrupted_start_leaves_nothing() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         ddip.Group(2, progress=press_stop)
-    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    assert all_of(os.getpid()) == before
     with ddip.Group(1) as group:
         assert proofs(group) == [1]
 
@@ -298,22 +298,22 @@ def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
 
 
 def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind() -> None:
-    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    before = all_of(os.getpid())
     text = r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
     keys = environment(IPP_ENABLE_CURVE="1", IPP_CURVE_SECRETKEY="not a key", IPP_CURVE_PUBLICKEY="not a key")
     with keys, pytest.raises(GroupError, match=text):
         ddip.Group(1)
-    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    assert all_of(os.getpid()) == before
 
 
 def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}
+    before = all_of(os.getpid())
     monkeypatch.setattr("ddip.group.host.loopback", lambda: "nowhere0")
     began = time.monotonic()
     with pytest.raises(GroupError, match=r"forming the group failed: .*nowhere0"):
         ddip.Group(2, timeout=60)
     assert time.monotonic() - began < 50
-    assert (set(files_of(os.getpid())), {p.pid for p in processes_of(os.getpid())}) == before
+    assert all_of(os.getpid()) == before
 
 
 @pytest.mark.grid
