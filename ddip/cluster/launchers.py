@@ -22,6 +22,9 @@ from ddip.cluster import preload_client
 from ddip.cluster.processes import Proc, end_processes
 
 POLL_SECONDS = 0.005
+GONE_SECONDS = 0.25
+"""How long a start that is given up waits until the process is gone. The warm process may import something meanwhile:
+then none has been forked, or it has been told of and killed by then."""
 
 
 class _Forked:
@@ -83,8 +86,8 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
         except preload_client.CannotFork as error:
             self.why_spawned = str(error)
             return False
-        except BaseException:
-            child.end()
+        except BaseException:  # the start is given up
+            await asyncio.wait([asyncio.wrap_future(child.end())], timeout=GONE_SECONDS)
             raise
         self.warm = warm
         self.process = _Forked(child)

@@ -80,9 +80,13 @@ class Child:
         self.exit: Future[int | None] = Future()
         """The exit code, negative: the signal; None: unknown, since the warm process ended first."""
 
-    def end(self) -> None:
-        """Kill it, or do not start it."""
-        self.warm.cancel(self.number)
+    def end(self) -> Future[None]:
+        """Kill it, or do not start it; done when there is no such process, and will be none."""
+        forked = self.pid.done() and self.pid.exception() is None
+        gone = self.warm.cancel(self.number)
+        if forked:  # the warm process may be importing something
+            processes.kill(self.pid.result())
+        return gone
 
     def over(self, outcome: int | CannotFork | None) -> None:
         """It has ended with this exit code, or was never there."""
@@ -104,6 +108,7 @@ class WarmProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         self._numbers = itertools.count()
         self._children: dict[int, Child] = {}
+        self._cancelled: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         later = () if os.environ.get(ONLY_ENGINES[0]) == ONLY_ENGINES[1] else BACKGROUND_PRELOAD
@@ -180,18 +185,25 @@ class WarmProcess:
             last = "".join(f"\n  {line}" for line in log.read().decode(errors="replace").splitlines()[-12:])
         for child in children:
             self._over(child.number, None if child.pid.done() else CannotFork(f"the warm process ended{last}"))
+        for number in list(self._cancelled):
+            self._gone(number)
         self.asleep.set()
 
     def _heard(self, message: dict[str, Any]) -> None:
         match message:
             case {"forked": number, "pid": pid}:
                 child = self._children.get(number)
-                if child is not None:  # else it was not wanted any more, and is being ended
+                if child is not None:
                     child.pid.set_result(pid)
+                else:  # it was not wanted any more when this was on its way
+                    processes.kill(pid)
+                    self._gone(number)
             case {"refused": number, "why": why}:
                 self._over(number, CannotFork(why))
+                self._gone(number)
             case {"exited": number, "code": code}:
                 self._over(number, code)
+                self._gone(number)
             case {"warm": True}:
                 self.asleep.set()
 
@@ -205,10 +217,22 @@ class WarmProcess:
         if last and self._retired:
             self._process.kill()
 
-    def cancel(self, number: int) -> None:
-        """Kill the child if it has been forked, and do not fork it if not; its end is not waited for."""
+    def cancel(self, number: int) -> Future[None]:
+        """Kill the child if it has been forked, and do not fork it if not; done when that is so."""
+        gone: Future[None] = Future()
+        with self._lock:
+            self._cancelled[number] = gone
         self.send({"end": number})
         self._over(number, None)
+        if self.ended:
+            self._gone(number)
+        return gone
+
+    def _gone(self, number: int) -> None:
+        with self._lock:
+            gone = self._cancelled.pop(number, None)
+        if gone is not None:
+            gone.set_result(None)
 
     def retire(self) -> None:
         """End it as soon as its last child has ended."""

@@ -125,9 +125,11 @@ class Warm:
             self.waiting.append(request)
         else:
             self.waiting = [other for other in self.waiting if other["fork"] != request["end"]]
-            for pid, number in self.children.items():
-                if number == request["end"]:
-                    os.kill(pid, signal.SIGKILL)
+            pids = [pid for pid, number in self.children.items() if number == request["end"]]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            if not pids:  # else it is told when it has ended
+                self.say(exited=request["end"], code=None)
 
     def fork(self, request: Request) -> bool:
         """True in the child."""

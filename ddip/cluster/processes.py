@@ -70,6 +70,14 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
+def kill(pid: int) -> None:
+    """End a process that has just been started, and wait until it has ended; it may be somebody else's child."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        process.kill()
+        _wait([process])
+
+
 def _carries(process: psutil.Process, mark: str | None) -> bool:
     """Is it a process of this user that has `mark` in its environment? None: any process is."""
     with contextlib.suppress(psutil.Error):
