@@ -87,7 +87,8 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
     assert_nothing_left(notebook.pid, 5)
 
 
-def test_it_sleeps_when_it_is_not_used() -> None:
+def test_it_sleeps_when_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MADE_UP", "here")  # one of its own, which no other test's ranks wake up when they end
     warm = preload_client.begin()
     assert warm.asleep.wait(60)
     process = psutil.Process(warm.pid)
