@@ -78,9 +78,13 @@ learn.fit_one_cycle(1, 1e-3)
 weights = [value.clone() for value in learn.model.state_dict().values()]
 def ask(): return list(learn.validate()), learn.get_preds(with_loss=True, reorder=not hasattr(dls.train, "seq_len"))
 together = ask()
-_app.release()  # each rank by itself, with fastai as it is
+import os
+_app.release()  # each rank by itself, with fastai as it is in one process
+place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
 try: alone = ask()
-finally: _app.prepare()
+finally:
+    os.environ.update(place)
+    _app.prepare()
 """
 COMPARE = """
 def close(one, other):
