@@ -63,15 +63,19 @@ def cell_number(code: CodeType) -> int | None:
     return cell_files().get(code.co_filename)
 
 
+_UNTORN = {("showtraceback", "ddip.rank.shell"), ("_interrupt_again", "ddip.rank.kernel")}
+"""Functions of ddip's, and their modules, that a cell's own code leads to and an interrupt must not end."""
+
+
 def is_users(frame: FrameType | None) -> bool:
     """Does a cell's own code run in `frame`, or what ddip was asked to do?
 
-    Not in IPython's hooks, nor in Python's finalizers, which let no exception through, nor while a traceback is told,
-    which must not be torn.
+    Not in IPython's hooks, nor in Python's finalizers and its hook for what they raise, which let no exception through,
+    nor while a traceback is told, which must not be torn.
     """
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "__del__" or (name == "showtraceback" and frame.f_globals.get("__name__") == "ddip.rank.shell"):
+        if name == "__del__" or (name, frame.f_globals.get("__name__")) in _UNTORN:
             return False
         if name == "run_code":
             return True
