@@ -55,8 +55,10 @@ def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], N
 
 
 def _hello(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
-    """What `engine` tells of itself on its control channel."""
-    return ipp_private.control(client, engine, "ddip_request", {"target": on_rank.hello.target, "args": []})
+    """What `engine` tells of itself on its control channel; never done if it has ended, which `check` will say."""
+    with contextlib.suppress(KeyError):
+        return ipp_private.control(client, engine, "ddip_request", {"target": on_rank.hello.target, "args": []})
+    return concurrent.futures.Future()
 
 
 def _nothing(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:

@@ -1,0 +1,22 @@
+"""Until an engine that was started can be used: it may end before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddip.cluster import greeting
+from ddip.errors import GroupError
+
+
+def test_an_engine_that_ends_while_it_is_greeted_is_named_by_the_check() -> None:
+    """The client has heard of its end, and knows no engine of that number any more."""
+    client: Any = SimpleNamespace(_engines={}, _send=None, _control_stream=None)
+
+    def check(waiting: set[int]) -> None:
+        raise GroupError(f"engine {waiting} ended while it started")
+
+    with pytest.raises(GroupError, match="engine {7} ended while it started"):
+        greeting._greet(client, [7], check)
