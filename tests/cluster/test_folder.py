@@ -122,13 +122,16 @@ def test_what_an_import_has_added_to_the_path_stays(monkeypatch: pytest.MonkeyPa
     assert sys.path == ["/first", "", "/last", "/added"]
 
 
-def test_a_folder_that_was_removed_is_named_before_anything_is_begun(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def in_a_removed_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process works where no folder is any more."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
+
+
+def test_a_folder_that_was_removed_is_named_before_anything_is_begun(in_a_removed_folder: None) -> None:
     for begin in (lambda: ddip.Group(1), lambda: ddip.load_ipython_extension(None)):  # type: ignore[arg-type]
         with pytest.raises(
             GroupError, match="^the folder in which this notebook works has been removed; %cd to another"
@@ -152,14 +155,8 @@ def test_a_folder_that_is_removed_leaves_the_group_as_it_is(
     assert [member.pid for member in group.members] == former
 
 
-def test_an_exit_that_ipython_asks_for_does_not_end_the_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_exit_that_ipython_asks_for_does_not_end_the_wait_for_it(in_a_removed_folder: None) -> None:
     """IPython's own programs leave where they cannot make their profile; we would wait without end."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     before = set(threading.enumerate())
     with pytest.raises(GroupError, match="IPython cannot use its profile"):
         LocalCluster(logging.getLogger("ddip"), fork=False)
