@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -63,3 +63,15 @@ def stopped_change(group: ddip.Group, size: int, number: int, others: set[int]) 
             assert "the change was interrupted; the group is " in str(error), calls[number - 1]
     prove_consistent(group, sizes, others)
     return len(calls)
+
+
+def stopped_changes(former: int, size: int, parts: Sequence[float]) -> None:
+    """Change a group of `former` ranks to `size`, stopped after each of `parts` of the calls that the change makes."""
+    others = ranks_of(os.getpid())
+    with ddip.Group(former) as group:
+        group.run("kept = f'rank {rank}'")
+        whole = stopped_change(group, size, 10**9, others)
+        assert group.world_size == size
+        for part in parts:
+            group.change(Request(n=former))
+            stopped_change(group, size, 2 + int(part * whole), others)

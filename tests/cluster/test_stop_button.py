@@ -16,7 +16,7 @@ from ddip.group.placement import Request
 from ddip.protocol import on_rank
 
 from .apps import an_app
-from .changes import ranks_of, stopped_change
+from .changes import stopped_changes
 from .leftovers import wait_until
 from .meanwhile import meanwhile, press_stop
 
@@ -173,14 +173,7 @@ def test_what_an_app_does_is_stopped_and_done_again(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.grid)])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
 def test_a_change_that_is_stopped_ends_as_it_was_or_as_it_was_asked_to_be(size: int) -> None:
-    others = ranks_of(os.getpid())
-    with ddip.Group(2) as group:
-        group.run("kept = f'rank {rank}'")
-        whole = stopped_change(group, size, 10**9, others)
-        assert group.world_size == size
-        for part in (0.05, 0.5, 0.75, 0.9, 0.99):
-            group.change(Request(n=2))
-            stopped_change(group, size, int(part * whole), others)
+    stopped_changes(2, size, (0.05, 0.5, 0.75, 0.9, 0.99))
 
 
 TAKEN_APART_SLOWLY = """
