@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import weakref
 
 from ddip.output.area import notify
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES
@@ -38,8 +39,16 @@ def tell_interfaces() -> None:
             notify(f"{name}={theirs} is not used: the ranks are on one host, and talk over {ours}")
 
 
-def free_port() -> int:
-    """A TCP port that is free on loopback, for programs that want a MASTER_PORT; the group itself needs none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class HeldPort:
+    """A TCP port for programs that want a MASTER_PORT, held as long as this object lives; the group needs none.
+
+    It is bound and never listened on, so the kernel gives it to nobody else, while a listener with ``SO_REUSEADDR``,
+    as every rendezvous of torch is, may take it.
+    """
+
+    def __init__(self) -> None:
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("", 0))  # all addresses: a rendezvous listens on all of them
+            self.number: int = holder.getsockname()[1]
+            weakref.finalize(self, os.close, holder.detach())

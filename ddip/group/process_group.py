@@ -56,6 +56,8 @@ class ProcessGroupManager:
         self._ranks = ranks
         self._formed = 0
         self._store: Path | None = None
+        self._port: host.HeldPort | None = None
+        """What the ranks were told last as MASTER_PORT."""
         self._steps = Steps()
         self._groups = 1
         """How many groups each rank has made in the group that was formed last; it is 1 of them."""
@@ -116,7 +118,7 @@ class ProcessGroupManager:
 
         Connecting them gets a `share` of the time. Returns what ``process_group.join`` does, by rank.
         """
-        port = host.free_port()
+        port = self._port = host.HeldPort()
         seconds = max(1.0, (deadline - time.monotonic()) * share)
         rank_specs = {
             rank: RankSpec(
@@ -126,7 +128,7 @@ class ProcessGroupManager:
                 local_world_size=len(ranks),
                 group_rank=0,
                 master_addr="127.0.0.1",
-                master_port=port,
+                master_port=port.number,
                 device=spec.device(number if rank >= spec.size else rank),
                 backend=spec.backend,
                 store=str(store),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -35,6 +37,14 @@ def test_every_rank_has_the_variables_and_the_environment_of_torchrun(cells: ddi
     ]
     ports = values(cells, "int(__import__('os').environ['MASTER_PORT'])")
     assert ports[0] == ports[1]
+
+
+def test_nobody_else_takes_the_master_port_by_chance(cells: ddip.Group) -> None:
+    port = cast(int, values(cells, "int(__import__('os').environ['MASTER_PORT'])")[0])
+    for address in ("127.0.0.1", ""):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port))
+    cells.run(f"import torch.distributed as d; store = d.TCPStore('127.0.0.1', {port}, 2, rank == 0); del store")
 
 
 @pytest.mark.grid
