@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,11 @@ def impatient(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> dict[str, object]:
+def places(tmp_path: Path) -> Iterator[dict[str, object]]:
     """A folder, and a port at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return {"folder": tmp_path, "port": free.getsockname()[1]}
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield {"folder": tmp_path, "port": held.getsockname()[1]}
 
 
 @pytest.mark.parametrize("wait", WAITS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import nbformat
 from playwright.sync_api import Locator, Page, sync_playwright
+
+from ddip.group.host import HeldPort
 
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 CHROMIUM += ("--disable-component-update", "--disable-sync")
@@ -130,9 +131,7 @@ class Lab:
 @contextlib.contextmanager
 def open_lab(folder: Path) -> Iterator[Lab]:
     """Start a server and a browser, and end both."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = HeldPort()
     settings = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_DATA_DIR": str(folder / "data")}
     settings |= {"JUPYTER_RUNTIME_DIR": str(folder / "runtime"), "IPYTHONDIR": str(folder / "ipython")}
     settings |= {f"JUPYTERLAB_{kind}_DIR": str(folder / kind) for kind in ("SETTINGS", "WORKSPACES")}
@@ -141,12 +140,10 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     (overrides / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
     work = folder / "notebooks"
     work.mkdir()
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", "--ip=127.0.0.1", "--allow-root"]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root"]
+    command += [f"--port={port.number}", "--ServerApp.port_retries=0"]
     command += ["--ServerApp.token=", "--ServerApp.password=", f"--ServerApp.root_dir={work}"]
-    command += [
-        "--ServerApp.port_retries=0",
-    ]
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port.number}"
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=work)
         try:
