@@ -54,12 +54,13 @@ LEFT = {
 def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: str) -> None:
     pids = [member.pid for member in cells.members]
     cells.run("import asyncio, os, signal, sys, threading, time\nkept = rank\ncame = False")
+    cells.run("former = {n: signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGCHLD, signal.SIGTERM)}")
     cells.run(LEFT[left])
     wait_until(lambda: all(values["came"] for values in cells.pull_all(["came"], [0, 1])[0]))  # no cell: it would raise
     for _ in range(3):
         prove(cells)
     assert [member.pid for member in cells.members] == pids
-    cells.run("for n in (signal.SIGALRM, signal.SIGCHLD): signal.signal(n, signal.SIG_DFL)", show_ranks=[])
+    cells.run("for number, handler in former.items(): signal.signal(number, handler)", show_ranks=[])
 
 
 def test_a_handler_is_the_cells_own_again_in_the_next(cells: ddip.Group) -> None:

@@ -278,7 +278,8 @@ def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
     cluster = LocalCluster(logging.getLogger("ddip"), fork=False)
     try:
         cluster._start_controller(60)
-        wait_until(lambda: any(Path(cluster._profile).rglob(f"*{cluster._name}-client.json")))
+        written = Path(cluster._profile).rglob  # the last of what a client waits for, and all of it
+        wait_until(lambda: any(f.read_text().endswith("}") for f in written(f"*{cluster._name}-engine.json")))
         controller = psutil.Process(cluster._ipp.controller.pid)
         controller.suspend()
 
