@@ -88,14 +88,11 @@ class Ranks(Members):
             self._await(requests, deadline, button, GRACE_SECONDS if together else None)
             unfinished = _unfinished(requests)  # before the problems: a rank may answer between the two
             problems = self._problems(requests)
-            if unfinished:
-                stopped = button.pressed
-                stuck = self._end(requests, doing, button, release, stoppable)
-                if stopped and (stoppable or stuck):
-                    button.take()
-                    raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
-                if not stoppable:
-                    problems, unfinished = self._problems(requests), stuck
+            if unfinished and stoppable:
+                self._stop(requests, unfinished, doing, button, release)
+            elif unfinished:
+                unfinished = self._let_end(requests, unfinished, doing, button)
+                problems = self._problems(requests)
         if problems or unfinished:
             raise _failure(doing, problems, unfinished, together)
         # taken out: a future is a cycle, and would keep what came with it until Python looks for cycles
@@ -130,21 +127,43 @@ class Ranks(Members):
             self.cluster.ensure_controller()
             button.sleep(min([LOOK_SECONDS, *(end - now for end in ends)]))
 
-    def _end(
+    def _stop(
         self,
         requests: Requests,
+        unfinished: Sequence[int],
         doing: str,
         button: stopping.Button,
         release: Callable[[], object] | None,
-        stoppable: bool,
-    ) -> list[int]:
-        """Have the ranks end what was asked of them, and wait for them, but not for long; returns those that do not."""
-        if stoppable:
-            self._interrupt_again(requests, button)
-            self._settle(requests, button, STOP_GRACE_SECONDS)
-            if release is not None and _unfinished(requests):
-                release()
-        self._settle(requests, button if stoppable else None, STOP_SECONDS)
+    ) -> None:
+        """Have the `unfinished` ranks end what was asked of them, and wait for them, but not for long.
+
+        Raises RequestInterrupted if the stop button was pressed.
+        """
+        pressed = button.pressed
+        self._interrupt_again(requests, button)
+        self._settle(requests, button, STOP_GRACE_SECONDS)
+        if release is not None and _unfinished(requests):
+            release()
+        self._settle(requests, button, STOP_SECONDS)
+        stuck = self._abandon(requests, doing)
+        if pressed:
+            button.take()
+            raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
+
+    def _let_end(self, requests: Requests, unfinished: Sequence[int], doing: str, button: stopping.Button) -> list[int]:
+        """Wait a while for what must not be stopped; returns the ranks that are not done then.
+
+        Raises RequestInterrupted if there are some, and the stop button was pressed; otherwise it stays pressed.
+        """
+        self._settle(requests, None, STOP_SECONDS)
+        stuck = self._abandon(requests, doing)
+        if stuck and button.pressed:
+            button.take()
+            raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
+        return stuck
+
+    def _abandon(self, requests: Requests, doing: str) -> list[int]:
+        """Give up the `requests` that are not done; returns their ranks."""
         stuck = _unfinished(requests)
         self.abandoned.update({rank: Abandoned(requests[rank], doing) for rank in stuck})
         return stuck
