@@ -53,7 +53,11 @@ LEFT = {
 @pytest.mark.parametrize("left", LEFT)
 def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: str) -> None:
     pids = [member.pid for member in cells.members]
-    cells.run("import asyncio, os, signal, sys, threading, time\nkept = rank\ncame = False")
+    cells.run("""
+        import asyncio, os, signal, sys, threading, time
+        kept = rank
+        came = False
+    """)
     cells.run("former = {n: signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGCHLD, signal.SIGTERM)}")
     cells.run(LEFT[left])
     wait_until(lambda: all(values["came"] for values in cells.pull_all(["came"], [0, 1])[0]))  # no cell: it would raise
@@ -64,10 +68,18 @@ def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: s
 
 
 def test_a_handler_is_the_cells_own_again_in_the_next(cells: ddip.Group) -> None:
-    cells.run("import signal\ndef handler(*_): raise ValueError('mine')\n_ = signal.signal(signal.SIGALRM, handler)")
+    cells.run("""
+        import signal
+        def handler(*_): raise ValueError('mine')
+        _ = signal.signal(signal.SIGALRM, handler)
+    """)
     cells.run("assert signal.getsignal(signal.SIGALRM) is handler")
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: mine$"):
-        cells.run("import time\n_ = signal.setitimer(signal.ITIMER_REAL, 0.2)\ntime.sleep(30)")
+        cells.run("""
+            import time
+            _ = signal.setitimer(signal.ITIMER_REAL, 0.2)
+            time.sleep(30)
+        """)
     cells.run("_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
 
 
@@ -82,10 +94,12 @@ def test_a_handler_of_sigterm_that_exits_is_taken_at_its_word(warmed_up: None) -
 
 def test_alarms_around_the_end_of_a_cell_cost_no_answer(cells: ddip.Group) -> None:
     """They come while the cell runs, while its answer is made, and when it has left."""
-    cells.run(
-        "import random, signal\nkept = rank\ndef handler(*_): raise ValueError('alarm')\n"
-        "_ = signal.signal(signal.SIGALRM, handler)"
-    )
+    cells.run("""
+        import random, signal
+        kept = rank
+        def handler(*_): raise ValueError('alarm')
+        _ = signal.signal(signal.SIGALRM, handler)
+    """)
     failed = 0
     for _ in range(60):
         try:

@@ -92,11 +92,19 @@ def test_input_is_refused(cells: ddip.Group) -> None:
 
 
 def test_the_ranks_run_at_the_same_time(cells: ddip.Group) -> None:
-    cells.run("import torch.distributed as dist\ndist.barrier()\ndist.barrier()")
+    cells.run("""
+        import torch.distributed as dist
+        dist.barrier()
+        dist.barrier()
+    """)
 
 
 def test_a_cell_that_awaits_ends(cells: ddip.Group) -> None:
-    cells.run("import asyncio\nawait asyncio.sleep(0.01)\nawaited = rank")
+    cells.run("""
+        import asyncio
+        await asyncio.sleep(0.01)
+        awaited = rank
+    """)
     assert cells.pull(["awaited"], 1) == {"awaited": 1}
 
 
@@ -111,7 +119,11 @@ def test_an_interrupt_ends_a_python_loop_on_every_rank(cells: ddip.Group) -> Non
     with pytest.raises(CellInterrupted, match="ranks 0, 1"):
         cells.run("while True: pass")
     thread.join()
-    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
+    cells.run("""
+        import torch, torch.distributed as dist
+        x = torch.ones(1)
+        dist.all_reduce(x)
+    """)
     assert cells.pull(["kept"]) == {"kept": 5}
 
 
@@ -139,16 +151,16 @@ def test_an_interrupt_in_a_flood_of_output_is_not_lost(
 
 def test_an_interrupt_stops_a_cell_that_a_rank_has_not_begun(cells: ddip.Group, tmp_path: Path) -> None:
     """Rank 1 is held up before it begins: the signal finds it idle, and it must not begin afterwards."""
-    cells.run(
-        "import pathlib, time\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "def hold():\n"
-        "    (folder / 'held').touch()\n"
-        "    while not (folder / 'go-on').exists(): time.sleep(0.01)\n"
-        "if rank == 1:\n"
-        "    import asyncio\n"
-        "    asyncio.get_running_loop().call_later(0.1, hold)"
-    )
+    cells.run(f"""
+        import pathlib, time
+        folder = pathlib.Path({str(tmp_path)!r})
+        def hold():
+            (folder / 'held').touch()
+            while not (folder / 'go-on').exists(): time.sleep(0.01)
+        if rank == 1:
+            import asyncio
+            asyncio.get_running_loop().call_later(0.1, hold)
+    """)
     wait_until((tmp_path / "held").exists)
 
     def press_stop() -> None:
@@ -243,7 +255,11 @@ def test_an_interrupt_while_nothing_runs_does_not_hit_the_next_cell(cells: ddip.
 
 
 def test_a_variable_can_be_deleted_by_magic(cells: ddip.Group) -> None:
-    cells.run("gone = 1\n%xdel gone\nassert 'gone' not in globals()")
+    cells.run("""
+        gone = 1
+        %xdel gone
+        assert 'gone' not in globals()
+    """)
 
 
 def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group, tmp_path: Path) -> None:
@@ -255,10 +271,13 @@ def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.G
     thread = threading.Thread(target=press_stop)
     thread.start()
     with pytest.raises(CellInterrupted) as caught:
-        cells.run(
-            f"import pathlib\nif rank == 0:\n    pathlib.Path({str(tmp_path / 'begun')!r}).touch()\n"
-            "    raise ValueError('the cause')\nwhile True: pass"
-        )
+        cells.run(f"""
+            import pathlib
+            if rank == 0:
+                pathlib.Path({str(tmp_path / "begun")!r}).touch()
+                raise ValueError('the cause')
+            while True: pass
+        """)
     thread.join()
     assert [error.name for error in caught.value.by_rank.values()] == ["ValueError", "KeyboardInterrupt"]
     shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
@@ -309,11 +328,13 @@ def test_ranks_that_do_not_stop_are_named_though_their_output_pours_in(cells: dd
     thread = threading.Thread(target=press_stop)
     thread.start()
     with pytest.raises(CellInterrupted, match="ranks 0, 1 did not stop:\n  ranks? 0.*: .*line .*"):
-        cells.run(
-            f"import pathlib, signal, time\nfolder = pathlib.Path({str(tmp_path)!r})\n"
-            "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf{rank}').touch()\n"
-            "while not (folder / 'go-on').exists(): print('.', flush=True)"
-        )
+        cells.run(f"""
+            import pathlib, signal, time
+            folder = pathlib.Path({str(tmp_path)!r})
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            (folder / f'deaf{{rank}}').touch()
+            while not (folder / 'go-on').exists(): print('.', flush=True)
+        """)
     thread.join()
     (tmp_path / "go-on").touch()
     wait_until(lambda: [info.state for info in cells.info()] == ["idle", "idle"])
@@ -344,13 +365,13 @@ def collections(group: ddip.Group) -> list[int]:
 
 
 def test_garbage_in_cycles_is_collected_after_each_cell(cells: ddip.Group) -> None:
-    cells.run(
-        "import gc, weakref\n"
-        "class Node: pass\n"
-        "node = Node(); node.me = node; gone = weakref.ref(node)\n"
-        "gc.disable()\n"
-        "del node"
-    )
+    cells.run("""
+        import gc, weakref
+        class Node: pass
+        node = Node(); node.me = node; gone = weakref.ref(node)
+        gc.disable()
+        del node
+    """)
     before = collections(cells)
     cells.run("pass")
     wait_until(lambda: all(now > then for now, then in zip(collections(cells), before, strict=True)))

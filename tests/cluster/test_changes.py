@@ -378,7 +378,11 @@ def test_a_fork_of_the_owner_does_not_end_the_group(own_group: ddip.Group) -> No
 def test_a_group_whose_folder_was_removed_goes_on_and_says_why_it_cannot_grow(own_group: ddip.Group) -> None:
     own_group.run(f"import shutil\nif rank: shutil.rmtree({str(own_group.cluster.run_folder)!r})")
     with pytest.raises(ddip.CellError):
-        own_group.run("import torch.distributed as dist\nif rank: raise ValueError\ndist.barrier()")
+        own_group.run("""
+            import torch.distributed as dist
+            if rank: raise ValueError
+            dist.barrier()
+        """)
     assert proofs(own_group) == [3, 3]
     with pytest.raises(GroupError, match="^no new process can reach the group: .* has been emptied; .* %makedip -r"):
         own_group.change(Request(n=3))

@@ -43,21 +43,32 @@ def test_everything_arrives_in_order(notebook: Notebook) -> None:
 
 
 def test_stdout_and_stderr_stay_in_order(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip\nimport sys\nfor i in range(5):\n    print('out', i)\n    print('err', i, file=sys.stderr, flush=True)"
-    )
+    shown = notebook.ok("""
+        %%dip
+        import sys
+        for i in range(5):
+            print('out', i)
+            print('err', i, file=sys.stderr, flush=True)
+    """)
     expected = [f"{name} {i}\n" for i in range(5) for name in ("out", "err")]
     assert [content["text"] for _, content in shown.messages] == expected
 
 
 def test_stdout_and_stderr_stay_in_order_whichever_is_sent_first(notebook: Notebook) -> None:
     """A flush that an earlier line has asked for may come at any time: the thread that sends is held up for it here."""
-    shown = notebook.ok(
-        "%%dip\nimport sys, threading\nwritten = threading.Event()\n"
-        "def flush_late():\n    written.wait()\n    sys.stderr._flush()\n"
-        "sys.stdout.pub_thread.schedule(flush_late)\n"
-        "for i in range(3):\n    print('out', i)\n    print('err', i, file=sys.stderr)\nwritten.set()"
-    )
+    shown = notebook.ok("""
+        %%dip
+        import sys, threading
+        written = threading.Event()
+        def flush_late():
+            written.wait()
+            sys.stderr._flush()
+        sys.stdout.pub_thread.schedule(flush_late)
+        for i in range(3):
+            print('out', i)
+            print('err', i, file=sys.stderr)
+        written.set()
+    """)
     expected = [f"{name} {i}\n" for i in range(3) for name in ("out", "err")]
     assert [content["text"] for _, content in shown.messages] == expected
 
@@ -93,11 +104,16 @@ def test_what_a_cell_forks_writes_too_and_nothing_twice(notebook: Notebook) -> N
     for written in ("from a child\n", "its error\n", "x\n"):
         if written not in text:
             text += notebook.late(cell, written)
-    assert [text.count(written) for written in ("before", "from a child", "its error", "x" * 100_000)] == [1] * 4
+    assert [text.count(written) for written in ("before", "from a child", "its error")] == [1] * 3
+    assert text.count("x") == 100_000  # perhaps with the error, which has a pipe of its own, in between
 
 
 def test_displays_are_updated_by_their_id_also_from_a_later_cell(notebook: Notebook) -> None:
-    shown = notebook.ok("%%dip\nhandle = display('a', display_id='mine')\nhandle.update('b')").messages
+    shown = notebook.ok("""
+        %%dip
+        handle = display('a', display_id='mine')
+        handle.update('b')
+    """).messages
     assert [(kind, content["data"]["text/plain"]) for kind, content in shown] == [
         ("display_data", "'a'"),
         ("update_display_data", "'b'"),
@@ -108,28 +124,45 @@ def test_displays_are_updated_by_their_id_also_from_a_later_cell(notebook: Noteb
 
 
 def test_clear_output_arrives(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip\nfrom IPython.display import clear_output\nprint(1)\nclear_output(wait=True)\nprint(2)\nclear_output()"
-    ).messages
+    shown = notebook.ok("""
+        %%dip
+        from IPython.display import clear_output
+        print(1)
+        clear_output(wait=True)
+        print(2)
+        clear_output()
+    """).messages
     parts = [str(content.get("wait", content.get("text"))) for _, content in shown]
     assert "".join(parts) == "1\nTrue2\nFalse"
 
 
 def test_figures_are_shown_as_in_the_notebook(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('between')\nplt.plot([3]);"
-    )
+    shown = notebook.ok("""
+        %%dip
+        import matplotlib.pyplot as plt
+        plt.plot([1, 2])
+        plt.show()
+        print('between')
+        plt.plot([3]);
+    """)
     assert [("image/png" in bundle) for bundle in shown.data] == [True, True]
     assert shown.stdout == "between\n"
-    frame = notebook.ok("%%dip\nimport pandas\npandas.DataFrame({'a': [1]})").data[0]
+    frame = notebook.ok("""
+        %%dip
+        import pandas
+        pandas.DataFrame({'a': [1]})
+    """).data[0]
     assert "<table" in frame["text/html"]
 
 
 def test_widgets_work_both_ways(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip\nimport ipywidgets\nslider = ipywidgets.IntSlider(3)\n"
-        "slider.observe(lambda change: print('now', change['new'], 'on', rank), 'value')\nslider"
-    )
+    shown = notebook.ok("""
+        %%dip
+        import ipywidgets
+        slider = ipywidgets.IntSlider(3)
+        slider.observe(lambda change: print('now', change['new'], 'on', rank), 'value')
+        slider
+    """)
     model = shown.data[0]["application/vnd.jupyter.widget-view+json"]["model_id"]
     assert model in [content["comm_id"] for kind, content in shown.messages if kind == "comm_open"]
     notebook.send_comm(model, {"method": "update", "state": {"value": 7}, "buffer_paths": []})
@@ -149,7 +182,13 @@ def test_what_a_widgets_callback_prints_goes_to_the_widgets_cell(notebook: Noteb
 
 
 def test_help_is_shown_in_the_pager(notebook: Notebook) -> None:
-    (page,) = notebook.ok("%%dip\ndef double(x):\n    'Twice as much.'\n    return 2 * x\ndouble?").pages
+    (page,) = notebook.ok("""
+        %%dip
+        def double(x):
+            'Twice as much.'
+            return 2 * x
+        double?
+    """).pages
     assert page["source"] == "page" and "Twice as much." in page["data"]["text/plain"]
 
 
@@ -157,23 +196,35 @@ def test_help_is_shown_in_the_pager(notebook: Notebook) -> None:
 
 
 def test_a_bar_in_text_is_one_display_that_ends_at_100_percent(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip\nfrom tqdm import tqdm\nprint('before')\nfor i in tqdm(range(2000)): pass\nprint('after')"
-    )
+    shown = notebook.ok("""
+        %%dip
+        from tqdm import tqdm
+        print('before')
+        for i in tqdm(range(2000)): pass
+        print('after')
+    """)
     assert shown.stdout == "before\nafter\n" and shown.stderr == ""
     assert len({content["transient"]["display_id"] for kind, content in shown.messages if kind != "stream"}) == 1
     assert shown.data[-1]["text/plain"].startswith("100%|") and "2000/2000" in shown.data[-1]["text/plain"]
 
 
 def test_bars_of_tqdm_notebook_are_widgets_of_rank_0(notebook: Notebook) -> None:
-    shown = notebook.ok("%%dip\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(50)): pass")
+    shown = notebook.ok("""
+        %%dip
+        from tqdm.auto import tqdm
+        for i in tqdm(range(50)): pass
+    """)
     opened = {content["comm_id"]: content["data"]["state"] for kind, content in shown.messages if kind == "comm_open"}
     assert [state["_model_name"] for state in opened.values()].count("FloatProgressModel") == 1
     assert any("50/50" in str(content["data"]) for kind, content in shown.messages if kind == "comm_msg")
 
 
 def test_bars_of_fastprogress_are_updated(notebook: Notebook) -> None:
-    shown = notebook.ok("%%dip\nfrom fastprogress import progress_bar\nfor i in progress_bar(range(50)): pass")
+    shown = notebook.ok("""
+        %%dip
+        from fastprogress import progress_bar
+        for i in progress_bar(range(50)): pass
+    """)
     assert "100.00% [50/50" in shown.data[-1]["text/html"]
     assert [kind for kind, _ in shown.messages].count("display_data") <= 2  # its style, and itself
 
@@ -205,11 +256,16 @@ def test_bars_within_bars_are_one_display(notebook: Notebook) -> None:
 
 
 def test_what_is_odd_does_not_end_the_cell(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip -S all\nimport comm\nfrom IPython.display import Image\nchannel = comm.create_comm(target_name='odd')\n"
-        "channel.send('just text')\nchannel.close()\n"
-        "display({'image/png': 'AAAA'}, metadata={'image/png': {'width': '50%'}}, raw=True)\nprint('whole')"
-    )
+    shown = notebook.ok("""
+        %%dip -S all
+        import comm
+        from IPython.display import Image
+        channel = comm.create_comm(target_name='odd')
+        channel.send('just text')
+        channel.close()
+        display({'image/png': 'AAAA'}, metadata={'image/png': {'width': '50%'}}, raw=True)
+        print('whole')
+    """)
     assert 'width="50%"' in shown.data[-1]["text/html"] and "whole" in shown.data[-1]["text/plain"]
 
 
@@ -240,9 +296,11 @@ def test_an_error_in_a_widgets_callback_is_told(notebook: Notebook) -> None:
 
 
 def test_each_rank_has_a_tab_and_equal_ranks_share_one(notebook: Notebook) -> None:
-    shown = notebook.ok(
-        "%%dip -S all\nprint('same' if rank else 'different')\ndisplay({'text/html': '<i>x</i>'}, raw=True)"
-    )
+    shown = notebook.ok("""
+        %%dip -S all
+        print('same' if rank else 'different')
+        display({'text/html': '<i>x</i>'}, raw=True)
+    """)
     assert shown.data[-1]["text/plain"].startswith("── rank 0 ──\ndifferent\n── ranks 1, 2 ──\nsame")
     page = shown.data[-1]["text/html"]
     assert page.count("<label") == 2 and page.count("<i>x</i>") == 2
@@ -253,10 +311,14 @@ def test_each_rank_has_a_tab_and_equal_ranks_share_one(notebook: Notebook) -> No
 
 
 def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
-    shown = notebook.fails(
-        "%%dip -S all\nimport matplotlib.pyplot as plt\nplt.figure(figsize=(1, 1))\nplt.plot([rank])\nplt.show()\n"
-        "if rank == 1: 1 / 0"
-    )
+    shown = notebook.fails("""
+        %%dip -S all
+        import matplotlib.pyplot as plt
+        plt.figure(figsize=(1, 1))
+        plt.plot([rank])
+        plt.show()
+        if rank == 1: 1 / 0
+    """)
     page = shown.data[-1]["text/html"]
     assert page.count('<img src="data:image/png;base64,') == 3
     assert "rank 1 ✗" in page and "division by zero" in page and "ZeroDivisionError" in shown.traceback
@@ -264,9 +326,13 @@ def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
 
 
 def test_who_waited_for_a_failed_rank_has_not_failed(notebook: Notebook) -> None:
-    shown = notebook.fails(
-        "%%dip -S all\nimport torch.distributed as dist\nif rank == 0: 1 / 0\nprint('on')\ndist.barrier()"
-    )
+    shown = notebook.fails("""
+        %%dip -S all
+        import torch.distributed as dist
+        if rank == 0: 1 / 0
+        print('on')
+        dist.barrier()
+    """)
     text = shown.data[-1]["text/plain"]
     assert (
         text.startswith("── rank 0 ✗ ──\n---")
@@ -304,16 +370,29 @@ def test_with_all_ranks_shown_there_is_one_bar_a_rank(notebook: Notebook) -> Non
 
 
 def test_widgets_are_below_the_tabs_and_labelled(notebook: Notebook) -> None:
-    shown = notebook.ok("%%dip -S all\nimport ipywidgets\nprint('text')\nipywidgets.IntSlider(rank)")
+    shown = notebook.ok("""
+        %%dip -S all
+        import ipywidgets
+        print('text')
+        ipywidgets.IntSlider(rank)
+    """)
     assert sum("application/vnd.jupyter.widget-view+json" in bundle for bundle in shown.data) == 3
     assert sorted(shown.stdout.splitlines()) == ["[rank 0]", "[rank 1]", "[rank 2]"]
 
 
 def test_the_other_styles(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.style = 'labels'")
-    shown = notebook.ok("%%dip -S all\nprint('a\\nb', end='')")
+    shown = notebook.ok("""
+        %%dip -S all
+        print('a\\nb', end='')
+    """)
     assert sorted(shown.stdout.splitlines()) == sorted(f"[rank {rank}] {line}" for rank in range(3) for line in "ab")
-    bars = notebook.ok("%%dip -S all\nfrom tqdm import tqdm\nfor i in tqdm(range(100)): pass\nprint('done')")
+    bars = notebook.ok("""
+        %%dip -S all
+        from tqdm import tqdm
+        for i in tqdm(range(100)): pass
+        print('done')
+    """)
     assert sorted(bars.stdout.splitlines()) == [f"[rank {rank}] done" for rank in range(3)]
     displays = {content["transient"]["display_id"]: content for kind, content in bars.messages if kind != "stream"}
     lines = "\n".join(content["data"]["text/plain"] for content in displays.values()).splitlines()
@@ -426,7 +505,13 @@ def until_it_answers(notebook: Notebook, kind: str, code: str) -> Any:
 
 
 def test_tab_and_help_know_the_names_of_rank_0(notebook: Notebook) -> None:
-    notebook.ok("%%dip\nclass There:\n    'Lives on the ranks.'\n    def method(self): 'Does it.'\nthing = There()")
+    notebook.ok("""
+        %%dip
+        class There:
+            'Lives on the ranks.'
+            def method(self): 'Does it.'
+        thing = There()
+    """)
     assert until_it_answers(notebook, "complete", "%%dip -S all\nthing.me")["matches"] == [".method"]
     assert notebook.ask("complete", "thing.me")["matches"] == []
     assert notebook.ask("complete", "%%dip local\nthing.me")["matches"] == []
@@ -460,10 +545,11 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2")
     bars = [bundle for bundle in notebook.ok("%makedip -n 3").data if "<progress" in bundle.get("text/html", "")]
     assert bars and "━" in bars[-1]["text/plain"]
-    notebook.ok(
-        "from ddip.group import transfer\nfrom ddip.notebook import transfers\n"
-        "transfer.PART, transfers.QUIET_SECONDS = 1000, -1"
-    )
+    notebook.ok("""
+        from ddip.group import transfer
+        from ddip.notebook import transfers
+        transfer.PART, transfers.QUIET_SECONDS = 1000, -1
+    """)
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
     assert [bundle["text/plain"].count("━") for bundle in shown.data[:-1]] == list(range(0, 21, 2))
     assert re.fullmatch(r"ddip: pushed big, \d\.\d s", shown.data[-1]["text/plain"])

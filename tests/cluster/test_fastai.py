@@ -261,9 +261,11 @@ def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> 
 
 @two_ranks
 def test_ranks_draw_the_same_random_numbers_but_while_they_train(ranks: ddip.Group) -> None:
-    ranks.run(
-        "noise = []\nlearn = learner()\nlearn.add_cb(Callback(after_pred=lambda self: noise.append(torch.rand(()))))"
-    )
+    ranks.run("""
+        noise = []
+        learn = learner()
+        learn.add_cb(Callback(after_pred=lambda self: noise.append(torch.rand(()))))
+    """)
     ranks.run("learn.fit(1)")
     mine, theirs = of_all(ranks, "[float(n) for n in noise]")
     assert mine != theirs
@@ -281,7 +283,11 @@ def test_ranks_draw_the_same_random_numbers_but_while_they_train(ranks: ddip.Gro
 def test_a_seed_gives_the_same_training_again(ranks: ddip.Group) -> None:
     runs = []
     for _ in range(2):
-        ranks.run("set_seed(7)\nlearn = learner(loaders(shuffle=True))\nlearn.fit(1)")
+        ranks.run("""
+            set_seed(7)
+            learn = learner(loaders(shuffle=True))
+            learn.fit(1)
+        """)
         runs.append(of_any(ranks, "weights(learn)"))
     assert _equal(*runs)
 
@@ -360,9 +366,11 @@ def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, alo
 
 @two_ranks
 def test_ranks_with_data_or_models_of_their_own_evaluate_by_themselves(ranks: ddip.Group) -> None:
-    ranks.run(
-        "learn = learner()\nown = DataLoader(Items(9 + rank, 5 + rank), bs=2)\ntold = len(learn.get_preds(dl=own)[0])"
-    )
+    ranks.run("""
+        learn = learner()
+        own = DataLoader(Items(9 + rank, 5 + rank), bs=2)
+        told = len(learn.get_preds(dl=own)[0])
+    """)
     assert of_all(ranks, "told") == [9, 10]
     ranks.run("with torch.no_grad(): learn.model[0].bias += rank\ntold = list(learn.validate())[0]")
     mine, theirs = of_all(ranks, "told")

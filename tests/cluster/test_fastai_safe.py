@@ -162,7 +162,11 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
         with pytest.raises(CellError, match=f"ranks 0, 1: ValueError: the ranks do not train on the same: {words}"):
             group.run(f"learner({loaders}).fit(1)")
     with pytest.raises(CellError, match="their items differ"):
-        group.run("dls = loaders()\ndls.train.dataset.items[0] = rank\nlearner(dls).fit(1)")
+        group.run("""
+            dls = loaders()
+            dls.train.dataset.items[0] = rank
+            learner(dls).fit(1)
+        """)
     with pytest.raises(CellError, match="epochs: 1 on rank 0, 2 on rank 1"):
         group.run("learner().fit(1 + rank)")
     with pytest.raises(CellError, match="cannot be divided among the ranks: their DataLoader has no length"):
@@ -343,7 +347,11 @@ def test_one_bar_and_one_table_are_shown(group: ddip.Group, capsys: pytest.Captu
 
 
 def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None:
-    group.run("learn = learner(metrics=accuracy)\nlearn.fit(2)\nrecorder = learn.recorder")
+    group.run("""
+        learn = learner(metrics=accuracy)
+        learn.fit(2)
+        recorder = learn.recorder
+    """)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fastai's own
         recorder = group.pull(["recorder"])["recorder"]

@@ -285,11 +285,14 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     monkeypatch.setattr(cell_state, "STOP_SECONDS", 60)
     thread = meanwhile((tmp_path / "held").exists, stop)
     with pytest.raises(CellInterrupted) as caught:
-        four.run(
-            "import ctypes, pathlib\nif rank == 1:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-            f"    pathlib.Path({str(tmp_path / 'held')!r}).touch()\n"
-            "    while True: ctypes.PyDLL(None).sleep(1000)  # holds the interpreter\nelse: dist.barrier()"
-        )
+        four.run(f"""
+            import ctypes, pathlib
+            if rank == 1:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                pathlib.Path({str(tmp_path / "held")!r}).touch()
+                while True: ctypes.PyDLL(None).sleep(1000)  # holds the interpreter
+            else: dist.barrier()
+        """)
     thread.join()
     assert "rank 1 did not stop:\n  rank 1: line 5 of the cell, and it does not answer: C code" in str(caught.value)
     assert "%makedip --repair: it puts new processes in place of that rank" in str(caught.value)
@@ -305,12 +308,13 @@ def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Pat
     first = tmp_path / "first"
     thread = meanwhile(lambda: first.exists() and four.info()[0].state == "idle", (tmp_path / "go").touch)
     with pytest.raises(ddip.CellError) as caught:
-        four.run(
-            f"import pathlib; first, go = pathlib.Path({str(first)!r}), pathlib.Path({str(tmp_path / 'go')!r})\n"
-            "if rank == 0: first.touch(); raise ValueError('first')\n"
-            "while rank == 1 and not go.exists(): time.sleep(0.01)\n"
-            "if rank == 1: raise KeyError('second')\ndist.barrier()"
-        )
+        four.run(f"""
+            import pathlib; first, go = pathlib.Path({str(first)!r}), pathlib.Path({str(tmp_path / "go")!r})
+            if rank == 0: first.touch(); raise ValueError('first')
+            while rank == 1 and not go.exists(): time.sleep(0.01)
+            if rank == 1: raise KeyError('second')
+            dist.barrier()
+        """)
     thread.join()
     assert re.fullmatch(
         r"rank 0: ValueError: first; rank 1: KeyError: 'second'; "
@@ -351,7 +355,11 @@ def test_ranks_that_do_not_agree_who_is_in_a_new_group_say_so(four: ddip.Group, 
         four.run(f"made = dist.new_group({lists})", ranks)
     assert time.monotonic() - began < 20  # a second or two, on a machine that has nothing else to do
     prove(four)
-    four.run("made = dist.new_group([0, 1, 2, 3])\ndist.all_reduce(x, group=made)\nassert x.tolist() == [4.0] * 3")
+    four.run("""
+        made = dist.new_group([0, 1, 2, 3])
+        dist.all_reduce(x, group=made)
+        assert x.tolist() == [4.0] * 3
+    """)
 
 
 def test_groups_that_some_ranks_have_made_alone_do_not_harm_the_next(four: ddip.Group) -> None:

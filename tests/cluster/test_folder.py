@@ -63,7 +63,11 @@ def test_no_file_of_the_notebooks_folder_takes_the_place_of_another(
     assert notebook.fails("%%dip\n1 / 0").message == "ranks 0-2: ZeroDivisionError: division by zero"
     assert notebook.ask("complete", "%%dip\nworld_si")["matches"] == ["world_size"]
     assert foreign.ran() == []
-    notebook.ok("%%dip\nimport mine, sys\nassert mine.value == 'of the folder' and '' in sys.path")
+    notebook.ok("""
+        %%dip
+        import mine, sys
+        assert mine.value == 'of the folder' and '' in sys.path
+    """)
     notebook.ok("%makedip -k")
 
 

@@ -35,7 +35,12 @@ def test_one_rank_on_each_gpu_over_nccl() -> None:
 def test_two_ranks_on_one_gpu_over_gloo() -> None:
     with ddip.Group(gpus=[0, 0]) as group:
         assert "two ranks share a GPU" in group.spec.notice
-        group.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nhere = str(device)")
+        group.run("""
+            import torch, torch.distributed as dist
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            here = str(device)
+        """)
         assert [values["here"] for values in group.pull_all(["here"], [0, 1])[0]] == ["cuda:0", "cuda:0"]
 
 
@@ -51,7 +56,11 @@ def test_gpus_in_the_order_given() -> None:
 
 def test_reserved_memory_is_given_back_after_the_cell_and_tensors_arrive_on_the_cpu() -> None:
     with ddip.Group(gpus=[0]) as group:
-        group.run("import torch\nlarge = torch.zeros(100_000_000, device=device)\nkept = torch.ones(3, device=device)")
+        group.run("""
+            import torch
+            large = torch.zeros(100_000_000, device=device)
+            kept = torch.ones(3, device=device)
+        """)
         assert (group.info()[0].gpu_reserved or 0) >= 400_000_000
         group.run("del large")
         wait_until(lambda: (group.info()[0].gpu_reserved or 0) < 100_000_000)
@@ -61,14 +70,15 @@ def test_reserved_memory_is_given_back_after_the_cell_and_tensors_arrive_on_the_
 
 def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> None:
     with ddip.Group(gpus=[0]) as group:
-        group.run(
-            "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
-            "model = DistributedDataParallel(torch.nn.Linear(4, 1).to(device))\n"
-            "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-            "before = model.module.weight.clone()\n"
-            "model(torch.ones(2, 4, device=device)).sum().backward(); optimizer.step()\n"
-            "changed = not torch.equal(before, model.module.weight)"
-        )
+        group.run("""
+            import torch
+            from torch.nn.parallel import DistributedDataParallel
+            model = DistributedDataParallel(torch.nn.Linear(4, 1).to(device))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            before = model.module.weight.clone()
+            model(torch.ones(2, 4, device=device)).sum().backward(); optimizer.step()
+            changed = not torch.equal(before, model.module.weight)
+        """)
         assert group.pull(["changed"]) == {"changed": True}
         parent = psutil.Process(group.members[0].pid).ppid()
         if not group.spawn:
@@ -113,20 +123,29 @@ def test_a_group_with_nccl_can_be_released_and_formed_again() -> None:
 
 def test_a_rank_raises_while_another_waits_on_the_same_gpu() -> None:
     with ddip.Group(gpus=[0, 0], failure_grace=0.1) as group:
-        group.run("import torch, torch.distributed as dist\nkept, x = rank, torch.ones(3, device=device)\ny = x.cpu()")
+        group.run("""
+            import torch, torch.distributed as dist
+            kept, x = rank, torch.ones(3, device=device)
+            y = x.cpu()
+        """)
         with pytest.raises(ddip.CellError, match="^rank 0: ValueError; rank 1 was blocked in all_reduce"):
             group.run("if rank == 0: raise ValueError\ndist.all_reduce(y)")
-        group.run(
-            "z = torch.ones(1)\ndist.all_reduce(z)\nassert z.item() == 2 and kept == rank and x.sum().item() == 3"
-        )
+        group.run("""
+            z = torch.ones(1)
+            dist.all_reduce(z)
+            assert z.item() == 2 and kept == rank and x.sum().item() == 3
+        """)
 
 
 def test_after_running_out_of_memory_what_was_reserved_is_given_back() -> None:
     with ddip.Group(gpus=[0]) as group:
-        group.run(
-            "import torch\nkept = rank\n"
-            "def fill():\n    held = []\n    while True: held.append(torch.empty(2**30, device=device))"
-        )
+        group.run("""
+            import torch
+            kept = rank
+            def fill():
+                held = []
+                while True: held.append(torch.empty(2**30, device=device))
+        """)
         for _ in range(2):
             with pytest.raises(ddip.CellError, match="OutOfMemoryError"):
                 group.run("fill()")

@@ -23,7 +23,11 @@ def values(group: ddip.Group, expression: str) -> list[object]:
 
 
 def test_the_ranks_are_in_one_torch_group(cells: ddip.Group) -> None:
-    cells.run("import torch, torch.distributed as dist\nx = torch.tensor([rank + 1.0])\ndist.all_reduce(x)")
+    cells.run("""
+        import torch, torch.distributed as dist
+        x = torch.tensor([rank + 1.0])
+        dist.all_reduce(x)
+    """)
     assert values(cells, "x.item()") == [3.0, 3.0]
     assert values(cells, "dist.get_backend()") == ["gloo", "gloo"]
 
@@ -49,11 +53,11 @@ def test_nobody_else_takes_the_master_port_by_chance(cells: ddip.Group) -> None:
 
 @pytest.mark.grid
 def test_the_environment_lets_a_program_form_a_group_of_its_own(cells: ddip.Group) -> None:
-    cells.run(
-        "import subprocess, sys\n"
-        "code = 'import torch.distributed as d; d.init_process_group(\"gloo\"); print(d.get_world_size())'\n"
-        "size = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip()"
-    )
+    cells.run("""
+        import subprocess, sys
+        code = 'import torch.distributed as d; d.init_process_group("gloo"); print(d.get_world_size())'
+        size = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip()
+    """)
     assert values(cells, "size") == ["2", "2"]
 
 

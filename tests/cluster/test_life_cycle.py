@@ -98,7 +98,11 @@ def end_and_start_again(notebook: Notebook, process: psutil.Process, running: st
         assert notebook.finish(running).status == "error"
     assert told in notebook.fails("%%dip\npass").message
     notebook.ok("%makedip -r")
-    notebook.ok("%%dip\nimport torch.distributed as dist\ndist.barrier()")
+    notebook.ok("""
+        %%dip
+        import torch.distributed as dist
+        dist.barrier()
+    """)
 
 
 @pytest.mark.grid
@@ -117,7 +121,11 @@ def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, at_once: bo
     notebook.restart(at_once)
     assert notebook.pid != former
     assert_nothing_left(former, 5)
-    notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
+    notebook.ok("""
+        %load_ext ddip
+        %makedip -n 1
+        %makedip -k
+    """)
 
 
 @pytest.mark.grid
@@ -125,7 +133,11 @@ def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_note
     """And the next notebook removes what nobody was left to remove, and ends what a rank has started."""
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
-    notebook.ok("%%dip\nimport subprocess\nsleeper = subprocess.Popen(['sleep', '1000']).pid")
+    notebook.ok("""
+        %%dip
+        import subprocess
+        sleeper = subprocess.Popen(['sleep', '1000']).pid
+    """)
     sleeper = int(notebook.ok("%dipull sleeper\nprint(sleeper)").stdout.split()[-1])
     (controller,) = controllers_of(notebook.pid)
     controller.suspend()  # so that it cannot tidy up
@@ -150,7 +162,12 @@ def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
     first.ok("%makedip -r\n%makedip -k")
     assert_nothing_left(first.pid, 0)
     assert {p.pid for p in processes_of(second.pid)} == mine
-    second.ok("%%dip\nimport torch.distributed as dist\ndist.barrier()\nassert name == 'second'")
+    second.ok("""
+        %%dip
+        import torch.distributed as dist
+        dist.barrier()
+        assert name == 'second'
+    """)
 
 
 @pytest.mark.grid

@@ -69,7 +69,11 @@ def test_a_rank_that_has_no_descriptor_left_runs_cells_and_joins_new_groups(cell
     try:
         cells.run(OPEN_ALL)
         assert {info.state for info in cells.info()} == {"idle"}
-        cells.run("import torch.distributed as dist\nmade = dist.new_group([0, 1])\ndist.barrier(made)")
+        cells.run("""
+            import torch.distributed as dist
+            made = dist.new_group([0, 1])
+            dist.barrier(made)
+        """)
         with pytest.raises(CellError, match="rank 1: OSError: .*Too many open files"):
             cells.run("open('/dev/null').close()")
         with pytest.raises(CellError, match="rank 0: ValueError"):  # and now all form a group again

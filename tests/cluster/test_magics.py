@@ -77,7 +77,11 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(notebook: Notebook, cel
     assert re.search(message, shown.message), shown.message
     assert shown.traceback == f"UsageError: {shown.message}"
     assert "\n" not in shown.message
-    notebook.ok("%%dip\nimport torch.distributed as dist\nassert marker == 7 and dist.get_world_size() == 3")
+    notebook.ok("""
+        %%dip
+        import torch.distributed as dist
+        assert marker == 7 and dist.get_world_size() == 3
+    """)
     notebook.ok("assert marker == 7")
 
 
@@ -125,16 +129,34 @@ def test_values_are_labelled_by_rank_and_shown_for_the_seen_ranks(notebook: Note
 
 
 def test_rich_output_arrives_with_all_its_forms(notebook: Notebook) -> None:
-    frame = notebook.ok("%%dip\nimport pandas as pd\npd.DataFrame({'x': [1, 2]})").data[0]
+    frame = notebook.ok("""
+        %%dip
+        import pandas as pd
+        pd.DataFrame({'x': [1, 2]})
+    """).data[0]
     assert "<table" in frame["text/html"] and frame["text/plain"].startswith("Out[0:")
-    picture = notebook.ok("%%dip\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()").data[0]
+    picture = notebook.ok("""
+        %%dip
+        import matplotlib.pyplot as plt
+        plt.plot([1, 2]); plt.show()
+    """).data[0]
     assert picture["image/png"]
-    shown = notebook.ok("%%dip -r 1\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>hi</b>'))")
+    shown = notebook.ok("""
+        %%dip -r 1
+        from IPython.display import HTML, display
+        display(HTML('<b>hi</b>'))
+    """)
     assert shown.data[0]["text/html"] == "<b>hi</b>"
 
 
 def test_a_cell_is_a_cell_of_the_ranks_own_ipython(notebook: Notebook) -> None:
-    shown = notebook.ok("%%dip\nimport asyncio\nawait asyncio.sleep(0.01)\n!echo from the shell\n%time x = 1\n")
+    shown = notebook.ok("""
+        %%dip
+        import asyncio
+        await asyncio.sleep(0.01)
+        !echo from the shell
+        %time x = 1
+    """)
     assert "from the shell" in shown.stdout and "Wall time" in shown.stdout
     notebook.ok("%%dip\ndef kept(): return rank")
     notebook.ok("%%dip\nassert kept() == rank and x == 1")
@@ -154,7 +176,13 @@ def test_output_is_live(notebook: Notebook) -> None:
 
 
 def test_a_failed_cell_stops_run_all_and_shows_the_cells_own_lines(notebook: Notebook) -> None:
-    shown = notebook.fails("%%dip -S 0\ndef f(x):\n    return 1 / x\n\nf(rank - 2)")
+    shown = notebook.fails("""
+        %%dip -S 0
+        def f(x):
+            return 1 / x
+
+        f(rank - 2)
+    """)
     assert shown.error == "CellError"
     assert shown.message == "rank 2: ZeroDivisionError: division by zero"
     assert "[rank 2]" in shown.traceback
@@ -168,13 +196,22 @@ def test_local_runs_here_and_everywhere_runs_here_and_there(notebook: Notebook) 
     notebook.ok("%%dip everywhere\nboth = 1")
     notebook.ok("assert both == 1")
     notebook.ok("%%dip\nassert both == 1")
-    shown = notebook.fails("%%dip everywhere\nthere = 1\n1 / ('rank' in globals())")
+    shown = notebook.fails("""
+        %%dip everywhere
+        there = 1
+        1 / ('rank' in globals())
+    """)
     assert shown.error == "LocalCellFailed" and "the cell failed here, in the notebook" in shown.message
     notebook.ok("%%dip\nassert 'there' not in globals()")
 
 
 def test_push_and_pull_between_notebook_and_ranks(notebook: Notebook) -> None:
-    notebook.ok("class Made:\n    x = 5\nmade = Made()\nadd = lambda a: a + made.x")
+    notebook.ok("""
+        class Made:
+            x = 5
+        made = Made()
+        add = lambda a: a + made.x
+    """)
     notebook.ok("%dipush made add Made")
     notebook.ok("%%dip\nresult = add(rank); again = Made()")
     notebook.ok("%dipull result again")
@@ -201,14 +238,23 @@ def test_the_stop_button_ends_a_cell_on_the_ranks(notebook: Notebook) -> None:
     shown = notebook.finish(running)
     assert (shown.status, shown.error) == ("error", "CellInterrupted")
     assert "KeyboardInterrupt" in shown.traceback
-    notebook.ok("%%dip\nimport torch, torch.distributed as dist\nassert kept == 1\ndist.barrier()")
+    notebook.ok("""
+        %%dip
+        import torch, torch.distributed as dist
+        assert kept == 1
+        dist.barrier()
+    """)
 
 
 def test_the_numbers_of_cells_on_the_ranks_are_those_of_the_notebook(notebook: Notebook) -> None:
     number = notebook.ok("1").number
     assert notebook.ok("%%dip\n1").text.startswith(f"Out[0:{number + 1}]")
     notebook.ok("2")
-    shown = notebook.fails("%%dip\nx = 1\n1 / 0")
+    shown = notebook.fails("""
+        %%dip
+        x = 1
+        1 / 0
+    """)
     assert f"Cell In[{number + 3}], line 2" in shown.traceback
     assert "ddip" not in shown.traceback and "ipyparallel" not in shown.traceback
     assert notebook.ok(f"%%dip\nprint(_{number + 1}, repr(In[{number + 1}]))").stdout == "1 '1'\n"
@@ -223,7 +269,11 @@ def test_an_error_that_is_caught_tells_what_each_rank_raised(notebook: Notebook)
 
 
 def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
-    shown = notebook.fails("%%dip --timeout 2\nimport torch.distributed as dist\nif rank: dist.barrier()")
+    shown = notebook.fails("""
+        %%dip --timeout 2
+        import torch.distributed as dist
+        if rank: dist.barrier()
+    """)
     assert shown.error == "CellTimeout"
     assert shown.traceback == (
         "CellTimeout: the cell took longer than 2 s and was stopped; the ranks were here:\n"
@@ -233,7 +283,11 @@ def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
 
 
 def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
-    notebook.ok("%dipper g\n%config DipMagics.failure_grace = 0.2\n%config DipMagics.stall_timeout = 3")
+    notebook.ok("""
+        %dipper g
+        %config DipMagics.failure_grace = 0.2
+        %config DipMagics.stall_timeout = 3
+    """)
     assert notebook.ok("print(g.failure_grace, g.stall_timeout)").stdout == "0.2 3.0\n"
     notebook.ok("%config DipMagics.failure_grace = 1.0\n%config DipMagics.stall_timeout = 10.0")
     shown = notebook.ok("%config DipMagics.grace = 0.3\nprint(g.failure_grace)")  # the old name
@@ -243,7 +297,11 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
 
 
 def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebook: Notebook) -> None:
-    notebook.ok("%%dip\nimport os, signal\nmine, model = rank, 5")
+    notebook.ok("""
+        %%dip
+        import os, signal
+        mine, model = rank, 5
+    """)
     shown = notebook.fails("%%dip\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     assert re.match(r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\): ", shown.message)
     assert "%makedip --repair puts a new process in its place" in shown.message
@@ -257,10 +315,13 @@ def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebo
     assert threads.count("\n  main:\n  idle\n") in (1, 2) and "\nrank 1\n  main:\n  ended\n" in threads
     text = notebook.ok("%makedip --repair --from 2 model").text
     assert re.search(r"ddip: rank 1 replaced, with model from rank 2, \d+\.\d s$", text)
-    notebook.ok(
-        "%%dip\nimport torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\n"
-        "assert x.item() == 3 and model == 5 and ('mine' in globals()) == (rank != 1)"
-    )
+    notebook.ok("""
+        %%dip
+        import torch, torch.distributed as dist
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == 3 and model == 5 and ('mine' in globals()) == (rank != 1)
+    """)
     assert notebook.ok("%makedip --repair").text == "ddip: every rank is there, there is nothing to repair"
 
 
@@ -376,10 +437,18 @@ def test_settings_of_the_magics_reach_the_ranks(bare_notebook: Notebook) -> None
     bare_notebook.ok("%config DipMagics.collect = False\n%config DipMagics.show_ranks = 'all'")
     bare_notebook.ok("%makedip -n 2")
     assert bare_notebook.ok("%%dip\nprint(rank)").data[-1]["text/plain"].count("── rank") == 2
-    bare_notebook.ok("%%dip\nfrom ddip.rank import housekeeping\nassert not housekeeping.cells.collect")
+    bare_notebook.ok("""
+        %%dip
+        from ddip.rank import housekeeping
+        assert not housekeeping.cells.collect
+    """)
     bare_notebook.ok("%config DipMagics.collect = True")
     bare_notebook.ok("%%dip\nassert housekeeping.cells.collect")
-    bare_notebook.ok("%makedip -k\n%config DipMagics.collect = True\n%config DipMagics.show_ranks = '0'")
+    bare_notebook.ok("""
+        %makedip -k
+        %config DipMagics.collect = True
+        %config DipMagics.show_ranks = '0'
+    """)
 
 
 def test_verbose_says_what_is_done(notebook: Notebook) -> None:

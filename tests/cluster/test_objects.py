@@ -60,7 +60,11 @@ def test_functions_classes_and_lambdas_of_the_notebook_work_there(cells: ddip.Gr
 
 
 def test_a_class_that_only_the_rank_defines_comes_back_whole(cells: ddip.Group) -> None:
-    cells.run("class Only:\n    def __init__(self): self.rank = rank\nonly = Only()")
+    cells.run("""
+        class Only:
+            def __init__(self): self.rank = rank
+        only = Only()
+    """)
     only = cells.pull(["only"], 1)["only"]
     assert (type(only).__name__, only.rank) == ("Only", 1)
 
@@ -98,9 +102,11 @@ def test_what_a_rank_cannot_unpickle_is_named_and_nothing_arrives(
 
 def test_a_class_that_only_the_ranks_can_import_is_one_clear_error(cells: ddip.Group, tmp_path: Path) -> None:
     (tmp_path / "only_there_module.py").write_text("class There: pass\n")
-    cells.run(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom only_there_module import There\nthere = There()"
-    )
+    cells.run(f"""
+        import sys; sys.path.insert(0, {str(tmp_path)!r})
+        from only_there_module import There
+        there = There()
+    """)
     with pytest.raises(TransferError, match="there cannot be unpickled in the notebook: .*only_there_module"):
         cells.pull(["there"])
 

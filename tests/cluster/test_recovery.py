@@ -56,13 +56,21 @@ def impatient(group: ddip.Group) -> None:
 def test_a_wrapper_of_the_former_group_says_so_and_a_new_one_trains(cells: ddip.Group) -> None:
     cells.run(DDP + "step(wrapper)\nbefore = [p.tolist() for p in net.parameters()]")
     with pytest.raises(ddip.CellError, match="blocked in backward"):
-        cells.run("loss = wrapper(torch.ones(1, 2)).sum()\nif rank == 0: raise ValueError\nloss.backward()")
+        cells.run("""
+            loss = wrapper(torch.ones(1, 2)).sum()
+            if rank == 0: raise ValueError
+            loss.backward()
+        """)
     cells.run("assert [p.tolist() for p in net.parameters()] == before")
     with pytest.raises(
         ddip.CellError, match="this DistributedDataParallel was made in a process group that has been destroyed"
     ):
         cells.run("wrapper(torch.ones(1, 2))")
-    cells.run("again = DDP(wrapper.module)\nstep(again); step(again)\nassert same()")
+    cells.run("""
+        again = DDP(wrapper.module)
+        step(again); step(again)
+        assert same()
+    """)
 
 
 def test_the_user_is_told_that_wrappers_must_be_made_again(
@@ -76,7 +84,11 @@ def test_the_user_is_told_that_wrappers_must_be_made_again(
         "the group was formed again; DDP(...) wrappers and subgroups that were made before" in capsys.readouterr().err
     )
     with pytest.raises(ddip.CellError):
-        cells.run("del wrapper\nif rank == 0: raise ValueError\ndist.barrier()")
+        cells.run("""
+            del wrapper
+            if rank == 0: raise ValueError
+            dist.barrier()
+        """)
     cells.run("pass")
     assert "made before" not in capsys.readouterr().err
 
@@ -87,12 +99,20 @@ def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrapper
     cells.failure_grace = 30  # all ranks end by themselves, however slow one of them is
     with pytest.raises(ddip.CellError):
         cells.run(code)
-    cells.run("assert dist.group.WORLD is former\nstep(wrapper)\nassert same()")
+    cells.run("""
+        assert dist.group.WORLD is former
+        step(wrapper)
+        assert same()
+    """)
 
 
 def test_an_error_that_leaves_the_ranks_out_of_step_forms_the_group_again(cells: ddip.Group) -> None:
     """Every rank has ended by itself, but the next all_reduce of rank 0 would meet the last one of rank 1."""
-    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\nformer = dist.group.WORLD")
+    cells.run("""
+        import torch, torch.distributed as dist
+        x = torch.ones(1)
+        former = dist.group.WORLD
+    """)
     with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
         cells.run("if rank == 0: raise ValueError\nwork = dist.all_reduce(x, async_op=True)")
     cells.run("assert dist.group.WORLD is not former\n" + PROOF)
@@ -119,7 +139,11 @@ def test_an_error_of_a_collective_that_nobody_has_released_is_told_as_it_is(cell
 
 
 def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    cells.run("import ddip.rank.process_group as p\nkept, former = rank, p.report\nif rank == 1: p.report = None")
+    cells.run("""
+        import ddip.rank.process_group as p
+        kept, former = rank, p.report
+        if rank == 1: p.report = None
+    """)
     told = (
         "rank 1 cannot tell how its group is, which is formed again before the next cell: TypeError: 'NoneType' object"
     )
@@ -138,7 +162,11 @@ def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Gro
 
 
 def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
-    cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)\npair = dist.new_group([0, 1])")
+    cells.run("""
+        import torch, torch.distributed as dist
+        x = torch.ones(1)
+        pair = dist.new_group([0, 1])
+    """)
     with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce"):
         cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x, group=pair)")
     cells.run("pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)")
@@ -147,7 +175,11 @@ def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
 def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> None:
     """Functional collectives, and with them device meshes and DTensors, find their group by its name: it was another
     group's, of other ranks, and the sum was wrong."""
-    cells.run("import torch, torch.distributed as dist\nold = dist.new_group([0, 1])\nname = old.group_name")
+    cells.run("""
+        import torch, torch.distributed as dist
+        old = dist.new_group([0, 1])
+        name = old.group_name
+    """)
     with pytest.raises(ddip.CellError, match="rank 1 was blocked in barrier"):
         cells.run("if rank == 0: raise ValueError\ndist.barrier()")
     cells.run("new = [dist.new_group([r]) for r in range(world_size)][rank]\nassert new.group_name != name")
@@ -164,10 +196,12 @@ def test_a_cell_on_some_ranks_that_waits_for_the_others_ends_too(cells: ddip.Gro
 
 def test_a_cell_may_catch_what_released_it(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
-        cells.run(
-            "import torch.distributed as dist\nif rank == 0: raise ValueError\n"
-            "try: dist.barrier()\nexcept RuntimeError: caught = True"
-        )
+        cells.run("""
+            import torch.distributed as dist
+            if rank == 0: raise ValueError
+            try: dist.barrier()
+            except RuntimeError: caught = True
+        """)
     cells.run("assert rank == 0 or caught\n" + PROOF)
 
 
@@ -250,10 +284,11 @@ def test_the_stop_button_ends_every_cell(
             press_stop()
             time.sleep(0.05)
 
-    cells.run(
-        "import time, pathlib, torch, torch.utils.data, torch.distributed as dist\nkept = rank\n"
-        f"def begun(): (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()"
-    )
+    cells.run(f"""
+        import time, pathlib, torch, torch.utils.data, torch.distributed as dist
+        kept = rank
+        def begun(): (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()
+    """)
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
         cells.run(BUSINESS[business])
@@ -289,12 +324,18 @@ def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns
 ) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf", "waits"}, press_stop)
     with pytest.raises(CellInterrupted) as caught:
-        cells.run(
-            f"import pathlib, signal, time, torch.distributed as dist\nfolder = pathlib.Path({str(tmp_path)!r})\n"
-            "kept = rank\nif rank:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    (folder / 'deaf').touch()\n"
-            "    while not (folder / 'go-on').exists(): time.sleep(0.01)\n"
-            "else:\n    (folder / 'waits').touch()\n    dist.barrier()"
-        )
+        cells.run(f"""
+            import pathlib, signal, time, torch.distributed as dist
+            folder = pathlib.Path({str(tmp_path)!r})
+            kept = rank
+            if rank:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                (folder / 'deaf').touch()
+                while not (folder / 'go-on').exists(): time.sleep(0.01)
+            else:
+                (folder / 'waits').touch()
+                dist.barrier()
+        """)
     thread.join()
     assert "the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: cell [" in str(caught.value)
     assert "while not (folder / 'go-on').exists()" in str(caught.value)
@@ -308,10 +349,13 @@ def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns
 def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_path: Path) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
-        cells.run(
-            "import asyncio, pathlib, time\nkept = rank\nawait asyncio.sleep(0)\n"
-            f"(pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()\nwhile True: time.sleep(0.01)"
-        )
+        cells.run(f"""
+            import asyncio, pathlib, time
+            kept = rank
+            await asyncio.sleep(0)
+            (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()
+            while True: time.sleep(0.01)
+        """)
     thread.join()
     cells.run(f"{PROOF}\nassert kept == rank")
 
@@ -334,7 +378,11 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
     told = Told(capsys)
     thread = meanwhile(lambda: "it goes on waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
-        cells.run("import torch.distributed as dist\nif rank == 0:\n    dist.barrier()")
+        cells.run("""
+            import torch.distributed as dist
+            if rank == 0:
+                dist.barrier()
+        """)
     thread.join()
     lines = told.text().splitlines()
     assert lines[0] == "ddip: no rank has made progress for 1 s:"
@@ -353,11 +401,12 @@ def test_a_failure_is_told_though_it_was_told_before_who_waits(
     fail = meanwhile(lambda: "no rank has made progress for 1 s" in told.text(), (tmp_path / "fail").touch)
     with pytest.raises(CellInterrupted):
         stop = meanwhile(lambda: "rank 0: ValueError: the news; rank 1 still runs" in told.text(), press_stop)
-        cells.run(
-            "import pathlib, time\n"
-            f"while rank == 0 and not pathlib.Path({str(tmp_path / 'fail')!r}).exists(): time.sleep(0.01)\n"
-            "if rank == 0: raise ValueError('the news')\ntime.sleep(1000)"
-        )
+        cells.run(f"""
+            import pathlib, time
+            while rank == 0 and not pathlib.Path({str(tmp_path / "fail")!r}).exists(): time.sleep(0.01)
+            if rank == 0: raise ValueError('the news')
+            time.sleep(1000)
+        """)
     fail.join()
     stop.join()
 
@@ -396,12 +445,17 @@ def test_a_cell_that_breaks_its_output_does_not_break_the_next(cells: ddip.Group
 
 
 def test_a_stream_that_fails_between_cells_does_not_lose_an_answer(cells: ddip.Group) -> None:
-    cells.run(
-        "import sys, threading\nkept = sys.stdout\nsys.stdout = open('/dev/full', 'w')\n"
-        "go, gone = threading.Event(), threading.Event()\n"
-        "def write():\n    go.wait()\n    sys.stdout.write('x')\n    gone.set()\n"
-        "thread = threading.Thread(target=write); thread.start()"
-    )
+    cells.run("""
+        import sys, threading
+        kept = sys.stdout
+        sys.stdout = open('/dev/full', 'w')
+        go, gone = threading.Event(), threading.Event()
+        def write():
+            go.wait()
+            sys.stdout.write('x')
+            gone.set()
+        thread = threading.Thread(target=write); thread.start()
+    """)
     cells.run("go.set(); _ = gone.wait()", timeout=20)
     cells.run("thread.join()\ntry: sys.stdout.flush()\nexcept OSError: failed = True\nassert failed", timeout=20)
     cells.run(f"sys.stdout = kept\n{PROOF}", timeout=20)
@@ -431,14 +485,22 @@ def test_an_exception_that_cannot_be_told_does_not_break_the_next_cell(cells: dd
 
 def test_an_error_while_there_are_no_streams_is_told(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError") as caught:
-        cells.run("import sys\nsys.stdout = sys.stderr = None\n1 / 0")
+        cells.run("""
+            import sys
+            sys.stdout = sys.stderr = None
+            1 / 0
+        """)
     assert "1 / 0" in ANSI.sub("", caught.value.by_rank[0].traceback)
     cells.run(PROOF)
 
 
 def test_a_syntax_error_is_shown_once_and_nothing_of_the_cell_runs(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match=r"^ranks 0, 1: SyntaxError") as caught:
-        cells.run("ran = True\nif rank\n    pass")
+        cells.run("""
+            ran = True
+            if rank
+                pass
+        """)
     assert "\n".join(caught.value._render_traceback_()).count("SyntaxError") == 2  # the traceback, and the summary
     cells.run("assert 'ran' not in globals()")
 
@@ -446,11 +508,13 @@ def test_a_syntax_error_is_shown_once_and_nothing_of_the_cell_runs(cells: ddip.G
 def test_output_of_a_thread_that_lives_on_does_not_disturb_the_next_cell(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.run(
-        "import threading, time\nstop = threading.Event()\n"
-        "def chat():\n    while not stop.wait(0.001): print('chatter', flush=True)\n"
-        "thread = threading.Thread(target=chat); thread.start()"
-    )
+    cells.run("""
+        import threading, time
+        stop = threading.Event()
+        def chat():
+            while not stop.wait(0.001): print('chatter', flush=True)
+        thread = threading.Thread(target=chat); thread.start()
+    """)
     for _ in range(20):
         cells.run("pass")
     cells.run("stop.set(); thread.join()\n" + PROOF)
@@ -461,10 +525,15 @@ def test_output_of_a_thread_that_lives_on_does_not_disturb_the_next_cell(
 
 def test_a_failed_cell_does_not_keep_its_objects(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError):
-        cells.run(
-            "import weakref, torch\ndef f():\n    global gone\n"
-            "    x = torch.ones(1000)\n    gone = weakref.ref(x)\n    1 / 0\nf()"
-        )
+        cells.run("""
+            import weakref, torch
+            def f():
+                global gone
+                x = torch.ones(1000)
+                gone = weakref.ref(x)
+                1 / 0
+            f()
+        """)
     cells.run("assert gone() is None")
 
 
@@ -490,10 +559,12 @@ def prepare():
 @pytest.mark.grid
 def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_path: Path) -> None:
     with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
-        group.run(
-            "import threading, torch\nnet = torch.nn.Linear(2, 2)\ntensor = net(torch.ones(1, 2))[0].detach()\n"
-            "lock = threading.Lock()"
-        )
+        group.run("""
+            import threading, torch
+            net = torch.nn.Linear(2, 2)
+            tensor = net(torch.ones(1, 2))[0].detach()
+            lock = threading.Lock()
+        """)
         os.kill(group.members[0].pid, signal.SIGKILL)
         wait_until(lambda: group.ranks.ended)
         with pytest.raises(TransferError, match="nothing was repaired: .*lock cannot be pickled on rank 1"):
@@ -505,7 +576,12 @@ def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_pa
 
 
 def test_a_repair_whose_names_cannot_be_unpickled_says_that_the_rank_is_there(cells: ddip.Group) -> None:
-    cells.run("class Odd:\n    def __reduce__(self): return (int, ('no number',))\nodd = Odd()\nkept = rank")
+    cells.run("""
+        class Odd:
+            def __reduce__(self): return (int, ('no number',))
+        odd = Odd()
+        kept = rank
+    """)
     os.kill(cells.members[0].pid, signal.SIGKILL)
     wait_until(lambda: cells.ranks.ended)
     with pytest.raises(TransferError, match="^rank 0 replaced, but nothing was pushed: odd cannot be unpickled there"):
@@ -567,11 +643,13 @@ def test_a_group_that_cannot_be_formed_is_repaired_though_each_rank_alone_can_fo
     monkeypatch.setattr(cells, "timeout", 10 if cells.spawn else 2)
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.init_process_group")
     with pytest.raises(ddip.CellError):
-        cells.run(
-            "def apart(*args, world_size, **kwargs):\n"
-            "    former('gloo', store=dist.HashStore(), rank=0, world_size=world_size)\n"
-            "if rank == 1: dist.init_process_group = apart\nelse: raise ValueError\ndist.barrier()"
-        )
+        cells.run("""
+            def apart(*args, world_size, **kwargs):
+                former('gloo', store=dist.HashStore(), rank=0, world_size=world_size)
+            if rank == 1: dist.init_process_group = apart
+            else: raise ValueError
+            dist.barrier()
+        """)
     assert cells.repair() == [1]
     cells.run(f"{PROOF}\nassert rank == 1 or kept == 0")
 
@@ -579,7 +657,11 @@ def test_a_group_that_cannot_be_formed_is_repaired_though_each_rank_alone_can_fo
 @pytest.mark.grid
 def test_an_app_that_cannot_be_prepared_on_one_rank_is_repaired(tmp_path: Path) -> None:
     with an_app(tmp_path, APP), ddip.Group(2) as group:
-        group.run("import sys\nkept = rank\nif rank: sys.modules['toy_app'] = None")
+        group.run("""
+            import sys
+            kept = rank
+            if rank: sys.modules['toy_app'] = None
+        """)
         with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair puts"):
             group.change(Request(app="toy"))
         with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair puts"):
@@ -628,7 +710,13 @@ def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
 
     thread = meanwhile(waits, display)
     with pytest.raises(CellInterrupted):
-        cells.run("import torch.distributed as dist\ndef wait():\n    dist.barrier()\nif rank == 1:\n    wait()")
+        cells.run("""
+            import torch.distributed as dist
+            def wait():
+                dist.barrier()
+            if rank == 1:
+                wait()
+        """)
     thread.join()
     (stack,) = seen
     place = stack.place  # type: ignore[attr-defined]

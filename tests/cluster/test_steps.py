@@ -33,7 +33,11 @@ def test_a_good_cell_that_leaves_the_ranks_out_of_step_says_so_and_no_old_tensor
     assert found is not None and int(found[2]) == int(found[1]) + 1, text
     assert "in the default group" in text and "--unmatched" in text
     assert re.search(r"  rank 1: cell \[\d+\] line 2: w = dist.all_reduce\(torch.tensor\(\[100.0\]\), async_op", text)
-    cells.run("y = torch.tensor([1.0])\nw2 = dist.all_reduce(y, async_op=True)\nif rank == 0: w2.wait()")
+    cells.run("""
+        y = torch.tensor([1.0])
+        w2 = dist.all_reduce(y, async_op=True)
+        if rank == 0: w2.wait()
+    """)
     cells.run("w2.wait()\nassert y.item() == 2 and dist.group.WORLD is not former")
     cells.run(PROOF)
     assert told.readouterr().err == ""
@@ -42,7 +46,11 @@ def test_a_good_cell_that_leaves_the_ranks_out_of_step_says_so_and_no_old_tensor
 def test_an_old_tensor_of_another_size_ends_no_rank(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     pids = [member.pid for member in cells.members]
     cells.run("if rank == 1: w = dist.all_reduce(torch.ones(10_000), async_op=True)")
-    cells.run("y = torch.ones(3)\ndist.all_reduce(y)\nassert y.tolist() == [2.0] * 3")
+    cells.run("""
+        y = torch.ones(3)
+        dist.all_reduce(y)
+        assert y.tolist() == [2.0] * 3
+    """)
     assert [member.pid for member in cells.members] == pids
 
 
@@ -80,7 +88,12 @@ def test_a_surplus_in_a_subgroup_is_told_of_that_group(cells: ddip.Group, told: 
     assert told.readouterr().err == ""
     cells.run("if rank == 0: w = dist.all_reduce(x, group=pair, async_op=True)")
     assert "collectives in a group of ranks 0, 1 (rank 1: 0, rank 0: 1), the first too many" in told.readouterr().err
-    cells.run("pair = dist.new_group([0, 1])\nx = torch.ones(1)\ndist.all_reduce(x, group=pair)\nassert x.item() == 2")
+    cells.run("""
+        pair = dist.new_group([0, 1])
+        x = torch.ones(1)
+        dist.all_reduce(x, group=pair)
+        assert x.item() == 2
+    """)
 
 
 @pytest.mark.parametrize(
@@ -135,17 +148,17 @@ def test_what_is_meant_is_left_alone_until_more_is_begun(cells: ddip.Group, told
 def test_a_thread_that_goes_on_with_collectives_is_left_alone(
     cells: ddip.Group, told: pytest.CaptureFixture[str]
 ) -> None:
-    cells.run(
-        "own, sums, leave = dist.new_group([0, 1]), [], threading.Event()\n"
-        "def work():\n"
-        "    for i in range(1000):\n"
-        "        time.sleep(0.01 * rank)\n"
-        "        y = torch.tensor([float(leave.is_set())])\n"
-        "        dist.all_reduce(y, group=own)\n"
-        "        sums.append(y.item())\n"
-        "        if y.item() == 2: return\n"
-        "thread = threading.Thread(target=work); thread.start()"
-    )
+    cells.run("""
+        own, sums, leave = dist.new_group([0, 1]), [], threading.Event()
+        def work():
+            for i in range(1000):
+                time.sleep(0.01 * rank)
+                y = torch.tensor([float(leave.is_set())])
+                dist.all_reduce(y, group=own)
+                sums.append(y.item())
+                if y.item() == 2: return
+        thread = threading.Thread(target=work); thread.start()
+    """)
     for _ in range(10):
         cells.run(PROOF)
     cells.run("leave.set(); thread.join()\nassert len(sums) < 1000 and dist.group.WORLD is former")
@@ -166,11 +179,13 @@ def test_a_thread_that_no_thread_of_the_other_rank_will_meet_is_told(
 ) -> None:
     """It has met the next cell's all_reduce: that one got 101, and this rank waited without end."""
     cells.run(before, show_ranks=[])
-    cells.run(
-        "import ddip.rank.collectives as c\nbefore = c.begun()\nif rank == 1:\n"
-        "    threading.Thread(target=lambda: dist.all_reduce(torch.tensor([100.0]))).start()\n"
-        "    while c.begun() == before: time.sleep(0.01)"
-    )
+    cells.run("""
+        import ddip.rank.collectives as c
+        before = c.begun()
+        if rank == 1:
+            threading.Thread(target=lambda: dist.all_reduce(torch.tensor([100.0]))).start()
+            while c.begun() == before: time.sleep(0.01)
+    """)
     assert "different numbers of collectives in the default group" in told.readouterr().err
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former", timeout=20)
 
@@ -194,7 +209,11 @@ def test_the_magic_leaves_what_is_meant_alone(notebook: Notebook) -> None:
     shown = notebook.ok("%%dip\npair = dist.new_group([0, 2])")
     shown = notebook.ok("%%dip -r 0 --unmatched\nw = dist.all_reduce(x, group=pair, async_op=True)")
     assert shown.stderr == ""
-    shown = notebook.ok("%%dip -r 2\ndist.all_reduce(x, group=pair)\nassert x.item() == 2")
+    shown = notebook.ok("""
+        %%dip -r 2
+        dist.all_reduce(x, group=pair)
+        assert x.item() == 2
+    """)
     assert shown.stderr == ""
     shown = notebook.ok("%%dip -r 0,2\ndist.all_reduce(x, group=pair)")
     assert shown.stderr == ""

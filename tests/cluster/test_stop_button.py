@@ -192,7 +192,11 @@ def test_the_next_cell_waits_for_a_rank_that_sleeps_while_it_takes_apart_what_a_
     """torch waits 5 s for each worker of a data loader then."""
     cells.run(TAKEN_APART_SLOWLY.format(folder=tmp_path))
     with pytest.raises(ddip.CellError):
-        cells.run("loader = Loader(); loader.me = loader; del loader\nif rank == 0: raise ValueError\ndist.barrier()")
+        cells.run("""
+            loader = Loader(); loader.me = loader; del loader
+            if rank == 0: raise ValueError
+            dist.barrier()
+        """)
     asked = cells.cluster.client.outstanding
     thread = meanwhile(lambda: begun(tmp_path, 1)() and bool(asked), press_stop)
     with pytest.raises(RequestInterrupted, match="rank 1 did not stop:"):

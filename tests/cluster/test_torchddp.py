@@ -270,7 +270,11 @@ def test_without_a_group_one_is_made_for_the_call(capsys: pytest.CaptureFixture[
 def test_the_notebooks_group_is_taken_if_its_size_fits_and_left_as_it_was(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = rank")
     notebook.ok("import ddip\nfrom ddip import in_torchddp")
-    notebook.ok("def sizes():\n    print('hello')\n    return world_size, kept")
+    notebook.ok("""
+        def sizes():
+            print('hello')
+            return world_size, kept
+    """)
     same = notebook.ok("print(in_torchddp(3, sizes), in_torchddp(None, sizes), ddip.current_group().world_size)")
     assert same.stdout == "hello\nhello\n(3, 0) (3, 0) 3\n"
     other = notebook.ok("kept = 'mine'\nprint(in_torchddp(2, sizes))")
@@ -290,9 +294,13 @@ def test_an_error_names_the_notebooks_cell_and_line(notebook: Notebook) -> None:
 
 @pytest.mark.grid
 def test_the_stop_button_ends_the_call_and_its_group(bare_notebook: Notebook) -> None:
-    bare_notebook.ok(
-        "from ddip import in_torchddp\nimport time\ndef fn():\n    print('begun', flush=True)\n    time.sleep(60)"
-    )
+    bare_notebook.ok("""
+        from ddip import in_torchddp
+        import time
+        def fn():
+            print('begun', flush=True)
+            time.sleep(60)
+    """)
     cell = bare_notebook.begin("in_torchddp(2, fn)")
     bare_notebook.finish(cell, until="begun")
     bare_notebook.interrupt()

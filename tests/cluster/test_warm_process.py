@@ -59,7 +59,11 @@ def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNote
 @pytest.mark.grid
 def test_a_trait_turns_warming_off(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
-    notebook.ok("get_ipython().config.DipMagics.warm = False\n%load_ext ddip\nimport psutil")
+    notebook.ok("""
+        get_ipython().config.DipMagics.warm = False
+        %load_ext ddip
+        import psutil
+    """)
     assert family_of(notebook.pid) == []
     notebook.ok("%makedip -n 1")
     assert parents(notebook) == {warm_pid(notebook)}
@@ -78,7 +82,11 @@ def test_a_trait_has_apps_imported_beforehand(new_notebook: NewNotebook) -> None
 @pytest.mark.grid
 def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
-    notebook.ok("get_ipython().config.DipMagics.spawn = True\n%load_ext ddip\nimport psutil")
+    notebook.ok("""
+        get_ipython().config.DipMagics.spawn = True
+        %load_ext ddip
+        import psutil
+    """)
     assert family_of(notebook.pid) == []
     notebook.ok("%makedip -n 2")
     assert parents(notebook) == {notebook.pid}

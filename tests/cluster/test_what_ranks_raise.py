@@ -70,11 +70,15 @@ def test_an_error_that_is_slow_to_tell_costs_no_rank(cells: ddip.Group, what: st
 def test_a_stop_while_an_error_is_told_costs_no_rank(cells: ddip.Group, tmp_path: Path) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
     with pytest.raises(CellInterrupted):
-        cells.run(
-            f"import pathlib, time\nkept = rank\nfolder = pathlib.Path({str(tmp_path)!r})\n"
-            "class Odd(Exception):\n    def __str__(self):\n        (folder / str(rank)).touch(); time.sleep(1000)\n"
-            "raise Odd"
-        )
+        cells.run(f"""
+            import pathlib, time
+            kept = rank
+            folder = pathlib.Path({str(tmp_path)!r})
+            class Odd(Exception):
+                def __str__(self):
+                    (folder / str(rank)).touch(); time.sleep(1000)
+            raise Odd
+        """)
     thread.join()
     cells.run(f"{PROOF}\nassert kept == rank")
 
@@ -83,7 +87,11 @@ def test_an_interrupt_is_told_in_a_few_lines(cells: ddip.Group, tmp_path: Path) 
     """IPython's traceback of a stop within torch's imports takes 4 s."""
     thread = meanwhile((tmp_path / "begun").exists, press_stop)
     with pytest.raises(CellInterrupted) as caught:
-        cells.run(f"import pathlib\nif rank == 0: pathlib.Path({str(tmp_path / 'begun')!r}).touch()\nwhile True: pass")
+        cells.run(f"""
+            import pathlib
+            if rank == 0: pathlib.Path({str(tmp_path / "begun")!r}).touch()
+            while True: pass
+        """)
     thread.join()
     lines = caught.value.by_rank[0].traceback.splitlines()
     assert lines[-1] == "KeyboardInterrupt" and len(lines) < 6 and "\x1b" not in "".join(lines)
@@ -107,7 +115,11 @@ def test_an_error_within_a_magic_fails_the_cell_and_the_others_are_released(
     cells: ddip.Group, magic: str, tmp_path: Path
 ) -> None:
     code = "if rank == 0: raise ValueError('hidden')\nelse: dist.barrier()\n"
-    cells.run(f"import os, torch.distributed as dist\nkept = rank\nos.chdir({str(tmp_path)!r})")
+    cells.run(f"""
+        import os, torch.distributed as dist
+        kept = rank
+        os.chdir({str(tmp_path)!r})
+    """)
     with pytest.raises(
         ddip.CellError, match="^rank 0: ValueError: hidden; rank 1 was blocked in .*, until ddip aborted it$"
     ) as e:
@@ -152,7 +164,11 @@ def test_an_error_that_the_cell_caught_and_showed_is_no_failure_unless_others_wa
 
 
 def test_what_cannot_be_displayed_is_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    cells.run("class Odd:\n    def _repr_html_(self): 1 / 0\ndisplay(Odd()); went_on = True")
+    cells.run("""
+        class Odd:
+            def _repr_html_(self): 1 / 0
+        display(Odd()); went_on = True
+    """)
     assert "division by zero" in capsys.readouterr().err
     cells.run("assert went_on")
 
@@ -172,7 +188,11 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
         with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: x") as caught:
             cells.run(rf"raise ValueError('x\{half}y')")
         str(caught.value).encode(), "".join(caught.value._render_traceback_()).encode()
-    cells.run("class Odd:\n    def __reduce__(self): raise ValueError(chr(0xd800))\nodd = Odd()")
+    cells.run("""
+        class Odd:
+            def __reduce__(self): raise ValueError(chr(0xd800))
+        odd = Odd()
+    """)
     with pytest.raises(TransferError, match="odd cannot be pickled") as refused:
         cells.pull(["odd"])
     str(refused.value).encode()
@@ -186,10 +206,12 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
 
 def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport time, torch, torch.distributed as dist")
-    shown = notebook.fails(
-        "%%dip -S all\nprint('here')\nif rank == 0: raise RuntimeError('[gloo/transport/tcp/pair.cc] its own')\n"
-        "dist.barrier()"
-    )
+    shown = notebook.fails("""
+        %%dip -S all
+        print('here')
+        if rank == 0: raise RuntimeError('[gloo/transport/tcp/pair.cc] its own')
+        dist.barrier()
+    """)
     assert "rank 0: RuntimeError: [gloo/transport/tcp/pair.cc] its own; ranks 1, 2 were blocked" in shown.message
     pages = [bundle["text/html"] for bundle in shown.data if "text/html" in bundle]
     for page in (page for page in pages if "released" in page or "rank 0 ✗" in page):

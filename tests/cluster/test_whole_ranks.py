@@ -172,17 +172,20 @@ def test_training_with_ddp_works(cells: ddip.Group) -> None:
 
 def test_torch_compile_works(cells: ddip.Group) -> None:
     """With a compiler of C++ behind it: ``tests/system/test_compile.py``."""
-    cells.run(
-        "import torch\n@torch.compile(backend='aot_eager')\ndef f(x): return (x * 2).relu() + 1\n"
-        "assert f(torch.tensor([-1.0, 3.0])).tolist() == [1.0, 7.0]"
-    )
+    cells.run("""
+        import torch
+        @torch.compile(backend='aot_eager')
+        def f(x): return (x * 2).relu() + 1
+        assert f(torch.tensor([-1.0, 3.0])).tolist() == [1.0, 7.0]
+    """)
 
 
 def test_matplotlib_draws(cells: ddip.Group, tmp_path: Path) -> None:
-    cells.run(
-        "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\n"
-        f"plt.savefig({str(tmp_path)!r} + f'/{{rank}}.png'); plt.close()"
-    )
+    cells.run(f"""
+        import matplotlib.pyplot as plt
+        plt.plot([1, 2, 3])
+        plt.savefig({str(tmp_path)!r} + f'/{{rank}}.png'); plt.close()
+    """)
     assert [(tmp_path / f"{rank}.png").read_bytes()[:4] for rank in (0, 1)] == [b"\x89PNG"] * 2
 
 
@@ -212,7 +215,11 @@ def test_a_crash_leaves_its_stack_in_the_log() -> None:
 @pytest.mark.grid
 def test_ps_shows_who_is_who(new_notebook: Callable[[], Notebook]) -> None:
     notebook = new_notebook()
-    notebook.ok("import os; os.environ['JPY_SESSION_NAME'] = '/home/me/lesson 1.ipynb'\n%load_ext ddip\n%makedip -n 2")
+    notebook.ok("""
+        import os; os.environ['JPY_SESSION_NAME'] = '/home/me/lesson 1.ipynb'
+        %load_ext ddip
+        %makedip -n 2
+    """)
     for title in ("rank 0 of 2", "rank 1 of 2", "controller"):
         assert titled(family_of(notebook.pid), f"ddip {title} (lesson 1.ipynb)")
     notebook.ok("%makedip -n 1")

@@ -54,10 +54,11 @@ def test_no_rank_is_lost_by_a_stop_under_load(load: None, tmp_path: Path) -> Non
     with ddip.Group(RANKS, timeout=300) as group:
         pids = [member.pid for member in group.members]
         everybody = {str(rank) for rank in range(RANKS)}
-        group.run(
-            "import pathlib, time, torch, torch.distributed as dist\nkept = rank\n"
-            f"def begun(): (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()"
-        )
+        group.run(f"""
+            import pathlib, time, torch, torch.distributed as dist
+            kept = rank
+            def begun(): (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()
+        """)
         lost: list[str] = []
         seconds = []
         for number in range(STOPS):
@@ -72,7 +73,12 @@ def test_no_rank_is_lost_by_a_stop_under_load(load: None, tmp_path: Path) -> Non
             thread.join()
             if "did not stop" in str(caught.value) or group.repair():
                 lost.append(f"{number} {name}: {caught.value}")
-            group.run("assert kept == rank\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size")
+            group.run("""
+                assert kept == rank
+                y = torch.ones(1)
+                dist.all_reduce(y)
+                assert y.item() == world_size
+            """)
         each = f"{sum(seconds) / STOPS:.1f} s each, {max(seconds):.1f} at most"
         print(f"{STOPS} stops at load {os.getloadavg()[0]:.0f}: {each}")
         assert not lost
