@@ -142,6 +142,7 @@ class LocalCluster(Channels):
             self._start_controller(timeout)
         engines = self._start_engines(count, environment, also, timeout)
         if first:
+            ipp_private.import_numpy()  # while the processes start
             self._connect(deadline)
         return dict(zip(engines, self._wait_for(engines, deadline, on_up), strict=True))
 

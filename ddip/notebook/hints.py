@@ -13,14 +13,13 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, context_
 
 from ddip.errors import CellError
 from ddip.output.area import notify, notify_late
-from ddip.protocol import on_rank
-from ddip.protocol.on_rank import RemoteCall
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
     from ddip.notebook.autodip import Autodip
+    from ddip.protocol.on_rank import RemoteCall
 
 ANSWER_SECONDS = 0.2
 """How long a person waits for rank 0's answer; then the notebook answers alone."""
@@ -74,6 +73,8 @@ class Hints:
         return None if answer is None else (begin, answer)
 
     def _match(self, context: CompletionContext) -> dict[str, Any]:
+        from ddip.protocol import on_rank  # no part of %load_ext
+
         lines = context.full_text.split("\n")
         cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
         asked = self._ask(on_rank.complete, context.full_text, cursor)
@@ -92,6 +93,8 @@ class Hints:
 
     def _inspect_there(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
         """What stands in for the kernel's ``do_inspect``."""
+        from ddip.protocol import on_rank  # no part of %load_ext
+
         asked = self._ask(lambda text, at: on_rank.inspect(text, at, detail_level), code, cursor)
         if asked is not None and asked[1].get("found"):
             return asked[1]
