@@ -123,15 +123,21 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     """Which of the two was written to last; of both."""
     _line: deque[tuple[RankStream, dict[str, Any], str]] = deque()
     """What was written to one before the other was written to, in order; of both."""
+    _forked = False
+    """Is this process one that a cell has forked? Asked with each write, and quicker than the number of the process."""
     _unfinished = ""
     """In what a cell has forked: the line that is being written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        os.register_at_fork(after_in_child=lambda: setattr(self, "_forked", True))
 
     def write(self, string: str) -> int:
         """What the other stream still holds was written before, and leaves before: whichever is flushed first.
 
         What a cell has forked writes lines to the descriptor, which this rank reads and shows: the sockets are not its.
         """
-        if not self._is_master_process():
+        if self._forked:
             self._unfinished += string
             if string.endswith(("\n", "\r")) or len(self._unfinished) > LINE:
                 self._write_through()
