@@ -78,8 +78,8 @@ def test_a_rank_that_does_not_stop_unpickling_is_named_and_its_state_is_told(cel
     told = cells.info()
     assert [(info.state, info.doing) for info in told] == [("idle", ""), ("busy", "pushing")]
     assert told[1].state_text.startswith("busy, pushing for ")
-    place = cells.stacks()[1].place  # type: ignore[union-attr]
-    assert (place.state, "in wait" in place.inner or "wait" in str(place)) == ("busy", True)
+    assert cells.stacks()[1].place.state == "busy"  # type: ignore[union-attr]
+    wait_until(lambda: "wait" in str(cells.stacks()[1].place))  # type: ignore[union-attr]  # or it looks for the file
     with pytest.raises(GroupError, match="^rank 1 is still pushing, which was interrupted:\n  rank 1: "):
         cells.run("pass")
     (tmp_path / "go").touch()
