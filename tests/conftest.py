@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes run all tests, or all of the cluster; a choice runs in this one."""
     whole = {HERE, HERE / "cluster"} & {Path(arg).resolve() for arg in config.args}
     return 2 if whole and not (config.option.keyword or config.option.lf) else 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_stop_button_works() -> None:
+    """A shell that runs the tests in the background has them ignore SIGINT; a notebook's kernel does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,12 +38,6 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
         preload_client.end()
         assert family_of(os.getpid()) == []
         assert run_folders() == []
-
-
-@pytest.fixture(scope="session", autouse=True)
-def the_stop_button_works() -> None:
-    """A shell that runs the tests in the background has them ignore SIGINT; a notebook's kernel does not."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
