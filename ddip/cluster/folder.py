@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,18 @@ def left_out() -> Iterator[None]:
 
     A file there that has the name of something that ddip needs, such as ``zmq.py``, is the user's: it is no reason for
     ddip not to start, and ddip is no reason to run it. What a user has put on the path by its whole name stays there.
+
+    Nor does Python look for garbage: modules make none, and it would go through everything that the user has.
     """
-    former = list(sys.path)
-    sys.path[:] = [entry for entry in former if entry not in ("", ".")]
+    former, collects = list(sys.path), gc.isenabled()
     try:
+        gc.disable()
+        sys.path[:] = [entry for entry in former if entry not in ("", ".")]
         yield
     finally:
         sys.path[:] = [*former, *(entry for entry in sys.path if entry not in former)]
+        if collects:
+            gc.enable()
 
 
 def ensure_ready() -> None:

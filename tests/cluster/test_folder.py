@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -124,6 +125,18 @@ def test_what_an_import_has_added_to_the_path_stays(monkeypatch: pytest.MonkeyPa
         assert sys.path == ["/first", "/last"]
         sys.path.append("/added")
     assert sys.path == ["/first", "", "/last", "/added"]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_python_looks_for_no_garbage_during_an_import(collects: bool) -> None:
+    try:
+        if not collects:
+            gc.disable()
+        with folder.left_out():
+            assert not gc.isenabled()
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
