@@ -9,12 +9,14 @@ A rank can be good for the group, and yet for no cell.
 
 from __future__ import annotations
 
+import time
+
 from ddip.errors import GroupError, RankError, RequestFailed
 from ddip.group import stopping
 from ddip.group.engines import Engines
 from ddip.group.placement import GroupSpec
 from ddip.group.process_group import ProcessGroupManager
-from ddip.group.ranks import Ranks
+from ddip.group.ranks import LOOK_SECONDS, Ranks
 
 TRY_SECONDS = 10.0
 """How long a rank may take for one step of a trial, which takes milliseconds; a busy machine is slower."""
@@ -63,7 +65,8 @@ class Fitness:
 
     def no_cell_runs(self, seconds: float) -> list[int]:
         """The ranks on which not even a cell that does nothing goes well within `seconds`: ``__builtins__`` may be
-        empty, or a hook of IPython may fail or hang. Raises RequestInterrupted."""
+        empty, or a hook of IPython may fail or hang. Raises RequestInterrupted, or GroupError if the controller ends.
+        """
         cluster = self._ranks.cluster
         cells = {
             rank: cluster.execute(member.engine, CELL, lambda _: None, {"limit": 0}, history=False)
@@ -71,7 +74,11 @@ class Fitness:
         }
         try:
             with stopping.button("trying a cell was interrupted") as button:
-                button.wait_for(cells.values(), seconds)
+                button.watch(cells.values())
+                end = time.monotonic() + seconds
+                while not (button.pressed or all(cell.done() for cell in cells.values()) or time.monotonic() > end):
+                    cluster.ensure_controller()
+                    button.sleep(LOOK_SECONDS)
                 self._ranks.interrupt({rank: cell.msg_id for rank, cell in cells.items() if not cell.done()})
         finally:
             for cell in cells.values():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from ddip import apps
 from ddip.cluster import devices
 from ddip.errors import BadInput, GroupError, RankError, RequestFailed, RequestInterrupted, TransferError
+from ddip.group import fitness
 from ddip.group.placement import Request
 from ddip.protocol import on_rank
 
@@ -271,6 +274,23 @@ def test_a_repair_that_is_stopped_has_replaced_nothing(new_group: NewGroup) -> N
         group.repair()
     group.script = lambda engine: None
     assert group.repair() == [1]
+
+
+@pytest.mark.timeout(20)  # it took as long as a group may take to form
+def test_a_repair_ends_when_the_controller_does(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitness, "CELL", "deaf")
+    group = new_group(2)
+
+    def end_controller() -> None:
+        while group.scripted.engines[0].running is None:
+            time.sleep(0.001)
+        group.scripted.controller_ended = True
+
+    thread = threading.Thread(target=end_controller)
+    thread.start()
+    with pytest.raises(GroupError, match="^the controller process ended"):
+        group.repair()
+    thread.join()
 
 
 # -- app
