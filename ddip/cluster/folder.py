@@ -16,7 +16,7 @@ def left_out() -> Iterator[None]:
     A file there that has the name of something that ddip needs, such as ``zmq.py``, is the user's: it is no reason for
     ddip not to start, and ddip is no reason to run it. What a user has put on the path by its whole name stays there.
 
-    Nor does Python look for garbage: modules make none, and it would go through everything that the user has.
+    The garbage collector is off, too: imports leave little, and a collection goes through all objects of the user's.
     """
     former, collects = list(sys.path), gc.isenabled()
     try:

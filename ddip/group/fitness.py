@@ -9,14 +9,12 @@ A rank can be good for the group, and yet for no cell.
 
 from __future__ import annotations
 
-import time
-
 from ddip.errors import GroupError, RankError, RequestFailed
 from ddip.group import stopping
 from ddip.group.engines import Engines
 from ddip.group.placement import GroupSpec
 from ddip.group.process_group import ProcessGroupManager
-from ddip.group.ranks import LOOK_SECONDS, Ranks
+from ddip.group.ranks import Ranks
 
 TRY_SECONDS = 10.0
 """How long a rank may take for one step of a trial, which takes milliseconds; a busy machine is slower."""
@@ -74,11 +72,7 @@ class Fitness:
         }
         try:
             with stopping.button("trying a cell was interrupted") as button:
-                button.watch(cells.values())
-                end = time.monotonic() + seconds
-                while not (button.pressed or all(cell.done() for cell in cells.values()) or time.monotonic() > end):
-                    cluster.ensure_controller()
-                    button.sleep(LOOK_SECONDS)
+                button.wait_for(cells.values(), seconds, cluster.ensure_controller)
                 self._ranks.interrupt({rank: cell.msg_id for rank, cell in cells.items() if not cell.done()})
         finally:
             for cell in cells.values():

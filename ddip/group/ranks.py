@@ -24,8 +24,6 @@ STOP_GRACE_SECONDS = 0.4
 """How long ranks may take to end by an interrupt alone, before those that wait in a collective are released."""
 STOP_SECONDS = 0.8
 """How long they may take after that; a rank that has not stopped by then is named and left alone."""
-LOOK_SECONDS = 0.25
-"""How often it is looked whether the controller still lives."""
 Requests: TypeAlias = Mapping[int, Request]
 
 
@@ -125,7 +123,7 @@ class Ranks(Members):
             if any(now >= end for end in ends):
                 return
             self.cluster.ensure_controller()
-            button.sleep(min([LOOK_SECONDS, *(end - now for end in ends)]))
+            button.sleep(min([stopping.LOOK_SECONDS, *(end - now for end in ends)]))
 
     def _stop(
         self,

@@ -19,6 +19,9 @@ from typing import Any
 
 from ddip.errors import RequestInterrupted
 
+LOOK_SECONDS = 0.25
+"""How often a wait looks whether the controller still lives."""
+
 
 class Button:
     """Counts how often the stop button is pressed."""
@@ -47,12 +50,15 @@ class Button:
         with contextlib.suppress(queue.Empty):
             self._events.get(timeout=max(0.0, seconds))
 
-    def wait_for(self, futures: Collection[Future[Any]], seconds: float) -> None:
-        """Wait until all `futures` are done, at most `seconds`, or until it is pressed."""
+    def wait_for(
+        self, futures: Collection[Future[Any]], seconds: float, look: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait until all `futures` are done, at most `seconds`, or until it is pressed, or until `look` raises."""
         self.watch(futures)
         end = time.monotonic() + seconds
         while not self.pressed and time.monotonic() < end and not all(future.done() for future in futures):
-            self.sleep(end - time.monotonic())
+            look()
+            self.sleep(min(LOOK_SECONDS, end - time.monotonic()))
 
 
 @contextlib.contextmanager

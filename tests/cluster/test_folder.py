@@ -128,7 +128,7 @@ def test_what_an_import_has_added_to_the_path_stays(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_python_looks_for_no_garbage_during_an_import(collects: bool) -> None:
+def test_the_garbage_collector_is_off_during_an_import(collects: bool) -> None:
     try:
         if not collects:
             gc.disable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -39,7 +38,6 @@ BUSINESS = {
 @pytest.fixture
 def load() -> Iterator[None]:
     """Others that compute."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
     try:
         yield

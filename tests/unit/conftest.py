@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddip.group import cell_state, cells, fitness, members, process_group, ranks, watch
+from ddip.group import cell_state, cells, fitness, members, process_group, ranks, stopping, watch
 from ddip.group import group as group_module
 
 from .scripted import Script, ScriptedGroup, nothing
@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (members, "ANSWER_SECONDS", 0.01),
         (ranks, "GRACE_SECONDS", 0.01),
         (ranks, "STOP_GRACE_SECONDS", 0.01),
-        (ranks, "LOOK_SECONDS", 0.005),
+        (stopping, "LOOK_SECONDS", 0.005),
         (fitness, "TRY_SECONDS", 0.05),
         (group_module, "INFO_SECONDS", 0.01),
         (group_module, "STACK_SECONDS", 0.01),
