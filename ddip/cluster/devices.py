@@ -5,6 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
+
+from ddip.errors import BadInput
+
+SLICE = "MIG-"
+"""With which the name of a part of a GPU begins."""
 
 
 @functools.cache
@@ -31,7 +37,7 @@ def visible_names(visible: str | None, count: int) -> list[str]:
     if visible is None:
         return [str(i) for i in range(count)]
     entries = [entry.strip() for entry in visible.split(",")]
-    kind = next((prefix for prefix in ("GPU-", "MIG-") if entries[0].startswith(prefix)), None)
+    kind = next((prefix for prefix in ("GPU-", SLICE) if entries[0].startswith(prefix)), None)
     names: list[str] = []
     for entry in entries:
         if not (entry.startswith(kind) if kind else entry.isdecimal() and int(entry) < count):
@@ -40,6 +46,16 @@ def visible_names(visible: str | None, count: int) -> list[str]:
             return []
         names.append(entry)
     return names
+
+
+def ensure_one_slice(names: Sequence[str]) -> None:
+    """Raise BadInput if `names` of devices are several slices of GPUs (MIG): CUDA shows a process the first alone."""
+    slices = [name for name in names if name.startswith(SLICE)]
+    if len(slices) > 1:
+        raise BadInput(
+            f"{len(slices)} ranks on slices of GPUs (MIG): a process can use one slice only, and nccl joins none; type "
+            "-g 0, set CUDA_VISIBLE_DEVICES to whole GPUs, or type -n for ranks on the CPU"
+        )
 
 
 def gpu_names() -> list[str]:

@@ -86,6 +86,7 @@ class Cells:
         self._abandoned = {rank: future for rank, future in self._abandoned.items() if rank not in ranks}
         for rank in ranks:
             self._ranks.abandoned.pop(rank, None)
+            self._ranks.gpu_lost.pop(rank, None)
 
     def ensure_idle(self) -> None:
         """Raise GroupError if a cell that the user gave up still runs: the next one would wait for it unseen."""
@@ -128,6 +129,7 @@ class Cells:
                 cell.finish()
                 self._listen_on(cell)
         error = cell.error()
+        self._ranks.note_lost_gpus(cell.reports)
         if not self._abandoned:
             self._manager.update_health(cell.reports, bool(cell.errors), unmatched)
         if error is not None:

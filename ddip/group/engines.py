@@ -83,10 +83,25 @@ def _environment(spec: GroupSpec) -> dict[str, str]:
     environment = {}
     if "OMP_NUM_THREADS" not in os.environ:
         environment = {name: str(host.threads(spec.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    if placement.has_nccl(spec.backend):
+        environment.update({name: value for name, value in _nccl(spec).items() if name not in os.environ})
     if spec.on_gpus:
         names = devices.gpu_names()
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in spec.visible)
     return environment
+
+
+def _nccl(spec: GroupSpec) -> dict[str, str]:
+    """What nccl is told where the user has not: a rank that waits is freed by ddip, and its process must not be ended
+    by a watchdog of torch's meanwhile."""
+    told = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on a timeout, 10 minutes as a rule, or an error: do nothing
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in CUDA is not watched itself
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an error of a kernel is the cell's, not the watchdog's
+    }
+    if len(spec.visible) < spec.size:  # as NCCL asks for, where ranks share a GPU
+        told |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
+    return told
 
 
 def _check_version(hellos: Sequence[Hello]) -> None:

@@ -239,7 +239,10 @@ class Group(Repairable):
         """
         of = self._checked(ranks)
         with self._told(progress):
-            self.ensure_ready()
+            if self.ranks.gpu_lost:
+                self.ensure_free()
+            else:
+                self.ensure_ready()
         return transfer.pull(self.ranks, names, of, progress)
 
     # -- figures
@@ -255,7 +258,7 @@ class Group(Repairable):
             figures: Mapping[str, Any] = answers[rank] or {}
             state, doing = "ended" if rank in ended else "no answer", figures.get("doing") or abandoned.get(rank, "")
             if figures:
-                state = "busy" if figures["busy"] else "idle"
+                state = "busy" if figures["busy"] else "GPU lost" if rank in self.ranks.gpu_lost else "idle"
             elif rank not in ended and processes.stopped_text(member.pid):
                 state, doing = "stopped", processes.stopped_text(member.pid)
             gpu = figures.get("gpu") or {}

@@ -85,7 +85,9 @@ class Lifecycle:
         """The group that `request` describes; raises BadInput or GroupError before anything is touched."""
         folder.ensure_ready()
         apps.find(request.app)
-        spec = placement.resolve(request, len(devices.gpu_names()))
+        names = devices.gpu_names()
+        spec = placement.resolve(request, len(names), os.environ.get(placement.SHARES) == "1")
+        devices.ensure_one_slice([names[gpu] for gpu in spec.visible])
         limits.ensure_room(spec.size, 0 if self._ranks is None else len(self._ranks.members))
         return spec
 
@@ -185,14 +187,19 @@ class Lifecycle:
 
     def ensure_ready(self) -> None:
         """Have every rank there, free, and in a good group; raises GroupError if that cannot be."""
-        self.cluster.ensure_controller()
-        self.ranks.ensure_all()
-        self.ranks.end_late()
-        self._cells.ensure_idle()
+        self.ensure_free()
+        self.ranks.ensure_no_gpu_lost()
         if not self._manager.healthy:
             self._form_again()
         if self._unprepared:
             self._prepare(sorted(self._unprepared))
+
+    def ensure_free(self) -> None:
+        """Have every rank there, and free; raises GroupError if that cannot be."""
+        self.cluster.ensure_controller()
+        self.ranks.ensure_all()
+        self.ranks.end_late()
+        self._cells.ensure_idle()
 
     def describe(self) -> str:
         """Ranks, devices and backend in one line."""

@@ -16,9 +16,11 @@ from ddip.cluster.seam import Cluster, Reply
 from ddip.errors import RANK_ENDED, REPAIR, GroupError, RankError
 from ddip.group import outside, stopping
 from ddip.group.placement import DeviceBinding
+from ddip.output.area import notify
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
+from ddip.protocol.reports import CellReport
 
 ANSWER_SECONDS = 0.4
 """How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
@@ -42,6 +44,8 @@ class Members:
         self.members: list[Member] = []
         self._memory = HostMemory.now()
         self._held: dict[int, int] = {}
+        self.gpu_lost: dict[int, str] = {}
+        """Ranks whose process lives, but whose GPU computes nothing for it any more, and what it said."""
 
     @property
     def ended(self) -> list[int]:
@@ -80,6 +84,22 @@ class Members:
         if ended:
             texts = [f"rank {rank}: {self.end_of(rank).message}" for rank in ended]
             raise GroupError(f"{'; '.join(texts)}; {REPAIR}")
+
+    def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:
+        """Remember the ranks whose GPU computes nothing any more, by what they `report`, and tell the user."""
+        lost = {rank: report["gpu_lost"] for rank, report in reports.items() if report and "gpu_lost" in report}
+        if lost:
+            self.gpu_lost.update(lost)
+            notify(self._lost_gpus())
+
+    def _lost_gpus(self) -> str:
+        texts = [f"rank {rank} has lost its GPU ({why})" for rank, why in sorted(self.gpu_lost.items())]
+        return f"{'; '.join(texts)}; %dipull still gets what it has on the CPU, and {REPAIR}"
+
+    def ensure_no_gpu_lost(self) -> None:
+        """Raise GroupError if a rank can compute nothing any more on its GPU."""
+        if self.gpu_lost:
+            raise GroupError(self._lost_gpus())
 
     def call_on_control_channel(
         self,

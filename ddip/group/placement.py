@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from ddip.errors import BadInput
 
 CPU = "cpu"
+SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Variable that has NCCL 2.30 put several ranks on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,8 @@ def check_ranks(ranks: object, world_size: int, what: str) -> list[int]:
     return found
 
 
-def resolve(request: Request, available: int) -> GroupSpec:
-    """The group that is asked for, on a machine with `available` GPUs."""
+def resolve(request: Request, available: int, nccl_shares: bool = False) -> GroupSpec:
+    """The group that is asked for, on a machine with `available` GPUs. `nccl_shares`: it may be told to share a GPU."""
     n, gpus, backend = request.n, request.gpus, request.backend
     if gpus is not None:
         parse_gpus([str(gpu) for gpu in gpus], available)
@@ -140,21 +142,23 @@ def resolve(request: Request, available: int) -> GroupSpec:
     elif n is None and available:
         gpus = tuple(range(available))
     if gpus is None:
-        if backend is not None and _has_nccl(backend):
+        if backend is not None and has_nccl(backend):
             raise BadInput(f"-b {backend}: nccl needs GPUs; leave out -b, and ranks on the CPU use gloo")
         return GroupSpec((None,) * parse_count(str(2 if n is None else n)), backend or "gloo")
     if len(set(gpus)) < len(gpus):
-        if backend is not None and _has_nccl(backend):
+        if backend is not None and has_nccl(backend) and not nccl_shares:
             raise BadInput(
-                f"-b {backend}: two ranks share a GPU, which nccl cannot do; leave out -b, and they use gloo"
+                f"-b {backend}: two ranks share a GPU, which nccl does only with {SHARES}=1 in the environment of the "
+                "notebook (NCCL 2.30 and later; for tests, it is slow); leave out -b, and they use gloo"
             )
         if backend is None:
-            return GroupSpec(gpus, "gloo", "two ranks share a GPU, which nccl cannot do: the backend is gloo")
+            return GroupSpec(gpus, "gloo", "two ranks share a GPU, which nccl does not do: the backend is gloo")
     return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl")
 
 
-def _has_nccl(backend: str) -> bool:
-    return "nccl" in [part.rpartition(":")[2] for part in backend.split(",")]
+def has_nccl(backend: str) -> bool:
+    """Is one of those in ``cpu:gloo,cuda:nccl`` an implementation of nccl? torch 2.15 has three."""
+    return any(part.rpartition(":")[2].startswith("nccl") for part in backend.split(","))
 
 
 @dataclass(frozen=True)

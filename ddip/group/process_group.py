@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddip.cluster import preload_client
-from ddip.errors import GroupError
+from ddip.errors import GroupError, ranks_text
 from ddip.group import host
 from ddip.group.placement import GroupSpec
 from ddip.group.ranks import Ranks
@@ -223,8 +223,12 @@ class ProcessGroupManager:
         for store in stores:
             poison_store(store)
         ours = _shared(self._ranks.connections(live))
+        cut_off: set[int] = set()
         for store in stores:
-            self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
+            answers = self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
+            cut_off.update(rank for rank, was_cut_off in answers.items() if was_cut_off)
+        if cut_off:
+            notify(cut_off_text(sorted(cut_off), len(self._ranks.members)))
 
     def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
         """Look at what the ranks that have run a cell report of their group: it may have to be formed again.
@@ -317,9 +321,19 @@ def _is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) 
 
 
 def _shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    """Of the connections of all ranks, those with a rank at both ends."""
-    ends = {end for table in tables.values() for end in table}
-    return [end for end in ends if (*end[2:], *end[:2]) in ends]
+    """Of the connections of all ranks, those with a rank at both ends, and not with the same one."""
+    rank_of = {end: rank for rank, table in tables.items() for end in table}
+    return [end for end, rank in rank_of.items() if rank_of.get((*end[2:], *end[:2]), rank) != rank]
+
+
+def cut_off_text(ranks: Sequence[int], size: int) -> str:
+    """What to say of `ranks` whose work on the GPU was cut off by a release, of a group of `size`."""
+    good = [rank for rank in range(size) if rank not in ranks]
+    from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
+    return (
+        f"{ranks_text(ranks)}: work on the GPU was cut off, and what it was to compute may be wrong (parameters, the "
+        f"state of an optimizer); copy it {from_where}, before you go on"
+    )
 
 
 def poison_store(store: Path) -> None:

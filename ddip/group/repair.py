@@ -51,7 +51,7 @@ class Repairable(Lifecycle):
 
     def _lost(self) -> list[int]:
         """The ranks that are known to need a new process; those that are only slow to stop are waited for."""
-        return sorted({*self._cells.settle(), *self.ranks.ended, *self._unfit})
+        return sorted({*self._cells.settle(), *self.ranks.ended, *self.ranks.gpu_lost, *self._unfit})
 
     def _find_lost(self) -> list[int]:
         """The same, after all ranks have been in use together, in a new group if need be."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from ddip.protocol.rank_spec import RankSpec
 from ddip.protocol.reports import Begun, Ends, Figures, Hello, LineBegun, Packed
 
-VERSION = 1
+VERSION = 2
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 P = ParamSpec("P")
@@ -150,7 +150,7 @@ def connections() -> list[Ends]: ...
 
 
 @remote("process_group.release")
-def release(store: str, connections: list[Ends]) -> None: ...
+def release(store: str, connections: list[Ends]) -> bool: ...
 
 
 @remote("process_group.adopt")

@@ -21,12 +21,25 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+        if torch is not None and isinstance(obj, torch.Tensor) and is_elsewhere(obj):
             self.moved = True
             if not isinstance(obj, torch.nn.Parameter):  # it reduces to its data, a tensor that comes here next
                 there = obj.detach().cpu().requires_grad_(obj.requires_grad)
                 return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if torch is not None and isinstance(obj, torch.UntypedStorage) and is_elsewhere(obj):
+            self.moved = True
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if torch is not None and isinstance(obj, torch.Generator) and is_elsewhere(obj):
+            where = f"a random generator of {obj.device}"
+            raise pickle.PicklingError(
+                f"{where} stays where its device is; send its get_state(), and set_state() it there"
+            )
         return super().reducer_override(obj)
+
+
+def is_elsewhere(obj: Any) -> bool:
+    """Is a tensor, storage or generator of torch on an accelerator, which not every process has or counts alike?"""
+    return obj.device.type not in ("cpu", "meta")
 
 
 def dump_all(values: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, str], list[str]]:

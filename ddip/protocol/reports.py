@@ -25,8 +25,13 @@ class Hello(TypedDict):
     backends: list[str]
 
 
+GpuState: TypeAlias = Literal["done", "under way", "lost"]
+"""What the GPU of a rank does when its cell has ended: nothing; what the cell has begun; or nothing ever again, since
+its context is lost."""
+
+
 class GpuFigures(TypedDict):
-    """Memory of a GPU; bytes."""
+    """Memory of a GPU as torch has it, without the context's and nccl's own; bytes."""
 
     allocated: int
     reserved: int
@@ -106,4 +111,7 @@ class CellReport(Released, total=False):
     """That the cell took."""
     waited: str
     """Where it waited for others, if an error has ended that."""
+    gpu: GpuState
+    gpu_lost: str
+    """What the GPU said, if its context is lost."""
     caught: Caught

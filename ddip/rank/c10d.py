@@ -9,6 +9,7 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -88,24 +89,64 @@ def set_groups_made(count: int) -> None:
     distributed_c10d._world.group_count = max(count, distributed_c10d._world.group_count)
 
 
-def abort() -> None:
-    """Abort whatever waits in a backend that can do that (nccl); returns at once.
-
-    ``ProcessGroup.abort`` is public from torch 2.6 on; before that it was a method of the backend only.
-    """
-    if not dist.is_initialized():
-        return
-    backends = []
+def _device_backends() -> list[Any]:
+    """Of all groups, the backends that serve no CPU (nccl): their collectives return before they are done."""
+    found: list[Any] = []
     for group in groups():
+        by_type: dict[str, Any] = {}
         for device in group._device_types:
             with contextlib.suppress(RuntimeError):
-                backend = group._get_backend(device)
-                if device.type != "cpu" and backend not in backends:
-                    backends.append(backend)
-    for backend in backends:  # each in a thread: an abort may itself wait for the others
+                by_type[device.type] = group._get_backend(device)
+        cpu = by_type.pop("cpu", None)
+        found += [backend for backend in by_type.values() if backend is not cpu and backend not in found]
+    return found
+
+
+def has_nccl(backend: str) -> bool:
+    """Is one of those in ``cpu:gloo,cuda:nccl`` an implementation of nccl? torch 2.15 has three."""
+    return any(part.rpartition(":")[2].startswith(dist.Backend.NCCL) for part in backend.split(","))
+
+
+def begun_on_devices() -> int:
+    """How many operations this rank has begun in backends of accelerators, in all its groups."""
+    begun = 0
+    for backend in _device_backends():
+        with contextlib.suppress(RuntimeError):  # one that does not count
+            begun += backend._get_sequence_number_for_group()
+    return begun
+
+
+_aborted: list[Any] = []
+"""Backends of the groups that are left next: each is aborted once."""
+_aborts: list[threading.Thread] = []
+
+
+def abort() -> bool:
+    """Begin to abort whatever waits in a backend that can do that (nccl); `wait_for_aborts` knows when it is done.
+
+    False if there is nothing that could be aborted.
+
+    ``abort`` is public from torch 2.6 on; before that it was a private method. Each is in a thread: an abort may wait
+    for that of another communicator, and for a kernel that nobody can stop.
+    """
+    for backend in _device_backends():
         stop = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
-        if stop is not None:
-            threading.Thread(target=_quietly, args=(stop,), name="ddip-abort", daemon=True).start()
+        if stop is not None and backend not in _aborted:
+            _aborted.append(backend)
+            _aborts.append(threading.Thread(target=_quietly, args=(stop,), name="ddip-abort", daemon=True))
+            _aborts[-1].start()
+    return bool(_aborts)
+
+
+def wait_for_aborts(seconds: float) -> bool:
+    """Wait until all aborts are done, for at most `seconds`; False if one is not.
+
+    The group must not be destroyed meanwhile: torch takes the communicator away from under the abort.
+    """
+    until = time.monotonic() + seconds
+    for thread in list(_aborts):
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in _aborts)
 
 
 def _quietly(stop: Any) -> None:
@@ -115,6 +156,8 @@ def _quietly(stop: Any) -> None:
 
 def forget() -> None:
     """Leave all groups, whatever state they are in; they must have been released if they were stuck."""
+    _aborted.clear()
+    _aborts.clear()
     with contextlib.suppress(Exception):  # a backend that fails when it is shut down has still to go
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ddip.protocol.rank_spec import DEFAULT_GROUP
 from ddip.protocol.reports import Begun, LineBegun
 from ddip.rank import c10d, imports, stacks
+from ddip.rank.gpu import gpu
 
 Method: TypeAlias = Callable[..., Any]
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -83,6 +84,7 @@ def _note_line(group: dist.ProcessGroup) -> None:
     code, number = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
     tally = _tally(group)
     tally.lines.append((tally.begun(), code, number, threading.get_ident()))
+    gpu.note_collective(code, number)
 
 
 def _collective(method: Method) -> Method:

@@ -19,7 +19,8 @@ from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import ExecutionResult
 
 from ddip.protocol.on_rank import VERSION
-from ddip.protocol.reports import Figures, GpuFigures, Hello
+from ddip.protocol.reports import Figures, Hello
+from ddip.rank.gpu import gpu
 
 ANSWER_LEAVES_WITHIN = 0.02
 """Seconds after which a cell's last message has left this process: the collection holds the GIL, so it must not begin
@@ -27,11 +28,10 @@ before the output thread has sent that message."""
 
 
 class Cells:
-    """What this rank knows of its cells: where they compute, is one running, how long did the last one take."""
+    """What this rank knows of its cells: is one running, how long did the last one take."""
 
     def __init__(self) -> None:
         self.collect = True
-        self.device = torch.device("cpu")
         self.threads: int | None = None
         """To be shared out at the next cell: OpenMP counts for each thread, so the main thread must do it."""
         self.collections = 0
@@ -84,9 +84,7 @@ class Cells:
             _let_go(error)
         if self.collect:
             gc.collect()
-            if torch.cuda.is_initialized():
-                with contextlib.suppress(RuntimeError):  # a context that has failed once fails for ever
-                    torch.cuda.empty_cache()
+            gpu.empty_caches()
             self.collections += 1
 
 
@@ -172,16 +170,9 @@ def _resident() -> int | None:
 
 def figures() -> Figures:
     """Memory (bytes), state and seconds of the last cell; safe while a cell runs."""
-    gpu: GpuFigures | None = None
-    if cells.device.type == "cuda":  # named, since each thread has a current device of its own
-        gpu = {
-            "allocated": torch.cuda.memory_allocated(cells.device),
-            "reserved": torch.cuda.memory_reserved(cells.device),
-            "total": torch.cuda.get_device_properties(cells.device).total_memory,
-        }
     return {
         "memory": _resident(),
-        "gpu": gpu,
+        "gpu": gpu.figures,
         "busy": cells.busy,
         "busy_for": cells.busy_for,
         "doing": cells.doing,

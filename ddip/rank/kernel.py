@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,11 +25,12 @@ from ddip.protocol.remote import call
 from ddip.protocol.text import packing
 from ddip.rank import imports, tracebacks
 from ddip.rank.aside import Aside
+from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
 from ddip.rank.report import of_the_cell
 from ddip.rank.shell import RankShell
 from ddip.rank.stacks import is_users
-from ddip.rank.streams import RankStream, threads_belong_to_their_cells
+from ddip.rank.streams import RankStream, mend, threads_belong_to_their_cells
 
 AGAIN_SECONDS = 0.02
 """After which an interrupt is tried again that came where it would have been lost."""
@@ -49,26 +51,6 @@ class _NoShellThread:
 
     def __bool__(self) -> bool:
         return False
-
-
-class _OfACell:
-    """A stream that a cell has put in place of stdout or stderr, and which may fail at any time: its disk may be full.
-
-    ipykernel flushes it after each request, and if that raised, the answer would be lost.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except Exception:
-            if is_users(sys._getframe()):
-                raise
 
 
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
@@ -218,6 +200,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self._aside.give_back()
             self._begin()
             reply: dict[str, Any] = await super().do_execute(code, *args, **kwargs)
+            if reply["status"] == "ok":
+                self._finish_on_gpu()
             if reply["status"] == "error" and self.shell.raised is None:  # what the cell ends with cannot be shown
                 told = self.shell.told_of(None)
                 reply.update({} if told is None else {"ename": told.name, "evalue": told.message})
@@ -228,6 +212,14 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self._aside.put()
             self.aborted.discard(self._cell)
             self._cell = None
+
+    def _finish_on_gpu(self) -> None:
+        """The code of the cell has ended; the cell ends when the GPU has done its work, and can fail until then."""
+        try:
+            gpu.finish()
+        except BaseException as error:
+            self.shell.raised, self.shell.raised_at = error, time.time()
+            raise
 
     def _with_report(self, reply: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
         """The cell of `header` has ended: `reply`, and in it what has become of this rank and its group."""
@@ -274,22 +266,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
 
     def mend_streams(self) -> None:
         """Put back a stream that a cell has broken: ipykernel flushes it before it sends the reply, and after that."""
-        for name, ours in zip(("stdout", "stderr"), self._streams, strict=True):
-            left = getattr(sys, name)
-            known = isinstance(left, _OfACell) and not getattr(left, "closed", False)
-            if known or (left is ours and not vars(ours).keys() & {"write", "flush"}):
-                continue  # as it was; to try it would cost a turn of the output thread
-            try:
-                left.write("")
-                left.flush()
-                if left is not ours:
-                    setattr(sys, name, _OfACell(left))
-            except Exception as error:
-                for replaced in ("write", "flush"):
-                    vars(ours).pop(replaced, None)
-                setattr(sys, name, ours)
-                what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
-                self._streams[1].write(f"ddip: {what}; the former one is back\n")
+        mend(*self._streams)
 
     def raw_input(self, prompt: str = "") -> str:
         """Refuse ``input()``, and what asks through it."""
@@ -337,6 +314,13 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self.aborted.add(cell)
         self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
         self._aim(cell)
+
+    def interrupt_what_runs(self) -> None:
+        """Interrupt the cell that runs, if one does; it runs no further line, even if what it waits for ends at once.
+
+        The main thread takes the signal before anything else; so call this first, and then end what it waits for.
+        """
+        self._aim(self._cell)
 
     def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Do what ipyparallel's nanny would do for ``Client.send_signal``."""

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import setproctitle
 import torch
 import torch.distributed as dist
+from IPython.core.getipython import get_ipython
 
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec
 from ddip.protocol.reports import CellReport, Ends
 from ddip.rank import c10d, collectives, descriptors, namespace, setup, sockets, stacks, stores
+from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
 
 CHECK = """
@@ -32,11 +36,17 @@ total = torch.ones(1, device=device, dtype=torch.float32)
 dist.all_reduce(total)
 total, size = total.item(), dist.get_world_size()
 """
+ABORT_FIRST_SECONDS = 0.5
+"""For which the connections wait for the aborts, at most: a kernel of the user's may hold them up."""
+ABORT_SECONDS = 5.0
+"""How long an abort may take until the rank is taken for one that cannot leave its group."""
 _seated = False
 _store = ""
 """Of the group that was formed last; it names that group."""
 _formed: dist.ProcessGroup | None = None
 _released = False
+_is_cut_off = False
+"""Was the cell interrupted since a release has cut off its work on the GPU?"""
 _standing: dict[str, Any] = {}
 """The variables that a cell may use."""
 
@@ -65,9 +75,8 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         sys.argv[:] = [""]
     cells.threads = rank_spec.threads
     cells.collect = rank_spec.collect
-    device = cells.device = torch.device(rank_spec.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device(rank_spec.device)
+    gpu.use(device)
     try:
         with descriptors.spare(descriptors.of_a_group(rank_spec.world_size)):
             connections = _form(rank_spec)
@@ -88,20 +97,26 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Form the group; returns what `join` does."""
     before = set(sockets.connections())
+    nccl = c10d.has_nccl(rank_spec.backend)
+    timed = nccl or rank_spec.backend == dist.Backend.GLOO
     dist.init_process_group(
         rank_spec.backend,
         init_method=f"file://{rank_spec.store}",
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
-        timeout=timedelta(seconds=rank_spec.seconds) if rank_spec.backend == dist.Backend.GLOO else None,
+        timeout=timedelta(seconds=rank_spec.seconds) if timed else None,
+        device_id=gpu.device if nccl else None,  # it connects now, while nobody else waits
     )
-    if rank_spec.backend == dist.Backend.GLOO:
+    if timed:
         c10d.set_timeout(dist.default_pg_timeout)
     return [ends for ends in sockets.connections() if ends not in before], list(setup.ports())
 
 
 def begin_cell() -> None:
     """Put back what is missing of the names that a cell may use: ``%reset -f`` has taken them away."""
+    global _is_cut_off
+    _is_cut_off = False
+    gpu.begin_cell()
     names = namespace()
     for name, value in _standing.items():
         names.setdefault(name, value)
@@ -109,7 +124,7 @@ def begin_cell() -> None:
 
 def check() -> None:
     """Use the group once, as a cell does, with some memory and a thread; raises if this rank cannot."""
-    names: dict[str, Any] = {"device": cells.device}
+    names: dict[str, Any] = {"device": gpu.device}
     exec(CHECK, names)
     if names["total"] != names["size"]:
         raise RuntimeError(f"the sum of one from each of {names['size']} ranks is {names['total']:g}")
@@ -122,25 +137,54 @@ def adopt() -> bool:
     return True
 
 
-def release(store: str, connections: list[Ends]) -> None:
-    """Make whatever waits in a collective of the group that was formed through `store` fail now."""
+def release(store: str, connections: list[Ends]) -> bool:
+    """Make whatever waits in a collective of the group that was formed through `store` fail now.
+
+    Returns whether work on the GPU is cut off by that: what it was to compute may be anything.
+    """
     global _released
-    if store == _store:  # else this comes too late: the rank was held up in C code, and has joined another group since
-        _released = True
-        try:
-            with descriptors.spare(1):
-                sockets.shut_down(connections, setup.ports())
-                setup.free()
-        finally:
-            c10d.abort()
+    if store != _store:  # this comes too late: the rank was held up in C code, and has joined another group since
+        return False
+    _released = True
+    begun, cut_off = gpu.begun(), gpu.is_under_way()
+    if cut_off:
+        _interrupt()
+    if not c10d.abort():
+        _disconnect(connections)
+        return False
+    if not cut_off and gpu.begun() > begun:
+        cut_off = True
+        _interrupt()
+    threading.Thread(target=_disconnect, args=(connections,), name="ddip-release", daemon=True).start()
+    return cut_off
+
+
+def _interrupt() -> None:
+    """Interrupt the cell, if one runs: what it does next, when the GPU is let go, would be done with garbage."""
+    global _is_cut_off
+    _is_cut_off = True
+    shell: Any = get_ipython()
+    if shell is not None:
+        shell.kernel.interrupt_what_runs()
+
+
+def _disconnect(connections: list[Ends]) -> None:
+    """Shut down what the ranks are connected by, after the aborts, if any: some of it may be nccl's own, whose watchdog
+    takes that for a failure."""
+    c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
+    with descriptors.spare(1):
+        sockets.shut_down(connections, setup.ports())
+        setup.free()
 
 
 def leave() -> int:
     """Leave the group, if this rank is in one; the variables stay.
 
-    Returns how many wrappers (DDP) and subgroups go with it.
+    Returns how many wrappers (DDP) and subgroups go with it. Raises RuntimeError if nccl does not let go of the GPU.
     """
     global _formed
+    if not c10d.wait_for_aborts(ABORT_SECONDS):
+        raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
     _formed = None
     going = c10d.retire_wrappers() + c10d.subgroups()
     c10d.forget()
@@ -175,4 +219,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 def waited_in(error: BaseException) -> str:
     """Where this rank waited for others when `error` ended that; empty for an error of its own."""
+    if _is_cut_off and isinstance(error, KeyboardInterrupt):
+        place = stacks.place_of(error)
+        return str(replace(place, function=stacks.ON_GPU) if place.cell is not None else stacks.place_on_gpu())
     return str(stacks.place_of(error)) if c10d.is_broken_connection(error) else ""

@@ -6,6 +6,7 @@ import time
 
 from ddip.protocol.remote import call
 from ddip.protocol.reports import CellReport
+from ddip.rank.gpu import gpu
 from ddip.rank.shell import RankShell
 
 
@@ -20,6 +21,10 @@ def of_the_cell(shell: RankShell) -> CellReport:
         report.update(told["ok"])
     else:
         report["fault"] = f"{told['error']}: {told['message']}"
+    state = call("gpu.settle")
+    report["gpu"] = state.get("ok", "under way")
+    if report["gpu"] == "lost":
+        report["gpu_lost"] = gpu.lost
     report["at"] = shell.raised_at or time.time()
     if shell.raised is not None:
         report["waited"] = call("process_group.waited_in", shell.raised).get("ok", "")

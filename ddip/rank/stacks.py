@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -18,9 +18,12 @@ from IPython.core.getipython import get_ipython
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.remote import call
 from ddip.rank import stores
+from ddip.rank.gpu import Gpu, gpu
 from ddip.rank.housekeeping import attribute_of, cells
 from ddip.rank.imports import library_in
 
+ON_GPU = "work on the GPU"
+AT_THE_END = "work on the GPU that the cell has begun"
 OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
 """Parts of the paths of files in which only the engine's own threads are."""
 Line: TypeAlias = tuple[CodeType, int]
@@ -77,7 +80,7 @@ def is_users(frame: FrameType | None) -> bool:
         name = frame.f_code.co_name
         if name == "__del__" or (name, frame.f_globals.get("__name__")) in _UNTORN:
             return False
-        if name == "run_code":
+        if name == "run_code" or frame.f_code is Gpu.finish.__code__:
             return True
         if frame.f_code == call.__code__:  # what a cell begins and ends with is none of the user's
             return frame.f_back is None or frame.f_back.f_code.co_name not in (
@@ -136,7 +139,15 @@ def place_of_line(code: CodeType, number: int) -> StackLocation:
 
 
 def _here(frames: Sequence[FrameType]) -> StackLocation:
+    if gpu.waits:
+        return place_on_gpu()
     return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else StackLocation(state="idle")
+
+
+def place_on_gpu() -> StackLocation:
+    """Of the work that the GPU does, though the code of the cell has ended: the collective that was begun last."""
+    code, number = gpu.last
+    return replace(place_of_line(code, number) if code else StackLocation(inner=AT_THE_END), function=ON_GPU)
 
 
 def here() -> dict[str, Any]:
@@ -151,7 +162,7 @@ def pulse() -> tuple[int, float]:
     """
     frames = _cell_frames()
     steps = hash(tuple((frame.f_code, frame.f_lasti) for frame in frames))
-    return steps, time.process_time() if cells.device.type == "cpu" else 0.0
+    return steps, time.process_time() if gpu.device.type == "cpu" else 0.0
 
 
 def whole() -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import Any
 from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher
 
+from ddip.rank.stacks import is_users
+
 TICK_SECONDS = 0.25
 """How often something of a flood is sent, so that a person sees that it goes on."""
 TICK_CHARACTERS = 2_000
@@ -237,3 +239,43 @@ def threads_belong_to_their_cells() -> None:
         start(self)
 
     threading.Thread.start = start_in_cell  # type: ignore[method-assign]
+
+
+class _OfACell:
+    """A stream that a cell has put in place of stdout or stderr, and which may fail at any time: its disk may be full.
+
+    ipykernel flushes it after each request, and if that raised, the answer would be lost.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except Exception:
+            if is_users(sys._getframe()):
+                raise
+
+
+def mend(stdout: RankStream, stderr: RankStream) -> None:
+    """Put these back where a cell has left a stream in their place that cannot be written to."""
+    for name, ours in (("stdout", stdout), ("stderr", stderr)):
+        left = getattr(sys, name)
+        known = isinstance(left, _OfACell) and not getattr(left, "closed", False)
+        if known or (left is ours and not vars(ours).keys() & {"write", "flush"}):
+            continue  # as it was; to try it would cost a turn of the output thread
+        try:
+            left.write("")
+            left.flush()
+            if left is not ours:
+                setattr(sys, name, _OfACell(left))
+        except Exception as error:
+            for replaced in ("write", "flush"):
+                vars(ours).pop(replaced, None)
+            setattr(sys, name, ours)
+            what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
+            stderr.write(f"ddip: {what}; the former one is back\n")

@@ -55,7 +55,8 @@ def test_an_engine_with_another_ddip_is_refused() -> None:
 
     engines._check_version([hello(on_rank.VERSION)])
     with pytest.raises(
-        GroupError, match="^pid 7 on b speaks version 0 of ddip's protocol, the notebook version 1; inst"
+        GroupError,
+        match=f"^pid 7 on b speaks version 0 of ddip's protocol, the notebook version {on_rank.VERSION}; inst",
     ):
         engines._check_version([hello(on_rank.VERSION), hello(0)])
     old = hello(0)

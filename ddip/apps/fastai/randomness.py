@@ -42,9 +42,11 @@ class State(NamedTuple):
             torch.cuda.set_rng_state(self.cuda)
 
     def fingerprint(self) -> int:
-        """The same for the same numbers to come; a GPU's generator is seeded with torch's."""
+        """The same for the same numbers to come."""
         numpy = self.numpy["state"]
-        return ranks.fingerprint((self.python, numpy["key"].tobytes(), numpy["pos"], self.torch.numpy().tobytes()))
+        cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
+        of_torch = self.torch.numpy().tobytes(), cuda
+        return ranks.fingerprint((self.python, numpy["key"].tobytes(), numpy["pos"], *of_torch))
 
 
 class Seeds(NamedTuple):
