@@ -46,6 +46,23 @@ class RankClient(Client):  # type: ignore[misc]
         self.history.clear()
         return super().create_message_futures(*args, **kwargs)  # type: ignore[no-any-return]
 
+    def close(self, linger: int | None = None) -> None:
+        """Be done; with `linger`, what has not been sent is kept for so many ms.
+
+        ipyparallel's own thread closes the sockets, and does not tell them: what a controller that has ended has not
+        taken would be kept for ever, and a descriptor with it.
+        """
+        sockets = [getattr(self, name) for name in self.trait_names() if name.endswith("_socket")]
+
+        def tell() -> None:
+            for socket in sockets:
+                if socket is not None and not socket.closed:
+                    socket.linger = linger
+
+        if linger is not None and self._io_loop is not None and not self._closed:
+            self._io_loop.add_callback(tell)
+        super().close(linger)
+
     @unpack_message  # type: ignore[untyped-decorator]
     def _dispatch_iopub(self, message: Message) -> None:
         parent = message["parent_header"]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import signal
 import time
 from collections.abc import Callable
 
 import psutil
 import pytest
+
+import ddip
+from ddip.protocol import on_rank
 
 from .leftovers import assert_nothing_left, controllers_of, family_of, files_of, lives, processes_of, titled, wait_until
 from .notebook import Notebook
@@ -198,3 +204,20 @@ def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) 
     assert "ranks 0, 1 are still running the interrupted cell:" in notebook.fails("%%dip\npass").message
     notebook.ok("%makedip -k")
     assert_nothing_left(notebook.pid, 0)
+
+
+def test_what_an_ended_controller_has_not_taken_is_not_kept_with_a_descriptor_for_ever() -> None:
+    def sockets() -> int:
+        return str([os.readlink(link) for link in glob.glob("/proc/self/fd/*") if os.path.lexists(link)]).count(
+            "eventfd"
+        )
+
+    counts = []
+    for _ in range(3):
+        with ddip.Group(2) as group:
+            controller = controllers_of(os.getpid())[-1].pid
+            os.kill(controller, signal.SIGKILL)
+            wait_until(lambda pid=controller: not lives(pid))
+            group.ranks.call_on_control_channel([0, 1], on_rank.hello())
+        counts.append(sockets())
+    wait_until(lambda: sockets() <= counts[0], seconds=5, what=f"the first count of {counts}")

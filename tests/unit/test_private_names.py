@@ -45,6 +45,14 @@ def test_the_client_sends_as_ddip_asks() -> None:
     assert MessageFuture("id").iopub_callbacks == []
 
 
+def test_the_client_closes_its_sockets_on_its_own_thread_before_it_would_tell_them_to_keep_nothing() -> None:
+    """When this fails, ``RankClient.close`` may be needed no longer."""
+    assert "self._io_loop.close(all_fds=True)" in inspect.getsource(ipyparallel.Client._io_main)
+    close = inspect.getsource(ipyparallel.Client.close)
+    assert close.index("self._stop_io_thread()") < close.index("socket.close(linger=linger)")
+    assert "if self._closed:" in close and "self._io_loop.add_callback" in inspect.getsource(ipyparallel.Client)
+
+
 def test_the_client_and_the_hub_keep_ids_where_ddip_forgets_them() -> None:
     send = inspect.getsource(ipyparallel.Client._send)
     assert send.index("self.history.append(msg_id)") < send.index("self.create_message_futures(")
