@@ -55,7 +55,8 @@ class ScriptedEngine:
         self.calls: list[str] = []
         """Targets of all calls so far."""
         self.begun = {"default cpu": (0, 0, None)}
-        self.released = False
+        self.released = self.computes = False
+        self.gpu_lost = ""
         self.rank, self.size, self.groups = 0, 1, 1
         self.running: tuple[Request, str, Listener] | None = None
         """A request that has not been answered, and what ends it: ``wait``, ``sleep``, ``deaf``."""
@@ -153,16 +154,20 @@ class ScriptedEngine:
             return {"state": "idle"}
         return {"function": "all_reduce" if self.running[1] == "wait" else "", "cell": 1, "line": 2, "source": "run()"}
 
-    def _release(self, store: str, connections: list[Any]) -> None:
+    def _release(self, store: str, connections: list[Any]) -> bool:
         self.released = True
+        cut_off, self.computes = self.computes, False
         if self.running is not None and self.running[1] == "wait":
             self.end("RuntimeError", "Connection closed by peer", waited="all_reduce")
+        elif self.running is not None and self.running[1] == "compute":
+            self.end("KeyboardInterrupt", waited="work on the GPU")
+        return cut_off
 
     # -- cells
 
     def run(self, request: Request, word: str, rest: str, listener: Listener) -> None:
         """Do one line of a cell: ``pass``, ``print TEXT``, ``raise NAME TEXT``, ``begin N`` collectives, ``die``,
-        ``wait`` for others, ``sleep``, or be ``deaf``."""
+        ``wait`` for others, ``compute`` on the GPU what needs others, ``lose`` the GPU, ``sleep``, or be ``deaf``."""
         self._began = time.time()
         self.running = request, word, listener
         match word:
@@ -182,6 +187,11 @@ class ScriptedEngine:
                 self.end(caught={"name": name, "message": text, "traceback": ["caught"]})
             case "help":
                 self.end(payload=[{"source": "page", "data": {"text/plain": rest}}])
+            case "lose":
+                self.gpu_lost = rest
+                self.end("AcceleratorError", rest)
+            case "compute":
+                self.computes = True
             case "die":
                 raise EngineEnds
             case "wait" | "sleep" | "deaf":
@@ -205,6 +215,8 @@ class ScriptedEngine:
             "at": time.time(),
             "seconds": time.time() - self._began,
         }
+        if self.gpu_lost:
+            report.update(gpu="lost", gpu_lost=self.gpu_lost)
         if name:
             report["waited"] = waited
         if caught is not None:

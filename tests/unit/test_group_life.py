@@ -78,6 +78,34 @@ def test_a_group_on_gpus_sees_those_that_were_asked_for(new_group: NewGroup, gpu
     assert group.describe() == "ddip: 2 ranks on GPU 1, 0, cpu:gloo,cuda:nccl"
 
 
+def test_no_watchdog_of_torchs_ends_a_rank_with_nccl_unless_the_user_wants_that(
+    new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    told = new_group(None, gpus=[1, 0]).engine(1).environment
+    assert (told["TORCH_NCCL_ASYNC_ERROR_HANDLING"], told["TORCH_NCCL_RETHROW_CUDA_ERRORS"]) == ("0", "0")
+    assert not told.keys() & {"TORCH_NCCL_ENABLE_MONITORING", "NCCL_MAX_CTAS"}
+    assert not [name for name in new_group(2).engine(1).environment if "NCCL" in name]
+
+
+def test_two_ranks_on_one_gpu_get_nccl_where_that_is_told_to_allow_it(
+    new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadInput, match="nccl does only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment"):
+        new_group(None, gpus=[0, 0], backend="nccl")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    group = new_group(None, gpus=[0, 0], backend="cpu:gloo,cuda:nccl")
+    assert {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}.items() <= group.engine(0).environment.items()
+    assert group.describe() == "ddip: 2 ranks on GPU 0, 0, cpu:gloo,cuda:nccl"
+
+
+def test_ranks_on_several_slices_of_gpus_are_refused(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_names", lambda: ["MIG-1", "MIG-2"])
+    with pytest.raises(BadInput, match=r"^2 ranks on slices of GPUs \(MIG\).* type -g 0, "):
+        new_group(None, gpus="all")
+    assert new_group(None, gpus=[1]).engine(0).environment["CUDA_VISIBLE_DEVICES"] == "MIG-2"
+
+
 def _hello(**facts: Any) -> Callable[[ScriptedEngine], None]:
     return lambda engine: engine.hello.update(facts)  # type: ignore[typeddict-item]
 

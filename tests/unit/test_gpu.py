@@ -1,0 +1,197 @@
+"""What a rank makes of its GPU: decisions, on a GPU that does as it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddip.rank import c10d, process_group, sockets
+from ddip.rank import gpu as module
+from ddip.rank.gpu import Gpu
+
+
+class ToldGpu(Gpu):
+    """A GPU of which a test says how far it is: True for done, or an error."""
+
+    def __init__(self, *looks: bool | RuntimeError) -> None:
+        super().__init__()
+        self.looks = list(looks)
+        self.count = 0
+
+    _used = True  # type: ignore[assignment]
+
+    def begun(self) -> int:
+        return self.count
+
+    def _is_idle(self) -> bool:
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if isinstance(look, RuntimeError):
+            raise look
+        return look
+
+    def note_figures(self) -> None:
+        self.figures = {"allocated": 1, "reserved": 2, "total": 3}
+
+
+class Backend:
+    """Of an accelerator, as torch has it: it counts, and it can be aborted, as soon as it may."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.may_end = log, threading.Event()
+        self.may_end.set()
+
+    def abort(self) -> None:
+        self.log.append("abort")
+        self.may_end.wait()
+        self.log.append("aborted")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a rank does to its group, in order."""
+    log: list[str] = []
+    monkeypatch.setattr(process_group, "_store", "the store")
+    monkeypatch.setattr(sockets, "shut_down", lambda *_: log.append("cut"))
+    monkeypatch.setattr(process_group, "_interrupt", lambda: log.append("interrupt"))
+    yield log
+    process_group._released = False
+    c10d._aborted.clear()
+    c10d._aborts.clear()
+
+
+@pytest.fixture
+def backend(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The one backend of an accelerator that this process has."""
+    backend = Backend(log)
+    monkeypatch.setattr(c10d, "_device_backends", lambda: [backend])
+    return backend
+
+
+def released(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
+    """Release the rank, and wait until all of it is done; was work cut off?"""
+    monkeypatch.setattr(process_group, "gpu", gpu)
+    cut_off = process_group.release("the store", [])
+    for thread in threading.enumerate():
+        if thread.name == "ddip-release":
+            thread.join()
+    return cut_off
+
+
+def test_a_rank_on_the_cpu_is_released_at_once(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert released(monkeypatch, Gpu()) is False
+    assert log == ["cut"]
+
+
+def test_a_rank_whose_gpu_works_is_interrupted_then_aborted_then_cut_off_from_the_others(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ToldGpu(False)
+    gpu.begin_cell()
+    gpu.count = 1
+    assert released(monkeypatch, gpu) is True
+    assert log == ["interrupt", "abort", "aborted", "cut"]
+
+
+@pytest.mark.parametrize(("count", "look"), [(0, False), (1, True)])
+def test_a_rank_is_not_interrupted_if_no_collective_of_its_cell_is_under_way(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch, count: int, look: bool
+) -> None:
+    gpu = ToldGpu(look)
+    gpu.begin_cell()
+    gpu.count = count
+    assert released(monkeypatch, gpu) is False
+    assert log == ["abort", "aborted", "cut"]
+
+
+def test_a_collective_that_begins_beside_the_abort_is_noticed(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ToldGpu(False)
+    gpu.begin_cell()
+    begin_aborts = c10d.abort
+
+    def abort() -> bool:
+        gpu.count += 1
+        return begin_aborts()
+
+    monkeypatch.setattr(c10d, "abort", abort)
+    assert released(monkeypatch, gpu) is True
+    assert "interrupt" in log
+
+
+def test_connections_do_not_wait_for_an_abort_that_does_not_end_and_the_group_is_not_left_then(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "ABORT_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(process_group, "ABORT_SECONDS", 0.01)
+    backend.may_end.clear()
+    released(monkeypatch, ToldGpu(True))
+    assert log == ["abort", "cut"]
+    with pytest.raises(RuntimeError, match="^the GPU still works on what was aborted: a kernel"):
+        process_group.leave()
+    backend.may_end.set()
+    monkeypatch.setattr(process_group, "ABORT_SECONDS", 10.0)
+    assert process_group.leave() == 0
+
+
+def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = ToldGpu(True)
+    for _ in range(2):
+        released(monkeypatch, gpu)
+    assert log == ["abort", "aborted", "cut", "cut"]
+
+
+def test_a_release_of_another_group_does_nothing(log: list[str], backend: Backend) -> None:
+    assert process_group.release("another store", []) is False
+    assert log == []
+
+
+ONCE = RuntimeError("invalid argument")
+ALWAYS = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
+
+
+@pytest.mark.parametrize(
+    ("looks", "state", "lost"),
+    [
+        ([True], "done", ""),
+        ([False, False, True], "done", ""),
+        ([False], "under way", ""),
+        ([ONCE, True], "done", ""),
+        ([False, ALWAYS], "lost", "CUDA error: device-side assert triggered"),
+    ],
+)
+def test_after_a_cell_a_gpu_is_done_or_under_way_or_lost(
+    monkeypatch: pytest.MonkeyPatch, looks: list[Any], state: str, lost: str
+) -> None:
+    monkeypatch.setattr(module, "FAILED_SECONDS", 0.02)
+    gpu = ToldGpu(*looks)
+    assert (gpu.settle(), gpu.lost, gpu.figures is not None) == (state, lost, state == "done")
+
+
+def test_work_on_a_lost_gpu_counts_as_under_way() -> None:
+    gpu = ToldGpu(ALWAYS)
+    gpu.begin_cell()
+    gpu.count = 1
+    assert gpu.is_under_way()
+
+
+def test_on_the_cpu_nothing_is_waited_for() -> None:
+    gpu = Gpu()
+    gpu.use(torch.device("cpu"))
+    gpu.begin_cell()
+    gpu.note_collective(None, 1)
+    gpu.finish()
+    gpu.empty_caches()
+    assert (gpu.settle(), gpu.is_under_way(), gpu.figures, gpu.last) == ("done", False, None, (None, 0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "has"),
+    [("gloo", False), ("nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:nccl2", True), ("mpi", False)],
+)
+def test_each_implementation_of_nccl_is_known(backend: str, has: bool) -> None:
+    assert c10d.has_nccl(backend) is has

@@ -1,0 +1,59 @@
+"""What a group says and does of GPUs that are cut off or lost, on engines that do what a script says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ddip.cluster import devices
+from ddip.errors import CellError, GroupError
+from ddip.group.process_group import cut_off_text
+
+from .conftest import NewGroup
+
+ASSERT = "CUDA error: device-side assert triggered"
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, as far as the notebook can see."""
+    monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1", "2"])
+
+
+def test_ranks_whose_work_was_cut_off_are_named_with_one_that_is_good(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(None, gpus="all", failure_grace=0.0)
+    with pytest.raises(CellError, match="^rank 1: ValueError; ranks 0, 2 were blocked in work on the GPU, until"):
+        group.run("0: compute\n1: raise ValueError\n2: compute")
+    said = "ranks 0, 2: work on the GPU was cut off, and what it was to compute may be wrong"
+    assert re.search(f"{said}.*; copy it from rank 1, or from a checkpoint, before you go on", capsys.readouterr().err)
+    group.run("pass")
+    assert "cut off" not in capsys.readouterr().err
+
+
+def test_where_no_rank_is_good_a_checkpoint_is_left() -> None:
+    assert cut_off_text([0, 1], 2).endswith("copy it from a checkpoint, before you go on")
+
+
+def test_a_rank_that_has_lost_its_gpu_is_named_and_replaced_alone(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(None, gpus="all", failure_grace=0.0)
+    pids = [member.pid for member in group.members]
+    group.push({"kept": 1})
+    with pytest.raises(CellError, match=f"^rank 1: AcceleratorError: {ASSERT}$"):
+        group.run(f"1: lose {ASSERT}")
+    lost = re.escape(f"rank 1 has lost its GPU ({ASSERT}); %dipull still gets what it has on the CPU, and %makedip --r")
+    assert re.search(lost, capsys.readouterr().err)
+    with pytest.raises(GroupError, match=f"^{lost}"):
+        group.run("pass")
+    with pytest.raises(GroupError, match=f"^{lost}"):
+        group.push({"y": 2})
+    assert [info.state for info in group.info()] == ["idle", "GPU lost", "idle"]
+    assert group.pull(["kept"], rank=1) == {"kept": 1}
+    assert group.repair() == [1]
+    assert [now.pid == before for now, before in zip(group.members, pids, strict=True)] == [True, False, True]
+    group.run("pass")
+    assert {info.state for info in group.info()} == {"idle"}
