@@ -26,9 +26,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if not isinstance(obj, torch.nn.Parameter):  # it reduces to its data, a tensor that comes here next
                 there = obj.detach().cpu().requires_grad_(obj.requires_grad)
                 return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if torch is not None and isinstance(obj, torch.UntypedStorage) and is_elsewhere(obj):
-            self.moved = True
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if torch is not None and isinstance(obj, torch.UntypedStorage):  # torch 2.15 writes what it cannot read
+            self.moved = self.moved or is_elsewhere(obj)
+            return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8).set_(obj.cpu()),)
         if torch is not None and isinstance(obj, torch.Generator) and is_elsewhere(obj):
             where = f"a random generator of {obj.device}"
             raise pickle.PicklingError(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ddip.protocol.rank_spec import DEFAULT_GROUP
 from ddip.protocol.reports import Begun, LineBegun
-from ddip.rank import c10d, imports, stacks
+from ddip.rank import c10d, libraries, stacks
 from ddip.rank.gpu import gpu
 
 Method: TypeAlias = Callable[..., Any]
@@ -248,7 +248,7 @@ def _can_begin(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not imports.is_librarys(path) or _DISTRIBUTED in path:
+        if not libraries.is_librarys(path) or _DISTRIBUTED in path:
             return True
         frame = frame.f_back
     return False

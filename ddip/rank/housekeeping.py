@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ class Cells:
         self.threads: int | None = None
         """To be shared out at the next cell: OpenMP counts for each thread, so the main thread must do it."""
         self.collections = 0
+        self.tidying_since: float | None = None
+        """When it was begun to take apart what a cell has left; on ``time.monotonic``."""
         self.doing = ""
         """What ddip has asked for, while that is done."""
         self.seconds: float | None = None
@@ -78,7 +82,30 @@ class Cells:
         self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.tidy)
 
     def tidy(self) -> None:
-        """What is done when the cell's answer has left, or at the latest before the next."""
+        """What is done when the cell's answer has left, or at the latest before the next.
+
+        It runs finalizers of the cell's objects. One that waits for ever, for a lock that nobody opens, would hold up
+        the next cell, so who stops that one ends this, too: `interrupt_tidying`.
+        """
+        with contextlib.suppress(KeyboardInterrupt), self._interruptible():
+            self._tidy()
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.tidying_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.tidying_since = None
+            signal.signal(signal.SIGINT, before)
+
+    def interrupt_tidying(self) -> None:
+        """From the control thread: the next cell is stopped, which may wait for this."""
+        if self.tidying_since is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _tidy(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             _let_go(error)

@@ -23,7 +23,7 @@ from traitlets import Type
 
 from ddip.protocol.remote import call
 from ddip.protocol.text import packing
-from ddip.rank import imports, tracebacks
+from ddip.rank import libraries, tracebacks
 from ddip.rank.aside import Aside
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
@@ -32,8 +32,6 @@ from ddip.rank.shell import RankShell
 from ddip.rank.stacks import is_users
 from ddip.rank.streams import RankStream, mend, threads_belong_to_their_cells
 
-AGAIN_SECONDS = 0.02
-"""After which an interrupt is tried again that came where it would have been lost."""
 NOBODY_TYPES = (
     "stdin is not available on ranks; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the "
     "answer"
@@ -85,7 +83,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         assert isinstance(self._streams[0], RankStream)
         self._interruptible = False
         self._interrupted = False
-        self._patience = imports.Patience()
+        self._patience = libraries.Patience()
         self._aimed_at = None  # the last cell may have ignored the signal that came with it
         self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
 
@@ -106,21 +104,28 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
         elif self._cell is None:
             raise KeyboardInterrupt
-        elif not is_users(frame) or self._patience.waits(frame):  # it would be swallowed, or do harm
+        elif not is_users(frame):  # it would be swallowed, or do harm
             self._aim_again()
         else:
-            raise imports.interrupt(frame)
+            self._raise_or_wait(frame)
 
-    def _aim_again(self) -> None:
+    def _raise_or_wait(self, frame: FrameType | None) -> None:
+        """Interrupt the cell's own code at `frame`; a moment later, if that would leave something half done."""
+        wait = self._patience.wait(frame)
+        if wait is None:
+            raise libraries.interrupt(frame)
+        self._aim_again(wait)
+
+    def _aim_again(self, seconds: float = libraries.AGAIN_SECONDS) -> None:
         """Interrupt the cell once more, a moment later."""
         control = self.control_thread.io_loop
-        control.add_callback(control.call_later, AGAIN_SECONDS, self._aim, self._cell)
+        control.add_callback(control.call_later, seconds, self._aim, self._cell)
 
     def _interrupt_again(self, unraisable: Any) -> None:
         """Python's hook for what no code can catch: a callback of ``os.fork`` has swallowed an interrupt."""
         if unraisable.exc_type is KeyboardInterrupt and self._cell is not None:
             self._aim_again()
-        else:
+        elif unraisable.exc_type is not KeyboardInterrupt or cells.tidying_since is None:
             self._unraisable(unraisable)
 
     @contextmanager
@@ -134,10 +139,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
                     return
                 if not is_users(frame):
                     cancel(number, frame)
-                elif self._patience.waits(frame):
-                    self._aim_again()
                 else:
-                    raise imports.interrupt(frame)
+                    self._raise_or_wait(frame)
 
             signal.signal(signal.SIGINT, interrupt)
             yield
@@ -312,6 +315,8 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             cell = self._cell  # before the answer: whoever waits for that may send a cell then
         else:
             self.aborted.add(cell)
+        if cell != self._cell:
+            cells.interrupt_tidying()
         self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
         self._aim(cell)
 

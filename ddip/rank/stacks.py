@@ -20,8 +20,10 @@ from ddip.protocol.remote import call
 from ddip.rank import stores
 from ddip.rank.gpu import Gpu, gpu
 from ddip.rank.housekeeping import attribute_of, cells
-from ddip.rank.imports import library_in
+from ddip.rank.libraries import library_in
 
+TIDY_SECONDS = 1.0
+"""After which a rank that still takes apart what its last cell has left is not called idle."""
 ON_GPU = "work on the GPU"
 AT_THE_END = "work on the GPU that the cell has begun"
 OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
@@ -95,7 +97,7 @@ def is_users(frame: FrameType | None) -> bool:
 def phase() -> str:
     """What the main thread does: the ``code`` of a cell, is it ``ending`` one, or ``idle``?
 
-    What an interrupt waits for (``imports.py``) is on its way to its end, too.
+    What an interrupt waits for (``libraries.py``) is on its way to its end, too.
     """
     frames = _frames(threading.main_thread().ident)
     if is_users(frames[0]) and not library_in(frames[0]):
@@ -141,7 +143,17 @@ def place_of_line(code: CodeType, number: int) -> StackLocation:
 def _here(frames: Sequence[FrameType]) -> StackLocation:
     if gpu.waits:
         return place_on_gpu()
+    since = cells.tidying_since
+    if since is not None and time.monotonic() > since + TIDY_SECONDS:
+        return _tidying()
     return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else StackLocation(state="idle")
+
+
+def _tidying() -> StackLocation:
+    """Of what a rank does after a cell: the innermost line."""
+    frames = _frames(threading.main_thread().ident)
+    inner = _place([(frame.f_code, frame.f_lineno) for frame in frames[:1]]).inner
+    return StackLocation(inner=f"taking apart what its last cell has left, {inner}")
 
 
 def place_on_gpu() -> StackLocation:

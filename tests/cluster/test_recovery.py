@@ -15,7 +15,7 @@ import pytest
 
 import ddip
 from ddip.cluster import ipp_private
-from ddip.errors import CellInterrupted, CellTimeout, GroupError, TransferError
+from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, TransferError
 from ddip.group.cell_state import Limits
 from ddip.group.placement import Request
 from ddip.output.router import CellOutput
@@ -294,6 +294,38 @@ def test_the_stop_button_ends_every_cell(
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
         cells.run(BUSINESS[business])
     thread.join()
+    cells.run(f"{PROOF}\nassert kept == rank")
+
+
+def test_a_stop_leaves_no_lock_closed_and_no_context_entered(cells: ddip.Group, no_interrupts_here: None) -> None:
+    """It may come between what ``__enter__`` does and its return; Python calls no ``__exit__`` then."""
+    cells.run("import threading, torch\nlock = threading.Condition(threading.Lock())")
+    for within in ("lock", "torch.no_grad()"):
+        for _ in range(6):
+            stopped = meanwhile(lambda: [info.state for info in cells.info()] == ["busy", "busy"], press_stop)
+            with pytest.raises(CellInterrupted):
+                cells.run(f"while True:\n    with {within}: pass")
+            stopped.join()
+            cells.run("assert lock.acquire(blocking=False); lock.release()\nassert torch.is_grad_enabled()")
+
+
+def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
+    cells: ddip.Group, no_interrupts_here: None
+) -> None:
+    cells.run("""
+        import threading, torch
+        kept, lock = rank, threading.Lock()
+        lock.acquire()
+        class Waits:
+            def __del__(self): lock.acquire()
+    """)
+    with pytest.raises(CellError, match="^rank 1: ValueError$"):
+        cells.run("if rank == 1:\n    def fail(held): raise ValueError\n    fail(Waits())")
+    waits = "^taking apart what its last cell has left, .* in __del__$"
+    stopped = meanwhile(lambda: re.match(waits, str(cells.stacks()[1].place)), press_stop)  # type: ignore[union-attr]
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks? "):
+        cells.run("import torch.distributed as dist; dist.barrier()")
+    stopped.join()
     cells.run(f"{PROOF}\nassert kept == rank")
 
 

@@ -39,3 +39,9 @@ def test_what_raises_while_it_is_pickled_is_named() -> None:
             raise RuntimeError("no way")
 
     assert dump_all({"bad": Bad()})[1] == {"bad": "RuntimeError: no way"}
+
+
+def test_storages_arrive() -> None:
+    packed, errors, moved = dump_all({"s": torch.arange(3, dtype=torch.int16).untyped_storage()})
+    assert (errors, moved) == ({}, [])
+    assert pickle.loads(packed["s"]).tolist() == [0, 0, 1, 0, 2, 0]

@@ -1,9 +1,14 @@
-"""An interrupt waits for the import of a library to end: it would leave half of it behind, for ever.
+"""An interrupt waits where it would leave something half done, for ever: for the import of a library to end, and while
+a ``with`` statement enters or leaves what a library made.
 
 Python forgets a package whose import fails, but not the parts of it that were imported before; when it is imported
 again these are not imported once more, and the package does not find them. Of the moments of ``import torch._dynamo``,
 which the first optimizer does, an interrupt in three of four leaves a rank in which no optimizer works ("module 'sympy'
 has no attribute 'logic'"; torch 2.15, Python 3.11).
+
+``with`` calls ``__exit__`` only after ``__enter__`` has returned. An interrupt right before that leaves a lock that
+nobody opens, or ``torch.no_grad()`` for all that comes. One stop in sixty, of a data loader that had just begun, left a
+queue whose lock was held, and the rank waited for that when it took the loader apart.
 """
 
 from __future__ import annotations
@@ -16,6 +21,10 @@ SAME_PLACE = 50
 """How often an interrupt must have found an import at the same place until the import is taken to stand still."""
 LONGEST_SECONDS = 30.0
 """For which an interrupt waits for the imports of one cell, whatever they do."""
+AGAIN_SECONDS, WITH_AGAIN_SECONDS = 0.02, 0.002
+"""After which an interrupt is tried again that came to an import, and to what a ``with`` statement enters or leaves."""
+WITH_SECONDS = 0.4
+"""For which an interrupt waits for the latter at one go: it takes microseconds, if it does not wait itself."""
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -33,6 +42,15 @@ def library_in(frame: FrameType | None) -> str:
     return name
 
 
+def is_in_with(frame: FrameType | None) -> bool:
+    """Is `frame` part of what a ``with`` statement calls, in code of a library?"""
+    while frame is not None and is_librarys(frame.f_code.co_filename):
+        if frame.f_code.co_name in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_librarys(path: str) -> bool:
     """Is `path` a file of Python's own, or of a package that is installed?"""
     return path.startswith(_STANDARD) or any(part in path for part in _INSTALLED)
@@ -44,18 +62,26 @@ def _is_imported(caller: FrameType | None) -> bool:
 
 
 class Patience:
-    """With imports, of the interrupts of one cell."""
+    """With libraries, of the interrupts of one cell."""
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._place: tuple[int, int] | None = None
         self._same = 0
+        self._with_since: float | None = None
 
-    def waits(self, frame: FrameType | None) -> bool:
-        """Must the interrupt that has come at `frame` wait, since an import makes progress? Ask each time it comes."""
-        if not library_in(frame):
-            return False
+    def wait(self, frame: FrameType | None) -> float | None:
+        """After how many seconds to try it again with the interrupt that has come at `frame`; None: it need not wait.
+
+        Ask each time it comes.
+        """
         now = time.monotonic()
+        if library_in(frame):
+            return AGAIN_SECONDS if self._import_goes_on(frame, now) else None
+        self._with_since = (self._with_since or now) if is_in_with(frame) else None
+        return None if self._with_since is None or now > self._with_since + WITH_SECONDS else WITH_AGAIN_SECONDS
+
+    def _import_goes_on(self, frame: FrameType | None, now: float) -> bool:
         if self._began is None:
             self._began = now
         place = id(frame), getattr(frame, "f_lasti", 0)

@@ -1,0 +1,327 @@
+"""What must hold on GPUs, the most dangerous first; each case is run on the CPU, too, where it has a meaning there.
+
+    test_gpus.py               each case on one GPU, on one GPU that two ranks share, and on two, with each nccl
+    test_gpu_cases_on_cpu.py   those with a meaning there, over gloo: they fail on a GPU for no silly reason
+
+A case is given a group and the number of repetitions that it may take: a GPU machine has more time than a test suite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+import ddip
+from ddip.errors import CellError, CellTimeout, GroupError
+
+from .leftovers import wait_until
+
+SET_UP = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+kept = rank
+on_gpu = device.type == "cuda"
+x = torch.ones(3, device=device)
+"""
+PROOF = """
+y = torch.full((3,), 10.0, device=device)
+dist.all_reduce(y)
+assert y.tolist() == [10.0 * world_size] * 3, y
+assert kept == rank
+"""
+SLEEP = "if on_gpu: torch.cuda._sleep(int({seconds} * 1.5e9))"
+"""A kernel that nothing can stop: cycles of a clock of 1 to 2 GHz."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case, and where it can be run."""
+
+    run: Callable[[ddip.Group, int], None]
+    ranks: tuple[int, ...]
+    """Sizes of the group for which it means something."""
+    on_cpu: bool = True
+    options: tuple[tuple[str, object], ...] = ()
+    """Of the group."""
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    *ranks: int, on_cpu: bool = True, environment: dict[str, str] | None = None, **options: object
+) -> Callable[[Callable[[ddip.Group, int], None]], Callable[[ddip.Group, int], None]]:
+    """The function is one; its name is the case's."""
+
+    def add(function: Callable[[ddip.Group, int], None]) -> Callable[[ddip.Group, int], None]:
+        name = function.__name__ + "".join(f", {key}" for key in environment or ())
+        CASES[name] = Case(
+            function, ranks or (1, 2), on_cpu, tuple(options.items()), tuple((environment or {}).items())
+        )
+        return function
+
+    return add
+
+
+def pids(group: ddip.Group) -> list[int]:
+    """Of all ranks."""
+    return [member.pid for member in group.members]
+
+
+def on_gpu(group: ddip.Group) -> bool:
+    """Does the group run on GPUs?"""
+    return group.spec.on_gpus
+
+
+# -- 1, 3: wrong numbers
+
+
+@case(2, failure_grace=0.1)
+def a_rank_that_was_released_in_its_backward_pass_does_not_go_on(group: ddip.Group, times: int) -> None:
+    group.run(
+        SET_UP
+        + """
+model = torch.nn.Linear(64, 64, device=device)
+for p in model.parameters():
+    dist.broadcast(p.data, 0)
+start = {name: p.detach().clone() for name, p in model.named_parameters()}
+def train():
+    ddp = DDP(model, device_ids=[device] if on_gpu else None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = ddp(torch.ones(8, 64, device=device)).pow(2).mean()
+    if rank == 0: raise ValueError
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    return loss
+"""
+    )
+    for _ in range(times):
+        with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
+            group.run("went_on = False\nloss = train(); v = loss.item(); went_on = True")
+        group.run(PROOF)
+        group.run("assert went_on is False")
+        group.run("for p in model.parameters(): dist.broadcast(p.data, 0)")
+        group.run("assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())")
+
+
+@case(2, failure_grace=0.1)
+def ranks_whose_work_was_cut_off_are_named(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
+        group.run("if rank == 0: raise ValueError\ndist.all_reduce(x); x *= 2")
+    group.run(PROOF)
+
+
+@case(2, failure_grace=0.1)
+def a_collective_of_one_rank_meets_no_later_one(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    for how in ("dist.all_reduce(x)", "work = dist.all_reduce(x, async_op=True)"):
+        with contextlib.suppress(CellTimeout):
+            group.run(how, ranks=[0], timeout=3)
+        group.run(PROOF)
+
+
+@case(2, failure_grace=0.1)
+def the_failed_ranks_own_queue_is_cut_off_too(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    with pytest.raises(CellError, match="ValueError"):
+        group.run("work = dist.all_reduce(x, async_op=True) if rank == 0 else None\nraise ValueError")
+    group.run(PROOF)
+
+
+# -- 6: a context that is lost
+
+
+@case(1, 2, on_cpu=False, failure_grace=0.1)
+def a_device_side_assert_costs_one_rank_and_no_other(group: ddip.Group, times: int) -> None:
+    for before in ("", "z = torch.randn(4096, 4096, device=device)\nfor _ in range(20): z = z @ z\n"):
+        group.run(SET_UP)
+        former, lost = pids(group), group.world_size - 1
+        with pytest.raises(CellError, match=f"rank {lost}: .*CUDA error"):
+            group.run(f"{before}if rank == {lost}: torch.zeros(3, device=device)[torch.tensor([7], device=device)]")
+        with pytest.raises(GroupError, match=rf"^rank {lost} has lost its GPU \(.*device-side assert"):
+            group.run("pass")
+        assert group.pull(["kept"], rank=lost) == {"kept": lost}
+        assert group.repair() == [lost]
+        assert [now == then for now, then in zip(pids(group), former, strict=True)] == [
+            rank != lost for rank in range(group.world_size)
+        ]
+        group.run(f"if rank == {lost}:\n    kept = rank\nimport torch, torch.distributed as dist\n{PROOF}")
+
+
+@case(1, 2)
+def an_error_without_harm_costs_nothing(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    former = pids(group)
+    for fault in (
+        "raise ValueError",
+        "nothing_of_that_name",
+        "torch.ones(2, device=device) @ torch.ones(3, device=device)",
+    ):
+        with pytest.raises(CellError):
+            group.run(f"dist.all_reduce(x)\n{fault}")
+        group.run(PROOF)
+    assert pids(group) == former and group.repair() == []
+
+
+# -- 2, 7: releases
+
+
+@case(1, 2, failure_grace=0.1)
+def a_group_is_released_and_formed_again_many_times(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    former = pids(group)
+    for _ in range(20 * times):
+        group._manager.release()
+        group.run(PROOF)
+    assert pids(group) == former
+
+
+@case(2, failure_grace=0.0)
+def a_rank_is_released_amid_many_collectives(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    former = pids(group)
+    for _ in range(5 * times):
+        with pytest.raises(CellError, match="ValueError"):
+            group.run("if rank == 0: raise ValueError\nfor _ in range(5_000): dist.all_reduce(x)")
+        group.run("x.fill_(1)" + PROOF)
+    assert pids(group) == former
+
+
+@case(2, failure_grace=0.0, environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
+def ranks_that_talk_over_sockets_are_released(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    former = pids(group)
+    for _ in range(5 * times):
+        with pytest.raises(CellError, match="ValueError"):
+            group.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
+        group.run(PROOF)
+    assert pids(group) == former
+
+
+@case(1, 2, failure_grace=0.1)
+def the_stop_button_ends_a_loop_of_collectives(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    with pytest.raises(CellTimeout):
+        group.run("while True: dist.all_reduce(x); x.fill_(1).sum().item()", timeout=2)
+    group.run(PROOF)
+
+
+# -- 5: the watchdog
+
+
+@case(2, failure_grace=0.1)
+def no_watchdog_ends_a_rank(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    former = pids(group)
+    group.run("from datetime import timedelta; from ddip.rank import c10d; c10d.set_timeout(timedelta(seconds=2))")
+    with pytest.raises((CellTimeout, CellError)):  # gloo's own timeout raises
+        group.run("dist.all_reduce(x)\nif on_gpu: torch.cuda.synchronize()", ranks=[0], timeout=8)
+    group.run(PROOF)
+    assert pids(group) == former
+
+
+# -- 8: the end of a rank
+
+
+@case(2, failure_grace=0.1)
+def a_rank_that_ends_while_a_group_connects_is_replaced(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    began = time.monotonic()
+    with pytest.raises(CellError, match="RankEnded"):
+        group.run(
+            "import os, signal\n"
+            "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "other = dist.new_group([0, 1])\n"
+            "dist.all_reduce(x, group=other); x.sum().item()",
+            timeout=20,
+        )
+    assert group.repair() in ([1], [0, 1])
+    assert time.monotonic() - began < 60
+    group.run("kept = rank\nimport torch, torch.distributed as dist" + PROOF)
+
+
+# -- 4, 9: kernels that take their time
+
+
+@case(1, 2, on_cpu=False)
+def a_rank_answers_while_its_allocator_waits(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    request = group.cluster.execute(
+        group.members[0].engine,
+        "big = torch.empty(2 * 2**30, dtype=torch.uint8, device=device)\n"
+        + SLEEP.format(seconds=6)
+        + "\ndel big; torch.cuda.empty_cache()",
+        lambda message: None,
+        {"limit": 0},
+    )
+    while not request.done():
+        began = time.monotonic()
+        assert group.info()[0].state in ("busy", "idle")
+        assert group.stacks()[0] is not None
+        assert time.monotonic() - began < 2
+        time.sleep(0.2)
+    group.run(PROOF)
+
+
+@case(1, 2, on_cpu=False)
+def a_kernel_that_cannot_be_stopped_is_told_and_waited_for(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP)
+    former = pids(group)
+    with pytest.raises(CellTimeout, match=r"(?s)took longer than 1 s and was stopped.*did not stop.*work on the GPU"):
+        group.run("dist.all_reduce(x)\n" + SLEEP.format(seconds=8), timeout=1)
+    with pytest.raises(GroupError, match="still running the interrupted cell"):
+        group.run("pass")
+
+    def usable() -> bool:
+        try:
+            group.run(PROOF)
+        except GroupError:
+            return False
+        return True
+
+    wait_until(usable, seconds=40)
+    assert pids(group) == former
+
+
+# -- 10: what an app counts on
+
+
+@case(2, app="fastai", failure_grace=0.1)
+def random_numbers_of_the_device_agree_again(group: ddip.Group, times: int) -> None:
+    group.run("import torch\ntorch.rand(2, device=device)")
+    group.run("torch.rand(1, device=device)", ranks=[0])
+    group.run("drawn = torch.rand(2, device=device).tolist()")
+    (first, second), _ = group.pull_all(["drawn"], [0, 1])
+    assert first == second
+
+
+# -- memory
+
+
+@case(1, on_cpu=False)
+def a_small_cache_is_kept_and_a_large_one_given_back(group: ddip.Group, times: int) -> None:
+    group.run(
+        "import torch\nsmall = torch.zeros(10_000_000, device=device)\nlarge = torch.zeros(100_000_000, device=device)"
+    )
+    assert (group.info()[0].gpu_allocated or 0) >= 440_000_000
+    group.run("del small")
+    assert (group.info()[0].gpu_reserved or 0) >= 440_000_000
+    group.run("del large")
+    wait_until(lambda: (group.info()[0].gpu_reserved or 0) < 100_000_000)
+
+
+@case(1, 2)
+def tensors_arrive_on_the_cpu_and_generators_are_refused(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP + "storage = x.untyped_storage()\ngenerator = torch.Generator(device=device)")
+    values, moved = group.pull_all(["x", "storage"], [0])
+    assert values[0]["x"].device.type == values[0]["storage"].device.type == "cpu"
+    assert sorted(moved) == (["storage", "x"] if on_gpu(group) else [])
+    if on_gpu(group):
+        with pytest.raises(ddip.errors.TransferError, match=re.escape("a random generator of cuda:0 stays where")):
+            group.pull(["generator"])
