@@ -121,10 +121,8 @@ _aborted: list[Any] = []
 _aborts: list[threading.Thread] = []
 
 
-def abort() -> bool:
+def abort() -> None:
     """Begin to abort whatever waits in a backend that can do that (nccl); `wait_for_aborts` knows when it is done.
-
-    False if there is nothing that could be aborted.
 
     ``abort`` is public from torch 2.6 on; before that it was a private method. Each is in a thread: an abort may wait
     for that of another communicator, and for a kernel that nobody can stop.
@@ -135,7 +133,6 @@ def abort() -> bool:
             _aborted.append(backend)
             _aborts.append(threading.Thread(target=_quietly, args=(stop,), name="ddip-abort", daemon=True))
             _aborts[-1].start()
-    return bool(_aborts)
 
 
 def wait_for_aborts(seconds: float) -> bool:

@@ -146,16 +146,24 @@ def release(store: str, connections: list[Ends]) -> bool:
     if store != _store:  # this comes too late: the rank was held up in C code, and has joined another group since
         return False
     _released = True
+    if gpu.device.type == "cpu":
+        _disconnect(connections)
+        return False
+    try:
+        return _abort()
+    finally:  # beside this one, which answers others meanwhile
+        threading.Thread(target=_disconnect, args=(connections,), name="ddip-release", daemon=True).start()
+
+
+def _abort() -> bool:
+    """Begin to abort what waits on the GPU; returns whether work is cut off by that."""
     begun, cut_off = gpu.begun(), gpu.is_under_way()
     if cut_off:
         _interrupt()
-    if not c10d.abort():
-        _disconnect(connections)
-        return False
-    if not cut_off and gpu.begun() > begun:
+    c10d.abort()
+    if not cut_off and gpu.begun() > begun:  # it has been begun just now
         cut_off = True
         _interrupt()
-    threading.Thread(target=_disconnect, args=(connections,), name="ddip-release", daemon=True).start()
     return cut_off
 
 

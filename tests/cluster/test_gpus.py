@@ -1,23 +1,80 @@
-"""What needs a GPU; left out where there is none."""
+"""What needs a GPU; left out where there is none. ``tests/gpu.sh`` runs it on a machine without a network."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 import ddip
 from ddip.cluster import preload_client
 from ddip.cluster.devices import gpu_names
+from ddip.group.placement import SHARES
 
 from .apps import an_app
+from .environment import environment
+from .gpu_cases import CASES
 from .leftovers import wait_until
 
 COUNT = len(gpu_names())
-pytestmark = pytest.mark.skipif(not COUNT, reason="no GPU here")
+pytestmark = pytest.mark.skipif(not COUNT, reason="there is no GPU here: nvidia-smi -L lists none")
+
+NCCL = torch.cuda.nccl.version() if dist.is_nccl_available() and torch.version.cuda else (0, 0, 0)
+IMPLEMENTATIONS = {"nccl": {}, "the former nccl": {"TORCH_DIST_USE_NCCL2": "0"}}
+"""torch 2.15 has two, and takes the new one unless it is told otherwise; before that there is only one."""
+LAYOUTS = {
+    "one rank": ([0], None, "", COUNT >= 1),
+    "two ranks on two GPUs": ([0, 1], None, "there is only one GPU here", COUNT >= 2),
+    "two ranks on one GPU": (
+        [0, 0],
+        "cpu:gloo,cuda:nccl",
+        f"NCCL {'.'.join(map(str, NCCL))} puts no two ranks on one GPU, 2.30 does",
+        tuple(NCCL) >= (2, 30),
+    ),
+}
+"""GPUs, backend, and what is said where that cannot be."""
+TIMES = 10
+"""Repetitions of what is repeated in a case."""
+RUNS = [
+    pytest.param(
+        name,
+        gpus,
+        backend,
+        variables,
+        id=f"{name} - {layout} - {nccl}",
+        marks=[
+            pytest.mark.skipif(not possible, reason=why),
+            pytest.mark.skipif(
+                bool(variables) and not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has one nccl only"
+            ),
+        ],
+    )
+    for name, case in CASES.items()
+    for layout, (gpus, backend, why, possible) in LAYOUTS.items()
+    if len(gpus) in case.ranks
+    for nccl, variables in IMPLEMENTATIONS.items()
+]
+
+
+@pytest.mark.parametrize(("name", "gpus", "backend", "variables"), RUNS)
+def test_case(
+    name: str, gpus: list[int], backend: str | None, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    for variable, value in {**dict(case.environment), SHARES: "1"}.items():
+        monkeypatch.setenv(variable, value)
+    with (
+        environment(**variables) if variables else contextlib.nullcontext(),
+        ddip.Group(gpus=gpus, backend=backend, **dict(case.options)) as group,  # type: ignore[arg-type]
+    ):
+        case.run(group, TIMES)
+
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1, device=device)\ndist.all_reduce(x)\ntotal = x.item()"
 
@@ -97,28 +154,6 @@ def test_an_app_that_uses_a_gpu_when_it_is_imported_has_its_ranks_spawned(tmp_pa
 
 
 # -- failures
-
-PROOF = SUM + "\nassert total == world_size and kept == rank"
-
-
-@pytest.mark.parametrize("fault", ["raise ValueError", "nothing_of_that_name", "torch.ones(2) @ torch.ones(3)"])
-def test_an_error_with_nccl_leaves_the_group_and_its_variables(fault: str) -> None:
-    with ddip.Group(gpus=[0]) as group:
-        group.run(SUM + "\nkept = rank")
-        with pytest.raises(ddip.CellError):
-            group.run(f"dist.all_reduce(x)\n{fault}")
-        group.run(PROOF)
-
-
-def test_a_group_with_nccl_can_be_released_and_formed_again() -> None:
-    with ddip.Group(gpus=[0]) as group:
-        group.run(SUM + "\nkept = rank")
-        for _ in range(3):
-            group._manager.release()
-            group.run(PROOF)
-        with pytest.raises(ddip.errors.CellTimeout):
-            group.run("while True: dist.all_reduce(x); torch.cuda.synchronize()", timeout=2)
-        group.run("x = None\n" + PROOF)
 
 
 def test_a_rank_raises_while_another_waits_on_the_same_gpu() -> None:

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All GPU tests on a machine with GPUs, with Python and torch of its own, and without a network; at most 8 minutes.
+#
+#   make wheelhouse PYTHON_VERSION=3.12 TORCH=torch==2.11.0    where there is a network; carry this folder over
+#   tests/gpu.sh wheelhouse gpu-report.txt                     there; what follows goes to tests/gpu_report.py
+set -euo pipefail
+cd "$(dirname "$0")/.."
+wheels=${1:-wheelhouse} report=${2:-gpu-report.txt}
+shift $(($# < 2 ? $# : 2))
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
+  --target "$site" "$wheels"/*.whl
+PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" python3 -m tests.gpu_report --report "$report" "$@"

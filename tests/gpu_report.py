@@ -1,0 +1,247 @@
+"""Run tests one after the other, each for a limited time, and leave a report: what ran, what hung, and where.
+
+    python -m tests.gpu_report --report gpu-report.txt
+
+A test that hangs is ended with all its processes, after ``py-spy`` has looked at each of them; the next ones go on.
+``tests/gpu.sh`` calls it on a machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent.parent
+LOG = "DDIP_TEST_LOG"
+"""Variable with the path of the file in which the tests that run tell what they do."""
+START_SECONDS = 60.0
+"""For a process of pytest until its first test."""
+END_SECONDS = 20.0
+"""For what ends with the last test."""
+LINES = 60
+"""Of what a test that fails says."""
+
+
+# -- in the process of the tests: a plugin of pytest's
+
+
+def _tell(**what: Any) -> None:
+    path = os.environ.get(LOG)
+    if path:
+        with Path(path).open("a") as log:
+            print(json.dumps(what), file=log)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """A test begins."""
+    _tell(begins=nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A part of it has ended: the set-up, the test, what comes after it."""
+    text = ""
+    if report.failed:
+        text = report.longreprtext
+    elif report.skipped and isinstance(report.longrepr, tuple):
+        text = report.longrepr[2].removeprefix("Skipped: ")
+    _tell(ends=report.nodeid, outcome=report.outcome, seconds=report.duration, text=text)
+
+
+# -- in the process that looks on
+
+
+@dataclass
+class Result:
+    """Of one test."""
+
+    test: str
+    outcome: str = "did not run: the time was over"
+    seconds: float = 0.0
+    text: str = ""
+    """Why it failed, was skipped, or where it hung."""
+
+    def take(self, told: dict[str, Any]) -> None:
+        """A part of it has ended; the worst of them counts."""
+        self.seconds += told["seconds"]
+        rank = ["passed", "skipped", "failed"].index
+        if self.outcome not in ("passed", "skipped", "failed") or rank(told["outcome"]) > rank(self.outcome):
+            self.outcome = told["outcome"]
+        self.text = "\n".join([self.text, told["text"]]).strip()
+
+
+class Run:
+    """Of `tests`, with a `limit` for each, and `seconds` for all."""
+
+    def __init__(self, tests: list[str], limit: float, seconds: float) -> None:
+        self.limit = limit
+        self.until = time.monotonic() + seconds
+        self.results = {test: Result(test) for test in tests}
+
+    def all(self) -> None:
+        """Run them, in their order, with a new process after each that hung."""
+        left = list(self.results)
+        while left and time.monotonic() < self.until:
+            left = self._some(left)
+
+    def _some(self, tests: list[str]) -> list[str]:
+        """Run `tests` until one of them hangs, or the time is over; returns what is left."""
+        with tempfile.TemporaryDirectory() as folder:
+            log, output = Path(folder, "log"), Path(folder, "output")
+            log.touch()
+            command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_report", "-n0", "-q", "-m", "grid or not grid"]
+            with output.open("w") as file:
+                process = psutil.Popen(
+                    [*command, f"--timeout={10 * self.limit}", *tests],
+                    cwd=HERE,
+                    env={**os.environ, LOG: str(log)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            try:
+                running = self._follow(process, log)
+                if running is not None:
+                    self.results[running].outcome = "hung"
+                    self.results[running].text = "\n".join(_places(process))
+            finally:
+                _end(process)
+            begun = [told["begins"] for told in _told(log) if "begins" in told]
+            if not begun and time.monotonic() < self.until:
+                sys.exit(f"pytest ran nothing:\n{output.read_text()}")
+            return [test for test in tests if test not in begun]
+
+    def _follow(self, process: psutil.Popen, log: Path) -> str | None:
+        """Take what the tests tell until they end; returns the one that hangs, or runs when the time is over."""
+        taken, running, since, limit = 0, None, time.monotonic(), START_SECONDS
+        while True:
+            ended = process.poll() is not None  # before the look, so that nothing is missed
+            all_told = _told(log)
+            for told in all_told[taken:]:
+                since = time.monotonic()
+                if "begins" in told:
+                    running, limit = told["begins"], self.limit
+                else:
+                    self.results[told["ends"]].take(told)
+            if len(all_told) > taken and running is not None and "ends" in all_told[-1]:
+                print(f"{self.results[running].outcome:8} {running}", flush=True)
+            taken = len(all_told)
+            if ended:
+                if running is not None and self.results[running].outcome.startswith("did not run"):
+                    self.results[running].outcome = f"ended pytest with exit code {process.returncode}"
+                return None
+            now = time.monotonic()
+            if now > since + limit or now > self.until + END_SECONDS:
+                return running
+            time.sleep(0.1)
+
+
+def _told(log: Path) -> list[dict[str, Any]]:
+    whole = log.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _places(process: psutil.Process) -> Iterator[str]:
+    """Where each process of the tests is."""
+    spy = shutil.which("py-spy") or next(
+        (str(path) for folder in sys.path if (path := Path(folder, "bin", "py-spy")).is_file()), None
+    )
+    for one in _family(process):
+        with contextlib.suppress(psutil.Error):
+            yield f"pid {one.pid}, {one.status()}: {' '.join(one.cmdline())[:200]}"
+        if spy is None:
+            yield "there is no py-spy here to look where it is"
+            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            seen = subprocess.run([spy, "dump", "--pid", str(one.pid)], capture_output=True, text=True, timeout=10)
+            yield seen.stdout or seen.stderr
+
+
+def _end(process: psutil.Process) -> None:
+    family = _family(process)
+    for one in family:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(family, timeout=10)
+
+
+def _said_by(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=HERE).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+
+
+VERSIONS = """
+import importlib.metadata, platform, torch
+print("Python", platform.python_version(), "on", platform.platform())
+print("torch", torch.__version__, "CUDA", torch.version.cuda)
+print("NCCL", *torch.cuda.nccl.version() if torch.version.cuda else ["is not there"])
+for name in ("ddip", "ipyparallel", "ipykernel", "ipython", "fastai"):
+    try: print(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError: print(name, "is not installed")
+"""
+
+
+def report(run: Run, seconds: float) -> str:
+    """All of it, as text."""
+    results = list(run.results.values())
+    outcomes: dict[str, int] = {}
+    for result in results:
+        outcomes[result.outcome] = outcomes.get(result.outcome, 0) + 1
+    parts = [
+        ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) + f", in {seconds:.0f} s",
+        _said_by(sys.executable, "-c", VERSIONS),
+        _said_by("nvidia-smi"),
+        "\n".join(f"{result.outcome:8} {result.seconds:6.1f} s  {result.test}" for result in results),
+    ]
+    for result in results:
+        if result.text and result.outcome != "skipped":
+            lines = result.text.splitlines()
+            kept = lines if result.outcome == "hung" else lines[-LINES:]
+            parts.append("\n".join([f"--- {result.outcome}: {result.test}", *kept]))
+    parts += sorted({f"skipped: {result.text}" for result in results if result.outcome == "skipped"})
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, default=HERE / "gpu-report.txt")
+    parser.add_argument("--limit", type=float, default=75, help="seconds for each test")
+    parser.add_argument("--minutes", type=float, default=7, help="for all tests; the report says which did not run")
+    parser.add_argument("tests", nargs="*", default=["tests/cluster/test_gpus.py"])
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    listed = _said_by(sys.executable, "-m", "pytest", "-n0", "-q", "--co", "-m", "grid or not grid", *arguments.tests)
+    tests = [line for line in listed.splitlines() if "::" in line]
+    if not tests:
+        sys.exit(f"no test was found:\n{listed}")
+    run = Run(tests, arguments.limit, arguments.minutes * 60)
+    run.all()
+    text = report(run, time.monotonic() - began)
+    arguments.report.write_text(text)
+    print(text.partition("\n")[0], f"-> {arguments.report}")
+    return int(any(result.outcome not in ("passed", "skipped") for result in run.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
