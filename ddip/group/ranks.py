@@ -13,6 +13,7 @@ from ddip.cluster.seam import Cluster, Reply, Request
 from ddip.errors import CellError, RankError, RequestFailed, RequestInterrupted, ranks_text
 from ddip.group import stopping
 from ddip.group.members import Members
+from ddip.group.watch import Ending
 from ddip.output.tables import places_text, way_out
 from ddip.protocol.on_rank import R, RemoteCall
 
@@ -143,6 +144,8 @@ class Ranks(Members):
         if release is not None and _unfinished(requests):
             release()
         self._settle(requests, button, STOP_SECONDS)
+        if not pressed:  # nobody waits for that button: a loaded machine gets the time that it needs
+            self._settle_while_moving(requests, button)
         stuck = self._abandon(requests, doing)
         if pressed:
             button.take()
@@ -173,6 +176,14 @@ class Ranks(Members):
             concurrent.futures.wait([r for r in requests.values() if not r.done()], timeout=0.05)
             if button is not None and button.pressed:
                 self._interrupt_again(requests, button)
+
+    def _settle_while_moving(self, requests: Requests, button: stopping.Button) -> None:
+        """Wait as long as ranks are on their way to the end of their `requests`."""
+        if unfinished := _unfinished(requests):
+            ending = Ending(self, unfinished)
+            while ending.moving(unfinished):
+                self._settle(requests, button, stopping.LOOK_SECONDS)
+                unfinished = _unfinished(requests)
 
     def _interrupt_again(self, requests: Requests, button: stopping.Button) -> None:
         button.take()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ddip.group.ranks import Ranks
+from ddip.group.members import Members
 from ddip.protocol import on_rank
 
 PULSE_SECONDS = 1.0
@@ -25,7 +25,7 @@ ENDING_SECONDS = 30.0
 class Watch:
     """Asks the ranks of one cell, when they are silent."""
 
-    def __init__(self, ranks: Ranks, stall_timeout: float) -> None:
+    def __init__(self, ranks: Members, stall_timeout: float) -> None:
         self._ranks = ranks
         self._stall_timeout = stall_timeout
         self._since = self._asked = time.monotonic()
@@ -70,7 +70,7 @@ class Ending:
     cell's own code it may also sleep, for `asleep` seconds.
     """
 
-    def __init__(self, ranks: Ranks, running: Sequence[int], asleep: float = 0.0) -> None:
+    def __init__(self, ranks: Members, running: Sequence[int], asleep: float = 0.0) -> None:
         self._ranks = ranks
         self._asleep_until = time.monotonic() + asleep
         self._until = time.monotonic() + ENDING_SECONDS

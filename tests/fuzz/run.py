@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import inspect
+import logging
 import os
 import resource
 import signal
@@ -37,6 +38,26 @@ FOLDER = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 """For IPython and run folders; IPython writes to it until this process ends."""
 
 
+class LastLines(logging.Handler):
+    """The last of what a logger has to say; it is for whoever looks for the cause of a failure."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._lines: collections.deque[str] = collections.deque(maxlen=20)
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        self._lines.append(f"{at}.{record.msecs:03.0f} {record.getMessage()}")
+
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join(self._lines)
+
+
 class Run:
     """So many steps, from a seed."""
 
@@ -48,6 +69,7 @@ class Run:
         self.played = 0
         self.failures = 0
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
+        self._log = LastLines("ddip")
         self.held: list[tuple[int, int, float]] = []
 
     def all(self) -> int:
@@ -114,6 +136,7 @@ class Run:
             self.failures += 1
             at = min(at, len(drawn) - 1)  # it may have been the end of the group
             print(f"\nFAILED: seed {self.seed}, stretch {self.stretch}, step {at}: {drawn[at]}\n{broken}", flush=True)
+            print(f"the last of ddip's log:\n{self._log.text()}")
             print(f"before that was said:\n{player.heard.getvalue()[-2000:] if player else ''}")
             self._note(drawn[at], 0.0)
             _give_up(player)
