@@ -4,6 +4,7 @@
 # make pictures      the README's pictures, of that JupyterLab
 # make test-ten      all tests, ten times, with a core less
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
+# make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
 # make fuzz    150 random steps against a model; STEPS=10000 SEED=7 more, and the same again
 #
 # Another Python, another torch, another place:
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 
 SYSTEM := $(READY)-system
 
-.PHONY: demo test test-ten test-system pictures check format bench soak fuzz clean
+.PHONY: demo test test-ten test-system pictures check format bench soak fuzz wheelhouse clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
@@ -58,6 +59,13 @@ STEPS ?= 150
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# For the GPU tests, tests/gpu.sh, and for clusters without a network.
+PYTHON_VERSION ?= 3.12
+wheelhouse:
+	$(PYTHON) -m venv --clear build/wheelhouse-env
+	build/wheelhouse-env/bin/python -m pip install --quiet --upgrade pip setuptools wheel packaging
+	build/wheelhouse-env/bin/python tests/wheelhouse.py --python $(PYTHON_VERSION) --torch "$(TORCH)" --to wheelhouse
+
 bench: $(READY) $(PEERS)
 	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
@@ -88,4 +96,4 @@ $(SYSTEM): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-peers build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 HERE = Path(__file__).parent.parent
+PYTEST = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "grid or not grid"]
 LOG = "DDIP_TEST_LOG"
 """Variable with the path of the file in which the tests that run tell what they do."""
 START_SECONDS = 60.0
@@ -58,7 +59,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         text = report.longreprtext
     elif report.skipped and isinstance(report.longrepr, tuple):
         text = report.longrepr[2].removeprefix("Skipped: ")
-    _tell(ends=report.nodeid, outcome=report.outcome, seconds=report.duration, text=text)
+    _tell(ends=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration, text=text)
 
 
 # -- in the process that looks on
@@ -73,10 +74,12 @@ class Result:
     seconds: float = 0.0
     text: str = ""
     """Why it failed, was skipped, or where it hung."""
+    is_over: bool = False
 
     def take(self, told: dict[str, Any]) -> None:
         """A part of it has ended; the worst of them counts."""
         self.seconds += told["seconds"]
+        self.is_over = told["when"] == "teardown"
         rank = ["passed", "skipped", "failed"].index
         if self.outcome not in ("passed", "skipped", "failed") or rank(told["outcome"]) > rank(self.outcome):
             self.outcome = told["outcome"]
@@ -86,7 +89,8 @@ class Result:
 class Run:
     """Of `tests`, with a `limit` for each, and `seconds` for all."""
 
-    def __init__(self, tests: list[str], limit: float, seconds: float) -> None:
+    def __init__(self, tests: list[str], folder: Path, limit: float, seconds: float) -> None:
+        self.folder = folder
         self.limit = limit
         self.until = time.monotonic() + seconds
         self.results = {test: Result(test) for test in tests}
@@ -102,12 +106,11 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             log, output = Path(folder, "log"), Path(folder, "output")
             log.touch()
-            command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_report", "-n0", "-q", "-m", "grid or not grid"]
             with output.open("w") as file:
                 process = psutil.Popen(
-                    [*command, f"--timeout={10 * self.limit}", *tests],
-                    cwd=HERE,
-                    env={**os.environ, LOG: str(log)},
+                    [*PYTEST, "-p", "tests.gpu_report", f"--timeout={10 * self.limit}", *tests],
+                    cwd=self.folder,
+                    env={**os.environ, LOG: str(log), "PYTHONPATH": _with(HERE)},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -136,11 +139,11 @@ class Run:
                     running, limit = told["begins"], self.limit
                 else:
                     self.results[told["ends"]].take(told)
-            if len(all_told) > taken and running is not None and "ends" in all_told[-1]:
-                print(f"{self.results[running].outcome:8} {running}", flush=True)
+                    if self.results[told["ends"]].is_over:
+                        print(f"{self.results[told['ends']].outcome:8} {told['ends']}", flush=True)
             taken = len(all_told)
             if ended:
-                if running is not None and self.results[running].outcome.startswith("did not run"):
+                if running is not None and not self.results[running].is_over:
                     self.results[running].outcome = f"ended pytest with exit code {process.returncode}"
                 return None
             now = time.monotonic()
@@ -184,9 +187,14 @@ def _end(process: psutil.Process) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def _said_by(*command: str) -> str:
+def _with(folder: Path) -> str:
+    """PYTHONPATH, with `folder` before the others."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _said_by(*command: str, folder: Path = HERE) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=HERE).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
 
@@ -228,14 +236,15 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=HERE / "gpu-report.txt")
     parser.add_argument("--limit", type=float, default=75, help="seconds for each test")
     parser.add_argument("--minutes", type=float, default=7, help="for all tests; the report says which did not run")
+    parser.add_argument("--folder", type=Path, default=HERE, help="that the names of the tests begin in")
     parser.add_argument("tests", nargs="*", default=["tests/cluster/test_gpus.py"])
     arguments = parser.parse_args()
     began = time.monotonic()
-    listed = _said_by(sys.executable, "-m", "pytest", "-n0", "-q", "--co", "-m", "grid or not grid", *arguments.tests)
+    listed = _said_by(*PYTEST, "--co", *arguments.tests, folder=arguments.folder)
     tests = [line for line in listed.splitlines() if "::" in line]
     if not tests:
         sys.exit(f"no test was found:\n{listed}")
-    run = Run(tests, arguments.limit, arguments.minutes * 60)
+    run = Run(tests, arguments.folder, arguments.limit, arguments.minutes * 60)
     run.all()
     text = report(run, time.monotonic() - began)
     arguments.report.write_text(text)

@@ -1,6 +1,6 @@
 """Collect the wheels that ddip and its tests need on a machine that has Python and torch of its own, and no network.
 
-    python tests/wheelhouse.py --python 3.12 --torch 2.11.0 --to wheelhouse
+    python tests/wheelhouse.py --python 3.12 --torch torch==2.11.0 --to wheelhouse
 
 Neither torch nor what torch itself brings is among them. Of fastai's needs only the small ones are: a machine on which
 people use fastai has the others.
@@ -46,6 +46,7 @@ def collect(python: str, torch: str, folder: Path) -> int:
     """Fill `folder` for that version of Python and of torch; returns the bytes of all wheels."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    shutil.rmtree(HERE / "build" / "lib", ignore_errors=True)  # what setuptools has left would be in the wheel, too
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     there = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--dest", str(folder)]
     there += [word for platform in PLATFORMS for word in ("--platform", platform)]
@@ -60,12 +61,15 @@ def _leave_out_what_torch_forbids(folder: Path, torch: str) -> None:
     """fastai says which torch it works with; where that is another one, its tests are left out there."""
     from packaging.requirements import Requirement
 
+    version = re.search(r"\d[\w.]*", torch)
+    if version is None:  # whatever is newest
+        return
     for wheel in folder.glob("fastai-*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
             lines = archive.read(metadata).decode().splitlines()
         wanted = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: torch")]
-        if any(need.name == "torch" and torch not in need.specifier for need in wanted):
+        if any(need.name == "torch" and version[0] not in need.specifier for need in wanted):
             print(f"{wheel.name} is left out: it is not for torch {torch}")
             wheel.unlink()
 
@@ -73,10 +77,10 @@ def _leave_out_what_torch_forbids(folder: Path, torch: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="3.12", help="version of the Python there")
-    parser.add_argument("--torch", default="2.11.0", help="version of the torch there")
+    parser.add_argument("--torch", default="torch==2.11.0", help="the torch there, such as torch==2.11.0")
     parser.add_argument("--to", type=Path, default=HERE / "wheelhouse")
     arguments = parser.parse_args()
-    size = collect(arguments.python, arguments.torch.rpartition("==")[2], arguments.to)
+    size = collect(arguments.python, arguments.torch, arguments.to)
     print(f"{arguments.to}: {len(list(arguments.to.iterdir()))} wheels, {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         sys.exit(f"that is more than {MOST_BYTES / 1e6:.0f} MB")

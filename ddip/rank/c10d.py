@@ -22,8 +22,9 @@ WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
     "torch.distributed.fsdp": "FSDPModule",
+    "torch.distributed._composable.fsdp": "FSDPModule",
 }
-"""Modules that hold the group that they were made in, by the module that defines them."""
+"""Modules that hold the group that they were made in, by the module that has them: the third is torch 2.4's and 2.5's."""
 TABLES = (
     "pg_map",
     "pg_names",

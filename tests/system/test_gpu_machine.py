@@ -1,0 +1,138 @@
+"""What tests/gpu.sh does on a machine with Python and torch of its own and without a network; here, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from packaging.requirements import Requirement
+
+from tests import wheelhouse
+
+HERE = Path(__file__).parent.parent.parent
+SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
+ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
+"""A command in a network of its own, with loopback only."""
+
+
+def closure(name: str, found: set[str]) -> set[str]:
+    """The installed packages that `name` needs, and itself."""
+    if name not in found:
+        try:
+            requires = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            return found
+        found.add(name)
+        for need in map(Requirement, requires):
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                closure(need.name, found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Python that has torch, what torch needs, NumPy and pip, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in closure("torch", {"numpy"}):
+        files = importlib.metadata.distribution(name).files or []
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            link = site / top
+            if not link.exists() and (SITE / top).exists():
+                link.symlink_to(SITE / top)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheelhouse for that Python."""
+    folder = tmp_path_factory.mktemp("wheels") / "wheelhouse"
+    torch = importlib.metadata.version("torch").partition("+")[0]
+    python = ".".join(map(str, sys.version_info[:2]))
+    done = subprocess.run(
+        [sys.executable, "tests/wheelhouse.py", "--python", python, "--torch", torch, "--to", str(folder)],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_wheels_are_few_and_small_and_torch_is_not_among_them(wheels: Path) -> None:
+    names = {wheel.name.partition("-")[0].lower() for wheel in wheels.iterdir()}
+    assert {"ddip", "ipyparallel", "ipykernel", "pytest", "py_spy"} <= names
+    assert not {name for name in names if name.startswith(("torch", "nvidia", "triton", "numpy"))}
+    assert sum(wheel.stat().st_size for wheel in wheels.iterdir()) < wheelhouse.MOST_BYTES
+
+
+def test_one_command_runs_the_tests_without_a_network_and_leaves_a_report(
+    bare: Path, wheels: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.txt"
+    on_cpu = "tests/cluster/test_gpu_cases_on_cpu.py::test_case[an_error_without_harm_costs_nothing, 2 ranks]"
+    here = ALONE if subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0 else []
+    done = subprocess.run(
+        [*here, "tests/gpu.sh", str(wheels), str(report), on_cpu, "tests/cluster/test_gpus.py"],
+        cwd=HERE,
+        env={"PATH": f"{bare}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = report.read_text()
+    assert re.match(r"1 passed, \d+ skipped, in \d+ s\n", text)
+    assert re.search(rf"^passed +\S+ s  {re.escape(on_cpu)}$", text, re.MULTILINE)
+    assert f"\ntorch {importlib.metadata.version('torch')}" in text and "\nipyparallel " in text
+    assert "skipped: there is no GPU here: nvidia-smi -L lists none" in text
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process of this one's is left."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_test_that_hangs_is_ended_and_looked_at_and_the_next_one_goes_on(tmp_path: Path, nothing_left: None) -> None:
+    tests, report = tmp_path / "test_three.py", tmp_path / "report.txt"
+    tests.write_text(
+        "import subprocess, sys, time\n"
+        "def test_good(): pass\n"
+        "def test_hangs(): subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "def test_ends(): import os; os._exit(3)\n"
+        "def test_fails(): assert 1 == 2\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.gpu_report",
+            "--report",
+            report,
+            "--limit",
+            "2",
+            "--folder",
+            tmp_path,
+            tests.name,
+        ],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    text = report.read_text()
+    assert done.returncode == 1 and text.startswith("1 ended pytest with exit code 3, 1 failed, 1 hung, 1 passed, in ")
+    assert re.search(r"(?s)--- hung: \S+::test_hangs\npid \d+, .*time\.sleep\(1000\)", text)
+    assert re.search(r"(?s)--- failed: \S+::test_fails\n.*assert 1 == 2", text)
