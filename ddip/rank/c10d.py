@@ -24,7 +24,7 @@ WRAPPERS = {
     "torch.distributed.fsdp": "FSDPModule",
     "torch.distributed._composable.fsdp": "FSDPModule",
 }
-"""Modules that hold the group that they were made in, by the module that has them: the third is torch 2.4's and 2.5's."""
+"""Modules that hold the group that they were made in, by the module that has them; the last one is torch 2.4's."""
 TABLES = (
     "pg_map",
     "pg_names",

@@ -7,7 +7,8 @@ nothing raises (torch's own words: "subsequent GPU operations might run on corru
     the cell goes well    its end is when the GPU has done all of it: until then it can be stopped and released
     it fails              a moment is given to what is queued, which may wait for ranks that never come
     a release             a rank whose GPU still works is interrupted before the abort, or its code would go on with
-                          what the abort left; and the user is told that its tensors may be wrong
+                          what the abort left, beyond the call that waits, such as ``.item()``; and the user is told
+                          that its tensors may be wrong
 
 The functions of torch's allocator hold its lock, and some wait for kernels meanwhile: only the main thread calls them.
 On the CPU, all of this does nothing.
@@ -98,7 +99,10 @@ class Gpu:
         """Wait until the GPU has done all that the cell has asked for; raises what that raises."""
         if self._used:
             with self._waiting():
-                torch.cuda.synchronize(self.device)
+                self._synchronize()
+
+    def _synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -321,9 +321,9 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         self._aim(cell)
 
     def interrupt_what_runs(self) -> None:
-        """Interrupt the cell that runs, if one does; it runs no further line, even if what it waits for ends at once.
+        """Interrupt the cell that runs, if one does. Call this first, and then end what the main thread waits for.
 
-        The main thread takes the signal before anything else; so call this first, and then end what it waits for.
+        It takes the signal before anything else, and Python looks for signals when a call returns.
         """
         self._aim(self._cell)
 

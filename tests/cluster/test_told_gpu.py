@@ -1,0 +1,80 @@
+"""Real ranks, with a GPU that does as it is told: how a rank waits for it, and is freed from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import ddip
+from ddip.errors import CellError, CellTimeout
+
+from .meanwhile import Told
+
+TOLD_GPU = """
+import threading, torch, torch.distributed as dist
+from ddip.rank import gpu as module, kernel, process_group, stacks
+former = module.gpu
+class ToldGpu(module.Gpu):
+    _used = True
+    works, holds = False, False
+    def begun(self): return int(self.works)
+    def _is_idle(self): return not self.works
+    def _synchronize(self):
+        if self.holds: threading.Event().wait()
+    def note_figures(self): self.figures = None
+    def note_collective(self, code, line): self.last = code, line
+    def empty_caches(self): pass
+def put(gpu):
+    module.gpu = kernel.gpu = process_group.gpu = stacks.gpu = sys.modules["ddip.rank.report"].gpu = gpu
+    sys.modules["ddip.rank.housekeeping"].gpu = sys.modules["ddip.rank.collectives"].gpu = gpu
+import sys
+told = ToldGpu()
+told.device = torch.device("cuda:0")
+put(told)
+kept = rank
+"""
+PROOF = "y = torch.ones(2)\ndist.all_reduce(y)\nassert y.tolist() == [2.0, 2.0] and kept == rank"
+
+
+@pytest.fixture
+def told_gpus(group: ddip.Group) -> Iterator[ddip.Group]:
+    """Two ranks, each with such a GPU."""
+    group.repair()
+    group.failure_grace, before = 0.1, group.failure_grace
+    group.run(TOLD_GPU)
+    yield group
+    group.failure_grace = before
+    group.repair()
+    group.run("put(former)\ndel told, former")
+
+
+def test_a_rank_whose_gpu_works_goes_no_further_than_the_call_that_waits_when_it_is_released(
+    told_gpus: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told_gpus.run("big, went_on = torch.randn(3500, 3500), False")
+    blocked = r"rank 1 was blocked in work on the GPU, cell \[\d+\] line 3, until ddip aborted it$"
+    with pytest.raises(CellError, match=f"^rank 0: ValueError; {blocked}"):
+        told_gpus.run("if rank == 0: raise ValueError\ntold.works = True\nproduct = torch.mm(big, big); went_on = True")
+    assert "ddip: rank 1: work on the GPU was cut off" in Told(capsys).text()
+    told_gpus.run(f"told.works = False\n{PROOF}\nassert went_on is False")
+
+
+def test_a_cell_lasts_until_its_gpu_is_done_and_says_which_collective_it_began_last(told_gpus: ddip.Group) -> None:
+    begun = r"(?s)took longer than 1 s .*\n  ranks 0, 1: work on the GPU, cell \[\d+\] line 2: dist.all_reduce\(y\)$"
+    with pytest.raises(CellTimeout, match=begun):
+        told_gpus.run("told.holds, y = True, torch.ones(1)\ndist.all_reduce(y)\nended = True", timeout=1)
+    told_gpus.run(f"told.holds = False\n{PROOF}\nassert ended")
+
+
+def test_what_the_gpu_says_at_the_end_of_a_cell_is_the_cells_error(told_gpus: ddip.Group) -> None:
+    told_gpus.run("""
+        def fail():
+            if told.fails:
+                told.fails = False
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        told.fails, told._synchronize = False, fail
+    """)
+    with pytest.raises(CellError, match="^rank 1: RuntimeError: CUDA error: an illegal memory access was encountered"):
+        told_gpus.run("told.fails = rank == 1")
+    told_gpus.run(PROOF)
