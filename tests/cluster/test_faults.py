@@ -49,7 +49,8 @@ NAMES = {
 """What they are said to be waiting in, where it is not what was typed."""
 SET_UP = """
 import os, signal, time, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+try: from torch.distributed.fsdp import fully_shard
+except ImportError: from torch.distributed._composable.fsdp import fully_shard  # torch 2.4 and 2.5
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 marker = f"rank {rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ def test_a_group_needs_no_more_descriptors_than_it_says() -> None:
 def test_a_start_with_too_little_memory_names_the_limit() -> None:
     said = start_under("resource.RLIMIT_AS, (2_500_000_000,) * 2")
     assert said.startswith("GroupError an engine ended while it started (exit code 1)")
-    assert "ImportError: libtorch_cpu.so: failed to map" in said or "MemoryError" in said
+    assert re.search(r"ImportError: \S+: failed to map|MemoryError", said)
     assert said.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddip.apps.fastai import metrics, plan, randomness, ranks, shards
 from ddip.rank import c10d
 
+NO_SYNC: dict[str, Any] = (
+    {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
+)
+"""The models are the same already; before torch 2.5 the wrapper cannot be told so."""
 _used: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
 """Of the parameters of a model that have been trained, by name: has every rank been seen to use it?"""
 
@@ -153,7 +158,7 @@ class Job:
             model,
             device_ids=[device] if device.type == "cuda" else None,
             find_unused_parameters=not all(used[name] for name in trainable),
-            init_sync=False,
+            **NO_SYNC,
         )
 
     def end_backward(self) -> None:
