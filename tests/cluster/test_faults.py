@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import signal
@@ -35,6 +36,8 @@ STAGES = {
     "FSDP forward": "sharded(torch.ones(1, 4))",
 }
 """What the ranks do when it happens; rank 0 does not take part."""
+if tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 6):
+    del STAGES["FSDP forward"]  # it needs a GPU there
 NAMES = {
     "broadcast_object_list": "broadcast.*",
     "all_gather_object": "all_gather.*",
@@ -49,8 +52,6 @@ NAMES = {
 """What they are said to be waiting in, where it is not what was typed."""
 SET_UP = """
 import os, signal, time, torch, torch.distributed as dist
-try: from torch.distributed.fsdp import fully_shard
-except ImportError: from torch.distributed._composable.fsdp import fully_shard  # torch 2.4 and 2.5
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 marker = f"rank {rank}"
@@ -58,7 +59,9 @@ marker = f"rank {rank}"
 ALSO = {
     "subgroup": "everybody = dist.new_group(list(range(world_size)))",
     "DDP backward": "wrapper = DDP(torch.nn.Linear(2, 2))\nloss = wrapper(torch.ones(1, 2)).sum()",
-    "FSDP forward": "sharded = torch.nn.Linear(4, 4)\nfully_shard(sharded);",
+    "FSDP forward": (
+        "from torch.distributed.fsdp import fully_shard\nsharded = torch.nn.Linear(4, 4)\nfully_shard(sharded);"
+    ),
 }
 """What a stage needs besides."""
 PROOF = """
