@@ -29,6 +29,10 @@ ANSWER_LEAVES_WITHIN = 0.02
 before the output thread has sent that message."""
 
 
+TIDY_SECONDS = 1.0
+"""That it may take to take apart what a cell has left, before that can be interrupted, and the rank is not idle."""
+
+
 class Cells:
     """What this rank knows of its cells: is one running, how long did the last one take."""
 
@@ -100,9 +104,15 @@ class Cells:
             self.tidying_since = None
             signal.signal(signal.SIGINT, before)
 
+    @property
+    def is_tidying_long(self) -> bool:
+        """Has this rank taken apart for a while what its last cell has left? Something in there may wait for ever."""
+        since = self.tidying_since
+        return since is not None and time.monotonic() > since + TIDY_SECONDS
+
     def interrupt_tidying(self) -> None:
         """From the control thread: the next cell is stopped, which may wait for this."""
-        if self.tidying_since is not None:
+        if self.is_tidying_long:
             os.kill(os.getpid(), signal.SIGINT)
 
     def _tidy(self) -> None:

@@ -22,8 +22,6 @@ from ddip.rank.gpu import Gpu, gpu
 from ddip.rank.housekeeping import attribute_of, cells
 from ddip.rank.libraries import library_in
 
-TIDY_SECONDS = 1.0
-"""After which a rank that still takes apart what its last cell has left is not called idle."""
 ON_GPU = "work on the GPU"
 AT_THE_END = "work on the GPU that the cell has begun"
 OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
@@ -143,8 +141,7 @@ def place_of_line(code: CodeType, number: int) -> StackLocation:
 def _here(frames: Sequence[FrameType]) -> StackLocation:
     if gpu.waits:
         return place_on_gpu()
-    since = cells.tidying_since
-    if since is not None and time.monotonic() > since + TIDY_SECONDS:
+    if cells.is_tidying_long:
         return _tidying()
     return _place([(frame.f_code, frame.f_lineno) for frame in frames]) if cells.busy else StackLocation(state="idle")
 
