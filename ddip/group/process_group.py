@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ddip.cluster import preload_client
-from ddip.errors import GroupError, ranks_text
+from ddip.errors import GroupError
 from ddip.group import host
 from ddip.group.placement import GroupSpec
 from ddip.group.ranks import Ranks
 from ddip.group.steps import Steps, Uneven
 from ddip.output.area import notify
-from ddip.output.tables import places_text
+from ddip.output.tables import cut_off_text, places_text
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
@@ -58,6 +58,9 @@ class ProcessGroupManager:
         self._store: Path | None = None
         self._port: host.HeldPort | None = None
         """What the ranks were told last as MASTER_PORT."""
+        self._made: list[tuple[Any, ...]] = []
+        """Connections that were made when the group was formed: of a rank that has ended nobody can tell them any more,
+        and a process that it has forked may keep them open."""
         self._steps = Steps()
         self._groups = 1
         """How many groups each rank has made in the group that was formed last; it is 1 of them."""
@@ -82,7 +85,7 @@ class ProcessGroupManager:
             self._form(spec, collect, deadline)
 
     def _form(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        self.healthy = False
+        self.healthy, self._made = False, []
         self._steps.forget()
         if not self._formed:
             host.tell_interfaces()
@@ -94,6 +97,9 @@ class ProcessGroupManager:
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
             former.unlink(missing_ok=True)
+        self._made = _shared(
+            {rank: [tuple(ends) for ends in connections] for rank, (connections, _) in enumerate(made)}
+        )
         self.healthy = True
 
     @property
@@ -222,7 +228,7 @@ class ProcessGroupManager:
         live = self._ranks.live
         for store in stores:
             poison_store(store)
-        ours = _shared(self._ranks.connections(live))
+        ours = [*_shared(self._ranks.connections(live)), *self._made]
         cut_off: set[int] = set()
         for store in stores:
             answers = self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
@@ -324,16 +330,6 @@ def _shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]
     """Of the connections of all ranks, those with a rank at both ends, and not with the same one."""
     rank_of = {end: rank for rank, table in tables.items() for end in table}
     return [end for end, rank in rank_of.items() if rank_of.get((*end[2:], *end[:2]), rank) != rank]
-
-
-def cut_off_text(ranks: Sequence[int], size: int) -> str:
-    """What to say of `ranks` whose work on the GPU was cut off by a release, of a group of `size`."""
-    good = [rank for rank in range(size) if rank not in ranks]
-    from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
-    return (
-        f"{ranks_text(ranks)}: work on the GPU was cut off, and what it was to compute may be wrong (parameters, the "
-        f"state of an optimizer); copy it {from_where}, before you go on"
-    )
 
 
 def poison_store(store: Path) -> None:

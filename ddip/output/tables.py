@@ -28,6 +28,16 @@ def way_out(stuck: Sequence[int]) -> str:
     )
 
 
+def cut_off_text(ranks: Sequence[int], size: int) -> str:
+    """What to say of `ranks` whose work on the GPU was cut off by a release, of a group of `size`."""
+    good = [rank for rank in range(size) if rank not in ranks]
+    from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
+    return (
+        f"{ranks_text(ranks)}: work on the GPU was cut off, and what it was to compute may be wrong (parameters, the "
+        f"state of an optimizer); copy it {from_where}, before you go on"
+    )
+
+
 def where_text(seconds: Mapping[int, float]) -> str:
     """Which ranks a cell ran on, how long it took, and which of them was the slowest."""
     if not seconds:

@@ -277,6 +277,26 @@ def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group)
     prove(four, lost=(1, 2))
 
 
+def test_a_rank_dies_and_a_daemon_that_it_has_forked_keeps_its_connections(four: ddip.Group, tmp_path: Path) -> None:
+    """The system does not tell the others then that it is gone."""
+    four.run(f"""
+        import pathlib
+        child = os.fork() if rank == 1 else 0
+        if rank == 1 and not child:
+            os.setsid()
+            pathlib.Path({str(tmp_path / "daemon")!r}).write_text(str(os.getpid()))
+            time.sleep(1000)
+    """)
+    wait_until(lambda: (tmp_path / "daemon").exists() and (tmp_path / "daemon").read_text())
+    try:
+        with pytest.raises(ddip.CellError, match="^rank 1: RankEnded: .*; ranks 0, 2, 3 were blocked in gather"):
+            four.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.gather(x, None, 1)", timeout=20)
+    finally:
+        os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
+    assert four.repair() == [1]
+    prove(four, lost=(1,))
+
+
 @pytest.mark.grid
 def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     four: ddip.Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch

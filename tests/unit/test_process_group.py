@@ -92,6 +92,7 @@ def test_the_connections_between_ranks_are_those_with_a_rank_at_both_ends() -> N
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     others = ("127.0.0.1", 3, "127.0.0.1", 4)
     assert sorted(_shared({0: [here, others], 1: [there]})) == [here, there]
+    assert _shared({0: [here, there], 1: [others]}) == []  # of a rank to itself
 
 
 def test_a_group_is_spoilt_when_a_stranger_has_taken_the_place_of_a_rank() -> None:
