@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
-PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31, 34)] + ["manylinux2014_x86_64"]
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28)] + ["manylinux2014_x86_64"]
 OF_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "nbclient", "nbformat")
 OF_FASTAI = ("fastai", "fastcore", "fastdownload", "fastprogress", "fasttransform", "plum-dispatch", "accelerate")
 ALSO = ("py-spy", "beartype")

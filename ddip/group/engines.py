@@ -98,6 +98,8 @@ def _nccl(spec: GroupSpec) -> dict[str, str]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on a timeout, 10 minutes as a rule, or an error: do nothing
         "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in CUDA is not watched itself
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an error of a kernel is the cell's, not the watchdog's
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for minutes that the others write down where they are
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     }
     if len(spec.visible) < spec.size:  # as NCCL asks for, where ranks share a GPU
         told |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}

@@ -229,12 +229,14 @@ class ProcessGroupManager:
         for store in stores:
             poison_store(store)
         ours = [*_shared(self._ranks.connections(live)), *self._made]
-        cut_off: set[int] = set()
+        cut_off: dict[int, bool] = {}
         for store in stores:
             answers = self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
-            cut_off.update(rank for rank, was_cut_off in answers.items() if was_cut_off)
-        if cut_off:
-            notify(cut_off_text(sorted(cut_off), len(self._ranks.members)))
+            cut_off |= {
+                rank: answer or cut_off.get(rank, False) for rank, answer in answers.items() if answer is not None
+            }
+        if any(cut_off.values()):
+            notify(cut_off_text(cut_off))
 
     def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
         """Look at what the ranks that have run a cell report of their group: it may have to be formed again.

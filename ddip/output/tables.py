@@ -28,9 +28,9 @@ def way_out(stuck: Sequence[int]) -> str:
     )
 
 
-def cut_off_text(ranks: Sequence[int], size: int) -> str:
-    """What to say of `ranks` whose work on the GPU was cut off by a release, of a group of `size`."""
-    good = [rank for rank in range(size) if rank not in ranks]
+def cut_off_text(cut_off: Mapping[int, bool]) -> str:
+    """What to say of the ranks whose work on the GPU was cut off by a release; False: of this rank nothing was."""
+    ranks, good = ([rank for rank, was in sorted(cut_off.items()) if was is which] for which in (True, False))
     from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
     return (
         f"{ranks_text(ranks)}: work on the GPU was cut off, and what it was to compute may be wrong (parameters, the "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 import time
@@ -108,6 +109,25 @@ def has_nccl(backend: str) -> bool:
     return any(part.rpartition(":")[2].startswith(dist.Backend.NCCL) for part in backend.split(","))
 
 
+def connects_at_once(backend: str) -> bool:
+    """Does nccl connect the ranks as soon as a group is made? The one of torch 2.15 does, the former one when asked."""
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    new = hasattr(dist, "ProcessGroupNCCL2")
+    return any(name == "nccl2" or (name == "nccl" and new and not _is_nccl_former()) for name in names)
+
+
+def _is_nccl_former() -> bool:
+    return os.environ.get("TORCH_DIST_USE_NCCL2") == "0"
+
+
+def connect_devices(device: torch.device) -> None:
+    """Have nccl connect the ranks now, and not in the middle of a cell."""
+    for backend in _device_backends():
+        connect = getattr(backend, "eager_connect_single_device", None)
+        if connect is not None:
+            connect(device)
+
+
 def begun_on_devices() -> int:
     """How many operations this rank has begun in backends of accelerators, in all its groups."""
     begun = 0
@@ -117,6 +137,7 @@ def begun_on_devices() -> int:
     return begun
 
 
+ABORTS = ("abort", "_abort", "_shutdown")
 _aborted: list[Any] = []
 """Backends of the groups that are left next: each is aborted once."""
 _aborts: list[threading.Thread] = []
@@ -125,11 +146,11 @@ _aborts: list[threading.Thread] = []
 def abort() -> None:
     """Begin to abort whatever waits in a backend that can do that (nccl); `wait_for_aborts` knows when it is done.
 
-    ``abort`` is public from torch 2.6 on; before that it was a private method. Each is in a thread: an abort may wait
-    for that of another communicator, and for a kernel that nobody can stop.
+    ``abort`` is public from torch 2.6 on; before that it was a private method, in 2.4 called ``_shutdown``. Each is in
+    a thread: an abort may wait for that of another communicator, and for a kernel that nobody can stop.
     """
     for backend in _device_backends():
-        stop = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
+        stop = next((getattr(backend, name) for name in ABORTS if hasattr(backend, name)), None)
         if stop is not None and backend not in _aborted:
             _aborted.append(backend)
             _aborts.append(threading.Thread(target=_quietly, args=(stop,), name="ddip-abort", daemon=True))
@@ -154,8 +175,6 @@ def _quietly(stop: Any) -> None:
 
 def forget() -> None:
     """Leave all groups, whatever state they are in; they must have been released if they were stuck."""
-    _aborted.clear()
-    _aborts.clear()
     with contextlib.suppress(Exception):  # a backend that fails when it is shut down has still to go
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -163,6 +182,8 @@ def forget() -> None:
     distributed_c10d._update_default_pg(None)
     for name in TABLES:
         getattr(world, name).clear()
+    _aborted.clear()
+    _aborts.clear()
     distributed_c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     world.group_count = 0  # it is part of the next group's name, and counts those that failed to form
 

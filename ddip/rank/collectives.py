@@ -84,7 +84,7 @@ def _note_line(group: dist.ProcessGroup) -> None:
     code, number = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
     tally = _tally(group)
     tally.lines.append((tally.begun(), code, number, threading.get_ident()))
-    gpu.note_collective(code, number)
+    gpu.note_begun(code, number)
 
 
 def _collective(method: Method) -> Method:
@@ -100,6 +100,7 @@ def _collective(method: Method) -> Method:
 def _send_or_receive(method: Method) -> Method:
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        gpu.note_begun()
         tally = _tally(group)
         if tally.batch is not None:
             tally.is_batch_apart = True

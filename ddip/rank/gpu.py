@@ -10,14 +10,17 @@ nothing raises (torch's own words: "subsequent GPU operations might run on corru
                           what the abort left, beyond the call that waits, such as ``.item()``; and the user is told
                           that its tensors may be wrong
 
-The functions of torch's allocator hold its lock, and some wait for kernels meanwhile: only the main thread calls them.
+What asks CUDA is called on the main thread, or waits in a thread of its own, without the interpreter: the allocator's
+functions take a lock that is held while somebody waits for kernels, and to ask whether a stream is done can wait for
+whoever waits for that stream, with the interpreter held, in which no release would be heard.
+
 On the CPU, all of this does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -29,8 +32,8 @@ from ddip.rank import c10d
 
 FAILED_SECONDS = 0.2
 """For which the GPU may go on after its cell has failed, before the notebook hears of that."""
-LOOK_SECONDS = 0.001
-"""How often the GPU is looked at meanwhile."""
+LOOK_SECONDS = 0.02
+"""For which it is waited for, to see whether it works."""
 SPARE_BYTES = 1 << 28
 """What a cache may keep after a cell. To empty it waits for kernels, and the next cell must allocate again."""
 
@@ -40,6 +43,8 @@ class Gpu:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.state: GpuState = "done"
+        """Of what cells have asked for; under way while one runs."""
         self.figures: GpuFigures | None = None
         """As the main thread noted them last, after a cell."""
         self.lost = ""
@@ -48,10 +53,10 @@ class Gpu:
         """For the GPU, at the end of a cell."""
         self.last: tuple[CodeType | None, int] = (None, 0)
         """Where the cell has begun its last collective: code and number of the line."""
-        self._streams: dict[int, Any] = {}
-        """Streams on which this cell has begun collectives."""
-        self._begun = 0
-        """Collectives before this cell."""
+        self._noted = 0
+        """Collectives, sends and receives that Python code has begun; torch counts them, but for some sends."""
+        self._before = 0
+        """What had been begun before this cell."""
 
     @property
     def _used(self) -> bool:
@@ -66,40 +71,31 @@ class Gpu:
 
     def begin_cell(self) -> None:
         """What is begun from here on is the cell's that has come."""
-        self._streams.clear()
-        self.last = (None, 0)
-        self._begun = self.begun()
-
-    def note_collective(self, code: CodeType | None, line: int) -> None:
-        """A collective begins, at this line of a cell, on the stream that is current now."""
+        self.last, self.waits = (None, 0), False
         if self._used:
-            stream = torch.cuda.current_stream(self.device)
-            self._streams[stream.cuda_stream] = stream
-            self.last = (code, line)
+            self.state = "under way"
+            self._before = self.begun()
+
+    def note_begun(self, code: CodeType | None = None, line: int = 0) -> None:
+        """A collective begins, at this line of a cell, or a send or receive."""
+        self._noted += 1
+        if code is not None:
+            self.last = code, line
 
     def begun(self) -> int:
-        """How many collectives this rank has begun on its GPU, since its group was formed."""
-        return c10d.begun_on_devices() if self._used else 0
+        """A number that grows with each collective, send and receive that this rank begins in its group."""
+        return self._noted + c10d.begun_on_devices() if self._used else 0
 
     def is_under_way(self) -> bool:
-        """Has this cell begun collectives that the GPU may not have ended? Does not block."""
-        if self.begun() == self._begun:
-            return False
-        try:
-            return not self._is_idle()
-        except RuntimeError:  # the context is lost
-            return True
-
-    def _is_idle(self) -> bool:
-        """Are the default stream, and those on which collectives were begun, done? Raises RuntimeError as they do."""
-        streams = [torch.cuda.default_stream(self.device), *self._streams.values()]
-        return all(stream.query() for stream in streams)
+        """Has this cell begun something with other ranks, and is the GPU not done? Takes LOOK_SECONDS at most."""
+        return self.begun() != self._before and self._look(LOOK_SECONDS) != "done"
 
     def finish(self) -> None:
         """Wait until the GPU has done all that the cell has asked for; raises what that raises."""
         if self._used:
             with self._waiting():
                 self._synchronize()
+            self.state = "done"
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -114,47 +110,56 @@ class Gpu:
 
     def settle(self) -> GpuState:
         """After a cell, on the main thread: has the GPU done its work? Waits a moment if it has not."""
-        if not self._used:
-            return "done"
-        state = self._settled()
-        if state == "done":
+        if self.state != "done":
+            self.state = self._look(FAILED_SECONDS)
+        if self.state == "done":
             self.note_figures()
-        return state
+        return self.state
 
-    def _settled(self) -> GpuState:
-        until = time.monotonic() + FAILED_SECONDS
-        failed = 0
-        while True:
-            try:
-                if self._is_idle():
-                    return "done"
-            except RuntimeError as error:
-                failed += 1
-                if failed > 1:  # some errors are told once, and are over then; those of a lost context, always
-                    self.lost = str(error).partition("\n")[0]
-                    return "lost"
-            if time.monotonic() > until:
-                return "under way"
-            time.sleep(LOOK_SECONDS)
+    def _look(self, seconds: float) -> GpuState:
+        """Is the GPU done, within so many seconds?"""
+        errors: list[RuntimeError] = []
+
+        def wait() -> None:
+            for _ in range(2):  # some errors are told once, and are over then; those of a lost context, always
+                try:
+                    self._synchronize()
+                    errors.clear()
+                    return
+                except RuntimeError as error:
+                    errors.append(error)
+
+        thread = threading.Thread(target=wait, name="ddip-gpu", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            return "under way"
+        if not errors:
+            return "done"
+        self.lost = str(errors[-1]).partition("\n")[0]
+        return "lost"
 
     def note_figures(self) -> None:
         """On the main thread only."""
-        self.figures = {
-            "allocated": torch.cuda.memory_allocated(self.device),
-            "reserved": torch.cuda.memory_reserved(self.device),
-            "total": torch.cuda.get_device_properties(self.device).total_memory,
-        }
+        if self._used:
+            self.figures = {
+                "allocated": torch.cuda.memory_allocated(self.device),
+                "reserved": torch.cuda.memory_reserved(self.device),
+                "total": torch.cuda.get_device_properties(self.device).total_memory,
+            }
 
-    def empty_caches(self) -> None:
-        """Give back what torch's caches hold and nobody uses, if that is much and the GPU is idle; main thread only."""
-        if not self._used or self.lost:
+    def tidy(self, empty: bool) -> None:
+        """When a cell's garbage is gone, on the main thread; `empty`: give back what torch's caches hold and nobody
+        uses, if that is much."""
+        if not self._used or self.state != "done":
             return
         with contextlib.suppress(RuntimeError):
-            if not self._is_idle():
-                return
-            if torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) > SPARE_BYTES:
+            if (
+                empty
+                and torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) > SPARE_BYTES
+            ):
                 torch.cuda.empty_cache()
-            if _spare_pinned() > SPARE_BYTES:
+            if empty and _spare_pinned() > SPARE_BYTES:
                 torch._C._host_emptyCache()
             self.note_figures()
 
@@ -168,11 +173,6 @@ def _spare_pinned() -> int:
 
 
 gpu = Gpu()
-
-
-def finish() -> None:
-    """See `Gpu.finish`; the last thing that a cell does, and it can be interrupted as the cell can."""
-    gpu.finish()
 
 
 def settle() -> GpuState:

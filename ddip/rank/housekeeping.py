@@ -121,8 +121,8 @@ class Cells:
             _let_go(error)
         if self.collect:
             gc.collect()
-            gpu.empty_caches()
             self.collections += 1
+        gpu.tidy(empty=self.collect)
 
 
 def _set_threads(count: int) -> None:

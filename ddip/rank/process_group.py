@@ -97,7 +97,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Form the group; returns what `join` does."""
     before = set(sockets.connections())
-    nccl = c10d.has_nccl(rank_spec.backend)
+    nccl, at_once = c10d.has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
     timed = nccl or rank_spec.backend == dist.Backend.GLOO
     dist.init_process_group(
         rank_spec.backend,
@@ -105,8 +105,10 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
         timeout=timedelta(seconds=rank_spec.seconds) if timed else None,
-        device_id=gpu.device if nccl else None,  # it connects now, while nobody else waits
+        device_id=gpu.device if at_once else None,  # with the former nccl, new_group would split the communicator then
     )
+    if nccl and not at_once:
+        c10d.connect_devices(gpu.device)
     if timed:
         c10d.set_timeout(dist.default_pg_timeout)
     return [ends for ends in sockets.connections() if ends not in before], list(setup.ports())
@@ -164,7 +166,7 @@ def _abort() -> bool:
     if not cut_off and gpu.begun() > begun:  # it has been begun just now
         cut_off = True
         _interrupt()
-    return cut_off
+    return cut_off and gpu.state == "under way"  # and not of what ddip itself has asked for
 
 
 def _interrupt() -> None:

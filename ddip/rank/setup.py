@@ -73,14 +73,14 @@ def _set_up(method: Method) -> Method:
         begin = functools.partial(method, size, rank, ranks, backend, store, name, *args, **kwargs)
         options = kwargs.get("backend_options", kwargs.get("pg_options", args[0] if args else None))
         if store is None or "gloo" not in str(backend).lower():  # the others do not wait here
-            return _fence_after(begin, size)
+            return _fence_after(begin, size, str(backend))
         me = dist.get_rank() if ranks else int(rank or 0)  # without ranks it is the default group, of all
         with descriptors.spare(descriptors.of_a_group(size)):
             agreement = _Agreement(store, name, list(ranks) or list(range(size)), me, kwargs.get("timeout"))
             agreement._wait_for_all()
             if options is not None:
                 agreement._open_listeners()
-            return _fence_after(begin, size)
+            return _fence_after(begin, size, str(backend))
 
     return wrapper
 
@@ -97,7 +97,8 @@ def _split(method: Method) -> Method:
             if name is not None:
                 agreement._wait_for_all()
             agreement._open_listeners()
-            return _fence_after(begin, len(ranks))
+            mixed = len({device.type for device in parent._device_types}) > 1
+            return _fence_after(begin, len(ranks), "nccl" if mixed else "gloo")
 
     return wrapper
 
@@ -125,8 +126,11 @@ def _listeners() -> set[Listener]:
     return set(sockets.listeners().items())
 
 
-def _fence_after(begin: Callable[[], Any], size: int) -> Any:
+def _fence_after(begin: Callable[[], Any], size: int, backend: str = "gloo") -> Any:
     """Set up a group of `size`, and fence each socket on which gloo listens for the other ranks.
+
+    Where nccl connects the ranks here, too, none is: it listens on, for splits of its communicator, and it cannot be
+    told which socket is whose.
 
     All connections are there then, unless gloo was told to connect when they are needed: a group with fewer connections
     than other ranks is left alone. Raises DistBackendError if it was freed.
@@ -142,7 +146,7 @@ def _fence_after(begin: Callable[[], Any], size: int) -> Any:
     if under_way.freed:
         raise dist.DistBackendError("the group was released while gloo connected it")
     group = made[0] if isinstance(made, tuple) else made
-    new = _listeners() - before
+    new = set[Listener]() if c10d.connects_at_once(backend.lower()) else _listeners() - before
     if new and len(sockets.connections()) - connections >= len(new) * (group.size() - 1):
         _fence(new)
     return made

@@ -19,12 +19,11 @@ class ToldGpu(module.Gpu):
     _used = True
     works, holds = False, False
     def begun(self): return int(self.works)
-    def _is_idle(self): return not self.works
     def _synchronize(self):
-        if self.holds: threading.Event().wait()
+        main = threading.current_thread() is threading.main_thread()
+        if self.holds or (self.works and not main): threading.Event().wait(None if main else 10)
     def note_figures(self): self.figures = None
-    def note_collective(self, code, line): self.last = code, line
-    def empty_caches(self): pass
+    def tidy(self, empty): pass
 def put(gpu):
     module.gpu = kernel.gpu = process_group.gpu = stacks.gpu = sys.modules["ddip.rank.report"].gpu = gpu
     sys.modules["ddip.rank.housekeeping"].gpu = sys.modules["ddip.rank.collectives"].gpu = gpu

@@ -15,7 +15,7 @@ from ddip.rank.gpu import Gpu
 
 
 class ToldGpu(Gpu):
-    """A GPU of which a test says how far it is: True for done, or an error."""
+    """A GPU of which a test says how far it is, each time that it is waited for: done or not, or an error."""
 
     def __init__(self, *looks: bool | RuntimeError) -> None:
         super().__init__()
@@ -28,11 +28,12 @@ class ToldGpu(Gpu):
     def begun(self) -> int:
         return self.count
 
-    def _is_idle(self) -> bool:
+    def _synchronize(self) -> None:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, RuntimeError):
             raise look
-        return look
+        if not look:
+            threading.Event().wait(1)
 
     def note_figures(self) -> None:
         self.figures = {"allocated": 1, "reserved": 2, "total": 3}
@@ -159,10 +160,9 @@ ALWAYS = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel err
     ("looks", "state", "lost"),
     [
         ([True], "done", ""),
-        ([False, False, True], "done", ""),
         ([False], "under way", ""),
         ([ONCE, True], "done", ""),
-        ([False, ALWAYS], "lost", "CUDA error: device-side assert triggered"),
+        ([ALWAYS], "lost", "CUDA error: device-side assert triggered"),
     ],
 )
 def test_after_a_cell_a_gpu_is_done_or_under_way_or_lost(
@@ -170,7 +170,37 @@ def test_after_a_cell_a_gpu_is_done_or_under_way_or_lost(
 ) -> None:
     monkeypatch.setattr(module, "FAILED_SECONDS", 0.02)
     gpu = ToldGpu(*looks)
+    gpu.begin_cell()
     assert (gpu.settle(), gpu.lost, gpu.figures is not None) == (state, lost, state == "done")
+
+
+def test_after_a_good_cell_nothing_is_looked_at_again() -> None:
+    gpu = ToldGpu(True, RuntimeError("not asked"))
+    gpu.begin_cell()
+    gpu.finish()
+    assert (gpu.settle(), gpu.state) == ("done", "done")
+
+
+def test_a_release_of_what_ddip_has_asked_for_tells_of_no_harm(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ToldGpu(True, False)
+    gpu.begin_cell()
+    gpu.finish()
+    gpu.count = 1
+    assert released(monkeypatch, gpu) is False
+    assert log == ["interrupt", "abort", "aborted", "cut"]
+
+
+def test_sends_and_receives_count_though_torch_does_not_count_them() -> None:
+    class Counting(ToldGpu):
+        begun = Gpu.begun
+
+    gpu = Counting(False)
+    gpu.begin_cell()
+    assert not gpu.is_under_way()
+    gpu.note_begun()
+    assert gpu.is_under_way()
 
 
 def test_work_on_a_lost_gpu_counts_as_under_way() -> None:
@@ -184,9 +214,9 @@ def test_on_the_cpu_nothing_is_waited_for() -> None:
     gpu = Gpu()
     gpu.use(torch.device("cpu"))
     gpu.begin_cell()
-    gpu.note_collective(None, 1)
+    gpu.note_begun()
     gpu.finish()
-    gpu.empty_caches()
+    gpu.tidy(empty=True)
     assert (gpu.settle(), gpu.is_under_way(), gpu.figures, gpu.last) == ("done", False, None, (None, 0))
 
 

@@ -34,7 +34,16 @@ def test_ranks_whose_work_was_cut_off_are_named_with_one_that_is_good(
 
 
 def test_where_no_rank_is_good_a_checkpoint_is_left() -> None:
-    assert cut_off_text([0, 1], 2).endswith("copy it from a checkpoint, before you go on")
+    assert cut_off_text({0: True, 1: True}).endswith("copy it from a checkpoint, before you go on")
+
+
+def test_a_rank_that_has_ended_is_not_the_one_to_copy_from(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(None, gpus="all", failure_grace=0.0)
+    with pytest.raises(CellError, match="^rank 0: RankEnded"):
+        group.run("0: die\n1: compute\n2: wait")
+    assert "rank 1: work on the GPU was cut off" in (said := capsys.readouterr().err) and "copy it from rank 2" in said
 
 
 def test_a_rank_that_has_lost_its_gpu_is_named_and_replaced_alone(
