@@ -119,6 +119,7 @@ class Cells:
         error, self._error = self._error, None
         if error is not None:
             _let_go(error)
+            error = None  # its frames keep what they have told of their variables, from Python 3.12 on
         if self.collect:
             gc.collect()
             self.collections += 1

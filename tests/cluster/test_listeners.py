@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import subprocess
@@ -87,6 +88,8 @@ MAKE = {
 def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: str, tmp_path: Path) -> None:
     if "split" in make and not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch cannot split a group")
+    if "split" in make and "No device associated" in inspect.getsource(dist.split_group):
+        pytest.skip("this torch splits groups of GPUs only")
     cells.run(f"{SETUP}\npath = {str(tmp_path / 'store')!r}")
     if make == "a group that was formed again":
         with pytest.raises(ddip.CellError):
