@@ -296,6 +296,20 @@ def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, ad
     group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
 
 
+def test_settings_that_one_rank_writes_are_found_whole_by_the_others(group: ddip.Group, tmp_path: Path) -> None:
+    """Of fastai, in a home that it has not been in before: in one of five times another rank found an empty file."""
+    group.run(f"""
+        import os, torch.distributed as dist
+        from fastai.data import external
+        for i in range(100):
+            external.fastai_cfg.cache_clear()
+            os.environ["FASTAI_HOME"] = {str(tmp_path)!r} + f"/home{{i}}"
+            dist.barrier()
+            assert external.fastai_cfg().path("archive") is not None, i
+        external.fastai_cfg.cache_clear()
+    """)
+
+
 def test_a_cell_on_one_rank_saves_what_it_says(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)\nlearn.fit(1)")
     group.run("learn.save('mine'); learn.load('mine'); learn.export('mine.pkl')", ranks=[1])

@@ -1,7 +1,8 @@
 """Files: fetched once on each host, written once. And what a learner takes along when it goes to the notebook.
 
 Mends, in fastai 2.8.12: each rank downloads, or tries to, for itself; in a cell on one rank that is not rank 0,
-``save`` and ``export`` write nothing, and say nothing. A recorder leaves its losses behind when it is pickled.
+``save`` and ``export`` write nothing, and say nothing. A recorder leaves its losses behind when it is pickled. In
+fastcore 2.2.39: of a file of settings that one rank writes for the first time, another may find the empty beginning.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from fastai.learner import Learner, Recorder
 from fastai.text import core
 from fastai.text.learner import TextLearner
+from fastcore import xtras
 from fastcore.basics import Stateful
 from fastdownload import FastDownload
 
@@ -113,6 +115,18 @@ def _made_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _written_at_once(save: Callable[..., None]) -> Callable[..., None]:
+    """Of ``save_config_file``: who reads the file finds all of it, or none."""
+
+    @functools.wraps(save)
+    def save_at_once(file: Any, *args: Any, **kwargs: Any) -> None:
+        beside = f"{file}.{os.getpid()}"
+        save(beside, *args, **kwargs)
+        os.replace(beside, file)
+
+    return save_at_once
+
+
 def apply() -> None:
     """Fetch and write once."""
     get, hub, tokenize = FastDownload.get, torch.hub.download_url_to_file, core._tokenize_files
@@ -132,6 +146,7 @@ def apply() -> None:
 
         return once_a_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
 
+    patches.patch(xtras, "save_config_file", _written_at_once(xtras.save_config_file))
     patches.patch(FastDownload, "get", get_once)
     patches.patch(torch.hub, "download_url_to_file", download_once)
     patches.patch(core, "_tokenize_files", tokenize_once)
