@@ -14,6 +14,7 @@ from ddip.group.placement import DeviceBinding, GroupSpec
 from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
 from ddip.protocol import on_rank
+from ddip.protocol.rank_spec import backends_of, has_nccl
 from ddip.protocol.reports import Hello
 
 HELLO_SECONDS = 2.0
@@ -83,7 +84,7 @@ def _environment(spec: GroupSpec) -> dict[str, str]:
     environment = {}
     if "OMP_NUM_THREADS" not in os.environ:
         environment = {name: str(host.threads(spec.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    if placement.has_nccl(spec.backend):
+    if has_nccl(spec.backend):
         environment.update({name: value for name, value in _nccl(spec).items() if name not in os.environ})
     if spec.on_gpus:
         names = devices.gpu_names()
@@ -117,8 +118,7 @@ def _check_version(hellos: Sequence[Hello]) -> None:
 
 def _check_torch(spec: GroupSpec, hello: Hello) -> None:
     """Raise BadInput if the torch that `hello` tells of cannot do what `spec` needs."""
-    wanted = [part.rpartition(":")[2] for part in spec.backend.split(",")]
-    for backend in wanted:
+    for backend in backends_of(spec.backend):
         if backend not in hello["backends"]:
             has = ", ".join(hello["backends"])
             raise BadInput(f"-b {spec.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddip.errors import BadInput
+from ddip.protocol.rank_spec import has_nccl
 
 CPU = "cpu"
 SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -154,11 +155,6 @@ def resolve(request: Request, available: int, nccl_shares: bool = False) -> Grou
         if backend is None:
             return GroupSpec(gpus, "gloo", "two ranks share a GPU, which nccl does not do: the backend is gloo")
     return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl")
-
-
-def has_nccl(backend: str) -> bool:
-    """Is one of those in ``cpu:gloo,cuda:nccl`` an implementation of nccl? torch 2.15 has three."""
-    return any(part.rpartition(":")[2].startswith("nccl") for part in backend.split(","))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,16 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """By which the backends are told the network interface of the group's own traffic."""
 
 
+def backends_of(backend: str) -> list[str]:
+    """Names of the backends in ``cpu:gloo,cuda:nccl``, or in ``gloo``."""
+    return [part.rpartition(":")[2] for part in backend.split(",")]
+
+
+def has_nccl(backend: str) -> bool:
+    """Is one of them an implementation of nccl? torch 2.15 has three."""
+    return any(name.startswith("nccl") for name in backends_of(backend))
+
+
 @dataclass(frozen=True)
 class RankSpec:
     """Everything that a rank must know to join the group."""

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ddip.protocol.rank_spec import backends_of
+
 WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
@@ -104,20 +106,11 @@ def _device_backends() -> list[Any]:
     return found
 
 
-def has_nccl(backend: str) -> bool:
-    """Is one of those in ``cpu:gloo,cuda:nccl`` an implementation of nccl? torch 2.15 has three."""
-    return any(part.rpartition(":")[2].startswith(dist.Backend.NCCL) for part in backend.split(","))
-
-
 def connects_at_once(backend: str) -> bool:
     """Does nccl connect the ranks as soon as a group is made? The one of torch 2.15 does, the former one when asked."""
-    names = [part.rpartition(":")[2] for part in backend.split(",")]
-    new = hasattr(dist, "ProcessGroupNCCL2")
-    return any(name == "nccl2" or (name == "nccl" and new and not _is_nccl_former()) for name in names)
-
-
-def _is_nccl_former() -> bool:
-    return os.environ.get("TORCH_DIST_USE_NCCL2") == "0"
+    names = backends_of(backend)
+    is_new = hasattr(dist, "ProcessGroupNCCL2") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    return "nccl2" in names or ("nccl" in names and is_new)
 
 
 def connect_devices(device: torch.device) -> None:

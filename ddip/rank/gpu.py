@@ -154,22 +154,25 @@ class Gpu:
         if not self._used or self.state != "done":
             return
         with contextlib.suppress(RuntimeError):
-            if (
-                empty
-                and torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) > SPARE_BYTES
-            ):
-                torch.cuda.empty_cache()
-            if empty and _spare_pinned() > SPARE_BYTES:
-                torch._C._host_emptyCache()
+            if empty:
+                spare = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+                if spare > SPARE_BYTES:
+                    torch.cuda.empty_cache()
+                if _spare_pinned() > SPARE_BYTES:
+                    _empty_pinned()
             self.note_figures()
 
 
 def _spare_pinned() -> int:
     """Bytes of pinned host memory that are cached and not in use; 0 where torch does not tell (before 2.8 or so)."""
     stats: dict[str, Any] = getattr(torch.cuda, "host_memory_stats", dict)()
-    if not hasattr(torch._C, "_host_emptyCache"):
-        return 0
     return int(stats.get("allocated_bytes.current", 0)) - int(stats.get("active_bytes.current", 0))
+
+
+def _empty_pinned() -> None:
+    """Public from torch 2.15 or so; before that, private or not there."""
+    public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    getattr(torch._C, "_host_emptyCache", lambda: None)() if public is None else public()
 
 
 gpu = Gpu()

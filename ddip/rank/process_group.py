@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from IPython.core.getipython import get_ipython
 
-from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec
+from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec, has_nccl
 from ddip.protocol.reports import CellReport, Ends
 from ddip.rank import c10d, collectives, descriptors, namespace, setup, sockets, stacks, stores
 from ddip.rank.gpu import gpu
@@ -97,7 +97,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Form the group; returns what `join` does."""
     before = set(sockets.connections())
-    nccl, at_once = c10d.has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
+    nccl, at_once = has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
     timed = nccl or rank_spec.backend == dist.Backend.GLOO
     dist.init_process_group(
         rank_spec.backend,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddip.protocol.rank_spec import has_nccl
 from ddip.rank import c10d, process_group, sockets
 from ddip.rank import gpu as module
 from ddip.rank.gpu import Gpu
@@ -225,4 +226,18 @@ def test_on_the_cpu_nothing_is_waited_for() -> None:
     [("gloo", False), ("nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:nccl2", True), ("mpi", False)],
 )
 def test_each_implementation_of_nccl_is_known(backend: str, has: bool) -> None:
-    assert c10d.has_nccl(backend) is has
+    assert has_nccl(backend) is has
+
+
+@pytest.mark.parametrize(
+    ("backend", "former", "at_once"),
+    [("gloo", "", False), ("cpu:gloo,cuda:nccl", "0", False), ("nccl2", "0", True), ("nccl-legacy", "", False)],
+)
+def test_it_is_known_which_nccl_connects_at_once(
+    monkeypatch: pytest.MonkeyPatch, backend: str, former: str, at_once: bool
+) -> None:
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", former)
+    assert c10d.connects_at_once(backend) is at_once
+    assert c10d.connects_at_once("cpu:gloo,cuda:nccl") is (
+        hasattr(torch.distributed, "ProcessGroupNCCL2") and not former
+    )
