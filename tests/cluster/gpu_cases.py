@@ -312,6 +312,38 @@ def random_numbers_of_the_device_agree_again(group: ddip.Group, times: int) -> N
     assert first == second
 
 
+@case(2, app="fastai", failure_grace=0.1)
+def a_loss_that_is_infinite_on_one_rank_leaves_scale_and_parameters_equal(group: ddip.Group, times: int) -> None:
+    group.run("""
+        import hashlib, torch
+        from fastai.basics import *
+        from fastai.callback.all import *
+        from fastai.vision.models.xresnet import xresnet18
+
+        class OnceInfinite:
+            batches = 0
+            def __call__(self, pred, target):
+                OnceInfinite.batches += 1
+                loss = F.cross_entropy(pred, target)  # computed in float16 on a GPU, where it may overflow
+                return loss * float("inf") if on_gpu and rank == 1 and OnceInfinite.batches == 2 else loss
+
+        on_gpu = device.type == "cuda"
+        images, classes = torch.randn(48, 3, 32, 32), torch.randint(0, 3, (48,))
+        data = [(images[i], classes[i]) for i in range(48)]
+        dls = DataLoaders(DataLoader(data[:32], bs=8), DataLoader(data[32:], bs=8), device=device)
+        model = xresnet18(n_out=3).to(device, memory_format=torch.channels_last)
+        if on_gpu: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        learn = Learner(dls, model, loss_func=OnceInfinite(), cbs=ChannelsLast()).to_fp16()
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-3)
+        parameters = b"".join(p.detach().float().cpu().numpy().tobytes() for p in learn.model.parameters())
+        scaler = getattr(getattr(learn, "mixed_precision", None), "scaler", None)
+        told = hashlib.sha1(parameters).hexdigest(), all(p.isfinite().all().item() for p in learn.model.parameters())
+        told += (scaler.get_scale() if on_gpu and scaler is not None else None,)
+    """)
+    (first, second), _ = group.pull_all(["told"], [0, 1])
+    assert first == second and first["told"][1] is True
+
+
 # -- memory
 
 
