@@ -215,6 +215,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             self._aside.put()
             self.aborted.discard(self._cell)
             self._cell = None
+            self._patience.forget()
 
     def _finish_on_gpu(self) -> None:
         """The code of the cell has ended; the cell ends when the GPU has done its work, and can fail until then."""
@@ -295,6 +296,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
                 self._interruptible = False
                 self.aborted.discard(msg_id)
                 self._cell = None
+                self._patience.forget()
                 cells.end_request()
         except BaseException as error:
             return self._error_reply("apply", error), []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sysconfig
 import time
+from pathlib import Path
 from types import FrameType
 
 SAME_PLACE = 50
@@ -23,10 +24,13 @@ LONGEST_SECONDS = 30.0
 """For which an interrupt waits for the imports of one cell, whatever they do."""
 AGAIN_SECONDS, WITH_AGAIN_SECONDS = 0.02, 0.002
 """After which an interrupt is tried again that came to an import, and to what a ``with`` statement enters or leaves."""
-WITH_SECONDS = 0.4
-"""For which an interrupt waits for the latter at one go: it takes microseconds, if it does not wait itself."""
+WITH_SECONDS, ALL_WITH_SECONDS = 0.4, 2.0
+"""For which an interrupt waits for one such call, which takes microseconds if it does not wait itself; and for one after
+the other, in a loop that does little else."""
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+_OURS = str(Path(__file__).parents[1])
+"""An interrupt may come while a former one is handled, wherever that has come."""
 
 
 def library_in(frame: FrameType | None) -> str:
@@ -42,18 +46,18 @@ def library_in(frame: FrameType | None) -> str:
     return name
 
 
-def is_in_with(frame: FrameType | None) -> bool:
-    """Is `frame` part of what a ``with`` statement calls, in code of a library?"""
+def call_of_with(frame: FrameType | None) -> FrameType | None:
+    """What a ``with`` statement has called, in code of a library, if `frame` is part of that."""
     while frame is not None and is_librarys(frame.f_code.co_filename):
         if frame.f_code.co_name in ("__enter__", "__exit__"):
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def is_librarys(path: str) -> bool:
-    """Is `path` a file of Python's own, or of a package that is installed?"""
-    return path.startswith(_STANDARD) or any(part in path for part in _INSTALLED)
+    """Is `path` a file of Python's own, or of a package that is installed, or ddip's?"""
+    return path.startswith((_STANDARD, _OURS)) or any(part in path for part in _INSTALLED)
 
 
 def _is_imported(caller: FrameType | None) -> bool:
@@ -68,7 +72,13 @@ class Patience:
         self._began: float | None = None
         self._place: tuple[int, int] | None = None
         self._same = 0
-        self._with_since: float | None = None
+        self._call: FrameType | None = None
+        """What a ``with`` statement has called; kept, so that no other call gets its place in memory."""
+        self._call_since = self._calls_since = 0.0
+
+    def forget(self) -> None:
+        """The cell has ended; its frames have its variables."""
+        self._call = None
 
     def wait(self, frame: FrameType | None) -> float | None:
         """After how many seconds to try it again with the interrupt that has come at `frame`; None: it need not wait.
@@ -78,8 +88,17 @@ class Patience:
         now = time.monotonic()
         if library_in(frame):
             return AGAIN_SECONDS if self._import_goes_on(frame, now) else None
-        self._with_since = (self._with_since or now) if is_in_with(frame) else None
-        return None if self._with_since is None or now > self._with_since + WITH_SECONDS else WITH_AGAIN_SECONDS
+        former, self._call = self._call, call_of_with(frame)
+        if self._call is None:
+            return None
+        if former is None:
+            self._calls_since = now
+        if former is not self._call:
+            self._call_since = now
+        over = now > self._call_since + WITH_SECONDS or now > self._calls_since + ALL_WITH_SECONDS
+        if over:
+            self._call = None
+        return None if over else WITH_AGAIN_SECONDS
 
     def _import_goes_on(self, frame: FrameType | None, now: float) -> bool:
         if self._began is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ from IPython.core.getipython import get_ipython
 
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec, has_nccl
 from ddip.protocol.reports import CellReport, Ends
-from ddip.rank import c10d, collectives, descriptors, namespace, setup, sockets, stacks, stores
+from ddip.rank import c10d, collectives, descriptors, lost_waits, namespace, setup, sockets, stacks, stores
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
 
@@ -40,13 +41,15 @@ ABORT_FIRST_SECONDS = 0.5
 """For which the connections wait for the aborts, at most: a kernel of the user's may hold them up."""
 ABORT_SECONDS = 5.0
 """How long an abort may take until the rank is taken for one that cannot leave its group."""
+LOST_SECONDS = 0.2
+"""How long a wait in gloo must last after a release to be one that gloo has forgotten."""
 _seated = False
 _store = ""
 """Of the group that was formed last; it names that group."""
 _formed: dist.ProcessGroup | None = None
 _released = False
 _is_cut_off = False
-"""Was the cell interrupted since a release has cut off its work on the GPU?"""
+"""Was the cell interrupted since a release has cut off its work on the GPU, or half of a message of gloo's?"""
 _standing: dict[str, Any] = {}
 """The variables that a cell may use."""
 
@@ -148,13 +151,14 @@ def release(store: str, connections: list[Ends]) -> bool:
     if store != _store:  # this comes too late: the rank was held up in C code, and has joined another group since
         return False
     _released = True
-    if gpu.device.type == "cpu":
+    on_cpu = gpu.device.type == "cpu"
+    if on_cpu:
         _disconnect(connections)
-        return False
     try:
-        return _abort()
-    finally:  # beside this one, which answers others meanwhile
-        threading.Thread(target=_disconnect, args=(connections,), name="ddip-release", daemon=True).start()
+        return False if on_cpu else _abort()
+    finally:  # beside this thread, which answers others meanwhile
+        rest = store, None if on_cpu else connections
+        threading.Thread(target=_end_release, args=rest, name="ddip-release", daemon=True).start()
 
 
 def _abort() -> bool:
@@ -176,6 +180,21 @@ def _interrupt() -> None:
     shell: Any = get_ipython()
     if shell is not None:
         shell.kernel.interrupt_what_runs()
+
+
+def _end_release(store: str, connections: list[Ends] | None) -> None:
+    """What of a release takes time: the `connections` that wait for the aborts, and the waits that gloo forgets."""
+    if connections is not None:
+        _disconnect(connections)
+    before, quiet = dict[int, int](), 0
+    while quiet < 2 and _released and store == _store:
+        time.sleep(LOST_SECONDS)
+        waits = lost_waits.waits()
+        lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
+        if lost:
+            _interrupt()  # first: what they wait for will hold anything
+            lost_waits.end(lost)
+        before, quiet = waits, 0 if waits else quiet + 1
 
 
 def _disconnect(connections: list[Ends]) -> None:
@@ -231,5 +250,7 @@ def waited_in(error: BaseException) -> str:
     """Where this rank waited for others when `error` ended that; empty for an error of its own."""
     if _is_cut_off and isinstance(error, KeyboardInterrupt):
         place = stacks.place_of(error)
+        if gpu.device.type == "cpu":
+            return str(place)
         return str(replace(place, function=stacks.ON_GPU) if place.cell is not None else stacks.place_on_gpu())
     return str(stacks.place_of(error)) if c10d.is_broken_connection(error) else ""

@@ -309,6 +309,25 @@ def test_a_stop_leaves_no_lock_closed_and_no_context_entered(cells: ddip.Group, 
             cells.run("assert lock.acquire(blocking=False); lock.release()\nassert torch.is_grad_enabled()")
 
 
+def test_an_interrupt_that_comes_while_another_is_handled_leaves_no_lock_closed(cells: ddip.Group) -> None:
+    cells.run("""
+        import os, signal, threading
+        lock, kernel, entered = threading.Condition(threading.Lock()), get_ipython().kernel, 0
+        def press(cell):
+            while kernel._cell == cell:
+                if entered: os.kill(os.getpid(), signal.SIGINT)
+    """)
+    for _ in range(8):
+        with pytest.raises(CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+            cells.run("""
+                entered = 0
+                threading.Thread(target=press, args=(kernel._cell,)).start()
+                while True:
+                    with lock: entered += 1
+            """)
+        cells.run("assert lock.acquire(blocking=False); lock.release()")
+
+
 def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
     cells: ddip.Group, no_interrupts_here: None
 ) -> None:

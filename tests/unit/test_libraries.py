@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import time
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -33,19 +36,62 @@ def test_what_a_library_enters_and_leaves_is_known_by_its_frames_and_a_users_is_
     lock = Lock()
     with threading.Condition(lock):  # type: ignore[arg-type]
         pass
-    assert [libraries.is_in_with(frame) for frame in lock.callers] == [True, True]
+    assert [libraries.call_of_with(frame) for frame in lock.callers] == lock.callers
     with lock:
-        assert not libraries.is_in_with(sys._getframe())
-    assert [libraries.is_in_with(frame) for frame in lock.callers] == [True, True, False, False]
+        assert libraries.call_of_with(sys._getframe()) is None
+    assert [libraries.call_of_with(frame) for frame in lock.callers[2:]] == [None, None]
 
 
-def test_an_interrupt_waits_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, patience = Lock(), libraries.Patience()
+def entering() -> FrameType:
+    """A call of a library's ``__enter__``."""
+    lock = Lock()
     with threading.Condition(lock):  # type: ignore[arg-type]
         pass
-    entering = lock.callers[0]
-    assert patience.wait(entering) == libraries.WITH_AGAIN_SECONDS
+    assert lock.callers[0] is not None
+    return lock.callers[0]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
+    call, patience = entering(), libraries.Patience()
+    assert patience.wait(call) == libraries.WITH_AGAIN_SECONDS
     assert patience.wait(sys._getframe()) is None
-    assert patience.wait(entering) == libraries.WITH_AGAIN_SECONDS
-    monkeypatch.setattr(libraries, "WITH_SECONDS", 0.0)
-    assert patience.wait(entering) is None
+    clock[0] += 2 * libraries.WITH_SECONDS
+    assert patience.wait(call) == libraries.WITH_AGAIN_SECONDS
+    clock[0] += 1.1 * libraries.WITH_SECONDS
+    assert patience.wait(call) is None
+
+
+def test_it_waits_longer_where_each_time_another_call_is_met_as_on_a_loaded_machine(clock: list[float]) -> None:
+    calls, patience = [entering(), entering()], libraries.Patience()
+    for number in range(4):
+        assert patience.wait(calls[number % 2]) == libraries.WITH_AGAIN_SECONDS
+        clock[0] += 0.9 * libraries.WITH_SECONDS
+    clock[0] += libraries.ALL_WITH_SECONDS
+    assert patience.wait(calls[0]) is None
+    assert patience.wait(calls[0]) == libraries.WITH_AGAIN_SECONDS
+
+
+def test_nothing_of_a_cell_is_held_after_it() -> None:
+    patience, told = libraries.Patience(), list[object]()
+
+    class Held:
+        pass
+
+    def cell() -> None:
+        held = Held()
+        weakref.finalize(held, told.append, held.__class__)
+        patience.wait(entering())
+
+    cell()
+    gc.collect()
+    assert told == []
+    patience.forget()
+    gc.collect()
+    assert told == [Held]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import inspect
+import sys
 
 import executing
 import ipyparallel
+import pytest
 import torch
 import zmq
 from ipykernel.iostream import OutStream
@@ -31,7 +34,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ddip.rank import c10d, collectives
+from ddip.rank import c10d, collectives, lost_waits
 
 
 def test_the_client_sends_as_ddip_asks() -> None:
@@ -260,3 +263,10 @@ def test_the_kernel_flushes_the_streams_before_it_replies_and_asks_through_its_o
     assert list(inspect.signature(Kernel.getpass).parameters)[:2] == ["self", "prompt"]
     assert "self.io_loop = ioloop.IOLoop.current()" in inspect.getsource(Kernel.start)
     assert "self.io_loop.add_callback(set_sigint_result)" in inspect.getsource(IPythonKernel._cancel_on_sigint)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells for which address a thread waits")
+def test_what_ends_a_wait_in_gloo_has_its_names() -> None:
+    library = ctypes.CDLL(str(lost_waits.LIBRARY))
+    ctypes.c_char.in_dll(library, lost_waits.METHODS)
+    assert [name for name in lost_waits.ENDING if not hasattr(library, name)] == []

@@ -1,0 +1,97 @@
+"""A rank that is killed in the middle of a large message: gloo never tells the other end, and ddip does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+from .leftovers import wait_until
+from .meanwhile import meanwhile
+
+LARGE = "kept, large = rank, torch.zeros(1 << 25)"
+"""128 MB: more than the system takes between two processes."""
+FREED = r"^rank 1: RankEnded: .*; rank 0 was blocked in {}cell .*, until ddip aborted it; %makedip --repair"
+
+
+@pytest.fixture
+def two(warmed_up: None) -> Iterator[ddip.Group]:
+    with ddip.Group(2, failure_grace=0.1) as group:
+        group.run(f"import os, signal, time, torch, torch.distributed as dist\n{LARGE}")
+        yield group
+
+
+def works_again(group: ddip.Group) -> None:
+    """Rank 0 has kept its variables."""
+    assert group.repair() == [1]
+    group.run("""
+        import torch, torch.distributed as dist
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one == world_size and (rank == 1 or kept == rank)
+    """)
+
+
+def test_a_rank_that_has_half_of_a_message_sent_is_released(two: ddip.Group, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def kill() -> None:
+        wait_until(lambda: "send" in str(two.stacks()[0].place))
+        os.kill(two.members[1].pid, signal.SIGKILL)
+
+    killed = meanwhile(ready.exists, kill)
+    with pytest.raises(ddip.CellError, match=FREED.format("send, ")):
+        two.run(f"""
+            if rank == 1:
+                receiving = dist.irecv(large, 0)
+                open({str(ready)!r}, "x").close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while not os.path.exists({str(ready)!r}): time.sleep(0.01)
+            dist.send(large, 1)
+        """)
+    killed.join()
+    works_again(two)
+
+
+def test_a_rank_that_has_half_of_a_message_received_is_released(two: ddip.Group, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    sender = two.members[1].pid
+    ended = meanwhile(lambda: not Path(f"/proc/{sender}").exists(), lambda: os.kill(two.members[0].pid, signal.SIGCONT))
+    with pytest.raises(ddip.CellError, match=FREED.format("")):
+        two.run(f"""
+            if rank == 0:
+                receiving = dist.irecv(large, 1)
+                open({str(ready)!r}, "x").close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                receiving.wait()
+            while not os.path.exists({str(ready)!r}): time.sleep(0.01)
+            sending = dist.isend(large, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    ended.join()
+    works_again(two)
+
+
+def test_what_waits_in_the_background_does_not_hold_up_the_next_group(two: ddip.Group, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    killed = meanwhile(
+        lambda: two.info()[0].state == "idle" and ready.exists(), lambda: os.kill(two.members[1].pid, signal.SIGKILL)
+    )
+    with pytest.raises(ddip.CellError, match="^rank 1: RankEnded: "):
+        two.run(f"""
+            from ddip.rank import lost_waits
+            if rank == 1:
+                broadcast = dist.broadcast(large, 0, async_op=True)
+                open({str(ready)!r}, "x").close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while not os.path.exists({str(ready)!r}): time.sleep(0.01)
+            broadcast = dist.broadcast(large, 0, async_op=True)
+            while not lost_waits.waits(): time.sleep(0.01)
+        """)
+    killed.join()
+    works_again(two)
