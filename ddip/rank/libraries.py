@@ -25,8 +25,8 @@ LONGEST_SECONDS = 30.0
 AGAIN_SECONDS, WITH_AGAIN_SECONDS = 0.02, 0.002
 """After which an interrupt is tried again that came to an import, and to what a ``with`` statement enters or leaves."""
 WITH_SECONDS, ALL_WITH_SECONDS = 0.4, 2.0
-"""For which an interrupt waits for one such call, which takes microseconds if it does not wait itself; and for one after
-the other, in a loop that does little else."""
+"""For which an interrupt waits for one such call, which takes microseconds if it does not wait itself; and for one call
+after the other, in a loop that does little else."""
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _OURS = str(Path(__file__).parents[1])
