@@ -268,9 +268,12 @@ class CellState:
     # -- what the time asks for
 
     def _in_time(self, now: float) -> list[Action]:
-        if not self.running:  # only messages are missing
+        looks = now >= self._next_look
+        if looks:
+            self._next_look = now + LOOK_SECONDS
+        if not self.running:  # only messages are missing, which come by way of the controller
             self.is_abandoned = self.is_abandoned or _is_over(self.stopped_at, STOP_SECONDS, now)
-            return []
+            return [Do.LOOK] if looks else []
         actions: list[Action] = []
         timeout = self.limits.timeout
         if timeout is not None and now >= self.began + timeout and self.stopped_at is None:
@@ -283,13 +286,11 @@ class CellState:
                 actions += self._release(now)
             elif self._caught:
                 actions.append(Ask.STALL_AFTER_CAUGHT)
-        looks = now >= self._next_look
         if looks and _is_over(self.stopped_at, ASK_SECONDS, now):
             actions.append(Ask.WHO_MOVES)  # whoever answers decides whether they are given up
         else:
             self._abandon_in_time(now)
         if looks and not self.is_abandoned:
-            self._next_look = now + LOOK_SECONDS
             actions += self._look(now)
         return actions
 

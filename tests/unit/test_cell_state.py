@@ -62,6 +62,13 @@ def test_a_cell_is_over_when_both_ends_of_every_rank_have_come() -> None:
     assert state.is_over and state.ending() == "good" and state.news() == {}
 
 
+def test_the_controller_is_looked_at_while_only_messages_are_missing() -> None:
+    """They come by way of it: a cell whose ranks had answered waited for ever when it had ended."""
+    state = cell(1)
+    state.step(Replied(0), 0.1)
+    assert {action for _, action in wait(state, 0.1, 1.0)} == {Do.LOOK}
+
+
 def test_when_one_has_failed_the_others_get_the_grace_and_are_released_once() -> None:
     state = cell(failure_grace=1.0)
     assert end(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
