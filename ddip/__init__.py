@@ -56,6 +56,11 @@ __version__ = "0.1.0"
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """``%load_ext ddip``."""
+    if getattr(shell, "is_rank", False):
+        raise RuntimeError(
+            "%load_ext ddip: this cell runs on the ranks, where ddip has nothing to do; type it in the first line of a "
+            "cell of its own"
+        )
     folder.ensure_ready()
     with folder.left_out():
         from ddip.notebook import loading
@@ -68,6 +73,11 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     from ddip.notebook import loading
 
     loading.unload(shell)
+
+
+def __dir__() -> list[str]:
+    """What Tab offers after ``ddip.``: what is public."""
+    return [*__all__, "__doc__", "__version__"]
 
 
 _HOME = {

@@ -101,6 +101,8 @@ class Group(Repairable):
         self.failure_grace = failure_grace
         self.stall_timeout = stall_timeout
         self.display = display or DisplayOptions()
+        self.transferred = 0
+        """Size of what the last push sent to each rank, or the last pull brought, bytes."""
         if gpus == "all":
             gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
         request = Request(n, None if gpus is None else tuple(gpus), backend, app)
@@ -220,7 +222,8 @@ class Group(Repairable):
         to = self._checked(ranks)
         with self._told(progress):
             self.ensure_ready()
-        return transfer.push(self.ranks, values, to, progress)
+        moved, self.transferred = transfer.push(self.ranks, values, to, progress)
+        return moved
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = nobody) -> dict[str, Any]:
         """The objects `names` of `rank`, with tensors on the CPU.
@@ -243,7 +246,8 @@ class Group(Repairable):
                 self.ensure_free()
             else:
                 self.ensure_ready()
-        return transfer.pull(self.ranks, names, of, progress)
+        values, moved, self.transferred = transfer.pull(self.ranks, names, of, progress)
+        return values, moved
 
     # -- figures
 

@@ -11,10 +11,14 @@ from ddip.output.area import notify
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads(ranks: int) -> int:
     """CPU threads for each of `ranks` on this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, cores() // ranks)
 
 
 def directory() -> str:

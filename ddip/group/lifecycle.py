@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from IPython.core.getipython import get_ipython
+
 from ddip import apps
 from ddip.cluster import devices, folder, limits, ownership
 from ddip.cluster.local import LocalCluster
 from ddip.cluster.seam import Cluster
-from ddip.errors import REPAIR, CellError, GroupError, RequestFailed, RequestInterrupted
+from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestFailed, RequestInterrupted
 from ddip.group import placement, stopping
 from ddip.group.cells import Cells
 from ddip.group.comms import Comms
@@ -61,10 +63,14 @@ class Lifecycle:
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
         self._app: str | None = None
+        self._came_later: set[int] = set()
+        """Engines that were not there when the group started."""
         self._unprepared: set[int] = set()
         """Ranks on which the app has still to be prepared."""
         self._unfit: set[int] = set()
         """Ranks that cannot be in a group."""
+        if getattr(get_ipython(), "is_rank", False):
+            raise BadInput("ddip.Group: this process is a rank of a group; start groups in the notebook or a script")
         self.request = request
         self.spec = self._resolve(request)
         with self._told(progress):
@@ -154,9 +160,12 @@ class Lifecycle:
         ranks, self._ranks = self._ranks, None
         self._app = None
         self._unprepared = set()
+        self._came_later = set()
         if ranks is not None:
             with stopping.button("the stop button was pressed while the group ended; there is no group any more"):
                 ranks.cluster.stop()
+
+    close = shutdown
 
     @property
     def alive(self) -> bool:
@@ -174,6 +183,11 @@ class Lifecycle:
     def members(self) -> list[Member]:
         """The members in rank order."""
         return self.ranks.members
+
+    @property
+    def new_ranks(self) -> list[int]:
+        """The ranks that a change or a repair has added: they lack the variables of the cells that ran before."""
+        return [rank for rank, member in enumerate(self.members) if member.engine in self._came_later]
 
     @property
     def world_size(self) -> int:
@@ -225,7 +239,8 @@ class Lifecycle:
             with stopping.button():
                 if not new:
                     self._leave(deadline)
-                self.request, self.spec, self.ranks.members = request, spec, members
+                self.request, self.spec = request, spec
+                self._take(members)
                 self._app, self._unprepared = request.app, set(range(spec.size))
                 self.cluster.stop_engines_but([member.engine for member in members])
                 try:
@@ -240,6 +255,12 @@ class Lifecycle:
                 self.cluster.stop_engines_but([member.engine for member in self.members])
             raise
         self.seconds = time.monotonic() - began
+
+    def _take(self, members: list[Member]) -> None:
+        """These are the members from here on."""
+        if self.members:
+            self._came_later |= {member.engine for member in members} - {member.engine for member in self.members}
+        self.ranks.members = members
 
     def _prepare(self, ranks: Sequence[int]) -> None:
         """Prepare the app on `ranks`; if that fails it is tried again before the next cell."""

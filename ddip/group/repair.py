@@ -86,7 +86,7 @@ class Repairable(Lifecycle):
         with stopping.button():
             self._manager.release()
             self.cluster.stop_engines_but([member.engine for member in members])
-            self.ranks.members = members
+            self._take(members)
             self._cells.forget(gone)
             self._unfit.difference_update(gone)
             if self._app is not None:

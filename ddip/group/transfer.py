@@ -19,14 +19,16 @@ PART = 1 << 24
 
 
 def check_names(names: list[str], magic: str) -> None:
-    """Refuse what is no variable's name."""
+    """Refuse what is not the name of a variable."""
     for name in names:
         if not name.isidentifier():
-            raise BadInput(f"{magic} {name}: {name!r} is no variable; type names, such as {magic} model losses")
+            raise BadInput(f"{magic} {name}: {name!r} is not a name; type names of variables, such as {magic} model")
 
 
-def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> list[str]:
-    """Put `values` into the namespaces of the ranks `to`; returns the names whose tensors moved to the CPU.
+def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> tuple[list[str], int]:
+    """Put `values` into the namespaces of the ranks `to`.
+
+    Returns the names whose tensors moved to the CPU, and the size of what was sent to each rank, bytes.
 
     Raises TransferError that names what cannot be pickled here, or unpickled there; then nothing has changed.
     """
@@ -34,7 +36,7 @@ def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: R
     if errors:
         raise TransferError(f"nothing was pushed: {_reasons(errors, 'cannot be pickled')}")
     deliver(ranks, packed, to, progress)
-    return moved
+    return moved, sum(map(len, packed.values()))
 
 
 def deliver(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
@@ -99,11 +101,15 @@ def _parts(size: int) -> list[tuple[int, int]]:
 
 def pull(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The objects `names` of each of the ranks `of`, in order, and the names whose tensors moved to the CPU."""
+) -> tuple[list[dict[str, Any]], list[str], int]:
+    """The objects `names` of each of the ranks `of`, in order.
+
+    With the names whose tensors moved to the CPU, and the size of all that came, bytes.
+    """
     replies = fetch(ranks, names, of, progress)
     values = [unpack(rank, reply) for rank, reply in zip(of, replies, strict=True)]
-    return values, [name for name in names if any(name in reply["moved"] for reply in replies)]
+    moved = [name for name in names if any(name in reply["moved"] for reply in replies)]
+    return values, moved, sum(len(data) for reply in replies for data in reply["values"].values())
 
 
 def staged(errors_by_rank: Mapping[int, Mapping[str, str]]) -> None:
@@ -128,7 +134,9 @@ def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]
     """
     if reply["missing"]:
         names = ", ".join(reply["missing"])
-        raise TransferError(f"nothing was {what}: rank {rank} has no {names}; type names that a %%dip cell defined")
+        raise TransferError(
+            f"nothing was {what}: rank {rank} has no variable {names}; type names that a %%dip cell has defined"
+        )
     if reply["errors"]:
         raise TransferError(f"nothing was {what}: {_reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
     return dict(reply["values"])

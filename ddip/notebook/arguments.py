@@ -9,15 +9,24 @@ from IPython.core.magic_arguments import parse_argstring
 
 from ddip.cluster import folder
 from ddip.errors import BadInput
-from ddip.group import placement
+from ddip.group import host, placement
+from ddip.notebook import mistakes
+
+RANKS_A_CORE = 8
+"""More than that are asked back for."""
 
 
 def parse(magic: Any, name: str, line: str) -> Any:
     """The arguments of `magic`, which a person calls `name`; raises BadInput, with the line that was typed."""
+    better = mistakes.meant(name, line, magic.parser)
+    if better:
+        raise BadInput(f"{name} {line.strip()}: type {better}")
     try:
         args = parse_argstring(magic, line)
     except UsageError as error:
-        raise BadInput(f"{name} {line.strip()}: {error}; %{name.lstrip('%')}? lists the options") from None
+        better = mistakes.meant(name, line, magic.parser, str(error))
+        what = f"type {better}" if better else f"{error}; %{name.lstrip('%')}? lists the options"
+        raise BadInput(f"{name} {line.strip()}: {what}") from None
     except ValueError as error:  # a quote without an end
         raise BadInput(f"{name} {line.strip()}: {error}") from None
     for key, value in vars(args).items():
@@ -56,11 +65,20 @@ def request(args: Any) -> placement.Request:
         from ddip.cluster.devices import gpu_names
 
     return placement.Request(
-        None if args.n is None else placement.parse_count(args.n),
+        None if args.n is None else _count(args.n, args.yes),
         None if args.gpus is None else tuple(placement.parse_gpus(args.gpus, len(gpu_names()))),
         args.backend,
         args.app,
     )
+
+
+def _count(typed: str, yes: bool) -> int:
+    """The N of ``-n N``; raises BadInput if that may bring the machine to its knees, unless `yes`, it is meant."""
+    count, cores = placement.parse_count(typed), host.cores()
+    if count > RANKS_A_CORE * cores and not yes:
+        machine = f"{cores} core{'s' * (cores != 1)}"
+        raise BadInput(f"-n {count}: {count} processes on {machine}; if you mean it, type %makedip -n {count} --yes")
+    return count
 
 
 def asks_for_a_group(args: Any) -> bool:
@@ -73,8 +91,8 @@ def names_and_ranks(
 ) -> tuple[list[str], list[int] | None]:
     """Names and ranks; ``-r 1 model`` takes the words after the first rank for names, as a person means them."""
     words = list(typed or [])
-    split = next((i for i, word in enumerate(words) if word.isidentifier() and word != "all"), len(words))
-    names = [*names, *words[split:]]
+    split = next((i for i, word in enumerate(words) if word.strip(",").isidentifier() and word != "all"), len(words))
+    names = [name for word in (*names, *words[split:]) for name in word.split(",") if name]
     if not names:
         raise BadInput(f"{magic}: type the names of variables, such as {magic} model losses")
     return names, placement.parse_ranks(words[:split], size, "-r") if typed else None

@@ -2,20 +2,103 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+LOCAL_MAGICS = [
+    "makedip",
+    "dip",
+    "autodip",
+    "dipush",
+    "dipull",
+    "dipstack",
+    "dipper",
+    "load_ext",
+    "reload_ext",
+    "unload_ext",
+    "config",
+    "pip",
+    "conda",
+    "mamba",
+    "micromamba",
+    "uv",
+    "bash",
+    "sh",
+    "script",
+    "perl",
+    "ruby",
+    "html",
+    "HTML",
+    "svg",
+    "SVG",
+    "latex",
+    "javascript",
+    "js",
+    "markdown",
+    "writefile",
+    "file",
+    "history",
+    "notebook",
+    "save",
+    "load",
+    "loadpy",
+    "recall",
+    "rerun",
+    "rep",
+    "macro",
+    "store",
+    "edit",
+    "ed",
+    "alias",
+    "unalias",
+    "alias_magic",
+    "bookmark",
+    "logstart",
+    "logstop",
+    "logon",
+    "logoff",
+    "logstate",
+    "lsmagic",
+    "quickref",
+    "magic",
+    "page",
+    "less",
+    "more",
+    "man",
+    "pastebin",
+    "automagic",
+    "autocall",
+    "doctest_mode",
+    "gui",
+    "colors",
+    "tb",
+    "qtconsole",
+    "connect_info",
+    "autosave",
+    "killbgscripts",
+]
+"""Of IPython and ddip, the magics that are the notebook's own business: cells that begin with one stay there."""
+BOTH = ("cd", "env", "set_env")
+"""Cells of these alone run in the notebook and on the ranks."""
+OWN = ("IPython.core.magic", "ipykernel.")
+"""Modules of the magics that the ranks have as well; what an extension or a user has added they have not. Commands of
+the shell, such as ``%mkdir``, are elsewhere: once is right for those."""
+MAGIC = re.compile(r"%%?([A-Za-z_]\w*)")
+
 
 class Autodip:
-    """An IPython input transformer that puts ``%%dip`` before each cell of the user that does not begin with ``%``."""
+    """An IPython input transformer that puts ``%%dip`` before each cell of the user's that belongs on the ranks."""
 
     has_side_effects = True
     """IPython then leaves it out where it only asks whether the input is complete."""
 
-    def __init__(self, shell: InteractiveShell) -> None:
+    def __init__(self, shell: InteractiveShell, local: Callable[[], Collection[str]] = lambda: LOCAL_MAGICS) -> None:
         self._shell = shell
+        self._local = local
         self._arguments: str | None = None
         self._running = 0
         shell.events.register("pre_execute", self._begin)
@@ -51,7 +134,19 @@ class Autodip:
 
     def takes(self, text: str) -> bool:
         """Would this cell run on the ranks?"""
-        return self._arguments is not None and bool(text.strip()) and not text.startswith("%")
+        return self._arguments is not None and bool(text.strip()) and not self._stays(text)
+
+    def _stays(self, text: str) -> bool:
+        """Does it begin with a magic of the notebook's?"""
+        found = MAGIC.match(text.lstrip("\n"))
+        return found is not None and (found[1] in self._local() or self._is_added(found[1], text))
+
+    def _is_added(self, name: str, text: str) -> bool:
+        """Has an extension, or the user, given the notebook this magic?"""
+        kind = "cell" if text.lstrip("\n").startswith("%%") else "line"
+        function = self._shell.magics_manager.magics[kind].get(name)
+        made_in = type(function.__self__) if hasattr(function, "__self__") else function
+        return function is not None and not str(getattr(made_in, "__module__", "")).startswith(OWN)
 
     def _begin(self) -> None:
         self._running += 1
@@ -66,7 +161,8 @@ class Autodip:
         """
         if not self.takes("".join(lines)) or self._running or self._hidden():
             return lines
-        return [f"{self._magic}\n", *lines]
+        everywhere = all(_name_of(line) in BOTH for line in lines if line.strip())
+        return [f"%%dip everywhere {self._arguments}".rstrip() + "\n" if everywhere else f"{self._magic}\n", *lines]
 
     def _hidden(self) -> bool:
         """Is this a request that a front end makes behind the user's back, such as a variable inspector's?"""
@@ -75,3 +171,9 @@ class Autodip:
             return False
         content = kernel.get_parent("shell").get("content", {})
         return bool(content.get("silent")) or content.get("store_history") is False
+
+
+def _name_of(line: str) -> str:
+    """Name of the magic that `line` begins with; empty if it begins with none."""
+    found = MAGIC.match(line)
+    return "" if found is None else found[1]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 
-from ddip.errors import CellError
+from ddip.errors import CellError, ranks_text
 from ddip.output.area import notify, notify_late
 
 if TYPE_CHECKING:
@@ -25,6 +26,20 @@ ANSWER_SECONDS = 0.2
 """How long a person waits for rank 0's answer; then the notebook answers alone."""
 MAGIC = re.compile(r"\s*%%dip(?:[ \t]([^\n]*))?\n")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
+USUAL = {
+    "torch": "import torch",
+    "dist": "import torch.distributed as dist",
+    "nn": "from torch import nn",
+    "F": "import torch.nn.functional as F",
+    "DDP": "from torch.nn.parallel import DistributedDataParallel as DDP",
+    "np": "import numpy as np",
+    "pd": "import pandas as pd",
+    "plt": "import matplotlib.pyplot as plt",
+    "tqdm": "from tqdm.auto import tqdm",
+    "Path": "from pathlib import Path",
+    **{name: f"import {name}" for name in ("os", "sys", "time", "math", "random", "json", "re")},
+}
+"""What people take for granted, by the name that it usually has."""
 
 
 class Hints:
@@ -115,12 +130,44 @@ class Hints:
             notify(f"{found[1]} is a variable of the ranks; %dipull {found[1]} copies rank 0's to the notebook")
 
     def explain(self, error: CellError) -> None:
-        """Add to `error` which of the names that a rank did not know the notebook has."""
-        names = []
-        for problem in error.by_rank.values():
-            found = UNKNOWN.search(problem.message)
-            if problem.name == "NameError" and found and found[1] not in names and found[1] in self._shell.user_ns:
-                names.append(found[1])
-        if names:
-            what = f"{', '.join(names)} {'is a variable' if len(names) == 1 else 'are variables'} of the notebook"
-            error.args = (f"{error.args[0]}; {what}; %dipush {' '.join(names)} copies to every rank", *error.args[1:])
+        """Add to `error` what may be done about it: about names that ranks do not know, and ``exit()``."""
+        sentences = self._of_names(error)
+        if any(problem.name == "SystemExit" for problem in error.by_rank.values()):
+            sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those")
+        error.args = ("; ".join([error.args[0], *sentences]), *error.args[1:])
+
+    def _of_names(self, error: CellError) -> list[str]:
+        unknown: dict[str, list[int]] = {}
+        for rank, problem in error.by_rank.items():
+            found = UNKNOWN.search(problem.message) if problem.name == "NameError" else None
+            if found:
+                unknown.setdefault(found[1], []).append(rank)
+        sentences, variables = [], []
+        for name, ranks in unknown.items():
+            modules = self._import_of(name)
+            if modules:
+                sentences.append(f"type {modules} in a %%dip cell")
+            elif name in self._shell.user_ns:
+                variables.append(name)
+            sentences += self._new_ones(ranks)
+        if variables:
+            what, it = ("is a variable", "it") if len(variables) == 1 else ("are variables", "them")
+            names = f"{', '.join(variables)} {what} of the notebook"
+            sentences.append(f"{names}; %dipush {' '.join(variables)} copies {it} to every rank")
+        return list(dict.fromkeys(sentences))
+
+    def _import_of(self, name: str) -> str:
+        """The statement that imports what `name` usually is, or is in the notebook; empty if it is no module."""
+        here = self._shell.user_ns.get(name)
+        if isinstance(here, ModuleType):
+            return f"import {name}" if here.__name__ == name else f"import {here.__name__} as {name}"
+        return "" if name in self._shell.user_ns else USUAL.get(name, "")
+
+    def _new_ones(self, ranks: list[int]) -> list[str]:
+        """What to say if only ranks that have come later do not know a name."""
+        group = self._group()
+        new = [] if group is None or not group.alive else [rank for rank in ranks if rank in group.new_ranks]
+        if not new or new != ranks:
+            return []
+        lack = "is new and lacks" if len(new) == 1 else "are new and lack"
+        return [f"{ranks_text(new)} {lack} what earlier cells have defined: run those again"]

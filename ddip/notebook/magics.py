@@ -10,8 +10,9 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.cluster import folder
 from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup
 from ddip.group import placement
-from ddip.notebook import arguments, transfers
+from ddip.notebook import arguments
 from ddip.notebook.autodip import Autodip
+from ddip.notebook.examples import examples
 from ddip.notebook.hints import Hints
 from ddip.notebook.traits import Traits
 
@@ -30,20 +31,33 @@ class DipMagics(Traits):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self._asked = placement.Request()
-        self.autodipper = Autodip(shell)
+        self.autodipper = Autodip(shell, lambda: self.local_magics)
         self.hints = Hints(shell, lambda: self.group, self.autodipper)
 
     def _say(self, text: str) -> None:
         if self.verbose:
             print(f"ddip: {text}")
 
-    def _require_group(self, what: str) -> Group:
+    def confirm_done(self, text: str) -> None:
+        """Say in one line what was done, unless the user wants no such lines."""
+        if self.confirm:
+            print(f"ddip: {text}")
+
+    def require_group(self, what: str) -> Group:
+        """The group, for `what` was typed; raises NoGroup."""
         if self.group is None or not self.group.alive:
             raise NoGroup(what)
         return self.group
 
     # -- %makedip
 
+    @examples(
+        "%makedip -n 4          four ranks on the CPU",
+        "%makedip -g all        one rank on each GPU",
+        "%makedip -i            who is there",
+        "%makedip --repair      new processes for ranks that ended",
+        "%makedip -k            end them all",
+    )
     @magic_arguments()
     @argument("-n", dest="n", metavar="N", help="Number of ranks on the CPU.")
     @argument(
@@ -70,6 +84,7 @@ class DipMagics(Traits):
         metavar=("RANK", "NAME"),
         help="With --repair: copy these variables from this rank to the new ones.",
     )
+    @argument("--yes", action="store_true", help=f"Yes, more than {arguments.RANKS_A_CORE} ranks for each core.")
     @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait for the engines.")
     @argument(
         "-v", "--verbose", nargs="?", const="True", metavar="True|False", help="Say what each magic does, from now on."
@@ -88,7 +103,9 @@ class DipMagics(Traits):
         elif args.kill:
             if arguments.asks_for_a_group(args):
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
+            ended = 0 if self.group is None or not self.group.alive else self.group.world_size
             self.end_group()
+            self.confirm_done(f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group")
             return
         elif arguments.asks_for_a_group(args) or not (args.info or sets):
             self._make(args)
@@ -149,7 +166,7 @@ class DipMagics(Traits):
 
         if not args.repair or args.kill or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
-        group = self._require_group("%makedip --repair")
+        group = self.require_group("%makedip --repair")
         source, names = placement.parse_source(args.source, group.world_size)
         group.timeout = self.timeout
         progress = Progress()
@@ -167,7 +184,7 @@ class DipMagics(Traits):
     def _info(self) -> None:
         from ddip.output.tables import info_table
 
-        group = self._require_group("%makedip -i")
+        group = self.require_group("%makedip -i")
         print(info_table(group.info()))
         stopped = group.cluster.stopped()
         if stopped:
@@ -187,6 +204,12 @@ class DipMagics(Traits):
 
     # -- cells
 
+    @examples(
+        "%%dip                  on every rank; rank 0's output is shown",
+        "%%dip -S all           all ranks' output, in tabs",
+        "%%dip -r 0,2           on these ranks only",
+        "%%dip local            in the notebook, under %autodip",
+    )
     @magic_arguments()
     @argument(
         "where",
@@ -217,7 +240,7 @@ class DipMagics(Traits):
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
         timeout = None if args.timeout is None else arguments.seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":
-            group = self._require_group("%%dip")
+            group = self.require_group("%%dip")
             size = group.world_size
             ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
             shown = self._seen(args.see, ranks, size)
@@ -250,17 +273,21 @@ class DipMagics(Traits):
         if not self.shell.run_cell(cell).success:
             raise LocalCellFailed("the cell failed here, in the notebook")
 
+    @examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
     @magic_arguments()
     @argument("switch", nargs="?", metavar="on|off", help="Without it: say which.")
     @argument("-a", "--args", metavar="ARGUMENTS", help='Arguments for each %%%%dip, in quotes: -a "-S all".')
     @line_magic
     def autodip(self, line: str = "") -> None:
-        """Run every cell that does not begin with % as a %%dip cell, from here on."""
+        """Run every cell as a %%dip cell, from here on, but those that begin with a magic of the notebook's own.
+
+        DipMagics.local_magics lists these; %cd and %env run on both sides.
+        """
         args = arguments.parse(self.autodip, "%autodip", line)
         if args.switch not in (None, "on", "off"):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
-            self._require_group("%autodip on")
+            self.require_group("%autodip on")
             arguments.parse(self.dip, "%%dip", args.args or "")
             self.autodipper.on(args.args or "")
         elif args.args is not None:
@@ -269,59 +296,7 @@ class DipMagics(Traits):
             self.autodipper.off()
         print(f"automatic %%dip: {self.autodipper.state}")
 
-    # -- objects
-
-    def _typed(
-        self, magic: str, typed: list[str], ranks: list[str] | None
-    ) -> tuple[Group, list[str], list[int] | None]:
-        """The group, and the variables and the ranks that were typed after `magic`."""
-        with folder.left_out():
-            from ddip.group.transfer import check_names
-
-        group = self._require_group(magic)
-        names, chosen = arguments.names_and_ranks(typed, ranks, group.world_size, magic)
-        check_names(names, magic)
-        return group, names, chosen
-
-    @magic_arguments()
-    @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Push to these ranks only.")
-    @argument("names", nargs="*", help="Variables of the notebook.")
-    @line_magic
-    def dipush(self, line: str = "") -> None:
-        """Copy variables of the notebook to every rank: all arrive, or none does."""
-        args = arguments.parse(self.dipush, "%dipush", line)
-        group, names, ranks = self._typed("%dipush", args.names, args.ranks)
-        missing = [name for name in names if name not in self.shell.user_ns]
-        if missing:
-            raise BadInput(f"%dipush: the notebook has no {', '.join(missing)}; nothing was pushed")
-        values = {name: self.shell.user_ns[name] for name in names}
-        with transfers.progress(f"pushed {', '.join(names)}") as progress:
-            moved = group.push(values, ranks, progress)
-        transfers.tell_moved(moved)
-        self._say(f"pushed {', '.join(names)}")
-
-    @magic_arguments()
-    @argument(
-        "-r",
-        "--rank",
-        dest="ranks",
-        nargs="+",
-        metavar="RANK",
-        help="Pull from this rank, default 0; all: a list, one item a rank.",
-    )
-    @argument("names", nargs="*", help="Variables of the rank.")
-    @line_magic
-    def dipull(self, line: str = "") -> None:
-        """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU."""
-        args = arguments.parse(self.dipull, "%dipull", line)
-        group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
-        assert ranks is not None
-        with transfers.progress(f"pulled {', '.join(names)}") as progress:
-            values, moved = group.pull_all(names, ranks, progress)
-        as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
-        self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
-        transfers.tell_moved(moved)
-        self._say(f"pulled {', '.join(names)}")
+    # -- where they are
 
     @magic_arguments()
     @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
@@ -331,7 +306,7 @@ class DipMagics(Traits):
         from ddip.output.tables import places_text, stacks_text
 
         args = arguments.parse(self.dipstack, "%dipstack", line)
-        group = self._require_group("%dipstack")
+        group = self.require_group("%dipstack")
         stacks = group.stacks()
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
         print(stacks_text(stacks) if args.verbose else places_text(places))
@@ -343,4 +318,4 @@ class DipMagics(Traits):
         name = line.strip()
         if not name.isidentifier():
             raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
-        self.shell.push({name: self._require_group("%dipper")})
+        self.shell.push({name: self.require_group("%dipper")})

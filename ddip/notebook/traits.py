@@ -8,6 +8,7 @@ from IPython.core.magic import Magics
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Enum, Float, Int, List, Unicode, observe
 
+from ddip.notebook.autodip import LOCAL_MAGICS
 from ddip.output.area import notify
 from ddip.output.display_options import STYLES, DisplayOptions
 from ddip.settings import DEFAULTS
@@ -71,6 +72,13 @@ class Traits(Magics):
         min=0,
         help="Seconds after which a cell says where it ran; under %autodip each cell does.",
     ).tag(config=True)
+    local_magics = List(
+        Unicode(),
+        LOCAL_MAGICS,
+        help="Magics, without %, that stay in the notebook under %autodip where a cell begins with one; all others of "
+        "IPython's run on the ranks, such as %%time, and those of an extension never.",
+    ).tag(config=True)
+    confirm = Bool(True, help="Say in one line what %makedip -k, %dipush and %dipull have done.").tag(config=True)
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 
     see = AnyTrait(help="Old name of show_ranks.").tag(config=True)

@@ -23,7 +23,7 @@ from traitlets import Type
 
 from ddip.protocol.remote import call
 from ddip.protocol.text import packing
-from ddip.rank import libraries, tracebacks
+from ddip.rank import libraries, refusals, tracebacks
 from ddip.rank.aside import Aside
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
@@ -275,7 +275,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def raw_input(self, prompt: str = "") -> str:
         """Refuse ``input()``, and what asks through it."""
         __tracebackhide__ = True  # IPython leaves out this frame
-        raise StdinNotImplementedError(NOBODY_TYPES)
+        raise StdinNotImplementedError(refusals.NO_DEBUGGER if refusals.is_debugger(prompt) else NOBODY_TYPES)
 
     def getpass(self, prompt: str = "", *args: Any, **kwargs: Any) -> str:
         """Refuse a password, too."""

@@ -23,7 +23,18 @@ from IPython.core.getipython import get_ipython
 
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec, has_nccl
 from ddip.protocol.reports import CellReport, Ends
-from ddip.rank import c10d, collectives, descriptors, lost_waits, namespace, setup, sockets, stacks, stores
+from ddip.rank import (
+    c10d,
+    collectives,
+    descriptors,
+    init_in_cells,
+    lost_waits,
+    namespace,
+    setup,
+    sockets,
+    stacks,
+    stores,
+)
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
 
@@ -57,6 +68,7 @@ _standing: dict[str, Any] = {}
 def watch() -> None:
     """Once, before the first group is formed and before an interrupt can come: see what this process does in groups."""
     collectives.watch()
+    init_in_cells.watch(lambda: _formed is not None and c10d.world() is _formed)
     setup.watch()
     stores.watch(lambda: _released)
 

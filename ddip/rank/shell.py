@@ -24,7 +24,7 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.error import UsageError
 from traitlets import Type
 
-from ddip.rank import process_group, tracebacks
+from ddip.rank import process_group, refusals, tracebacks
 from ddip.rank.housekeeping import attribute_of
 from ddip.rank.streams import RankDisplay
 from ddip.rank.tracebacks import Told
@@ -55,6 +55,8 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     """The IPython shell in which the cells of a rank run."""
 
     display_pub_class = Type(RankDisplay)
+    is_rank = True
+    """By which ddip knows that it is loaded on a rank."""
     raised_at = 0.0
     """When the cell raised, on ``time.time``: to tell it, with its frames, takes longer on one rank than on another."""
     raised: BaseException | None = None
@@ -65,6 +67,11 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     """What was told last."""
     _kept: BaseException | None = None
     """What a magic under way has caught."""
+
+    def init_magics(self) -> None:
+        """IPython's, and those that refuse."""
+        super().init_magics()
+        refusals.install(self)
 
     def ask_exit(self) -> NoReturn:
         """What ``exit`` and ``quit`` call: they end the cell, as ``sys.exit()`` does, and not the rank."""

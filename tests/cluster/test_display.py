@@ -483,7 +483,7 @@ def test_a_name_on_the_other_side_is_told(notebook: Notebook) -> None:
     notebook.ok("only_here = 1\n")
     notebook.ok("%%dip\nonly_there = 1")
     assert notebook.fails("%%dip\nonly_here").message.endswith(
-        "; only_here is a variable of the notebook; %dipush only_here copies to every rank"
+        "; only_here is a variable of the notebook; %dipush only_here copies it to every rank"
     )
     assert notebook.fails("only_there").stderr == (
         "ddip: only_there is a variable of the ranks; %dipull only_there copies rank 0's to the notebook\n"
@@ -547,16 +547,18 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     assert bars and "━" in bars[-1]["text/plain"]
     notebook.ok("""
         from ddip.group import transfer
-        from ddip.notebook import transfers
-        transfer.PART, transfers.QUIET_SECONDS = 1000, -1
+        from ddip.notebook import objects
+        transfer.PART, objects.QUIET_SECONDS = 1000, -1
     """)
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
     assert [bundle["text/plain"].count("━") for bundle in shown.data[:-1]] == list(range(0, 21, 2))
-    assert re.fullmatch(r"ddip: pushed big, \d\.\d s", shown.data[-1]["text/plain"])
+    assert re.fullmatch(r"ddip: pushed big: 10 KB to ranks 0-2, \d\.\d s", shown.data[-1]["text/plain"])
     notebook.ok("%%dip\nbig += b'1'")
-    assert re.fullmatch(r"ddip: pulled big, \d\.\d s", notebook.ok("%dipull big").data[-1]["text/plain"])
+    assert re.fullmatch(
+        r"ddip: pulled big: 10 KB from rank 0, \d\.\d s", notebook.ok("%dipull big").data[-1]["text/plain"]
+    )
     assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # of no cell's business but its own
-    notebook.ok("assert big == bytes(10_000) + b'1'\ntransfer.PART, transfers.QUIET_SECONDS = 1 << 24, 0.5")
+    notebook.ok("assert big == bytes(10_000) + b'1'\ntransfer.PART, objects.QUIET_SECONDS = 1 << 24, 0.5")
 
 
 @pytest.mark.parametrize("options", ["", "-S all", "-S 1", "-q", "-q -S all"])

@@ -17,7 +17,11 @@ BAD_INPUT = [
     ("%makedip -g 0,x", r"-g 0,x: (there is no GPU|'x' is no GPU)"),
     ("%makedip -g all", r"-g all: there is no GPU here; type %makedip -n 2"),
     ("%makedip --sideways", r"%makedip --sideways: unrecognized arguments: --sideways; %makedip\? lists the options"),
-    ("%makedip 3", r"%makedip 3: unrecognized arguments: 3; %makedip\?"),
+    ("%makedip 3", r"^%makedip 3: type %makedip -n 3$"),
+    ("%makedip -repair", r"^%makedip -repair: type %makedip --repair$"),
+    ("%makedip -kill", r"^%makedip -kill: type %makedip --kill$"),
+    ("%makedip --restrat", r"^%makedip --restrat: type %makedip --restart$"),
+    ("%makedip -n 500", r"^-n 500: 500 processes on \d+ cores; if you mean it, type %makedip -n 500 --yes$"),
     ("%makedip -t soon", r"-t soon: type a number of seconds"),
     ("%makedip -t 0", r"-t 0: type a number of seconds, 1 or more"),
     ("%makedip -v maybe", r"-v maybe: type -v, -v True or -v False"),
@@ -28,6 +32,11 @@ BAD_INPUT = [
     ("%%dip -r 9\n1", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%%dip -r one\n1", r"-r one: 'one' is no rank; this group has ranks 0 to 2"),
     ("%%dip -S 9\n1", r"-S 9: there is no rank 9; this group has ranks 0 to 2"),
+    ("%%dip -s all\n1", r"^%%dip -s all: type %%dip -S all$"),
+    ("%%dip -all\n1", r"^%%dip -all: type %%dip -S all$"),
+    ("# of all ranks\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
+    ("marker = 7\n%%dip\n1", r"^%%dip: it must be the first line of its cell"),
+    ("%dip -S all", r"^%dip -S all: type %%dip -S all in the first line of a cell, and the code below it$"),
     ("%%dip --loud\n1", r"%%dip --loud: unrecognized arguments: --loud; %dip\? lists the options"),
     ("%makedip -n 3 -b nccl", r"-b nccl: nccl needs GPUs; leave out -b"),
     ("%makedip -r -b nope", r"-b nope: torch .* has no backend 'nope'"),
@@ -49,11 +58,12 @@ BAD_INPUT = [
     ("%autodip off -a x", r"%autodip off -a x: -a goes with on"),
     ('%autodip on -a "--loud"', r"%%dip --loud: unrecognized arguments: --loud"),
     ("%dipush", r"%dipush: type the names of variables"),
-    ("%dipush nowhere", r"%dipush: the notebook has no nowhere; nothing was pushed"),
-    ("%dipush a.b", r"%dipush a.b: 'a.b' is no variable"),
+    ("%dipush nowhere", r"%dipush: the notebook has no variable nowhere; nothing was pushed"),
+    ("%dipush marker, nowhere", r"%dipush: the notebook has no variable nowhere; nothing was pushed"),
+    ("%dipush a.b", r"%dipush a.b: 'a.b' is not a name; type names of variables, such as %dipush model"),
     ("%dipush -r 9 marker", r"-r 9: there is no rank 9"),
     ("%dipull", r"%dipull: type the names of variables"),
-    ("%dipull nowhere", r"nothing was pulled: rank 0 has no nowhere"),
+    ("%dipull nowhere", r"nothing was pulled: rank 0 has no variable nowhere"),
     ("%dipull -r 9 marker", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
 ]
@@ -306,7 +316,10 @@ def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebo
     assert re.match(r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\): ", shown.message)
     assert "%makedip --repair puts a new process in its place" in shown.message
     assert "%makedip --repair" in notebook.fails("%%dip\npass").message
-    assert "nothing was repaired: rank 0 has no nowhere" in notebook.fails("%makedip --repair --from 0 nowhere").message
+    assert (
+        "nothing was repaired: rank 0 has no variable nowhere"
+        in notebook.fails("%makedip --repair --from 0 nowhere").message
+    )
     assert (
         "rank 1 is gone itself; copy from one of ranks 0, 2" in notebook.fails("%makedip --repair --from 1 x").message
     )

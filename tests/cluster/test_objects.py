@@ -124,7 +124,7 @@ def test_what_a_rank_cannot_pickle_or_does_not_have_is_named(cells: ddip.Group) 
     cells.run("import threading; lock = threading.Lock(); fine = 1")
     with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0"):
         cells.pull(["fine", "lock"])
-    with pytest.raises(TransferError, match="nothing was pulled: rank 1 has no nowhere"):
+    with pytest.raises(TransferError, match="nothing was pulled: rank 1 has no variable nowhere"):
         cells.pull(["fine", "nowhere"], rank=1)
 
 
@@ -188,5 +188,5 @@ def test_objects_are_let_go_of_as_soon_as_they_have_travelled(cells: ddip.Group)
 def test_names_are_names() -> None:
     from ddip.group.transfer import check_names
 
-    with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is no variable"):
+    with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is not a name"):
         check_names(["model.weight"], "%dipush")

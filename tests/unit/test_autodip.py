@@ -30,8 +30,44 @@ MINE = [
     "!ls",
     "x?",
     "    indented = 1",
+    "%time x",
+    "%%time\nx",
+    "\n\n%%time\nx",
+    "%%capture out\nx",
+    "%timeit x",
+    "%matplotlib inline\nimport matplotlib.pyplot as plt",
+    "%run train.py",
+    "%who",
+    "%cd data\nx = 1",
+    "%unknown",
 ]
-NOT_MINE = ["", "\n", "   \n\n", "%time x", "%%dip -S all\nx", "%%time\nx", "\n\n%%time\nx"]
+NOT_MINE = [
+    "",
+    "\n",
+    "   \n\n",
+    "%%dip -S all\nx",
+    "\n%%dip\nx",
+    "%makedip -i",
+    "%dipull x",
+    "%load_ext autoreload\nimport x",
+    "%pip install x",
+    "%config DipMagics.style",
+    "%%bash\nls",
+    "%%html\n<b>",
+    "%%javascript\nx",
+    "%%writefile x.py\nx",
+    "%mkdir x",
+    "%added x",
+    "%%added\nx",
+]
+BOTH = ["%cd ..", "%env A=1", "\n%cd ..\n\n%env A=1\n"]
+
+
+@pytest.fixture(autouse=True)
+def added(shell: InteractiveShell) -> None:
+    """What an extension would have added."""
+    shell.register_magic_function(lambda line: None, "line", "added")
+    shell.register_magic_function(lambda line, cell: None, "cell", "added")
 
 
 @pytest.mark.parametrize("cell", MINE)
@@ -49,6 +85,21 @@ def test_other_cells_stay_as_they_are(shell: InteractiveShell, cell: str) -> Non
     before = shell.transform_cell(cell)
     Autodip(shell).on("")
     assert shell.transform_cell(cell) == before
+
+
+@pytest.mark.parametrize("cell", BOTH)
+def test_folder_and_environment_change_on_both_sides(shell: InteractiveShell, cell: str) -> None:
+    Autodip(shell).on("-q")
+    assert shell.transform_cell(cell).startswith("get_ipython().run_cell_magic('dip', 'everywhere -q', ")
+
+
+def test_which_magics_stay_can_be_changed(shell: InteractiveShell) -> None:
+    local = ["time"]
+    autodip = Autodip(shell, lambda: local)
+    autodip.on("")
+    assert not autodip.takes("%time x") and autodip.takes("%%bash\nls")
+    local[:] = ["bash"]
+    assert autodip.takes("%time x") and not autodip.takes("%%bash\nls")
 
 
 def test_the_whole_cell_reaches_the_ranks_unchanged(shell: InteractiveShell) -> None:
@@ -79,7 +130,7 @@ NESTED = [
     "%%time\nx = 1",
     "%%timeit -n 1 -r 1\nx = 1",
     "%%capture\nx = 1",
-    "get_ipython().run_cell('x = 1')",
+    "x = 1",
 ]
 
 
@@ -87,11 +138,10 @@ NESTED = [
 def test_what_a_magic_runs_stays_where_the_magic_is(shell: InteractiveShell, cell: str) -> None:
     ran: list[str] = []
     shell.register_magic_function(lambda line, cell: ran.append(cell), "cell", "dip")
+    shell.register_magic_function(lambda line, cell: shell.run_cell(cell), "cell", "here")
     autodip = Autodip(shell)
     autodip.on("")
-    if not cell.startswith("%"):
-        cell = f"%%capture\n{cell}"
-    assert shell.run_cell(cell).success
+    assert shell.run_cell(f"%%here\n{cell}").success
     assert ran == []
     shell.run_cell("y = 1")
     assert ran == ["y = 1\n"]

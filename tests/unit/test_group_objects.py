@@ -78,7 +78,7 @@ def test_a_push_of_what_cannot_be_carried_changes_nothing(new_group: NewGroup, v
 def test_a_pull_of_what_cannot_be_had_says_why(new_group: NewGroup) -> None:
     group = new_group(1)
     with pytest.raises(
-        TransferError, match="nothing was pulled: rank 0 has no x; type names that a %%dip cell defined"
+        TransferError, match="nothing was pulled: rank 0 has no variable x; type names that a %%dip cell has defined"
     ):
         group.pull(["x"])
     group.engine(0).names["x"] = CannotArrive()
@@ -111,7 +111,7 @@ def test_ranks_and_names_are_checked(new_group: NewGroup) -> None:
     group = new_group(2)
     with pytest.raises(BadInput, match="there is no rank 9"):
         group.pull(["x"], 9)
-    with pytest.raises(BadInput, match="'a.b' is no variable"):
+    with pytest.raises(BadInput, match="'a.b' is not a name"):
         transfer.check_names(["a.b"], "%dipush")
 
 

@@ -1,0 +1,115 @@
+"""``%dipush`` and ``%dipull``: variables from the notebook to the ranks, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from ddip.cluster import folder
+from ddip.errors import BadInput, ranks_text
+from ddip.notebook import arguments
+from ddip.notebook.examples import examples
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.group.group import Group
+    from ddip.notebook.magics import DipMagics
+    from ddip.output.progress import Progress
+
+QUIET_SECONDS = 0.5
+"""A transfer that takes no longer shows no bar."""
+
+
+@magics_class
+class ObjectMagics(Magics):
+    """Both, beside the other magics, whose settings they follow."""
+
+    shell: InteractiveShell
+
+    def __init__(self, main: DipMagics) -> None:
+        super().__init__(shell=main.shell)
+        self._main = main
+
+    def _typed(
+        self, magic: str, typed: list[str], ranks: list[str] | None
+    ) -> tuple[Group, list[str], list[int] | None]:
+        """The group, and the variables and the ranks that were typed after `magic`."""
+        with folder.left_out():
+            from ddip.group.transfer import check_names
+
+        group = self._main.require_group(magic)
+        names, chosen = arguments.names_and_ranks(typed, ranks, group.world_size, magic)
+        check_names(names, magic)
+        return group, names, chosen
+
+    @examples("%dipush ratings path", "%dipush model -r 1")
+    @magic_arguments()
+    @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Push to these ranks only.")
+    @argument("names", nargs="*", help="Variables of the notebook.")
+    @line_magic
+    def dipush(self, line: str = "") -> None:
+        """Copy variables of the notebook to every rank: all arrive, or none does."""
+        args = arguments.parse(self.dipush, "%dipush", line)
+        group, names, ranks = self._typed("%dipush", args.names, args.ranks)
+        missing = [name for name in names if name not in self.shell.user_ns]
+        if missing:
+            raise BadInput(f"%dipush: the notebook has no variable {', '.join(missing)}; nothing was pushed")
+        values = {name: self.shell.user_ns[name] for name in names}
+        to = range(group.world_size) if ranks is None else ranks
+        with self._shown(group, lambda size: f"pushed {', '.join(names)}: {size} to {ranks_text(to)}") as progress:
+            moved = group.push(values, ranks, progress)
+        _tell_moved(moved)
+
+    @examples("%dipull model losses", "%dipull losses -r all")
+    @magic_arguments()
+    @argument(
+        "-r",
+        "--rank",
+        dest="ranks",
+        nargs="+",
+        metavar="RANK",
+        help="Pull from this rank, default 0; all: a list, one item a rank.",
+    )
+    @argument("names", nargs="*", help="Variables of the rank.")
+    @line_magic
+    def dipull(self, line: str = "") -> None:
+        """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU."""
+        args = arguments.parse(self.dipull, "%dipull", line)
+        group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
+        assert ranks is not None
+        with self._shown(group, lambda size: f"pulled {', '.join(names)}: {size} from {ranks_text(ranks)}") as progress:
+            values, moved = group.pull_all(names, ranks, progress)
+        as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
+        self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
+        _tell_moved(moved)
+
+    @contextlib.contextmanager
+    def _shown(self, group: Group, done: Callable[[str], str]) -> Iterator[Progress]:
+        """Show how far objects are on their way, if that takes long; and then, with their size, what was `done`."""
+        from ddip.output.progress import Progress
+        from ddip.output.tables import size_text
+
+        began = time.monotonic()
+        bar = Progress(after=QUIET_SECONDS)
+        try:
+            yield bar
+        except BaseException:
+            bar.end("")
+            raise
+        text = done(size_text(group.transferred))
+        if bar.shown:
+            bar.end(f"ddip: {text}, {time.monotonic() - began:.1f} s")
+        else:
+            self._main.confirm_done(text)
+
+
+def _tell_moved(moved: Sequence[str]) -> None:
+    """Say which tensors are not where they were."""
+    if moved:
+        print(f"ddip: tensors of an accelerator arrived on the CPU: {', '.join(moved)}")

@@ -1,0 +1,91 @@
+"""What people type on ranks in their first hour: code for torchrun is accepted, and what cannot be says what can."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import ddip
+
+INIT = """
+import datetime, torch.distributed as dist
+dist.init_process_group({})
+dist.barrier()
+assert dist.get_world_size() == 2
+"""
+ACCEPTED = [
+    "",
+    "'gloo'",
+    "backend='cpu:gloo'",
+    "'gloo', init_method='env://'",
+    "'gloo', 'tcp://127.0.0.1:29500', world_size=world_size, rank=rank",
+    "'gloo', timeout=datetime.timedelta(minutes=40)",
+]
+REFUSED = {
+    "'nccl'": r"backend='nccl'\): ddip has formed a group of 2 ranks over gloo; type %makedip -g all, which needs GPUs",
+    "'mpi'": r"backend='mpi'\): .*; type %makedip -b mpi$",
+    "'gloo', world_size=4": r"world_size=4\): ddip has formed a group of 2 ranks over gloo; type %makedip -n 4$",
+    "'gloo', rank=5, world_size=2": r"rank=5\): .*; type rank=rank, or leave it out$",
+}
+OF_THE_NOTEBOOK = (
+    "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a cell of its"
+)
+ON_RANKS = {
+    **{
+        f"%{name}": f"^ranks 0, 1: UsageError: %{name} {OF_THE_NOTEBOOK} own$"
+        for name in ("makedip", "dipstack", "dipper")
+    },
+    "x = 1\n%dipull x": f"UsageError: %dipull {OF_THE_NOTEBOOK}",
+    "%load_ext ddip": r"RuntimeError: %load_ext ddip: this cell runs on the ranks, where ddip has nothing to do",
+    "import ddip; ddip.Group(2)": r"BadInput: ddip.Group: this process is a rank of a group; start groups in the",
+    "%%dip -S all\nx = 1": r"UsageError: %%dip is there twice: leave out the second one",
+    "x = 1\n%%dip\nx": r"UsageError: %%dip is there twice: leave out the second one",
+    "x = 1\n%dip -S all": r"UsageError: %dip is not a magic: the cell runs on the ranks anyway",
+    "breakpoint()": r"UsageError: there is no debugger on ranks yet; %dipstack shows where each rank is",
+    "%debug": r"UsageError: there is no debugger on ranks yet",
+    "%pdb on": r"UsageError: there is no debugger on ranks yet",
+    "import pdb; pdb.set_trace()": r"there is no debugger on ranks yet",
+    "input('name? ')": r"stdin is not available on ranks; ask with input\(\) in the notebook",
+}
+
+
+@pytest.mark.parametrize("arguments", ACCEPTED)
+def test_the_group_that_is_there_may_be_asked_for_in_any_usual_way(
+    cells: ddip.Group, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("import torch.distributed as dist\nbefore = dist.group.WORLD")
+    cells.run(INIT.format(arguments))
+    assert capsys.readouterr().out.count("ddip has formed the group already; this call") == 1
+    cells.run("assert dist.group.WORLD is before")
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_another_group_than_the_one_that_is_there_is_refused_with_what_to_type(
+    cells: ddip.Group, arguments: str
+) -> None:
+    cells.run("kept = rank")
+    with pytest.raises(ddip.CellError) as caught:
+        cells.run(INIT.format(arguments))
+    assert re.search(rf"^ranks 0, 1: ValueError: init_process_group\({REFUSED[arguments]}", str(caught.value))
+    cells.run("import torch.distributed as dist\nassert kept == rank\ndist.barrier()")
+
+
+def test_a_timeout_that_is_asked_for_is_that_of_the_group(cells: ddip.Group) -> None:
+    cells.run(INIT.format("timeout=datetime.timedelta(seconds=77)"))
+    cells.run("from ddip.rank import c10d\nassert c10d.store().timeout.total_seconds() == 77")
+    cells.run("dist.init_process_group(timeout=datetime.timedelta(minutes=30))")
+
+
+def test_after_it_was_destroyed_a_cell_forms_a_group_of_its_own(cells: ddip.Group) -> None:
+    cells.run("import torch.distributed as dist\nbefore = dist.group.WORLD\ndist.destroy_process_group()")
+    cells.run("import torch.distributed as dist\ndist.init_process_group('gloo')\nassert dist.get_world_size() == 2")
+
+
+@pytest.mark.parametrize("code", ON_RANKS)
+def test_what_cannot_be_on_ranks_says_what_can(cells: ddip.Group, code: str) -> None:
+    cells.run("kept = rank")
+    with pytest.raises(ddip.CellError) as caught:
+        cells.run(code)
+    assert re.search(ON_RANKS[code], str(caught.value)), str(caught.value)
+    cells.run("assert kept == rank")

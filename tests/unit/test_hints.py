@@ -1,0 +1,90 @@
+"""What is said of a name that the ranks do not know."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Iterator
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from ddip.errors import CellError, RankError
+from ddip.notebook.autodip import Autodip
+from ddip.notebook.hints import Hints
+
+from .scripted import ScriptedGroup
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    """An IPython of its own, without history."""
+    shell = InteractiveShell()
+    shell.history_manager.enabled = False
+    yield shell
+    atexit.unregister(shell.atexit_operations)
+    shell.atexit_operations()
+
+
+@pytest.fixture
+def group() -> Iterator[ScriptedGroup]:
+    with ScriptedGroup(3) as group:
+        yield group
+
+
+def said(
+    shell: InteractiveShell, group: ScriptedGroup, ranks: list[int], name: str = "NameError", of: str = "x"
+) -> str:
+    """What is added to the error of `ranks` that do not know `of`."""
+    message = f"name '{of}' is not defined" if name == "NameError" else ""
+    error = CellError({rank: RankError(name, message, "") for rank in ranks})
+    before = str(error)
+    hints = Hints(shell, lambda: group, Autodip(shell))
+    try:
+        hints.explain(error)
+    finally:
+        hints.close()
+    return str(error).removeprefix(before)
+
+
+def test_a_variable_of_the_notebook_is_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
+    shell.user_ns["x"] = 1
+    assert said(shell, group, [0, 1, 2]) == "; x is a variable of the notebook; %dipush x copies it to every rank"
+
+
+def test_a_module_is_imported_and_not_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
+    assert said(shell, group, [0, 1, 2], of="torch") == "; type import torch in a %%dip cell"
+    assert said(shell, group, [0, 1, 2], of="plt") == "; type import matplotlib.pyplot as plt in a %%dip cell"
+    shell.user_ns.update(math=math, m=math)
+    assert said(shell, group, [0, 1, 2], of="math") == "; type import math in a %%dip cell"
+    assert said(shell, group, [0, 1, 2], of="m") == "; type import math as m in a %%dip cell"
+
+
+def test_a_variable_that_has_the_usual_name_of_a_module_is_pushed(
+    shell: InteractiveShell, group: ScriptedGroup
+) -> None:
+    shell.user_ns["F"] = 1
+    assert said(shell, group, [0, 1, 2], of="F").startswith("; F is a variable of the notebook; %dipush F")
+
+
+def test_what_nobody_knows_gets_no_hint(shell: InteractiveShell, group: ScriptedGroup) -> None:
+    assert said(shell, group, [0, 1, 2]) == ""
+
+
+def test_ranks_that_have_come_later_are_said_to_be_new(shell: InteractiveShell, group: ScriptedGroup) -> None:
+    group.scripted.end_engine(group.members[1].engine, -9)
+    assert group.repair() == [1] == group.new_ranks
+    assert said(shell, group, [1]) == "; rank 1 is new and lacks what earlier cells have defined: run those again"
+    assert said(shell, group, [0, 1, 2]) == ""
+    group.change(type(group.request)(n=4))
+    assert group.new_ranks == [1, 3]
+    assert "ranks 1, 3 are new and lack what earlier cells have defined" in said(shell, group, [1, 3])
+    group.restart()
+    assert group.new_ranks == []
+
+
+def test_an_exit_ends_no_rank(shell: InteractiveShell, group: ScriptedGroup) -> None:
+    assert (
+        said(shell, group, [0], "SystemExit")
+        == "; exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those"
+    )
