@@ -23,7 +23,9 @@ def main() -> int:
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     run = Run(seed, arguments.steps, arguments.stretch, arguments.shrink, arguments.go_on, arguments.only)
-    return run.all()
+    code = run.all()
+    exec("pass")  # Python ends itself by SIGINT if a KeyboardInterrupt has left the last text that it ran
+    return code
 
 
 if __name__ == "__main__":
