@@ -40,13 +40,14 @@ from ddip.group.cell_state import (
     TimePassed,
     caught_in,
 )
+from ddip.group.notices import Notices
 from ddip.group.process_group import ProcessGroupManager
 from ddip.group.ranks import Ranks
 from ddip.group.watch import Ending, Watch
 from ddip.output import pages
-from ddip.output.area import cell_number, notify
+from ddip.output.area import cell_number
 from ddip.output.router import CellOutput
-from ddip.output.tables import places_text, still_text, verb_of, way_out, where_text
+from ddip.output.tables import places_text, still_text, way_out, where_text
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
 
@@ -164,6 +165,7 @@ class _Cell:
         self._places: dict[int, StackLocation | None] = {}
         """Where the ranks were when their time was over."""
         self._next_draw = 0.0
+        self._notices = Notices()
         self._lock = threading.Lock()
         self._shown = False
         self._in_tabs: Collection[int] = ()
@@ -198,6 +200,8 @@ class _Cell:
             self._finish()
 
     def _finish(self) -> None:
+        if not _unfinished(self.replies):
+            self._notices.take_back()
         self._shown = True
         others = []
         while not self.events.empty():
@@ -318,11 +322,11 @@ class _Cell:
                 self._ranks.cluster.ensure_controller()
                 self._ranks.watch_memory(running)
             case Do.TELL_WHO_RUNS:
-                places = places_text(self._ranks.places(running))
-                what = f"{CellError(self.errors)}; {ranks_text(running)} still {verb_of(running, 'run')}"
-                notify(f"{what}, outside of collectives:\n{places}\n{STOP_HINT}")
+                self._notices.run_on(running, CellError(self.errors), self._ranks.places(running))
             case Do.TELL_WHO_WAITS:
-                self._tell_who_waits(running)
+                finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
+                where = {**finished, **self._ranks.places(running)}
+                self._notices.nobody_moves(self._state.limits.stall_timeout, where, self._ranks.cluster.stopped())
             case Ask.WHO_MOVES:
                 assert self._ending is not None
                 return Moving(self._ending.moving(running))
@@ -331,16 +335,6 @@ class _Cell:
             case Ask.STALL_AFTER_CAUGHT if self._after_caught.stands_still(running, time.monotonic()):
                 return StandStill(after_caught=True)
         return None
-
-    def _tell_who_waits(self, running: Sequence[int]) -> None:
-        finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
-        where = {**finished, **self._ranks.places(running)}
-        lines = [f"no rank has made progress for {self._state.limits.stall_timeout:g} s:", places_text(where)]
-        lines += filter(None, [self._ranks.cluster.stopped()])
-        notify("\n".join([*lines, f"it goes on waiting; {STOP_HINT}, and so does %%dip --timeout SECONDS"]))
-
-
-STOP_HINT = "the stop button ends the cell and keeps all variables"
 
 
 def _unfinished(replies: Requests) -> list[int]:

@@ -31,7 +31,7 @@ from ddip.group.members import Member
 from ddip.group.placement import GroupSpec, Request
 from ddip.group.process_group import ProcessGroupManager
 from ddip.group.ranks import Ranks
-from ddip.output.area import notify
+from ddip.output.area import notify, stop_name
 from ddip.output.progress import Report
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
@@ -162,7 +162,7 @@ class Lifecycle:
         self._unprepared = set()
         self._came_later = set()
         if ranks is not None:
-            with stopping.button("the stop button was pressed while the group ended; there is no group any more"):
+            with stopping.button(f"{stop_name()} was pressed while the group ended; there is no group any more"):
                 ranks.cluster.stop()
 
     close = shutdown

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ddip.errors import RequestInterrupted
+from ddip.output.area import stop_name
 
 LOOK_SECONDS = 0.25
 """How often a wait looks whether the controller still lives."""
@@ -74,13 +75,12 @@ def calling(press: Callable[[], object]) -> Iterator[None]:
         signal.signal(signal.SIGINT, former)
 
 
-DONE = "the stop button was pressed when all had been done"
 _current: Button | None = None
 """Of the main thread."""
 
 
 @contextlib.contextmanager
-def button(text: str = DONE) -> Iterator[Button]:
+def button(text: str = "") -> Iterator[Button]:
     """Count presses of the stop button instead of raising KeyboardInterrupt; inside of another `button` it is that one.
 
     Raises RequestInterrupted, with `text`, at the end if it was pressed, and nobody has taken it. On another thread
@@ -101,4 +101,4 @@ def button(text: str = DONE) -> Iterator[Button]:
         _current = None
         signal.signal(signal.SIGINT, former)
     if made.pressed:
-        raise RequestInterrupted(text)
+        raise RequestInterrupted(text or f"{stop_name()} was pressed when everything had been done")

@@ -68,9 +68,9 @@ class Traits(Magics):
         help="Characters of text that a rank shows in one cell; of more, the middle is left out.",
     ).tag(config=True)
     report_after = Float(
-        DEFAULTS.report_after,
+        0.0,
         min=0,
-        help="Seconds after which a cell says where it ran; under %autodip each cell does.",
+        help="Seconds after which a cell says where it ran and how long it took; under %autodip each cell does.",
     ).tag(config=True)
     local_magics = List(
         Unicode(),

@@ -75,6 +75,11 @@ class CellOutputArea:
         else:
             self.write("stdout", data.get("text/plain", "") + "\n")
 
+    def note(self, text: str) -> None:
+        """Show a line about the cell, small and grey where that can be."""
+        small = f'<div style="font-size:.8em;opacity:.6;text-align:right">{text}</div>'
+        self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if self.terminal else text, "text/html": small})
+
     def clear(self, wait: bool) -> None:
         """Clear what the cell has shown."""
         if not self.closed:
@@ -140,6 +145,31 @@ def notify(text: str) -> None:
     """Say something of ddip's own while a cell runs."""
     _write("stderr", f"ddip: {text}\n")
     flush()
+
+
+class Notice:
+    """Something of ddip's own that is true for a while."""
+
+    def __init__(self, text: str) -> None:
+        self._id = new_id() if getattr(get_ipython(), "kernel", None) is not None else ""
+        self._show(text, update=False)
+
+    def replace(self, text: str) -> None:
+        """It is not true any more; where what was shown cannot be changed, it stays."""
+        if self._id:
+            self._show(text, update=True)
+
+    def _show(self, text: str, update: bool) -> None:
+        if not self._id:
+            notify(text)
+            return
+        flush()
+        publish_display_data({"text/plain": f"ddip: {text}"}, transient={"display_id": self._id}, update=update)
+
+
+def stop_name() -> str:
+    """What ends a cell here: a notebook has a button, a terminal has not."""
+    return "Ctrl-C" if getattr(get_ipython(), "kernel", None) is None else "the stop button"
 
 
 def notify_late() -> None:

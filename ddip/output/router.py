@@ -117,8 +117,7 @@ class CellOutput:
                 self._view.ended(rank, rank in (errors or {}))
             shown = self._view.close(errors or {}, note)
             if not shown and note:
-                small = f'<div style="font-size:.8em;opacity:.6;text-align:right">{note}</div>'
-                self._page.show({"text/plain": note, "text/html": small})
+                self._page.note(note)
             self._page.close()
         return self.show_ranks if shown else frozenset()
 

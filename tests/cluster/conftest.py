@@ -83,7 +83,7 @@ def new_notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
 @contextlib.contextmanager
 def _loaded_notebook(folder: Path) -> Iterator[Notebook]:
     notebook = Notebook(folder)
-    notebook.ok("%load_ext ddip")
+    notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")  # most tests look at all that is shown
     yield notebook
     notebook.shut_down()
     assert_nothing_left(notebook.pid)

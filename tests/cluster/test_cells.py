@@ -316,7 +316,7 @@ def test_ranks_that_run_on_after_an_error_are_named(
     shown = "".join(told)
     runs = rf"ddip: rank 0: {cause}; rank 1 still runs, outside of collectives:\n  rank 1: (\w+, )?cell \[\d+\] line 3"
     assert re.search(runs, shown)  # it may be asked while it looks for the file
-    assert "the stop button ends the cell and keeps all variables" in shown
+    assert "Ctrl-C ends the cell and keeps all variables" in shown
 
 
 @pytest.mark.grid

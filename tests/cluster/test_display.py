@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -454,6 +455,22 @@ def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> 
     assert notebook.finish(tabs).status == "ok"
     notebook.begin("%%dip\ncome.set(); thread.join()")
     assert "6\n7\n8" in notebook.late(tabs, "6\n7\n8")
+
+
+# -- what is true for a while
+
+
+def test_what_is_said_of_ranks_that_wait_is_taken_back_when_they_have_ended(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.ok("%config DipMagics.stall_timeout = 1")
+    cell = notebook.begin(
+        f"%%dip\nimport os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    )
+    notebook.finish(cell, until="the cell keeps waiting; the stop button ends the cell")
+    (tmp_path / "go").touch()
+    shown = notebook.finish(cell)
+    assert [bundle["text/plain"] for bundle in shown.data] == ["ddip: no rank made progress for 1 s or more"]
+    assert shown.messages[0][0] == "update_display_data"
+    notebook.ok("%config DipMagics.stall_timeout = 10")
 
 
 # -- where it ran

@@ -429,7 +429,7 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
 ) -> None:
     cells.stall_timeout = 1
     told = Told(capsys)
-    thread = meanwhile(lambda: "it goes on waiting" in told.text(), press_stop)
+    thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("""
             import torch.distributed as dist
@@ -441,7 +441,7 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
     assert lines[0] == "ddip: no rank has made progress for 1 s:"
     assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
     assert lines[2] == "  rank 1: finished"
-    assert "the stop button ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
+    assert "Ctrl-C ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
     cells.run(PROOF)
 
 

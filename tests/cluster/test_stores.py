@@ -65,7 +65,7 @@ def test_an_interrupt_ends_a_wait_in_a_store(cells: ddip.Group) -> None:
 
 def test_a_rank_that_waits_in_a_store_makes_no_progress(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     told = Told(capsys)
-    thread = meanwhile(lambda: "it goes on waiting" in told.text(), press_stop)
+    thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist\ndist.HashStore().wait(['nobody sets it'])")
     thread.join()

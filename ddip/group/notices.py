@@ -1,0 +1,40 @@
+"""What is said of a cell while it runs, and taken back when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddip.errors import ranks_text
+from ddip.output.area import Notice, stop_name
+from ddip.output.tables import places_text, verb_of
+from ddip.protocol.location import StackLocation
+
+Places = Mapping[int, StackLocation | None]
+
+
+class Notices:
+    """Those of one cell."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[Notice, str]] = []
+
+    def run_on(self, ranks: Sequence[int], error: object, places: Places) -> None:
+        """`ranks` run on after the `error` of others, at these `places`."""
+        what = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
+        hint = f"{stop_name()} ends the cell and keeps all variables"
+        self._show(f"{what}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
+
+    def nobody_moves(self, seconds: float, places: Places, stopped: str) -> None:
+        """No rank has made progress for `seconds`; `stopped` says which processes a signal has stopped, if any."""
+        lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, [stopped])]
+        hint = f"{stop_name()} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
+        text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
+        self._show(text, f"no rank made progress for {seconds:g} s or more")
+
+    def _show(self, text: str, afterwards: str) -> None:
+        self._shown.append((Notice(text), afterwards))
+
+    def take_back(self) -> None:
+        """All ranks have ended: nothing of it is true any more."""
+        for notice, afterwards in self._shown:
+            notice.replace(afterwards)
