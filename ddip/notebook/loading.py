@@ -10,6 +10,7 @@ from ddip.group import session
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.misplaced import Misplaced
 from ddip.notebook.objects import ObjectMagics
+from ddip.output import frontend
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -20,6 +21,7 @@ def load(shell: InteractiveShell) -> None:
     magics = DipMagics(shell)
     modules = [apps.find(name) for name in magics.warm_apps]
     shell.register_magics(magics, ObjectMagics(magics), Misplaced(shell))
+    frontend.watch(getattr(shell, "kernel", None))
     session.begin(magics)
     if magics.warm and not magics.spawn and preload_client.possible():
         preload_client.begin(modules)
@@ -35,4 +37,5 @@ def unload(shell: InteractiveShell) -> None:
         magics.end_group()
         magics.autodipper.close()
         magics.hints.close()
+        frontend.forget(getattr(shell, "kernel", None))
         preload_client.end()

@@ -12,6 +12,8 @@ from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, publish_display_data
 
+from ddip.output.frontend import is_page
+
 Bundle = dict[str, Any]
 
 _late: collections.deque[str] = collections.deque(maxlen=1000)
@@ -37,6 +39,8 @@ class CellOutputArea:
         """Has the cell ended?"""
         self.rich = self._kernel is not None
         """A notebook's page: shows HTML and images, and can change what it shows."""
+        self.changeable = is_page()
+        """Can change what it has shown."""
         self.terminal = not self.rich and sys.stdout is not None and sys.stdout.isatty()
         """Can move its cursor."""
 
@@ -78,7 +82,8 @@ class CellOutputArea:
     def note(self, text: str) -> None:
         """Show a line about the cell, small and grey where that can be."""
         small = f'<div style="font-size:.8em;opacity:.6;text-align:right">{text}</div>'
-        self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if self.terminal else text, "text/html": small})
+        grey = self.terminal and str(getattr(get_ipython(), "colors", "")).lower() != "nocolor"
+        self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if grey else text, "text/html": small})
 
     def clear(self, wait: bool) -> None:
         """Clear what the cell has shown."""
@@ -151,7 +156,7 @@ class Notice:
     """Something of ddip's own that is true for a while."""
 
     def __init__(self, text: str) -> None:
-        self._id = new_id() if getattr(get_ipython(), "kernel", None) is not None else ""
+        self._id = new_id() if is_page() else ""
         self._show(text, update=False)
 
     def replace(self, text: str) -> None:
@@ -169,7 +174,7 @@ class Notice:
 
 def stop_name() -> str:
     """What ends a cell here: a notebook has a button, a terminal has not."""
-    return "Ctrl-C" if getattr(get_ipython(), "kernel", None) is None else "the stop button"
+    return "the stop button" if is_page() else "Ctrl-C"
 
 
 def notify_late() -> None:

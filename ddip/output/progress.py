@@ -11,6 +11,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import publish_display_data
 
 from ddip.output.area import new_id
+from ddip.output.frontend import is_page
 
 
 class Report(Protocol):
@@ -28,8 +29,13 @@ class Progress:
     """Tells what is under way; nothing before it has taken `after` seconds."""
 
     def __init__(self, after: float = 0.0) -> None:
-        self._page = getattr(get_ipython(), "kernel", None) is not None
-        self._terminal = not self._page and sys.stderr is not None and sys.stderr.isatty()
+        self._page = is_page()
+        self._terminal = (
+            not self._page
+            and getattr(get_ipython(), "kernel", None) is None
+            and sys.stderr is not None
+            and sys.stderr.isatty()
+        )
         self._id = new_id()
         self._last = ""
         self._from = time.monotonic() + after

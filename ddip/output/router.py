@@ -82,7 +82,7 @@ class CellOutput:
         style = self.display.style
         if style == "grouped":
             return Grouped(self._page, ranks, limit)
-        if style == "tabs" or (style == "auto" and self._page.rich):
+        if style == "tabs" or (style == "auto" and self._page.changeable):
             return Tabs(self._page, ranks, limit)
         return Labels(self._page, limit)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,12 +77,15 @@ def test_run_by_papermill(source: Path) -> None:
     assert_golden(notebook_text(done), GOLDEN / "notebook.txt", False)
 
 
-class Terminal:
-    """IPython in a terminal."""
+IN_A_TERMINAL = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=nocolor"]
+CONSOLE = ["-m", "jupyter_console"]
 
-    def __init__(self, folder: Path) -> None:
-        command = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=nocolor"]
-        environment = {**os.environ, "IPYTHONDIR": str(folder), "TERM": "xterm", "COLUMNS": "120", "LINES": "50"}
+
+class Terminal:
+    """A program with IPython's prompt, in a terminal."""
+
+    def __init__(self, folder: Path, command: list[str] = IN_A_TERMINAL, terminal: str = "xterm") -> None:
+        environment = {**os.environ, "IPYTHONDIR": str(folder), "TERM": terminal, "COLUMNS": "120", "LINES": "50"}
         environment.pop("PYTEST_CURRENT_TEST", None)
         self.child = pexpect.spawn(
             sys.executable,
@@ -147,3 +151,31 @@ def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
     terminal.child.expect(pexpect.EOF, timeout=30)
     terminal.child.close()
     assert terminal.child.exitstatus == 0
+
+
+class Console(Terminal):
+    """jupyter-console, with a prompt that ends a cell only after blank lines."""
+
+    def begin(self, code: str) -> None:
+        """Type a cell."""
+        for line in code.splitlines():
+            self.child.send(f"{line}\r")
+        self.child.send("\r\r" if "\n" in code else "")
+
+
+def test_in_jupyter_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a kernel, and takes no heed of what changes."""
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    console = Console(tmp_path, CONSOLE, terminal="dumb")
+    console.run("%load_ext ddip")
+    console.run("%config DipMagics.stall_timeout = 1")
+    assert re.search(r"ddip: 2 ranks on the CPU, gloo, \d", console.run("%makedip -n 2"))
+    shown = console.run("%%dip -S all\nprint('I am', rank)")
+    assert "[rank 0] I am 0" in shown and "[rank 1] I am 1" in shown
+    console.begin("%%dip\nimport torch.distributed as dist\nif rank: dist.barrier()")
+    console.child.expect("Ctrl-C ends the cell and keeps all variables", timeout=60)
+    console.child.sendintr()
+    assert "the cell was interrupted on rank 1" in console.finish()
+    console.child.send("exit\r")
+    console.child.expect(pexpect.EOF, timeout=30)
+    console.child.close()
