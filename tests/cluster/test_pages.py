@@ -1,0 +1,78 @@
+"""Every code block of the README and of docs/ does what the page says, pasted in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .notebook import Notebook
+from .pages import MARKS, PAGES, ROOT, Block, blocks_of, pattern_of
+
+KNOWN = {"python", "sh", "text", "toml"}
+WITH_CODE = [page for page in PAGES if any(block.is_cell or "terminal" in block.marks for block in blocks_of(page))]
+
+
+def name_of(page: Path) -> str:
+    """As it is called in the repository."""
+    return str(page.relative_to(ROOT))
+
+
+def needs_data(page: Path) -> bool:
+    """Does a block of it ask for fastai's data sets?"""
+    return any("data" in block.marks for block in blocks_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) -> None:
+    for block in blocks_of(page):
+        where = f"{page.name}:{block.line}"
+        assert block.language in KNOWN or block.language.startswith("{"), f"{where}: {block.language!r}"
+        assert set(block.marks) <= MARKS, f"{where}: {block.marks}"
+        assert block.marks.get("not run", "why") and block.marks.get("file", "name"), where
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if not needs_data(page)], ids=name_of)
+def test_the_blocks_of_a_page_run_as_they_are_pasted(
+    page: Path, new_notebook: Callable[[], Notebook], tmp_path: Path
+) -> None:
+    run_blocks(page, new_notebook(), tmp_path)
+
+
+def run_blocks(page: Path, notebook: Notebook, folder: Path) -> None:
+    """Paste all blocks of `page` into `notebook`, which is in `folder`."""
+    for block in blocks_of(page):
+        where = f"{page.name}:{block.line}"
+        if "file" in block.marks:
+            (folder / block.marks["file"]).write_text(block.text)
+        elif "terminal" in block.marks:
+            _check(block, where, _in_a_terminal(block.text, folder, where))
+        elif block.is_cell:
+            _check(block, where, _in_the_notebook(notebook, block, where))
+
+
+def _in_a_terminal(text: str, folder: Path, where: str) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["sh", "-ec", text], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _in_the_notebook(notebook: Notebook, block: Block, where: str) -> str:
+    shown = notebook.run(block.text)
+    wanted = block.marks.get("raises", "")
+    assert shown.error == wanted, f"{where}\n{block.text}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
+    return "\n".join([shown.text, shown.traceback])
+
+
+def _check(block: Block, where: str, shown: str) -> None:
+    assert pattern_of(block.shows).search(shown), (
+        f"{where}\n{block.text}\nshall show\n{block.shows}\nbut shows\n{shown}"
+    )
