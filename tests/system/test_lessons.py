@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import new_notebook  # noqa: F401
+from tests.cluster.notebook import Notebook
 from tests.cluster.test_notebooks import FOLDER, LESSONS, run
+from tests.cluster.test_pages import WITH_CODE, name_of, needs_data, run_blocks
 
 LOSS = re.compile(r"^(.+): loss ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
 PROVED = re.compile(r"^(.+): (True|False)$", re.MULTILINE)
@@ -44,3 +48,17 @@ def test_the_lesson_trains_on_all_ranks(
     proved = dict(PROVED.findall(text))
     assert proved.pop("parameters identical on all ranks") == "True"
     assert set(proved.values()) <= {"True"}, proved
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if needs_data(page)], ids=name_of)
+def test_the_blocks_of_a_page_about_fastai_run_as_they_are_pasted(
+    page: Path,
+    small_data: Path,
+    new_notebook: Callable[[], Notebook],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FASTAI_HOME", str(small_data))
+    monkeypatch.setenv("TORCH_HOME", str(small_data / "torch"))
+    run_blocks(page, new_notebook(), tmp_path)
