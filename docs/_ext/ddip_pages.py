@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import textwrap
 from argparse import Action
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import nbformat
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from IPython.lib.lexers import IPython3Lexer
+from pygments.lexer import bygroups, this, using
+from pygments.token import Keyword, Operator, Text
 from sphinx.application import Sphinx
 
 from ddip.notebook.magics import DipMagics
@@ -73,7 +76,7 @@ class Magic(Directive):
             text = function.__doc__
         else:
             text = parser.description
-            usage = " ".join(parser.format_usage().replace("::", "").split())
+            usage = textwrap.dedent(parser.format_usage().replace("::", "")).strip()
             section += nodes.literal_block("", usage.replace(f"%{name}", typed), language="text")
         for paragraph in re.split(r"\n\s*\n", text.strip()):
             section += nodes.paragraph("", " ".join(paragraph.split()))
@@ -116,6 +119,18 @@ class Settings(Directive):
         return [_definitions(rows)]
 
 
+class CellLexer(IPython3Lexer):  # type: ignore[misc]
+    """Python with magics in it; the body of a ``%%dip`` cell is such a cell, too."""
+
+    tokens = {
+        **IPython3Lexer.tokens,
+        "root": [
+            (r"(?s)(\A\s*)(%%)(dip)([^\n]*\n)(.*)", bygroups(Text, Operator, Keyword, Text, using(this))),
+            *IPython3Lexer.tokens["root"],
+        ],
+    }
+
+
 # -- links
 
 PAGES = {
@@ -155,7 +170,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx's hook."""
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
-    app.add_lexer("python", IPython3Lexer)  # `python` blocks may have magics in them
+    app.add_lexer("python", CellLexer)
     app.connect("builder-inited", write_tutorials)
     app.connect("source-read", read_page)
     app.connect("include-read", read_included)

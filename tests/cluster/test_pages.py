@@ -66,7 +66,7 @@ def _in_a_terminal(text: str, folder: Path, where: str) -> str:
 
 
 def _in_the_notebook(notebook: Notebook, block: Block, where: str) -> str:
-    shown = notebook.run(block.text)
+    shown = notebook.run(block.text, timeout=240 if "data" in block.marks else 90)
     wanted = block.marks.get("raises", "")
     assert shown.error == wanted, f"{where}\n{block.text}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
     return "\n".join([shown.text, shown.traceback])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import new_notebook  # noqa: F401
 from tests.cluster.notebook import Notebook
 from tests.cluster.test_notebooks import FOLDER, LESSONS, run
 from tests.cluster.test_pages import WITH_CODE, name_of, needs_data, run_blocks
@@ -53,12 +51,12 @@ def test_the_lesson_trains_on_all_ranks(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if needs_data(page)], ids=name_of)
 def test_the_blocks_of_a_page_about_fastai_run_as_they_are_pasted(
-    page: Path,
-    small_data: Path,
-    new_notebook: Callable[[], Notebook],  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    page: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTAI_HOME", str(small_data))
     monkeypatch.setenv("TORCH_HOME", str(small_data / "torch"))
-    run_blocks(page, new_notebook(), tmp_path)
+    notebook = Notebook(tmp_path)
+    try:
+        run_blocks(page, notebook, tmp_path)
+    finally:
+        notebook.shut_down()
