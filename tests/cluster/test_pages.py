@@ -36,8 +36,17 @@ def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) 
         assert block.marks.get("not run", "why") and block.marks.get("file", "name"), where
 
 
+ALWAYS = {"README.md", "docs/from_torchrun.md"}
+"""They are run on each change; the others with the grids."""
+RUN = [
+    pytest.param(page, id=name_of(page), marks=[] if name_of(page) in ALWAYS else pytest.mark.grid)
+    for page in WITH_CODE
+    if not needs_data(page)
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if not needs_data(page)], ids=name_of)
+@pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run_as_they_are_pasted(
     page: Path, new_notebook: Callable[[], Notebook], tmp_path: Path
 ) -> None:
