@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FILES = [ROOT / f"{name}.md" for name in ("Issues", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^(`{3,})(.*)$")
 COMMENT = re.compile(r"^<!-- ([a-z ]+?)(?:: (.*))? -->$")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .notebook import Notebook
-from .pages import MARKS, PAGES, ROOT, Block, blocks_of, pattern_of
+from .pages import FILES, MARKS, PAGES, ROOT, Block, blocks_of, pattern_of
 
 KNOWN = {"python", "sh", "text", "toml"}
 WITH_CODE = [page for page in PAGES if any(block.is_cell or "terminal" in block.marks for block in blocks_of(page))]
@@ -34,6 +35,31 @@ def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) 
         assert block.language in KNOWN or block.language.startswith("{"), f"{where}: {block.language!r}"
         assert set(block.marks) <= MARKS, f"{where}: {block.marks}"
         assert block.marks.get("not run", "why") and block.marks.get("file", "name"), where
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FILES], ids=name_of)
+def test_the_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
+    for target in re.findall(r"\]\(((?!\w+:)[^)\s]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), target
+        assert not heading or heading in _headings(file), target
+
+
+def _headings(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in found}
+
+
+def test_the_readme_has_the_commands_and_the_magics_by_example_and_takes_three_minutes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    run = "".join(block.text for block in blocks_of(ROOT / "README.md") if block.is_cell)
+    assert all(magic in run for magic in ("%makedip -n 4", "%%dip\n", "%autodip on", "%dipush ", "%dipull "))
+    assert "make demo" in readme and "make test" in readme and "(notebooks/pictures/tabs.png)" in readme
+    prose = readme.partition("## Documentation")[0]
+    prose = re.sub(r"(?ms)^```.*?^```$|^\|.*?$|\]\(.*?\)", "", prose)
+    assert len(prose.split()) < 750  # about 240 words a minute
 
 
 ALWAYS = {"README.md", "docs/from_torchrun.md"}
