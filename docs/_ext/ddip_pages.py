@@ -131,6 +131,16 @@ class CellLexer(IPython3Lexer):  # type: ignore[misc]
     }
 
 
+# -- names of Python
+
+
+def readable_signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A default that is a function, by its name: Sphinx can read no other, and shows all types of the line in full."""
+    return signature and re.sub(r"<function (\w+)>", r"\1", signature), returns
+
+
 # -- links
 
 PAGES = {
@@ -171,6 +181,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
     app.add_lexer("python", CellLexer)
+    app.connect("autodoc-process-signature", readable_signature)
     app.connect("builder-inited", write_tutorials)
     app.connect("source-read", read_page)
     app.connect("include-read", read_included)
