@@ -1,7 +1,9 @@
 # make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
 # make check   ruff, format, mypy, imports              make bench   the benchmarks
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, grids
+# make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
+# make outputs       what the documentation shows below the notebooks' cells; NAMES="quickstart" of these only
 # make test-ten      all tests, ten times, with a core less
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 # make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
@@ -19,8 +21,9 @@ PEERS := $(VENV)-peers/bin/python
 READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 
 SYSTEM := $(READY)-system
+DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system pictures check format bench soak fuzz wheelhouse clean
+.PHONY: demo test test-ten test-system docs pictures outputs check format bench soak fuzz wheelhouse clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
@@ -40,6 +43,13 @@ test-system: $(SYSTEM)
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures
+
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
+outputs: $(READY)
+	$(BIN)/python -m tests.system.outputs docs/outputs $(NAMES)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -91,9 +101,14 @@ $(READY): setup.cfg setup.py pyproject.toml
 
 # What the system tests need besides: Python packages, and Debian's browser.
 $(SYSTEM): $(READY)
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,system]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,system,docs]"
 	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@
 
+# What the documentation is built with; nothing of it is needed to use ddip.
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-peers build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-peers build docs/tutorials dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -47,6 +47,8 @@ def in_torchddp(
     The result comes with its tensors on the CPU, and as an instance of the notebook's own classes. Other ranks' results
     are dropped.
 
+    All other arguments are those of `fn`; if it has one that is called `need` or `imports`, take ``functools.partial``.
+
     Parameters
     ----------
     nprocs
@@ -57,8 +59,6 @@ def in_torchddp(
     imports
         Import statements for every rank. With fastai in them, or in what `fn` refers to, the app ``fastai`` is prepared
         for the call, unless the group has an app.
-
-    All other arguments are those of `fn`; if it has one that is called `need` or `imports`, take ``functools.partial``.
 
     Raises
     ------

@@ -23,7 +23,7 @@ class StackLocation:
     source: str = ""
     """That line."""
     inner: str = ""
-    """The innermost frame of all: ``file.py:12 in function``."""
+    """The innermost frame of all, as ``file.py:12 in function``."""
     state: State = "busy"
 
     def __str__(self) -> str:

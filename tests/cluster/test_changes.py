@@ -212,10 +212,10 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         assert states(group) == ["prepared rank 0 of 1"]
 
 
-def test_the_app_of_the_readme_works(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    module, code = re.search(r"```python\n(# (\w+).py: .*?)```", readme, re.DOTALL).group(2, 1)  # type: ignore[union-attr]
-    assert f'\nseeded = "{module}"\n' in readme
+def test_the_app_of_the_documentation_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "apps.md").read_text()
+    module, code = re.search(r"```python\n(# (\w+).py: .*?)```", page, re.DOTALL).group(2, 1)  # type: ignore[union-attr]
+    assert f'\nseeded = "{module}"\n' in page
     with an_app(tmp_path, code, module, "seeded"), ddip.Group(2, app="seeded") as group:
         drawn = []
         for seed in ("0", "7", "7"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import nbformat
@@ -48,3 +50,11 @@ def test_the_notebook_runs(path: Path) -> None:
 def test_the_notebook_is_stored_without_outputs(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_the_outputs_that_the_documentation_shows_are_of_these_cells(path: Path) -> None:
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    shown = json.loads((FOLDER.parent / "docs" / "outputs" / f"{path.stem}.json").read_text())
+    stale = f"make outputs NAMES={path.stem}"
+    assert [hashlib.sha256(cell.encode()).hexdigest() for cell in cells] == [of["source"] for of in shown], stale

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.notebook import Notebook
 from tests.cluster.test_notebooks import FOLDER, LESSONS, run
+from tests.cluster.test_pages import WITH_CODE, name_of, needs_data, run_blocks
 
 LOSS = re.compile(r"^(.+): loss ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
 PROVED = re.compile(r"^(.+): (True|False)$", re.MULTILINE)
@@ -44,3 +46,17 @@ def test_the_lesson_trains_on_all_ranks(
     proved = dict(PROVED.findall(text))
     assert proved.pop("parameters identical on all ranks") == "True"
     assert set(proved.values()) <= {"True"}, proved
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if needs_data(page)], ids=name_of)
+def test_the_blocks_of_a_page_about_fastai_run_as_they_are_pasted(
+    page: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTAI_HOME", str(small_data))
+    monkeypatch.setenv("TORCH_HOME", str(small_data / "torch"))
+    notebook = Notebook(tmp_path)
+    try:
+        run_blocks(page, notebook, tmp_path)
+    finally:
+        notebook.shut_down()

@@ -1,0 +1,188 @@
+"""What the pages are made of besides their text: notebooks, the magics' own help, and links that also work outside.
+
+A build writes ``docs/tutorials/``: cells from ``notebooks/``, what they showed from ``docs/outputs/``. It runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import textwrap
+from argparse import Action
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from IPython.lib.lexers import IPython3Lexer
+from pygments.lexer import bygroups, this, using
+from pygments.token import Keyword, Operator, Text
+from sphinx.application import Sphinx
+
+from ddip.notebook.magics import DipMagics
+from ddip.notebook.traits import RENAMED
+
+DOCS = Path(__file__).parents[1]
+NOTEBOOKS, OUTPUTS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "outputs", DOCS / "tutorials"
+
+# -- notebooks
+
+
+def tutorial(path: Path) -> nbformat.NotebookNode:
+    """The notebook at `path` with what its cells showed; raises ValueError where that is of other cells."""
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = OUTPUTS / f"{path.stem}.json"
+    shown = json.loads(outputs.read_text()) if outputs.exists() else []
+    if [hashlib.sha256(cell.source.encode()).hexdigest() for cell in cells] != [of["source"] for of in shown]:
+        raise ValueError(f"docs/outputs/{outputs.name} is of other cells: make outputs NAMES={path.stem}")
+    for cell, of in zip(cells, shown, strict=True):
+        cell.outputs = [nbformat.from_dict(output) for output in of["outputs"]]
+    return notebook
+
+
+def write_tutorials(app: Sphinx) -> None:
+    """The pages of the notebooks; what is unchanged is left alone, so that Sphinx need not read it again."""
+    TUTORIALS.mkdir(exist_ok=True)
+    wanted = {path.name: nbformat.writes(tutorial(path)) for path in NOTEBOOKS.glob("*.ipynb")}
+    for page in TUTORIALS.glob("*.ipynb"):
+        if page.name not in wanted:
+            page.unlink()
+    for name, text in wanted.items():
+        page = TUTORIALS / name
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+# -- the magics' help
+
+
+class Magic(Directive):
+    """``dip-magic``: the help of a magic, from the parser that reads what is typed after it."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """One section: how it is typed, what it does, its arguments."""
+        name = self.arguments[0]
+        function = getattr(DipMagics, name)
+        typed = ("%%" if name == "dip" else "%") + name
+        section = nodes.section(ids=[name])
+        section += nodes.title("", "", nodes.literal("", typed))
+        parser = getattr(function, "parser", None)
+        if parser is None:
+            text = function.__doc__
+        else:
+            text = parser.description
+            usage = textwrap.dedent(parser.format_usage().replace("::", "")).strip()
+            section += nodes.literal_block("", usage.replace(f"%{name}", typed), language="text")
+        for paragraph in re.split(r"\n\s*\n", text.strip()):
+            section += nodes.paragraph("", " ".join(paragraph.split()))
+        if parser is not None and parser._actions:
+            section += _definitions((_names(action), action.help.replace("%%", "%")) for action in parser._actions)
+        return [section]
+
+
+def _names(action: Action) -> str:
+    metavar = action.metavar if action.metavar is not None else action.dest.upper()
+    value = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+    if not action.option_strings:
+        return str(action.metavar or action.dest)
+    return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
+
+
+def _definitions(rows: Any) -> nodes.definition_list:
+    found = nodes.definition_list()
+    for name, text in rows:
+        item = nodes.definition_list_item("", nodes.term("", "", nodes.literal("", name)))
+        item += nodes.definition("", nodes.paragraph("", text))
+        found += item
+    return found
+
+
+class Settings(Directive):
+    """``dip-settings``: the traits of the magics, their defaults, and what they set."""
+
+    def run(self) -> list[nodes.Node]:
+        """A list of definitions."""
+        own = DipMagics.class_traits(config=True).items()
+        rows = [
+            (
+                f"DipMagics.{name} = {trait.default_value!r}" if name != "warm_apps" else f"DipMagics.{name} = []",
+                trait.help,
+            )
+            for name, trait in own
+            if name not in RENAMED
+        ]
+        return [_definitions(rows)]
+
+
+class CellLexer(IPython3Lexer):  # type: ignore[misc]
+    """Python with magics in it; the body of a ``%%dip`` cell is such a cell, too."""
+
+    tokens = {
+        **IPython3Lexer.tokens,
+        "root": [
+            (r"(?s)(\A\s*)(%%)(dip)([^\n]*\n)(.*)", bygroups(Text, Operator, Keyword, Text, using(this))),
+            *IPython3Lexer.tokens["root"],
+        ],
+    }
+
+
+# -- names of Python
+
+
+def readable_signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A default that is a function, by its name: Sphinx can read no other, and shows all types of the line in full."""
+    return signature and re.sub(r"<function (\w+)>", r"\1", signature), returns
+
+
+# -- links
+
+PAGES = {
+    "README.md": "index.md",
+    "Issues.md": "limits.md",
+    "CHANGELOG.md": "changes.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+"""Files of the repository, and the pages that include them."""
+
+
+def as_on_the_site(text: str) -> str:
+    """Links as they are on the site: in the repository, a page links to files beside and above it."""
+
+    def link(match: re.Match[str]) -> str:
+        target = match[2].removeprefix("../").removeprefix("docs/")
+        target = re.sub(r"^notebooks/(\w+\.ipynb)", r"tutorials/\1", target)
+        name, hash, anchor = target.partition("#")
+        return f"{match[1]}({PAGES.get(name, name)}{hash}{anchor})"
+
+    return re.sub(r"(?<!!)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(((?!\w+:|#)[^)\s]+)\)", link, text)
+
+
+def read_page(app: Sphinx, name: str, content: list[str]) -> None:
+    """A page of ``docs/``."""
+    if not name.startswith("tutorials/"):
+        content[0] = as_on_the_site(content[0])
+
+
+def read_included(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """A file that a page includes."""
+    content[0] = as_on_the_site(content[0])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Sphinx's hook."""
+    app.add_directive("dip-magic", Magic)
+    app.add_directive("dip-settings", Settings)
+    app.add_lexer("python", CellLexer)
+    app.connect("autodoc-process-signature", readable_signature)
+    app.connect("builder-inited", write_tutorials)
+    app.connect("source-read", read_page)
+    app.connect("include-read", read_included)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,83 @@
+"""The code blocks of the README and of the pages in docs/, as a reader pastes them.
+
+What stands in front of a fence says what becomes of a block::
+
+    python   is a cell, and is run; a text block that follows it is what it shows, where `...` stands for anything
+    sh       is for a terminal, and is not run
+    text, toml, and the directives of Sphinx, such as {toctree}, are no code to run
+
+A comment in the line above a fence says what else::
+
+    <!-- raises: CellError -->    the cell fails with this exception
+    <!-- file: train.py -->       the block is that file, in the folder of the notebook
+    <!-- terminal -->             the block is run, by a shell in that folder
+    <!-- data: fastai -->         the page needs fastai's small data sets, and is run by ``make test-system``
+    <!-- not run: REASON -->
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = [ROOT / f"{name}.md" for name in ("Issues", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCE = re.compile(r"^(`{3,})(.*)$")
+COMMENT = re.compile(r"^<!-- ([a-z ]+?)(?:: (.*))? -->$")
+MARKS = {"raises", "file", "terminal", "data", "not run"}
+
+
+@dataclass
+class Block:
+    """One fenced block of a page."""
+
+    line: int
+    """Of its fence, from 1."""
+    language: str
+    marks: dict[str, str]
+    text: str = ""
+    is_shown: bool = False
+    """Does it follow another block without a word between them?"""
+    shows: str = ""
+    """What it must show; empty: nothing is said of it."""
+
+    @property
+    def is_cell(self) -> bool:
+        """Is it run in the notebook?"""
+        return self.language == "python" and not {"file", "not run"} & set(self.marks)
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of `page`, in order."""
+    blocks: list[Block] = []
+    fence, above, text_between = "", "", False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        found = FENCE.match(line)
+        if fence:  # we are in a block
+            if found and found[1] == fence and not found[2]:
+                fence, text_between = "", False
+            else:
+                blocks[-1].text += line + "\n"
+        elif found:
+            fence, language = found[1], found[2].strip()
+            mark = COMMENT.match(above)
+            blocks.append(Block(number, language, {mark[1]: mark[2] or ""} if mark else {}))
+            blocks[-1].is_shown = language == "text" and not text_between
+        elif line.strip() and not COMMENT.match(line):
+            text_between = True
+        above = line
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        if following.is_shown and (block.is_cell or "terminal" in block.marks):
+            block.shows = following.text
+    return blocks
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """What a cell shows that a page says it shows: `...` is anything in its line, or any lines where it is alone."""
+    lines = []
+    for line in text.strip().splitlines():
+        some = r"(?s:.*?)" if line.strip() == "..." else r".*?"
+        lines.append(some.join(re.escape(part) for part in line.rstrip().split("...")))
+    return re.compile(r"[ ]*\n".join(lines))

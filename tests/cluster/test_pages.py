@@ -1,0 +1,113 @@
+"""Every code block of the README and of docs/ does what the page says, pasted in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .notebook import Notebook
+from .pages import FILES, MARKS, PAGES, ROOT, Block, blocks_of, pattern_of
+
+KNOWN = {"python", "sh", "text", "toml"}
+WITH_CODE = [page for page in PAGES if any(block.is_cell or "terminal" in block.marks for block in blocks_of(page))]
+
+
+def name_of(page: Path) -> str:
+    """As it is called in the repository."""
+    return str(page.relative_to(ROOT))
+
+
+def needs_data(page: Path) -> bool:
+    """Does a block of it ask for fastai's data sets?"""
+    return any("data" in block.marks for block in blocks_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) -> None:
+    for block in blocks_of(page):
+        where = f"{page.name}:{block.line}"
+        assert block.language in KNOWN or block.language.startswith("{"), f"{where}: {block.language!r}"
+        assert set(block.marks) <= MARKS, f"{where}: {block.marks}"
+        assert block.marks.get("not run", "why") and block.marks.get("file", "name"), where
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FILES], ids=name_of)
+def test_the_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
+    for target in re.findall(r"\]\(((?!\w+:)[^)\s]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), target
+        assert not heading or heading in _headings(file), target
+
+
+def _headings(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in found}
+
+
+def test_the_readme_has_the_commands_and_the_magics_by_example_and_takes_three_minutes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    run = "".join(block.text for block in blocks_of(ROOT / "README.md") if block.is_cell)
+    assert all(magic in run for magic in ("%makedip -n 4", "%%dip\n", "%autodip on", "%dipush ", "%dipull "))
+    assert "make demo" in readme and "make test" in readme and "(notebooks/pictures/tabs.png)" in readme
+    prose = readme.partition("## Documentation")[0]
+    prose = re.sub(r"(?ms)^```.*?^```$|^\|.*?$|\]\(.*?\)", "", prose)
+    assert len(prose.split()) < 750  # about 240 words a minute
+
+
+ALWAYS = {"README.md", "docs/from_torchrun.md"}
+"""They are run on each change; the others with the grids."""
+RUN = [
+    pytest.param(page, id=name_of(page), marks=[] if name_of(page) in ALWAYS else pytest.mark.grid)
+    for page in WITH_CODE
+    if not needs_data(page)
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run_as_they_are_pasted(
+    page: Path, new_notebook: Callable[[], Notebook], tmp_path: Path
+) -> None:
+    run_blocks(page, new_notebook(), tmp_path)
+
+
+def run_blocks(page: Path, notebook: Notebook, folder: Path) -> None:
+    """Paste all blocks of `page` into `notebook`, which is in `folder`."""
+    for block in blocks_of(page):
+        where = f"{page.name}:{block.line}"
+        if "file" in block.marks:
+            (folder / block.marks["file"]).write_text(block.text)
+        elif "terminal" in block.marks:
+            _check(block, where, _in_a_terminal(block.text, folder, where))
+        elif block.is_cell:
+            _check(block, where, _in_the_notebook(notebook, block, where))
+
+
+def _in_a_terminal(text: str, folder: Path, where: str) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["sh", "-ec", text], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _in_the_notebook(notebook: Notebook, block: Block, where: str) -> str:
+    shown = notebook.run(block.text, timeout=240 if "data" in block.marks else 90)
+    wanted = block.marks.get("raises", "")
+    assert shown.error == wanted, f"{where}\n{block.text}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
+    return "\n".join([shown.text, shown.traceback])
+
+
+def _check(block: Block, where: str, shown: str) -> None:
+    assert pattern_of(block.shows).search(shown), (
+        f"{where}\n{block.text}\nshall show\n{block.shows}\nbut shows\n{shown}"
+    )

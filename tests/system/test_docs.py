@@ -1,0 +1,108 @@
+"""The documentation is built without a warning, and is whole: each notebook with its outputs, each link, each name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import ddip
+from ddip.notebook.magics import DipMagics
+from tests.cluster.test_notebooks import NOTEBOOKS
+
+pytest.importorskip("myst_nb", reason="pip install '.[docs]'")
+ROOT = Path(__file__).parents[2]
+
+
+class Page(HTMLParser):
+    """What a page links to, and what can be linked to on it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text()
+        self.targets: list[str] = []
+        self.names: set[str] = set()
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.names.update(filter(None, [found.get("id"), found.get("name") if tag == "a" else None]))
+        target = found.get("href") if tag in ("a", "link") else found.get("src")
+        if target and tag in ("a", "link", "img", "script"):
+            self.targets.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation, built as ``make docs`` builds it."""
+    to = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-E", "-d", str(to / "trees")]
+    done = subprocess.run([*command, "docs", str(to / "html")], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return to / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    """Every page of it."""
+    return {path: Page(path) for path in site.rglob("*.html")}
+
+
+def test_make_docs_builds_what_is_tested() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "-m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs" in makefile
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_each_notebook_has_a_page_with_outputs(pages: dict[Path, Page], site: Path, notebook: Path) -> None:
+    text = pages[site / "tutorials" / f"{notebook.stem}.html"].text
+    assert text.count("cell_input") > text.count("cell_output docutils") > 3
+    assert re.search(r"ddip: \d ranks on the CPU, gloo, \d", text), "what %makedip shows"
+    assert f'href="tutorials/{notebook.stem}.html"' in pages[site / "index.html"].text
+
+
+def test_every_link_within_the_site_leads_somewhere(pages: dict[Path, Page], site: Path) -> None:
+    broken = []
+    for path, page in pages.items():
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            to = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            named = unquote(parts.fragment)
+            if not to.is_file() or (named and to.suffix == ".html" and named not in pages[to].names):
+                broken.append(f"{path.relative_to(site)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+def test_no_page_asks_the_network_for_anything(pages: dict[Path, Page]) -> None:
+    loaded = re.compile(
+        r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?:https?:)?//|<link[^>]*\bhref=["']?(?:https?:)?//"""
+    )
+    assert not [path.name for path, page in pages.items() if loaded.search(page.text)]
+
+
+def test_every_public_name_and_every_option_is_in_the_reference(pages: dict[Path, Page], site: Path) -> None:
+    names = {f"ddip.{name}" for name in ddip.__all__ if not name.endswith("_ipython_extension")}
+    assert names <= pages[site / "api.html"].names
+    magics = pages[site / "magics.html"]
+    kinds = {**DipMagics.magics["line"], **DipMagics.magics["cell"]}
+    assert set(kinds) <= magics.names
+    text = re.sub(r"<[^>]+>", "", magics.text)
+    for name, attribute in kinds.items():
+        parser = getattr(getattr(DipMagics, attribute), "parser", None)
+        for action in parser._actions if parser else []:
+            assert all(option in text for option in action.option_strings), (name, action)
+
+
+def test_the_files_of_the_repository_are_included(pages: dict[Path, Page], site: Path) -> None:
+    for name, page in [("Issues", "limits"), ("CHANGELOG", "changes"), ("SECURITY", "security")]:
+        headings = re.findall(r"^#+ (.+)$", (ROOT / f"{name}.md").read_text(), re.MULTILINE)
+        text = re.sub(r"<[^>]+>", "", pages[site / f"{page}.html"].text)
+        assert all(heading in text for heading in headings), name
+    assert "The rooms" in pages[site / "contributing.html"].text
