@@ -7,19 +7,41 @@ imported is a check that failed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ddip.doctor import report
 from ddip.doctor.report import Check, failed
+
+if TYPE_CHECKING:
+    from ddip.doctor.torch_build import Probe
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as that of a shell's."""
 ABOUT = "Look at this machine and this environment, and say what keeps ddip from working, and what to do."
 ENDING = "Exit code: 0 if no check failed, else 1."
+
+
+CHECKS = [
+    ("platform", "machine", "check_platform"),
+    ("packages", "software", "check_packages"),
+    ("front-end", "software", "check_front_end"),
+    ("folder", "software", "check_folder"),
+    ("environment", "software", "check_environment"),
+    ("memory", "machine", "check_memory"),
+    ("shared-memory", "machine", "check_shared_memory"),
+    ("limits", "machine", "check_limits"),
+    ("loopback", "machine", "check_loopback"),
+    ("run-folder", "machine", "check_run_folder"),
+    ("leftovers", "machine", "check_leftovers"),
+    ("gpus", "gpus", "check_gpus"),
+]
+"""What needs no torch: a name, by which it is told if the check itself fails, a module of the doctor, its function."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -28,8 +50,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--no-start", action="store_true", help="do not start any ranks")
     typed = parser.parse_args(words)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP, and shall be told that it is Windows
+        signal.signal(getattr(signal, name), _leave)
     began = time.monotonic()
     checks: list[Check] = []
     try:
@@ -52,42 +74,37 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def look(*, start: bool) -> Iterator[Check]:
     """Every check, as soon as it is done; with `start`, ranks are started at the end."""
-    yield from guarded("python", _python)
+    yield from guarded("python", _check("software", "check_python"))
+    probe = _begin_probe()
+    try:
+        for name, module, function in CHECKS:
+            yield from guarded(name, _check(module, function))
+        yield from guarded("torch", lambda: _torch(probe))
+    finally:
+        if probe is not None:
+            probe.end()
+    if start:
+        yield from guarded("start", lambda: _starts(probe is not None and probe.has_torch))
+
+
+def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
+    """A function of a module of the doctor, which is imported when it is called."""
+    return lambda: getattr(importlib.import_module(f"ddip.doctor.{module}"), function)()
+
+
+def _begin_probe() -> Probe | None:
+    """Have torch imported while the other checks run; None: what that needs is not there."""
+    try:
+        from ddip.doctor import torch_build
+    except ImportError:
+        return None
+    return torch_build.Probe()
+
+
+def _torch(probe: Probe | None) -> list[Check]:
     from ddip.doctor import torch_build
 
-    probe = torch_build.Probe()  # torch is imported while the next checks run
-    try:
-        for name, check in _checks():
-            yield from guarded(name, check)
-        yield from guarded("torch", lambda: torch_build.check_torch(probe))
-    finally:
-        probe.end()
-    if start:
-        yield from guarded("start", lambda: _starts(probe.has_torch))
-
-
-def _python() -> Check:
-    from ddip.doctor import software
-
-    return software.check_python()
-
-
-def _checks() -> Iterator[tuple[str, Callable[[], Check | Iterable[Check]]]]:
-    """What needs no torch: names, which are told if a check itself fails, and functions."""
-    from ddip.doctor import gpus, machine, software
-
-    yield "platform", machine.check_platform
-    yield "packages", software.check_packages
-    yield "front-end", software.check_front_end
-    yield "folder", software.check_folder
-    yield "environment", software.check_environment
-    yield "memory", machine.check_memory
-    yield "shared-memory", machine.check_shared_memory
-    yield "limits", machine.check_limits
-    yield "loopback", machine.check_loopback
-    yield "run-folder", machine.check_run_folder
-    yield "leftovers", machine.check_leftovers
-    yield "gpus", gpus.check_gpus
+    return torch_build.check_torch(probe or torch_build.Probe())
 
 
 def _starts(has_torch: bool) -> Iterator[Check]:
@@ -109,7 +126,7 @@ def guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> Iterator
         found = check()
         yield from [found] if isinstance(found, Check) else found
     except ImportError as error:
-        advice = "install ddip again, with all that it needs: python -m pip install --force-reinstall, and its name"
+        advice = f"install {error.name or 'that package'} again, or rename the file that is found in its place"
         yield failed(name, f"{type(error).__name__}: {error}", advice)
     except Exception as error:
         yield failed(name, f"this check itself failed: {type(error).__name__}: {error}", "report this line")

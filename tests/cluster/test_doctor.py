@@ -124,6 +124,21 @@ def test_a_machine_that_cannot_start_ranks_fails_and_says_why(home: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
+    "module",
+    ["psutil", *(pytest.param(name, marks=pytest.mark.grid) for name in ("packaging", "IPython", "ipyparallel"))],
+)
+def test_a_package_that_cannot_be_imported_is_named_and_the_other_checks_run(
+    home: Path, tmp_path: Path, module: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text("raise ImportError('broken here')\n")
+    done = subprocess.run(
+        DOCTOR, cwd=home, env=environment(home, PYTHONPATH=str(tmp_path)), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr == "" and "broken here" in done.stdout
+    assert "torch" in [line.split()[1] for line in done.stdout.splitlines() if not line.startswith(" ")]
+
+
+@pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         ([], 0, "python -m ddip doctor"),
