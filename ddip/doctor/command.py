@@ -60,6 +60,7 @@ def main(words: Sequence[str]) -> int:
             if not typed.json:
                 print(check, flush=True)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses twice shall get the same exit code
         print("interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
     seconds = time.monotonic() - began

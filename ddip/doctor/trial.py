@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ddip.cluster.local import LocalCluster
 from ddip.cluster.seam import Cluster
 from ddip.doctor.report import Check, failed, ok, warning
 from ddip.errors import DdipError
+from ddip.group import stopping
 from ddip.group.group import Group
 from ddip.group.lifecycle import ipp_log
 
@@ -70,32 +72,34 @@ def check_start(backend: str) -> Check:
 
 def run(gpus: tuple[int, ...] | None) -> Trial:
     """One rank on each of `gpus`; None: two on the CPU. Raises DdipError as ``Group`` and its cells do."""
-    try:
-        with _surroundings(), TrialGroup(None if gpus else 2, gpus) as group:
-            group.run(CELL, show_ranks=[], timeout=CELL_SECONDS)
-            answers, _ = group.pull_all(["total", "seconds"], range(group.world_size))
-            return Trial(
-                group.world_size,
-                group.seconds,
-                max(answer["seconds"] for answer in answers),
-                tuple(answer["total"] for answer in answers),
-                group.cluster.spawned,
-            )
-    finally:
-        preload_client.end()
+    with _surroundings(), TrialGroup(None if gpus else 2, gpus) as group:
+        group.run(CELL, show_ranks=[], timeout=CELL_SECONDS)
+        answers, _ = group.pull_all(["total", "seconds"], range(group.world_size))
+        return Trial(
+            group.world_size,
+            group.seconds,
+            max(answer["seconds"] for answer in answers),
+            tuple(answer["total"] for answer in answers),
+            group.cluster.spawned,
+        )
 
 
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
-    """The user's IPython profile if there is one, which may be what is wrong, else one that is removed afterwards."""
-    former = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="ddip-doctor-") as folder:
-        try:
-            os.environ.update([preload_client.ONLY_ENGINES])  # the ranks do not live long enough to use more
-            if not Path(former.get("IPYTHONDIR") or "~/.ipython", "profile_default").expanduser().is_dir():
-                os.environ["IPYTHONDIR"] = folder
-            yield
-        finally:
+    """The user's IPython profile if there is one, which may be what is wrong, else one that is removed afterwards.
+
+    The warm process, and whatever it forked, is ended afterwards, too; a second Ctrl-C does not keep it from that.
+    """
+    former, folder = dict(os.environ), tempfile.mkdtemp(prefix="ddip-doctor-")
+    try:
+        os.environ.update([preload_client.ONLY_ENGINES])  # the ranks do not live long enough to use more
+        if not Path(former.get("IPYTHONDIR") or "~/.ipython", "profile_default").expanduser().is_dir():
+            os.environ["IPYTHONDIR"] = folder
+        yield
+    finally:
+        with stopping.calling(lambda: None):
+            preload_client.end()
+            shutil.rmtree(folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(former)
 
