@@ -7,6 +7,7 @@
 # make test-ten      all tests, ten times, with a core less
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 # make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
+# make dist    the sdist and the wheel, checked, and tried in an environment that has nothing of this checkout
 # make fuzz    150 random steps against a model; STEPS=10000 SEED=7 more, and the same again
 #
 # Another Python, another torch, another place:
@@ -23,7 +24,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system docs pictures outputs check format bench soak fuzz wheelhouse clean
+.PHONY: demo test test-ten test-system docs pictures outputs check format bench soak fuzz wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
@@ -75,6 +76,9 @@ wheelhouse:
 	$(PYTHON) -m venv --clear build/wheelhouse-env
 	build/wheelhouse-env/bin/python -m pip install --quiet --upgrade pip setuptools wheel packaging
 	build/wheelhouse-env/bin/python tests/wheelhouse.py --python $(PYTHON_VERSION) --torch "$(TORCH)" --to wheelhouse
+
+dist: $(READY)
+	$(BIN)/python tests/dist.py --to dist
 
 bench: $(READY) $(PEERS)
 	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py

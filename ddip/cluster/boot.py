@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 
+INSTEAD = "is found instead of the standard library's"
+
 
 def main() -> None:
     """Entry point."""
@@ -32,7 +34,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         for name, file in hidden().items():
-            print(f"{file} is found instead of the standard library's {name}; rename it", file=sys.stderr)
+            print(f"{file} {INSTEAD} {name}; rename it", file=sys.stderr)
         sys.exit(1)
 
 

@@ -14,7 +14,7 @@ SLICE = "MIG-"
 
 
 @functools.cache
-def _count_nvidia() -> int:
+def count_nvidia() -> int:
     """GPUs that NVIDIA's management library counts; 0 without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -60,4 +60,4 @@ def ensure_one_slice(names: Sequence[str]) -> None:
 
 def gpu_names() -> list[str]:
     """The GPUs that the notebook sees, as ``CUDA_VISIBLE_DEVICES`` would name them; ``-g 0`` is the first of these."""
-    return visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), _count_nvidia())
+    return visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), count_nvidia())

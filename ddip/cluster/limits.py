@@ -85,19 +85,19 @@ def _ranks(count: int) -> str:
 def ensure_room(ranks: int, there: int = 0) -> None:
     """Raise GroupError if a group of `ranks`, of which `there` are there, cannot be on this system."""
     limits = Limits.now()
-    threads = _threads() if limits.threads < MANY_THREADS else 0
+    threads = user_threads() if limits.threads < MANY_THREADS else 0
     short = shortage(ranks, there, limits, len(os.listdir("/dev/fd")), threads)
     if short:
         raise GroupError(short)
 
 
-def _threads() -> int:
+def user_threads() -> int:
     """How many threads the processes of this user have."""
     count, me = 0, os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().real == me:
-                count += process.num_threads()
+                count += process.numuser_threads()
     return count
 
 

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from ddip.cluster.processes import MARK, Proc, end_processes
+from ddip.cluster.processes import MARK, Proc, end_processes, living
 
 RECORD = "owner.json"
 RECORD_BYTES = 1_000_000
@@ -235,9 +235,37 @@ def clear_up(folder: Path, *, only_of_the_dead: bool = False) -> bool:
 
 def clear_up_orphans() -> int:
     """Clear up every cluster of this user whose owner is gone; returns how many."""
-    cleared, prefix = 0, _prefix()
+    return sum(clear_up(folder, only_of_the_dead=True) for folder in _run_folders())
+
+
+def _run_folders() -> Iterator[Path]:
+    """Every folder that has the name of a run folder of this user in this place, whoever has made it."""
+    prefix = _prefix()
     for place in _places():
         with contextlib.suppress(OSError):
             names = [name for name in os.listdir(place) if name.startswith(prefix) and _named_after(name)]
-            cleared += sum(clear_up(place / name, only_of_the_dead=True) for name in names)
-    return cleared
+            yield from (place / name for name in names)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A cluster of this user, or what is left of one."""
+
+    folder: Path
+    owner: Proc
+    owner_lives: bool
+    processes: int
+    """That its record lists, and that still live."""
+
+
+def runs() -> list[Run]:
+    """Every cluster of this user in this place; changes nothing."""
+    found = []
+    for folder in _run_folders():
+        with contextlib.suppress(OSError), _opened(folder) as opened:
+            record = Record.read(opened)
+            owner = record.owner if record else _named_after(folder.name)
+            if owner is not None:
+                live = living(record.processes, record.mark) if record else []
+                found.append(Run(folder, owner, owner.find() is not None, len(live)))
+    return found

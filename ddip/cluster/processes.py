@@ -85,6 +85,11 @@ def _carries(process: psutil.Process, mark: str | None) -> bool:
     return False
 
 
+def living(processes: Iterable[Proc], mark: str | None) -> list[psutil.Process]:
+    """Those of `processes` that live and carry `mark`; None: any."""
+    return [live for live in (process.find() for process in processes) if live and _carries(live, mark)]
+
+
 def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
     """What `leaders` started and has not ended, such as data loader workers: their descendants, and, since each leads a
     session of its own, the processes of its session, which are still known when it is gone."""
@@ -110,7 +115,7 @@ def end_processes(processes: Iterable[Proc], mark: str | None = None) -> None:
     """
     leaders = list(processes)
     followers = _followers(leaders)
-    _end([process for process in (leader.find() for leader in leaders) if process and _carries(process, mark)])
+    _end(living(leaders, mark))
     # multiprocessing's tracker of shared memory is one of these: it tidies up and leaves when its leader is gone
     followers |= _followers(leaders)
     _end([process for process in followers if _lives(process) and _carries(process, mark)])

@@ -19,6 +19,14 @@ from ddip.protocol.reports import Hello
 
 HELLO_SECONDS = 2.0
 """How long a rank may take to tell what its torch can do."""
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on a timeout, 10 minutes as a rule, or an error: do nothing
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in CUDA is not watched itself
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an error of a kernel is the cell's, not the watchdog's
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for minutes that the others write down where they are
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Variables that have torch's watchdog end no rank; set where the user has not."""
 
 
 class Engines:
@@ -95,13 +103,7 @@ def _environment(spec: GroupSpec) -> dict[str, str]:
 def _nccl(spec: GroupSpec) -> dict[str, str]:
     """What nccl is told where the user has not: a rank that waits is freed by ddip, and its process must not be ended
     by a watchdog of torch's meanwhile."""
-    told = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on a timeout, 10 minutes as a rule, or an error: do nothing
-        "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in CUDA is not watched itself
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an error of a kernel is the cell's, not the watchdog's
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for minutes that the others write down where they are
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    }
+    told = dict(WATCHDOG)
     if len(spec.visible) < spec.size:  # as NCCL asks for, where ranks share a GPU
         told |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
     return told

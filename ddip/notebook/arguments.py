@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -12,12 +13,15 @@ from ddip.errors import BadInput
 from ddip.group import host, placement
 from ddip.notebook import mistakes
 
+COMMENT = re.compile(r"""(?:^|\s+)#[^"']*$""")
+"""At the end of a line; with quotes it may be part of an argument."""
 RANKS_A_CORE = 8
 """More than that are asked back for."""
 
 
 def parse(magic: Any, name: str, line: str) -> Any:
     """The arguments of `magic`, which a person calls `name`; raises BadInput, with the line that was typed."""
+    line = COMMENT.sub("", line)
     better = mistakes.meant(name, line, magic.parser)
     if better:
         raise BadInput(f"{name} {line.strip()}: type {better}")

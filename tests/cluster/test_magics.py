@@ -116,6 +116,13 @@ def test_makedip_tells_ranks_devices_backend_and_seconds_and_needs_no_torch_here
     notebook.ok("import sys; assert 'torch' not in sys.modules")
 
 
+def test_a_comment_may_end_the_line_of_a_magic(notebook: Notebook) -> None:
+    assert notebook.ok("%makedip -n 3   # as before").text.endswith("unchanged")
+    notebook.ok("%%dip -r 1,2  # not 0\nassert rank")
+    notebook.ok("%autodip off # on")
+    assert re.search("the notebook has no variable nowhere", notebook.fails("%dipush nowhere # at all").message)
+
+
 def test_makedip_again_leaves_the_group_as_it_was(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = dist = __import__('torch.distributed').distributed.group.WORLD")
     assert notebook.ok("%makedip -n 3").text.endswith("ddip: 3 ranks on the CPU, gloo, unchanged")

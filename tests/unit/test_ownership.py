@@ -150,6 +150,20 @@ def test_clusters_of_dead_owners_are_cleared_up_and_others_are_not(place: Path) 
     assert alive.exists() and elsewhere.exists() and other.exists()
 
 
+def test_clusters_are_listed_with_what_still_runs_of_them_and_nothing_is_changed(
+    place: Path, victim: subprocess.Popen[bytes]
+) -> None:
+    dead, alive, without_record = run_folder(place, DEAD), run_folder(place, ME), run_folder(place, DEAD, "unwritten")
+    run_folder(place, DEAD, "not_ours_alone").chmod(0o755)
+    (place / "other").mkdir()
+    Record(DEAD, (DEAD, Proc.of(victim.pid)), "", CLUSTER).write(dead)
+    Record(ME, (), "", CLUSTER).write(alive)
+    before = sorted(place.rglob("*"))
+    found = {run.folder: (run.owner, run.owner_lives, run.processes) for run in ownership.runs()}
+    assert found == {dead: (DEAD, False, 1), alive: (ME, True, 0), without_record: (DEAD, False, 0)}
+    assert victim.poll() is None and sorted(place.rglob("*")) == before
+
+
 def test_a_folder_whose_owner_was_killed_before_it_wrote_a_record_is_removed(place: Path) -> None:
     code = (
         "import os, pathlib, sys\nfrom ddip.cluster import ownership\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DDIP = Path(__file__).parents[2] / "ddip"
-ROOMS = {"notebook", "call", "group", "output", "cluster", "protocol", "rank", "apps"}
+ROOMS = {"notebook", "call", "group", "output", "cluster", "protocol", "rank", "apps", "doctor"}
 
 
 def test_the_rooms_import_each_other_as_agreed() -> None:
@@ -21,7 +21,7 @@ def test_the_rooms_import_each_other_as_agreed() -> None:
 
 def test_every_module_has_a_room() -> None:
     assert {path.name for path in DDIP.iterdir() if (path / "__init__.py").exists()} == ROOMS
-    assert {path.name for path in DDIP.glob("*.py")} == {"__init__.py", "errors.py", "settings.py"}
+    assert {path.name for path in DDIP.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "settings.py"}
 
 
 def test_no_module_is_longer_than_a_reader_bears() -> None:
@@ -32,7 +32,10 @@ def test_no_module_is_longer_than_a_reader_bears() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("ddip", ["torch", "ipyparallel", "IPython", "numpy"]),
+        ("ddip", ["torch", "ipyparallel", "IPython", "numpy", "ddip.doctor"]),
+        ("ddip.__main__", ["torch", "ipyparallel", "IPython", "numpy", "ddip.doctor"]),
+        ("ddip.doctor.command", ["torch", "ipyparallel", "IPython", "numpy", "psutil"]),
+        ("ddip.doctor.torch_build", ["torch", "ipyparallel", "IPython", "numpy"]),
         ("ddip.notebook.loading", ["torch", "ipyparallel", "numpy"]),
         ("ddip.group.group", ["torch"]),
         ("ddip.cluster.ownership", ["torch", "ipyparallel", "IPython"]),

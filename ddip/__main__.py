@@ -1,0 +1,48 @@
+"""``python -m ddip``: what there is to run from a shell."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ABOUT = """\
+ddip runs in notebooks: %load_ext ddip, then %makedip -n 2 starts two ranks, and %%dip runs a cell on them.
+
+From a shell:
+  python -m ddip doctor      what is wrong with this machine, and what to do; --help tells its options
+  python -m ddip --version   the version
+"""
+
+
+def main(words: list[str]) -> int:
+    """Run what was typed after ``python -m ddip``; returns the exit code."""
+    match words:
+        case ["doctor", *options]:
+            from ddip.doctor import command
+
+            return command.main(options)
+        case ["--version"]:
+            from ddip import __version__
+
+            print(f"ddip {__version__}")
+            return 0
+        case [] | ["-h" | "--help"]:
+            print(ABOUT, end="")
+            return 0
+    print(f"python -m ddip {' '.join(words)}: there is no such command\n\n{ABOUT}", end="", file=sys.stderr)
+    return 2
+
+
+def _leave_out_the_folder() -> None:
+    """Take the current folder, which ``python -m`` puts first, off the path: what it holds shall not run here."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return
+    if not sys.flags.safe_path and sys.path[:1] == [here]:
+        del sys.path[0]
+
+
+if __name__ == "__main__":
+    _leave_out_the_folder()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""``python -m ddip doctor``: what is wrong with this machine, and what to do about it."""

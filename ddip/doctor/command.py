@@ -1,0 +1,133 @@
+"""The command: what is looked at, in which order, and what is printed.
+
+A check imports what it needs when its turn comes, so that the first lines are there at once, and what cannot be
+imported is a check that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ddip.doctor import report
+from ddip.doctor.report import Check, failed
+
+if TYPE_CHECKING:
+    from ddip.doctor.torch_build import Probe
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as that of a shell's."""
+ABOUT = "Look at this machine and this environment, and say what keeps ddip from working, and what to do."
+ENDING = "Exit code: 0 if no check failed, else 1."
+
+
+CHECKS = [
+    ("platform", "machine", "check_platform"),
+    ("packages", "software", "check_packages"),
+    ("front-end", "software", "check_front_end"),
+    ("folder", "software", "check_folder"),
+    ("environment", "software", "check_environment"),
+    ("memory", "machine", "check_memory"),
+    ("shared-memory", "machine", "check_shared_memory"),
+    ("limits", "machine", "check_limits"),
+    ("loopback", "machine", "check_loopback"),
+    ("run-folder", "machine", "check_run_folder"),
+    ("leftovers", "machine", "check_leftovers"),
+    ("gpus", "gpus", "check_gpus"),
+]
+"""What needs no torch: a name, by which it is told if the check itself fails, a module of the doctor, its function."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``doctor`` with these arguments; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ddip doctor", description=ABOUT, epilog=ENDING)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--no-start", action="store_true", help="do not start any ranks")
+    typed = parser.parse_args(words)
+    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP, and shall be told that it is Windows
+        signal.signal(getattr(signal, name), _leave)
+    began = time.monotonic()
+    checks: list[Check] = []
+    try:
+        for check in look(start=not typed.no_start):
+            checks.append(check)
+            if not typed.json:
+                print(check, flush=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses twice shall get the same exit code
+        print("interrupted; nothing is left running", file=sys.stderr)
+        return INTERRUPTED
+    seconds = time.monotonic() - began
+    print(report.as_json(checks, seconds) if typed.json else report.summary(checks, seconds))
+    return report.exit_code(checks)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End as by an exception, which takes the ranks along."""
+    raise SystemExit(128 + number)
+
+
+def look(*, start: bool) -> Iterator[Check]:
+    """Every check, as soon as it is done; with `start`, ranks are started at the end."""
+    yield from guarded("python", _check("software", "check_python"))
+    probe = _begin_probe()
+    try:
+        for name, module, function in CHECKS:
+            yield from guarded(name, _check(module, function))
+        yield from guarded("torch", lambda: _torch(probe))
+    finally:
+        if probe is not None:
+            probe.end()
+    if start:
+        yield from guarded("start", lambda: _starts(probe is not None and probe.has_torch))
+
+
+def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
+    """A function of a module of the doctor, which is imported when it is called."""
+    return lambda: getattr(importlib.import_module(f"ddip.doctor.{module}"), function)()
+
+
+def _begin_probe() -> Probe | None:
+    """Have torch imported while the other checks run; None: what that needs is not there."""
+    try:
+        from ddip.doctor import torch_build
+    except ImportError:
+        return None
+    return torch_build.Probe()
+
+
+def _torch(probe: Probe | None) -> list[Check]:
+    from ddip.doctor import torch_build
+
+    return torch_build.check_torch(probe or torch_build.Probe())
+
+
+def _starts(has_torch: bool) -> Iterator[Check]:
+    """A group for each backend that can be here."""
+    if not has_torch:
+        yield failed("start-gloo", "not tried, since torch cannot be imported", "see what torch above needs")
+        return
+    from ddip.cluster import devices
+    from ddip.doctor import trial
+
+    yield trial.check_start("gloo")
+    if devices.gpu_names():
+        yield trial.check_start("nccl")
+
+
+def guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
+    """What `check` finds; what it raises is a check that failed: the others say what is wrong all the same."""
+    try:
+        found = check()
+        yield from [found] if isinstance(found, Check) else found
+    except ImportError as error:
+        advice = f"install {error.name or 'that package'} again, or rename the file that is found in its place"
+        yield failed(name, f"{type(error).__name__}: {error}", advice)
+    except Exception as error:
+        yield failed(name, f"this check itself failed: {type(error).__name__}: {error}", "report this line")

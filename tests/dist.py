@@ -1,0 +1,156 @@
+"""Build the sdist and the wheel, and try the wheel where nothing of this checkout can be found: ``make dist``.
+
+    python tests/dist.py --to dist
+
+Ends with an exit code other than 0 if a step fails; all but the two files is removed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+HERE = Path(__file__).resolve().parent.parent
+ALL_REDUCE = """
+import ddip, sys
+assert ddip.__file__.startswith(sys.prefix), ddip.__file__
+with ddip.Group(2) as group:
+    group.run("import torch, torch.distributed as dist; x = torch.ones(3) * (rank + 1); dist.all_reduce(x)")
+    assert [group.pull(["x"], rank)["x"].tolist() for rank in (0, 1)] == [[3.0] * 3] * 2
+"""
+
+
+class StepFailed(Exception):
+    """Of the build or the trial; the message says which, and what it wrote."""
+
+
+def run(what: str, command: Sequence[str | Path], **options: Any) -> str:
+    """Run a step, and say so; returns its output. Raises StepFailed."""
+    print(what, flush=True)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+    if done.returncode:
+        raise StepFailed(f"{what}: exit code {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def new_environment(folder: Path) -> Path:
+    """An environment with pip alone, of this Python; returns its interpreter."""
+    venv.create(folder, with_pip=True, symlinks=True)
+    return folder / "bin" / "python"
+
+
+# -- build
+
+
+def build(folder: Path, to: Path) -> tuple[Path, Path]:
+    """Build with tools in an environment of their own, below `folder`; returns the sdist and the wheel in `to`."""
+    python = new_environment(folder / "tools")
+    run("install build and twine", [python, "-m", "pip", "install", "--quiet", "build", "twine"])
+    made = folder / "made"
+    run("build the sdist, and the wheel from it", [python, "-m", "build", "--outdir", made, HERE])
+    (sdist,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+    run("twine check", [python, "-m", "twine", "check", "--strict", sdist, wheel])
+    to.mkdir(parents=True, exist_ok=True)
+    for former in [*to.glob("ddip-*.tar.gz"), *to.glob("ddip-*.whl")]:
+        former.unlink()
+    return Path(shutil.copy(sdist, to)), Path(shutil.copy(wheel, to))
+
+
+def ensure_whole(names: Sequence[str], there: Sequence[str]) -> None:
+    """Raise StepFailed unless the wheel's `names` are the package's files that are `there`, and its metadata."""
+    packed = {name for name in names if ".dist-info/" not in name}
+    if packed != set(there):
+        missing, more = sorted(set(there) - packed), sorted(packed - set(there))
+        raise StepFailed(f"the wheel lacks {missing}, and has {more} besides the package's files")
+
+
+def files_of_the_package() -> list[str]:
+    """Paths as they are in a wheel."""
+    files = [*(HERE / "ddip").rglob("*.py"), HERE / "ddip" / "py.typed"]
+    return [path.relative_to(HERE).as_posix() for path in files]
+
+
+# -- try
+
+
+def link_torch(folder: Path) -> None:
+    """Fill `folder` with links to torch, and to all that it requires, where this Python has them.
+
+    torch takes gigabytes, and this environment has it already. With all of its site-packages on the path of the new
+    one, this checkout's ddip and whatever else is there would come along, and a requirement that setup.cfg forgets
+    would not be missed. So the new one gets a folder with torch and what torch needs, and installs the rest as a user
+    does.
+    """
+    folder.mkdir()
+    done: set[str] = set()
+    waiting = [Requirement("torch")]
+    while waiting:
+        need = waiting.pop()
+        if str(need) in done:
+            continue
+        done.add(str(need))
+        found = metadata.distribution(need.name)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            link = folder / top
+            if not top.endswith(".pth") and not link.exists():
+                link.symlink_to(Path(str(found.locate_file(top))).resolve())
+        extras = need.extras or {""}
+        needs = map(Requirement, found.requires or ())
+        waiting += [n for n in needs if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in extras)]
+
+
+def try_wheel(wheel: Path, folder: Path) -> None:
+    """Install `wheel` into a new environment below `folder`, and start ranks from there."""
+    python = new_environment(folder / "fresh")
+    link_torch(folder / "torch")
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run("look for its site-packages", [python, "-c", ask]).strip())
+    (packages / "torch.pth").write_text(f"{folder / 'torch'}\n")
+    run("install the wheel", [python, "-m", "pip", "install", "--quiet", wheel])
+    work = folder / "work"
+    work.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+    options = {"cwd": work, "env": {**kept, "IPYTHONDIR": str(folder / "ipython")}}
+    run("all_reduce on two ranks", [python, "-c", ALL_REDUCE], **options)
+    report = json.loads(run("python -m ddip doctor --json", [python, "-m", "ddip", "doctor", "--json"], **options))
+    checks = {check["name"]: check for check in report["checks"]}
+    for name in ("packages", "start-gloo"):
+        if checks[name]["status"] != "ok":
+            raise StepFailed(f"the doctor says of {name}: {checks[name]['found']}")
+    print(f"  {checks['start-gloo']['found']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, default=HERE / "dist", help="where the sdist and the wheel are put")
+    to = parser.parse_args().to
+    try:
+        with tempfile.TemporaryDirectory(prefix="ddip-dist-") as name:
+            folder = Path(name).resolve()  # as paths of modules are
+            sdist, wheel = build(folder, to)
+            with zipfile.ZipFile(wheel) as archive:
+                ensure_whole(archive.namelist(), files_of_the_package())
+            try_wheel(wheel, folder)
+    except StepFailed as error:
+        sys.exit(str(error))
+    for made in (sdist, wheel):
+        print(f"{made}: {made.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

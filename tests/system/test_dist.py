@@ -1,0 +1,28 @@
+"""``make dist``: what would be uploaded works where nothing of this checkout can be found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_make_dist_runs_what_the_next_test_runs() -> None:
+    done = subprocess.run(["make", "--dry-run", "dist"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].endswith("bin/python tests/dist.py --to dist")
+
+
+@pytest.mark.timeout(900)
+def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "tests/dist.py", "--to", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "2 ranks on the CPU in" in done.stdout
+    version = ddip.__version__
+    assert {path.name for path in tmp_path.iterdir()} == {f"ddip-{version}.tar.gz", f"ddip-{version}-py3-none-any.whl"}

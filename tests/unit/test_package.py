@@ -1,0 +1,45 @@
+"""What stands in the files that describe the package."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+from .. import dist
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_citation_is_whole_and_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    fields = dict(re.findall(r"^([a-z-]+): *(.*)$", text, re.MULTILINE))
+    assert fields["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= fields.keys()  # the format asks for these
+    assert (fields["version"], fields["license"]) == (ddip.__version__, "Apache-2.0")
+
+
+def test_pythons_of_the_classifiers_are_those_that_may_install_it() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    named = re.findall(r"Python :: 3\.(\d+)", config["metadata"]["classifiers"])
+    first, after = re.findall(r"3\.(\d+)", config["options"]["python_requires"])
+    assert list(map(int, named)) == list(range(int(first), int(after)))
+
+
+def test_a_wheel_that_lacks_a_file_or_has_others_is_refused() -> None:
+    there = dist.files_of_the_package()
+    assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(there)
+    dist.ensure_whole([*there, "ddip-0.1.0.dist-info/METADATA"], there)
+    with pytest.raises(dist.StepFailed, match=r"lacks \['ddip/py.typed'\], and has \['tests/dist.py'\]"):
+        dist.ensure_whole([*(name for name in there if name != "ddip/py.typed"), "tests/dist.py"], there)
+
+
+def test_a_step_that_fails_tells_what_it_wrote() -> None:
+    with pytest.raises(dist.StepFailed, match="(?s)a step: exit code 3.*why"):
+        dist.run("a step", [sys.executable, "-c", "print('why'); raise SystemExit(3)"])
