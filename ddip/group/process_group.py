@@ -258,9 +258,10 @@ class ProcessGroupManager:
                 self._adopt()
 
     def _adopt(self) -> None:
-        """The group that a cell has formed in place of ours is ours from now on."""
-        ranks = range(len(self._ranks.members))
-        answers = self._ranks.call_on_control_channel(ranks, on_rank.adopt(), seconds=ADOPT_SECONDS)
+        """The group that a cell has formed in place of ours is ours from now on; it may listen at our port."""
+        ranks, former, self._port = range(len(self._ranks.members)), self._port, host.HeldPort()
+        adopt = on_rank.adopt(0 if former is None else former.number, self._port.number)
+        answers = self._ranks.call_on_control_channel(ranks, adopt, seconds=ADOPT_SECONDS)
         self.healthy = all(answer is not None for answer in answers.values())
         self._steps.forget()
 

@@ -147,10 +147,16 @@ def check() -> None:
         raise RuntimeError(f"the sum of one from each of {names['size']} ranks is {names['total']:g}")
 
 
-def adopt() -> bool:
-    """Take the group that a cell has formed for the group of this rank."""
+def adopt(former_port: int, port: int) -> bool:
+    """Take the group that a cell has formed for the group of this rank.
+
+    If that listens at the `former_port`, another would find it taken until all ranks have left the first: the next one
+    gets `port`.
+    """
     global _formed
     _formed = c10d.world()
+    if os.environ.get("MASTER_PORT") == str(former_port):
+        os.environ["MASTER_PORT"] = str(port)
     return True
 
 

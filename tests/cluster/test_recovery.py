@@ -226,6 +226,17 @@ def test_a_cell_may_destroy_or_form_the_group_itself(cells: ddip.Group, code: st
         cells.run("assert dist.group.WORLD is here")
 
 
+def test_groups_that_cells_form_one_after_the_other_do_not_meet_at_their_port(cells: ddip.Group) -> None:
+    """The first one's listener may be there still when another rank begins to listen for the second."""
+    for _ in range(4):
+        cells.run("import torch.distributed as dist\ndist.destroy_process_group(); dist.init_process_group('gloo')")
+        cells.run("""
+            import time
+            if rank == 0: time.sleep(0.2)  # the one that listens
+            dist.destroy_process_group(); dist.init_process_group('gloo', rank=1 - rank, world_size=2)
+        """)
+
+
 def test_many_failures_leave_no_descriptor_or_thread_more(cells: ddip.Group) -> None:
     count = "import os, threading\nheld = len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
 

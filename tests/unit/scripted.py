@@ -91,7 +91,7 @@ class ScriptedEngine:
             on_rank.phase.target: lambda: "code" if self.running else "idle",
             on_rank.connections.target: lambda: [],
             on_rank.release.target: self._release,
-            on_rank.adopt.target: lambda: True,
+            on_rank.adopt.target: lambda former_port, port: True,
             on_rank.begun.target: lambda: self.begun,
             on_rank.line_of.target: lambda key, number: {"place": {"cell": 1, "line": 2}, "goes_on": False},
             on_rank.stays_behind.target: lambda key, number: True,

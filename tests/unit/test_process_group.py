@@ -21,7 +21,7 @@ class _Ranks:
         self.adopted = False
 
     def call_on_control_channel(self, ranks: Any, call: RemoteCall[Any], seconds: float = 0) -> dict[int, Any]:
-        adopt = call == on_rank.adopt()
+        adopt = call.target == on_rank.adopt.target
         self.adopted = self.adopted or adopt
         return dict.fromkeys(ranks, True if adopt else None)
 
