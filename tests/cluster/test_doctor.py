@@ -78,7 +78,11 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "after"),
-    [(signal.SIGINT, 130, "leftovers"), (signal.SIGINT, 130, "backends"), (signal.SIGTERM, 143, "backends")],
+    [
+        (signal.SIGINT, 130, "leftovers"),
+        (signal.SIGINT, 130, "backends"),
+        pytest.param(signal.SIGTERM, 143, "backends", marks=pytest.mark.grid),
+    ],
     ids=["Ctrl-C before the start", "Ctrl-C while ranks start", "SIGTERM while ranks start"],
 )
 def test_nothing_is_left_when_it_is_interrupted(home: Path, number: int, code: int, after: str) -> None:
@@ -99,6 +103,7 @@ def test_nothing_is_left_when_it_is_interrupted(home: Path, number: int, code: i
     assert sorted(Path(os.environ["TMPDIR"]).iterdir()) == before and list(home.iterdir()) == []
 
 
+@pytest.mark.grid
 def test_what_another_notebook_has_left_is_told_and_stays(home: Path) -> None:
     me = Proc.of(os.getpid())
     folder = ownership.make_run_folder()

@@ -62,8 +62,8 @@ def test_the_readme_has_the_commands_and_the_magics_by_example_and_takes_three_m
     assert len(prose.split()) < 750  # about 240 words a minute
 
 
-ALWAYS = {"README.md", "docs/from_torchrun.md"}
-"""They are run on each change; the others with the grids."""
+ALWAYS = {"README.md"}
+"""It is run on each change; the others with the grids."""
 RUN = [
     pytest.param(page, id=name_of(page), marks=[] if name_of(page) in ALWAYS else pytest.mark.grid)
     for page in WITH_CODE
