@@ -3,7 +3,7 @@
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, grids
 # make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
-# make outputs       what the documentation shows below the notebooks' cells; NAMES="quickstart" of these only
+# make notebooks     runs the notebooks, and stores them with what they show; NAMES="quickstart" these only
 # make test-ten      all tests, ten times, with a core less
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 # make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
@@ -24,7 +24,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system docs pictures outputs check format bench soak fuzz wheelhouse dist clean
+.PHONY: demo test test-ten test-system docs pictures notebooks check format bench soak fuzz wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
@@ -49,8 +49,8 @@ docs: $(DOCS)
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
 
-outputs: $(READY)
-	$(BIN)/python -m tests.system.outputs docs/outputs $(NAMES)
+notebooks: $(READY)
+	$(BIN)/python -m tests.system.stored $(NAMES)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ author = "the ddip authors"
 version = release = ddip.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "ddip_pages"]
-exclude_patterns = ["_ext", "outputs"]
+exclude_patterns = ["_ext"]
 nb_execution_mode = "off"
 nb_merge_streams = True
 suppress_warnings = ["mystnb.mime_type"]

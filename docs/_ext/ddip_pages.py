@@ -1,19 +1,16 @@
 """What the pages are made of besides their text: notebooks, the magics' own help, and links that also work outside.
 
-A build writes ``docs/tutorials/``: cells from ``notebooks/``, what they showed from ``docs/outputs/``. It runs nothing.
+A build copies ``notebooks/``, which are stored executed, to ``docs/tutorials/``. It runs nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import textwrap
 from argparse import Action
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from IPython.lib.lexers import IPython3Lexer
@@ -22,31 +19,19 @@ from pygments.token import Keyword, Operator, Text
 from sphinx.application import Sphinx
 
 from ddip.notebook.magics import DipMagics
+from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.traits import RENAMED
 
 DOCS = Path(__file__).parents[1]
-NOTEBOOKS, OUTPUTS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "outputs", DOCS / "tutorials"
+NOTEBOOKS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "tutorials"
 
 # -- notebooks
-
-
-def tutorial(path: Path) -> nbformat.NotebookNode:
-    """The notebook at `path` with what its cells showed; raises ValueError where that is of other cells."""
-    notebook = nbformat.read(path, as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    outputs = OUTPUTS / f"{path.stem}.json"
-    shown = json.loads(outputs.read_text()) if outputs.exists() else []
-    if [hashlib.sha256(cell.source.encode()).hexdigest() for cell in cells] != [of["source"] for of in shown]:
-        raise ValueError(f"docs/outputs/{outputs.name} is of other cells: make outputs NAMES={path.stem}")
-    for cell, of in zip(cells, shown, strict=True):
-        cell.outputs = [nbformat.from_dict(output) for output in of["outputs"]]
-    return notebook
 
 
 def write_tutorials(app: Sphinx) -> None:
     """The pages of the notebooks; what is unchanged is left alone, so that Sphinx need not read it again."""
     TUTORIALS.mkdir(exist_ok=True)
-    wanted = {path.name: nbformat.writes(tutorial(path)) for path in NOTEBOOKS.glob("*.ipynb")}
+    wanted = {path.name: path.read_text() for path in NOTEBOOKS.glob("*.ipynb")}
     for page in TUTORIALS.glob("*.ipynb"):
         if page.name not in wanted:
             page.unlink()
@@ -67,7 +52,7 @@ class Magic(Directive):
     def run(self) -> list[nodes.Node]:
         """One section: how it is typed, what it does, its arguments."""
         name = self.arguments[0]
-        function = getattr(DipMagics, name)
+        function = getattr(ObjectMagics if hasattr(ObjectMagics, name) else DipMagics, name)
         typed = ("%%" if name == "dip" else "%") + name
         section = nodes.section(ids=[name])
         section += nodes.title("", "", nodes.literal("", typed))

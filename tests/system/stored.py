@@ -1,13 +1,11 @@
-"""Store what the notebooks show, for the documentation: ``python -m tests.system.outputs FOLDER [NAME ...]``.
+"""Store the notebooks executed, so that they show something where nobody runs them: ``make notebooks``.
 
-The notebooks themselves are stored without outputs. What their cells showed is in ``FOLDER/NAME.json``, with a checksum
-of each cell: a page of the documentation is made of both, and only as long as they belong together.
+``python -m tests.system.stored [NAME ...]``. What is of this machine only (paths, its name) is left out. A checksum of
+the cells is stored as well: ``tests/cluster/test_notebooks.py`` fails when a cell has been changed since.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import re
@@ -17,23 +15,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode
 
-from tests.cluster.test_notebooks import FOLDER, NOTEBOOKS, run
+from tests.cluster.test_notebooks import FOLDER, NOTEBOOKS, checksum, run
 
 ROOT = FOLDER.parent
 KEPT = ("text/html", "image/png", "image/jpeg", "image/svg+xml", "text/markdown", "text/latex", "text/plain")
 """Of what a cell displays, what a page without widgets and scripts can show."""
 
 
-def stored(notebook: NotebookNode, folder: Path) -> list[dict[str, Any]]:
-    """What each code cell of `notebook`, which ran in `folder`, has shown, without what is of this machine only."""
-    cells = []
-    for cell in notebook.cells:
+def store(path: Path, folder: Path) -> None:
+    """Run the notebook at `path` in `folder`, and store what its cells show."""
+    notebook, ran = nbformat.read(path, as_version=4), run(path, folder)
+    for cell, done in zip(notebook.cells, ran.cells, strict=True):
         if cell.cell_type == "code":
-            outputs = [_of_any_machine(output, folder) for output in _joined(cell.outputs)]
-            cells.append({"source": hashlib.sha256(cell.source.encode()).hexdigest(), "outputs": outputs})
-    return cells
+            cell.execution_count = done.execution_count
+            cell.outputs = [_of_any_machine(output, folder) for output in _joined(done.outputs)]
+    notebook.metadata["ddip"] = {"cells": checksum(notebook)}
+    nbformat.write(notebook, path)
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
@@ -58,18 +58,19 @@ def _of_any_machine(output: Any, folder: Path) -> Any:
         output = output.replace(tempfile.gettempdir(), "tmp").replace(str(Path.home()) + "/", "~/")
         return re.sub(rf"\b{re.escape(platform.node())}\b", "host", output)
     if isinstance(output, dict):
-        return {
-            name: value if name.startswith(("image/png", "image/jpeg")) else _of_any_machine(value, folder)
-            for name, value in output.items()
-        }
+        return NotebookNode(
+            {
+                name: value if name.startswith(("image/png", "image/jpeg")) else _of_any_machine(value, folder)
+                for name, value in output.items()
+            }
+        )
     if isinstance(output, list):
         return [_of_any_machine(value, folder) for value in output]
     return output
 
 
-def main(to: Path, names: list[str]) -> None:
-    """Run the notebooks, or those of these `names`, and store what they show."""
-    to.mkdir(exist_ok=True)
+def main(names: list[str]) -> None:
+    """Run all notebooks, or those of these `names`."""
     with tempfile.TemporaryDirectory() as made:
         data = Path(made) / "data"
         os.environ.update(FASTAI_HOME=str(data), TORCH_HOME=str(data / "torch"))
@@ -80,9 +81,8 @@ def main(to: Path, names: list[str]) -> None:
             print(path.stem, flush=True)
             folder = Path(made) / path.stem
             folder.mkdir()
-            cells = stored(run(path, folder), folder)
-            (to / f"{path.stem}.json").write_text(json.dumps(cells, indent=1, ensure_ascii=False) + "\n")
+            store(path, folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])
