@@ -290,12 +290,11 @@ class LocalCluster(Channels):
 
     def _record(self) -> None:
         """Write down what to clear up if this process dies."""
-        if not self.run_folder.exists():
-            return  # the controller has lost its parent, and has tidied up
         launchers = self._launchers(self._ipp.engines)
         recorded = processes_of([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
         me = processes.Proc.of(os.getpid())
-        ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
+        with contextlib.suppress(FileNotFoundError):  # the controller has lost its parent, and has tidied up
+            ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
 
     def _launchers(self, names: Iterable[str]) -> list[Launcher]:
         """The launchers of the live engines in the engine sets `names`."""
