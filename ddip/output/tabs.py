@@ -8,24 +8,19 @@ each label what the rank has shown. A viewer that strips the buttons or the styl
 from __future__ import annotations
 
 import html
-import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 
 from ddip.errors import RankError, ranks_text
-from ddip.output import markup
 from ddip.output.area import CellOutputArea, new_id
-from ddip.output.terminal_text import Screen, plain, to_html
-from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, RankTranscript, Text, labelled, own_id, plain_of
+from ddip.output.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
+from ddip.output.terminal_text import plain, to_html
+from ddip.output.transcript import WIDGET, Bundle, RankTranscript, labelled, own_id, plain_of
 
 REDRAW_SECONDS = 0.1
 """How often the tabs are sent again while they change."""
 REDRAW_BYTES = 300_000
 """Bytes a second that they may take: Jupyter's server drops messages above a rate, 1 MB/s by default."""
-LIVE_CHARACTERS = 20_000
-"""Longer text is shown by its last rows until the cell has ended."""
-ELSEWHERE = re.compile(r"<(script|link)\b", re.IGNORECASE)
-"""HTML that runs, or brings a style for the whole page."""
 
 STYLE = """<style>
 .jp-OutputArea-child:has(.ddip-ranks){display:none}
@@ -73,9 +68,10 @@ class Tabs:
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """A MIME bundle: in the tab if HTML can show it, else below, labelled."""
         section = self._sections[rank]
-        if _fits(data) or section.is_area(data.get(WIDGET, {}).get("model_id")):
+        if fits(data) or section.is_area(data.get(WIDGET, {}).get("model_id")):
             section.display(data, metadata, display_id)
         else:
+            section.display(data, metadata, display_id, below=True)
             self._page.write("stdout", f"[rank {rank}]\n")
             self._page.show(data, metadata, own_id(rank, display_id))
 
@@ -110,12 +106,12 @@ class Tabs:
         now = time.monotonic()
         if now < self._next or not any(section.changed for section in self._sections.values()):
             return
-        if not self._begun and not any(section.items for section in self._sections.values()):
+        if not self._begun and not self._has_content:
             return
         for rank, section in self._sections.items():
             if section.changed or rank not in self._html:
                 section.changed = False
-                self._html[rank] = _html(section.items, not self._done)
+                self._html[rank] = to_tab(section.items, not self._done)
         sent = self._send()
         self._next = now + max(REDRAW_SECONDS, sent / REDRAW_BYTES)
 
@@ -123,15 +119,19 @@ class Tabs:
         """The cell has ended: all there is, ranks with equal output together; returns whether `note` is shown."""
         self._done = True
         self._running.clear()
-        if not self._begun and not any(section.items for section in self._sections.values()):
+        if not self._begun and not self._has_content:
             return False
         self._errors = {rank: _told(error) for rank, error in errors.items() if rank in self._sections}
         self._failed = {rank for rank, error in errors.items() if not error.waited}
         self._note = note
-        self._html = {rank: _html(section.items, False) for rank, section in self._sections.items()}
+        self._html = {rank: to_tab(section.items, False) for rank, section in self._sections.items()}
         self._send()
         self._next = 0.0
         return True
+
+    @property
+    def _has_content(self) -> bool:
+        return not all(section.empty for section in self._sections.values())
 
     def _show_buttons(self) -> None:
         buttons = "".join(
@@ -169,16 +169,19 @@ class Tabs:
     def _groups(self) -> list[tuple[list[int], str]]:
         """Ranks, and what their tab has inside."""
         groups: list[tuple[list[int], str]] = []
-        for rank in self._sections:
+        shown: list[object] = []
+        for rank, section in self._sections.items():
+            mine = (comparable(section.items), self._errors.get(rank)) if self._done else object()
+            if mine in shown:
+                groups[shown.index(mine)][0].append(rank)
+                continue
             body = self._html.get(rank, "")
             if rank in self._errors:
                 body += f"<pre>{to_html(self._errors[rank])}</pre>"
-            body = body or '<pre style="opacity:.6">no output</pre>'
-            same = next((ranks for ranks, other in groups if self._done and other == body), None)
-            if same is None:
-                groups.append(([rank], body))
-            else:
-                same.append(rank)
+            if not body:
+                body = f'<pre class="ddip-none">{"below the tabs" if section.items else "no output"}</pre>'
+            groups.append(([rank], body))
+            shown.append(mine)
         return groups
 
     def _plain(self, rank: int) -> str:
@@ -202,39 +205,3 @@ def _choice(name: str, groups: Sequence[tuple[Collection[int], str]]) -> str:
         label = ",".join(f"{chosen} #{name}-l{number}" for chosen in on)
         rules.append(f"{shown}{{display:block}}{label}{{border-bottom-color:#208ffb;opacity:1;font-weight:bold}}")
     return f"<style>{''.join(rules)}</style>"
-
-
-def _fits(data: Bundle) -> bool:
-    """Can plain HTML show it?"""
-    if any(mime.startswith("application/") and mime != "application/json" for mime in data):
-        return False
-    return not ELSEWHERE.search(str(data.get("text/html", "")))
-
-
-def _html(items: Sequence[Item], live: bool) -> str:
-    parts = []
-    for item in items:
-        if isinstance(item, Text):
-            parts.append(f'<pre class="ddip-{item.stream}">{to_html(_text(item.screen, live))}</pre>')
-        elif isinstance(item, Area):
-            parts.append(f"<div>{_html(item.items, live)}</div>")
-        else:
-            parts.append(_bundle(item))
-    return "".join(parts)
-
-
-def _text(screen: Screen, live: bool) -> str:
-    return screen.live_text(LIVE_CHARACTERS) if live else screen.text
-
-
-def _bundle(item: Display) -> str:
-    data = item.data
-    if "text/html" in data:
-        return markup.contained(str(data["text/html"]))
-    shown = markup.picture(data, item.metadata)
-    if shown is not None:
-        return shown
-    if "text/latex" in data:
-        return f"<div>{html.escape(data['text/latex'], quote=False)}</div>"
-    text = data.get("text/plain") or data.get("text/markdown") or ""
-    return f"<pre>{to_html(text)}</pre>"
