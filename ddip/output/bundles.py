@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 
 from ddip.output import markup
-from ddip.output.terminal_text import Screen, to_html
+from ddip.output.colours import to_html
+from ddip.output.terminal_text import Screen
 from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, Text
 
 LIVE_CHARACTERS = 20_000

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from ddip.errors import RankError, ranks_text
 from ddip.output.area import CellOutputArea, new_id
 from ddip.output.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
-from ddip.output.terminal_text import plain, to_html
+from ddip.output.colours import to_html
+from ddip.output.terminal_text import plain
 from ddip.output.transcript import WIDGET, Bundle, RankTranscript, labelled, own_id, plain_of
 
 REDRAW_SECONDS = 0.1
