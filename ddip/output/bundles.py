@@ -47,7 +47,8 @@ def to_tab(items: Sequence[Item], live: bool) -> str:
     parts = []
     for item in items:
         if isinstance(item, Text):
-            parts.append(f'<pre class="ddip-{item.stream}">{to_html(_text(item.screen, live))}</pre>')
+            stream = "stdout" if item.overwritten else item.stream  # a bar is no warning
+            parts.append(f'<pre class="ddip-{stream}">{to_html(_text(item.screen, live))}</pre>')
         elif isinstance(item, Area):
             parts.append(f"<div>{to_tab(item.items, live)}</div>")
         elif not item.below:

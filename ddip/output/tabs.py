@@ -1,20 +1,21 @@
 """The output of several ranks as tabs: HTML and CSS alone, which a saved notebook shows without ddip.
 
 The tabs are two outputs of the cell. The first holds a radio button for each rank, unseen, and never changes, so that
-what a person has selected outlives each update of the second: that has the labels, which choose a button, and beside
-each label what the rank has shown. A viewer that strips the buttons or the style shows headed sections.
+what a person has selected outlives each update of the second: that has the labels, which choose a button, and what the
+ranks have shown (``tab_page.py``).
 """
 
 from __future__ import annotations
 
-import html
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ddip.errors import RankError, ranks_text
+from ddip.errors import RankError
+from ddip.output import tab_page
 from ddip.output.area import CellOutputArea, new_id
 from ddip.output.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
 from ddip.output.colours import to_html
+from ddip.output.tab_page import Tab
 from ddip.output.terminal_text import plain
 from ddip.output.transcript import WIDGET, Bundle, RankTranscript, labelled, own_id, plain_of
 
@@ -22,26 +23,6 @@ REDRAW_SECONDS = 0.1
 """How often the tabs are sent again while they change."""
 REDRAW_BYTES = 300_000
 """Bytes a second that they may take: Jupyter's server drops messages above a rate, 1 MB/s by default."""
-
-STYLE = """<style>
-.jp-OutputArea-child:has(.ddip-ranks){display:none}
-.ddip-ranks{display:none}
-.ddip{--line:var(--jp-border-color2,var(--vscode-panel-border,#c4c4c4));display:flex;flex-wrap:wrap;
- align-items:center;border-left:2px solid var(--line)}
-.ddip-rank{order:1;padding:2px 12px;cursor:pointer;font-size:.85em;border-bottom:2px solid var(--line);opacity:.75}
-.ddip-rank:hover{opacity:1}
-.ddip-runs::after{content:" \\25cf";color:#208ffb}
-.ddip-failed{color:#d9362b}
-.ddip-note{order:2;flex:1;text-align:right;padding:2px 8px;font-size:.8em;opacity:.6;
- border-bottom:2px solid var(--line)}
-.ddip-shown{order:3;width:100%;padding:4px 8px;overflow-x:auto}
-.ddip-shown pre{margin:0;white-space:pre-wrap;word-break:break-word;background:none;border:0;padding:0;
- font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px);line-height:1.3}
-.ddip-shown pre.ddip-stderr{background:var(--jp-rendermime-error-background,rgba(221,72,72,.15))}
-.ddip-shown img{max-width:100%}
-.ddip-html{contain:content;overflow:auto}
-@supports not selector(:has(a)){.ddip-shown{display:block!important}}
-</style>"""
 
 
 class Tabs:
@@ -134,35 +115,23 @@ class Tabs:
     def _has_content(self) -> bool:
         return not all(section.empty for section in self._sections.values())
 
-    def _show_buttons(self) -> None:
-        buttons = "".join(
-            f'<input type="radio" name="{self._id}" id="{self._id}-{rank}"{" checked" if first else ""}>'
-            for first, rank in zip([True] + [False] * len(self._sections), self._sections, strict=False)
-        )
-        self._page.show({"text/html": f'<div class="ddip-ranks">{STYLE}{buttons}</div>', "text/plain": ""})
-
     def _send(self) -> int:
         """Show the tabs as they are; returns their size."""
         if not self._begun:
-            self._show_buttons()
-        groups = self._groups()
-        parts = [_choice(self._id, groups)]
-        texts = []
-        for number, (ranks, body) in enumerate(groups):
-            title = ranks_text(ranks) + (" ✗" if self._failed.intersection(ranks) else "")
-            state = "ddip-failed" if self._failed.intersection(ranks) else ""
-            if self._running.intersection(ranks):
-                state = "ddip-runs"
-            parts.append(
-                f'<label class="ddip-rank {state}" id="{self._id}-l{number}" for="{self._id}-{ranks[0]}">'
-                f'{title}</label><div class="ddip-shown" id="{self._id}-s{number}">{body}</div>'
+            self._page.show({"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""})
+        tabs = [
+            Tab(
+                ranks,
+                body,
+                failed=bool(self._failed.intersection(ranks)),
+                runs=bool(self._running.intersection(ranks)),
+                empty=self._sections[ranks[0]].empty and ranks[0] not in self._errors,
             )
-            texts.append(f"── {title} ──\n{self._plain(ranks[0])}")
-        if self._note:
-            parts.append(f'<span class="ddip-note">{html.escape(self._note)}</span>')
-            texts.append(self._note)
-        page = f'<div class="ddip" id="{self._id}">{"".join(parts)}</div>'
-        text = "\n".join(texts)
+            for ranks, body in self._groups()
+        ]
+        page = tab_page.page(self._id, tabs, self._note)
+        texts = [f"── {tab.title} ──\n{self._plain(tab.ranks[0])}" for tab in tabs]
+        text = "\n".join([*texts, self._note] if self._note else texts)
         self._page.show({"text/html": page, "text/plain": text}, display_id=self._id, update=self._begun)
         self._begun = True
         return len(page) + len(text)
@@ -195,14 +164,3 @@ def _told(error: RankError) -> str:
     if error.waited:
         return f"was blocked in {error.waited}, until ddip aborted it"
     return error.traceback or str(error)
-
-
-def _choice(name: str, groups: Sequence[tuple[Collection[int], str]]) -> str:
-    """The style that shows the tab of the rank whose button is on."""
-    rules = [f"body:has(#{name}-{min(groups[0][0])}) #{name} .ddip-shown{{display:none}}"]
-    for number, (ranks, _) in enumerate(groups):
-        on = [f"body:has(#{name}-{rank}:checked) #{name}" for rank in ranks]
-        shown = ",".join(f"{chosen} #{name}-s{number}" for chosen in on)
-        label = ",".join(f"{chosen} #{name}-l{number}" for chosen in on)
-        rules.append(f"{shown}{{display:block}}{label}{{border-bottom-color:#208ffb;opacity:1;font-weight:bold}}")
-    return f"<style>{''.join(rules)}</style>"

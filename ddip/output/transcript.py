@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ddip.output.terminal_text import Screen, plain
+from ddip.output.terminal_text import Screen, moves, plain
 
 Bundle = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -21,6 +21,8 @@ class Text:
     screen: Screen
     first: int
     """Lines of the stream before these."""
+    overwritten: bool = False
+    """Has a bar, or the like, been drawn here?"""
 
 
 @dataclass
@@ -71,6 +73,7 @@ class RankTranscript:
         """More text; with `line` it replaces the end of what was there (``Screen.jump``)."""
         self._before()
         item = self._open_text(stream)
+        item.overwritten = item.overwritten or moves(text)
         if line is None:
             item.screen.write(text)
             self._lines[stream] = self._lines.get(stream, 0) + text.count("\n")

@@ -90,7 +90,7 @@ def test_a_tab_for_each_rank_while_they_run_and_one_for_those_that_agree_in_the_
     write(view, "a\n", "a\n", "b\n")
     view.draw()
     buttons, shown = page.shown
-    assert buttons["text/html"].count("<input") == 3 and buttons["text/html"].count("checked") == 1
+    assert buttons["text/html"].count("<input") == 3 and "checked" not in buttons["text/html"]
     assert shown["text/html"].count("ddip-runs") == 3
     assert shown["text/plain"] == "── rank 0 ──\na\n── rank 1 ──\na\n── rank 2 ──\nb"
     assert view.close({}, "12 s")
@@ -230,6 +230,44 @@ def test_markdown_and_json_are_shown_as_their_source(page: Page) -> None:
     view.close({}, "")
     assert '<pre># &lt;title&gt;</pre><pre>{\n  "é": [\n    1\n  ]\n}</pre>' in page.shown[1]["text/html"]
     assert page.plain[1].startswith('── rank 0 ──\n# <title>\n{\n  "é": [')
+
+
+def test_a_bar_is_not_marked_as_a_warning(page: Page) -> None:
+    view = tabs(page)
+    view.text(0, "stderr", "\r 50%", None)
+    view.text(0, "stderr", "\r100%\n", None)
+    view.text(1, "stderr", "warned\n", None)
+    view.close({}, "")
+    html = page.shown[1]["text/html"]
+    assert '<pre class="ddip-stdout">100%' in html and '<pre class="ddip-stderr">warned' in html
+
+
+def opened(page: Page) -> str:
+    """Number of the tab that is shown until a person has chosen."""
+    found = re.search(r":checked\)\) #\S+ #\S+-s(\d+)\{display:block\}", page.shown[1]["text/html"])
+    assert found is not None
+    return found[1]
+
+
+def test_the_first_tab_that_failed_is_open_else_the_first_that_shows_anything(page: Page) -> None:
+    view = tabs(page, 4)
+    for rank in (1, 2):  # as %%dip -S all -r 1,2
+        view.text(rank, "stdout", f"{rank}\n", None)
+    view.draw()
+    assert opened(page) == "1"
+    view.ended(2, True)
+    view._next = 0.0
+    view.draw()
+    assert opened(page) == "2"
+    view.close({2: RankError("ValueError", "no", "traceback"), 1: RankError("E", "", "", waited="barrier")}, "")
+    assert opened(page) == "2" and "── rank 2 ✗ ──" in page.plain[1]
+
+
+def test_ranks_without_output_are_not_open(page: Page) -> None:
+    view = tabs(page, 3)
+    view.text(1, "stdout", "a\n", None)
+    view.close({}, "")
+    assert opened(page) == "1" and "── ranks 0, 2 ──" in page.plain[1]
 
 
 # -- grouped
