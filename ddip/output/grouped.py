@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddip.errors import RankError, ranks_text
 from ddip.output.area import CellOutputArea, flush
+from ddip.output.bundles import comparable
 from ddip.output.transcript import Bundle, Display, RankTranscript, Text, labelled, plain_of
 
 
@@ -55,7 +56,7 @@ class Grouped:
         """Show what each rank has written and displayed, and forget it: what comes late is shown by itself."""
         groups: list[_Same] = []
         for rank, section in self._sections.items():
-            shown = _comparable(section)
+            shown = comparable(section.items)
             same = next((group for group in groups if group.shown == shown), None)
             if not section.items:
                 continue
@@ -86,14 +87,3 @@ class _Same:
     ranks: list[int]
     shown: object
     section: RankTranscript
-
-
-def _comparable(section: RankTranscript) -> object:
-    return [
-        (item.stream, item.screen.text)
-        if isinstance(item, Text)
-        else item.data
-        if isinstance(item, Display)
-        else plain_of(item.items)
-        for item in section.items
-    ]

@@ -1,51 +1,28 @@
 """The output of several ranks as tabs: HTML and CSS alone, which a saved notebook shows without ddip.
 
 The tabs are two outputs of the cell. The first holds a radio button for each rank, unseen, and never changes, so that
-what a person has selected outlives each update of the second: that has the labels, which choose a button, and beside
-each label what the rank has shown. A viewer that strips the buttons or the style shows headed sections.
+what a person has selected outlives each update of the second: that has the labels, which choose a button, and what the
+ranks have shown (``tab_page.py``).
 """
 
 from __future__ import annotations
 
-import html
-import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ddip.errors import RankError, ranks_text
-from ddip.output import markup
+from ddip.errors import RankError
+from ddip.output import tab_page
 from ddip.output.area import CellOutputArea, new_id
-from ddip.output.terminal_text import Screen, plain, to_html
-from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, RankTranscript, Text, labelled, own_id, plain_of
+from ddip.output.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
+from ddip.output.colours import to_html
+from ddip.output.tab_page import Tab
+from ddip.output.terminal_text import plain
+from ddip.output.transcript import WIDGET, Bundle, RankTranscript, labelled, own_id, plain_of
 
 REDRAW_SECONDS = 0.1
 """How often the tabs are sent again while they change."""
 REDRAW_BYTES = 300_000
 """Bytes a second that they may take: Jupyter's server drops messages above a rate, 1 MB/s by default."""
-LIVE_CHARACTERS = 20_000
-"""Longer text is shown by its last rows until the cell has ended."""
-ELSEWHERE = re.compile(r"<(script|link)\b", re.IGNORECASE)
-"""HTML that runs, or brings a style for the whole page."""
-
-STYLE = """<style>
-.jp-OutputArea-child:has(.ddip-ranks){display:none}
-.ddip-ranks{display:none}
-.ddip{--line:var(--jp-border-color2,var(--vscode-panel-border,#c4c4c4));display:flex;flex-wrap:wrap;
- align-items:center;border-left:2px solid var(--line)}
-.ddip-rank{order:1;padding:2px 12px;cursor:pointer;font-size:.85em;border-bottom:2px solid var(--line);opacity:.75}
-.ddip-rank:hover{opacity:1}
-.ddip-runs::after{content:" \\25cf";color:#208ffb}
-.ddip-failed{color:#d9362b}
-.ddip-note{order:2;flex:1;text-align:right;padding:2px 8px;font-size:.8em;opacity:.6;
- border-bottom:2px solid var(--line)}
-.ddip-shown{order:3;width:100%;padding:4px 8px;overflow-x:auto}
-.ddip-shown pre{margin:0;white-space:pre-wrap;word-break:break-word;background:none;border:0;padding:0;
- font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px);line-height:1.3}
-.ddip-shown pre.ddip-stderr{background:var(--jp-rendermime-error-background,rgba(221,72,72,.15))}
-.ddip-shown img{max-width:100%}
-.ddip-html{contain:content;overflow:auto}
-@supports not selector(:has(a)){.ddip-shown{display:block!important}}
-</style>"""
 
 
 class Tabs:
@@ -73,9 +50,10 @@ class Tabs:
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """A MIME bundle: in the tab if HTML can show it, else below, labelled."""
         section = self._sections[rank]
-        if _fits(data) or section.is_area(data.get(WIDGET, {}).get("model_id")):
+        if fits(data) or section.is_area(data.get(WIDGET, {}).get("model_id")):
             section.display(data, metadata, display_id)
         else:
+            section.display(data, metadata, display_id, below=True)
             self._page.write("stdout", f"[rank {rank}]\n")
             self._page.show(data, metadata, own_id(rank, display_id))
 
@@ -110,12 +88,12 @@ class Tabs:
         now = time.monotonic()
         if now < self._next or not any(section.changed for section in self._sections.values()):
             return
-        if not self._begun and not any(section.items for section in self._sections.values()):
+        if not self._begun and not self._has_content:
             return
         for rank, section in self._sections.items():
             if section.changed or rank not in self._html:
                 section.changed = False
-                self._html[rank] = _html(section.items, not self._done)
+                self._html[rank] = to_tab(section.items, not self._done)
         sent = self._send()
         self._next = now + max(REDRAW_SECONDS, sent / REDRAW_BYTES)
 
@@ -123,45 +101,37 @@ class Tabs:
         """The cell has ended: all there is, ranks with equal output together; returns whether `note` is shown."""
         self._done = True
         self._running.clear()
-        if not self._begun and not any(section.items for section in self._sections.values()):
+        if not self._begun and not self._has_content:
             return False
         self._errors = {rank: _told(error) for rank, error in errors.items() if rank in self._sections}
         self._failed = {rank for rank, error in errors.items() if not error.waited}
         self._note = note
-        self._html = {rank: _html(section.items, False) for rank, section in self._sections.items()}
+        self._html = {rank: to_tab(section.items, False) for rank, section in self._sections.items()}
         self._send()
         self._next = 0.0
         return True
 
-    def _show_buttons(self) -> None:
-        buttons = "".join(
-            f'<input type="radio" name="{self._id}" id="{self._id}-{rank}"{" checked" if first else ""}>'
-            for first, rank in zip([True] + [False] * len(self._sections), self._sections, strict=False)
-        )
-        self._page.show({"text/html": f'<div class="ddip-ranks">{STYLE}{buttons}</div>', "text/plain": ""})
+    @property
+    def _has_content(self) -> bool:
+        return not all(section.empty for section in self._sections.values())
 
     def _send(self) -> int:
         """Show the tabs as they are; returns their size."""
         if not self._begun:
-            self._show_buttons()
-        groups = self._groups()
-        parts = [_choice(self._id, groups)]
-        texts = []
-        for number, (ranks, body) in enumerate(groups):
-            title = ranks_text(ranks) + (" ✗" if self._failed.intersection(ranks) else "")
-            state = "ddip-failed" if self._failed.intersection(ranks) else ""
-            if self._running.intersection(ranks):
-                state = "ddip-runs"
-            parts.append(
-                f'<label class="ddip-rank {state}" id="{self._id}-l{number}" for="{self._id}-{ranks[0]}">'
-                f'{title}</label><div class="ddip-shown" id="{self._id}-s{number}">{body}</div>'
+            self._page.show({"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""})
+        tabs = [
+            Tab(
+                ranks,
+                body,
+                failed=bool(self._failed.intersection(ranks)),
+                runs=bool(self._running.intersection(ranks)),
+                empty=self._sections[ranks[0]].empty and ranks[0] not in self._errors,
             )
-            texts.append(f"── {title} ──\n{self._plain(ranks[0])}")
-        if self._note:
-            parts.append(f'<span class="ddip-note">{html.escape(self._note)}</span>')
-            texts.append(self._note)
-        page = f'<div class="ddip" id="{self._id}">{"".join(parts)}</div>'
-        text = "\n".join(texts)
+            for ranks, body in self._groups()
+        ]
+        page = tab_page.page(self._id, tabs, self._note)
+        texts = [f"── {tab.title} ──\n{self._plain(tab.ranks[0])}" for tab in tabs]
+        text = "\n".join([*texts, self._note] if self._note else texts)
         self._page.show({"text/html": page, "text/plain": text}, display_id=self._id, update=self._begun)
         self._begun = True
         return len(page) + len(text)
@@ -169,16 +139,19 @@ class Tabs:
     def _groups(self) -> list[tuple[list[int], str]]:
         """Ranks, and what their tab has inside."""
         groups: list[tuple[list[int], str]] = []
-        for rank in self._sections:
+        shown: list[object] = []
+        for rank, section in self._sections.items():
+            mine = (comparable(section.items), self._errors.get(rank)) if self._done else object()
+            if mine in shown:
+                groups[shown.index(mine)][0].append(rank)
+                continue
             body = self._html.get(rank, "")
             if rank in self._errors:
                 body += f"<pre>{to_html(self._errors[rank])}</pre>"
-            body = body or '<pre style="opacity:.6">no output</pre>'
-            same = next((ranks for ranks, other in groups if self._done and other == body), None)
-            if same is None:
-                groups.append(([rank], body))
-            else:
-                same.append(rank)
+            if not body:
+                body = f'<pre class="ddip-none">{"below the tabs" if section.items else "no output"}</pre>'
+            groups.append(([rank], body))
+            shown.append(mine)
         return groups
 
     def _plain(self, rank: int) -> str:
@@ -191,50 +164,3 @@ def _told(error: RankError) -> str:
     if error.waited:
         return f"was blocked in {error.waited}, until ddip aborted it"
     return error.traceback or str(error)
-
-
-def _choice(name: str, groups: Sequence[tuple[Collection[int], str]]) -> str:
-    """The style that shows the tab of the rank whose button is on."""
-    rules = [f"body:has(#{name}-{min(groups[0][0])}) #{name} .ddip-shown{{display:none}}"]
-    for number, (ranks, _) in enumerate(groups):
-        on = [f"body:has(#{name}-{rank}:checked) #{name}" for rank in ranks]
-        shown = ",".join(f"{chosen} #{name}-s{number}" for chosen in on)
-        label = ",".join(f"{chosen} #{name}-l{number}" for chosen in on)
-        rules.append(f"{shown}{{display:block}}{label}{{border-bottom-color:#208ffb;opacity:1;font-weight:bold}}")
-    return f"<style>{''.join(rules)}</style>"
-
-
-def _fits(data: Bundle) -> bool:
-    """Can plain HTML show it?"""
-    if any(mime.startswith("application/") and mime != "application/json" for mime in data):
-        return False
-    return not ELSEWHERE.search(str(data.get("text/html", "")))
-
-
-def _html(items: Sequence[Item], live: bool) -> str:
-    parts = []
-    for item in items:
-        if isinstance(item, Text):
-            parts.append(f'<pre class="ddip-{item.stream}">{to_html(_text(item.screen, live))}</pre>')
-        elif isinstance(item, Area):
-            parts.append(f"<div>{_html(item.items, live)}</div>")
-        else:
-            parts.append(_bundle(item))
-    return "".join(parts)
-
-
-def _text(screen: Screen, live: bool) -> str:
-    return screen.live_text(LIVE_CHARACTERS) if live else screen.text
-
-
-def _bundle(item: Display) -> str:
-    data = item.data
-    if "text/html" in data:
-        return markup.contained(str(data["text/html"]))
-    shown = markup.picture(data, item.metadata)
-    if shown is not None:
-        return shown
-    if "text/latex" in data:
-        return f"<div>{html.escape(data['text/latex'], quote=False)}</div>"
-    text = data.get("text/plain") or data.get("text/markdown") or ""
-    return f"<pre>{to_html(text)}</pre>"

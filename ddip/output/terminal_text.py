@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Iterator
 
 TOKEN = re.compile(r"\n|\r|\x08|\x1b\[[0-9;?]*[A-Za-z]|\x1b.|[^\n\r\x08\x1b]+", re.DOTALL)
 """A character that moves the cursor, an escape sequence, or a run of plain text."""
@@ -15,8 +13,6 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|\x08")
 LIVE_ROWS = 31
 """Of a long text, while it grows."""
 RESET = "\x1b[0m"
-COLOURS = ["#3e424d", "#e75c58", "#00a250", "#ddb62b", "#208ffb", "#d160c4", "#60c6c8", "#c5c1b4"]
-BRIGHT = ["#282c36", "#b22b31", "#007427", "#b27d12", "#0065ca", "#a03196", "#258f8f", "#a1a6b2"]
 
 
 class Screen:
@@ -234,86 +230,3 @@ def _row(cells: list[tuple[str, str]]) -> str:
             style = now
         parts.append(character)
     return "".join(parts) + (RESET if style else "")
-
-
-def to_html(text: str) -> str:
-    """`text` with its colours, for a ``<pre>``."""
-    parts: list[str] = []
-    state: dict[str, str] = {}
-    end = 0
-    for found in STYLE.finditer(text):
-        parts.append(_span(text[end : found.start()], state))
-        state = _state_after(state, found[1])
-        end = found.end()
-    parts.append(_span(text[end:], state))
-    return "".join(parts)
-
-
-def _span(text: str, state: dict[str, str]) -> str:
-    text = html.escape(ESCAPE.sub("", text), quote=False)
-    if not text or not state:
-        return text
-    return f'<span style="{";".join(f"{key}:{value}" for key, value in state.items())}">{text}</span>'
-
-
-ON = {
-    1: ("font-weight", "bold"),
-    2: ("opacity", ".7"),
-    3: ("font-style", "italic"),
-    4: ("text-decoration", "underline"),
-}
-"""What of a style each code turns on."""
-OFF = {
-    22: ("font-weight", "opacity"),
-    23: ("font-style",),
-    24: ("text-decoration",),
-    39: ("color",),
-    49: ("background",),
-}
-"""And off."""
-
-
-def _state_after(state: dict[str, str], codes: str) -> dict[str, str]:
-    state = dict(state)
-    numbers = iter([int(code or 0) for code in codes.split(";")])
-    for number in numbers:
-        if number == 0:
-            state = {}
-        elif number in ON:
-            key, value = ON[number]
-            state[key] = value
-        elif number in OFF:
-            for key in OFF[number]:
-                state.pop(key, None)
-        else:
-            part, colour = _colour(number, numbers)
-            if colour:
-                state[part] = colour
-    return state
-
-
-def _colour(number: int, numbers: Iterator[int]) -> tuple[str, str]:
-    """What `number`, and those after it, colour, and how; no colour if it is none."""
-    part = "color" if number // 10 in (3, 9) else "background"
-    if number in (38, 48):
-        return part, _extended(numbers)
-    colours = {3: COLOURS, 4: COLOURS, 9: BRIGHT, 10: BRIGHT}.get(number // 10, [])
-    return part, colours[number % 10] if number % 10 < len(colours) else ""
-
-
-def _extended(numbers: Iterator[int]) -> str:
-    """One of 256 colours, or three parts."""
-    kind = next(numbers, 0)
-    if kind == 2:
-        return "rgb({},{},{})".format(*(next(numbers, 0) for _ in range(3)))
-    if kind != 5:
-        return ""
-    number = next(numbers, 0)
-    if number < 16:
-        return (COLOURS + BRIGHT)[number]
-    if number < 232:
-        steps = [0, 95, 135, 175, 215, 255]
-        number -= 16
-        return f"rgb({steps[number // 36]},{steps[number // 6 % 6]},{steps[number % 6]})"
-    grey = 8 + 10 * (number - 232)
-    return f"rgb({grey},{grey},{grey})"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ddip.output.terminal_text import Screen, plain
+from ddip.output.terminal_text import Screen, moves, plain
 
 Bundle = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -20,6 +21,8 @@ class Text:
     screen: Screen
     first: int
     """Lines of the stream before these."""
+    overwritten: bool = False
+    """Has a bar, or the like, been drawn here?"""
 
 
 @dataclass
@@ -29,6 +32,18 @@ class Display:
     data: Bundle
     metadata: Bundle = field(default_factory=dict)
     display_id: str | None = None
+    below: bool = False
+    """Is it shown below the tabs?"""
+
+    @property
+    def source(self) -> str:
+        """As text: Markdown and JSON by what they say, not by the name of their class."""
+        markdown, text = self.data.get("text/markdown"), str(self.data.get("text/plain", ""))
+        if markdown is not None and "text/html" not in self.data:
+            return str(markdown)
+        if "application/json" in self.data:
+            return json.dumps(self.data["application/json"], indent=2, ensure_ascii=False, default=repr)
+        return text
 
 
 @dataclass(eq=False)
@@ -58,6 +73,7 @@ class RankTranscript:
         """More text; with `line` it replaces the end of what was there (``Screen.jump``)."""
         self._before()
         item = self._open_text(stream)
+        item.overwritten = item.overwritten or moves(text)
         if line is None:
             item.screen.write(text)
             self._lines[stream] = self._lines.get(stream, 0) + text.count("\n")
@@ -79,23 +95,30 @@ class RankTranscript:
         items.append(new)
         return new
 
-    def display(self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None) -> None:
-        """Something displayed."""
+    def display(
+        self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None, below: bool = False
+    ) -> None:
+        """Something displayed; `below` the tabs, if they cannot show it."""
         self._before()
         model = data.get(WIDGET, {}).get("model_id")
         if model in self._areas:
             if self._areas[model] not in self._target:
                 self._target.append(self._areas[model])
             return
-        self._target.append(Display(data, metadata or {}, display_id))
+        self._target.append(Display(data, metadata or {}, display_id, below))
+
+    @property
+    def empty(self) -> bool:
+        """Is there nothing to show, but for what is below the tabs?"""
+        return all(isinstance(item, Display) and item.below for item in self.items)
 
     def update(self, data: Bundle, metadata: Bundle | None, display_id: str) -> bool:
-        """Change what was displayed with `display_id`; returns whether there was any such."""
+        """Change what was displayed with `display_id`; returns whether a tab shows any such."""
         found = [item for item in _displays(self.items) if item.display_id == display_id]
         for item in found:
             item.data, item.metadata = data, metadata or {}
         self.changed = self.changed or bool(found)
-        return bool(found)
+        return any(not item.below for item in found)
 
     def clear(self, wait: bool) -> None:
         """Forget what was shown, now or when something new comes."""
@@ -170,6 +193,6 @@ def plain_of(items: Sequence[Item], most: int | None = None) -> str:
             parts.append(plain(text).rstrip("\n"))
         elif isinstance(item, Area):
             parts.append(plain_of(item.items, most))
-        else:
-            parts.append(plain(item.data.get("text/plain", "")))
+        elif not item.below:
+            parts.append(plain(item.source))
     return "\n".join(part for part in parts if part)

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page
 
 from ddip.output.markup import contained
-from ddip.output.tabs import STYLE
+from ddip.output.tab_page import STYLE
 from tests.unit.test_markup import NASTY
 
 from .lab import Lab

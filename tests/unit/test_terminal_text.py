@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ddip.output.terminal_text import Screen, moves, to_html
+from ddip.output.terminal_text import Screen, moves
 
 
 def shown(*texts: str, limit: int = 10_000) -> str:
@@ -95,18 +95,6 @@ def test_whole_lines_are_taken_and_the_rest_stays() -> None:
     assert screen.take() == ""
     screen.write("d\n")
     assert screen.take() == "cd\n"
-
-
-def test_colours_become_html() -> None:
-    assert to_html("a < b") == "a &lt; b"
-    red = to_html("\x1b[31mred\x1b[39m, \x1b[1;38;5;196mbold\x1b[0m \x1b[38;2;1;2;3mx")
-    assert red == (
-        '<span style="color:#e75c58">red</span>, <span style="font-weight:bold;color:rgb(255,0,0)">bold</span> '
-        '<span style="color:rgb(1,2,3)">x</span>'
-    )
-    assert to_html("\x1b[43;92mx\x1b[49my\x1b[K") == (
-        '<span style="background:#ddb62b;color:#007427">x</span><span style="color:#007427">y</span>'
-    )
 
 
 def test_plain_lines_do_not_move_the_cursor() -> None:

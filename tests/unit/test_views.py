@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from ddip.errors import RankError
+from ddip.output.bundles import LIVE_CHARACTERS
 from ddip.output.grouped import Grouped
 from ddip.output.labels import Labels
-from ddip.output.tabs import LIVE_CHARACTERS, Tabs
+from ddip.output.tabs import Tabs
 from ddip.output.transcript import WIDGET, RankTranscript, plain_of
 from ddip.output.views import Plain, View
 
@@ -89,7 +90,7 @@ def test_a_tab_for_each_rank_while_they_run_and_one_for_those_that_agree_in_the_
     write(view, "a\n", "a\n", "b\n")
     view.draw()
     buttons, shown = page.shown
-    assert buttons["text/html"].count("<input") == 3 and buttons["text/html"].count("checked") == 1
+    assert buttons["text/html"].count("<input") == 3 and "checked" not in buttons["text/html"]
     assert shown["text/html"].count("ddip-runs") == 3
     assert shown["text/plain"] == "── rank 0 ──\na\n── rank 1 ──\na\n── rank 2 ──\nb"
     assert view.close({}, "12 s")
@@ -175,6 +176,98 @@ def test_of_long_text_the_last_rows_are_shown_until_the_end(page: Page) -> None:
     assert "last" in page.plain[1] and "first" not in page.plain[1]
     view.close({}, "")
     assert "first" in page.plain[1]
+
+
+REPR = {"text/plain": "<IPython.core.display.Thing object>"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"text/markdown": "# *one*"}, {"text/markdown": "# *other*"}),
+        ({"application/json": {"a": 1}}, {"application/json": {"a": 2}}),
+        ({"application/json": {"a": 1}}, {"application/json": {"a": True}}),
+        ({"image/png": "aaaa"}, {"image/png": "bbbb"}),
+        ({"text/html": "<b>x</b>", "text/latex": "$x$"}, {"text/html": "<b>x</b>", "text/latex": "$y$"}),
+        ({"text/x-odd": "one"}, {"text/x-odd": "other"}),
+        ({"application/vnd.plotly.v1+json": {"data": [1]}}, {"application/vnd.plotly.v1+json": {"data": [2]}}),
+    ],
+    ids=["Markdown", "JSON", "JSON of another type", "picture", "what is not seen", "odd", "below the tabs"],
+)
+@pytest.mark.parametrize("style", [tabs, grouped])
+def test_what_differs_is_not_said_to_be_the_same(page: Page, style: Any, one: Any, other: Any) -> None:
+    view = style(page, 3)
+    write(view, "text\n", "text\n", "text\n")
+    for rank, data in enumerate((one, other, one)):
+        view.display(rank, {**data, **REPR}, {}, None)
+    view.close({}, "")
+    shown = page.text + "\n".join(page.plain)
+    assert "── ranks 0, 2 ──" in shown and "── rank 1 ──" in shown
+
+
+@pytest.mark.parametrize("style", [tabs, grouped])
+def test_what_is_shown_with_other_metadata_differs(page: Page, style: Any) -> None:
+    view = style(page)
+    view.display(0, PICTURE, {"image/png": {"width": 3}}, "x")
+    view.display(1, PICTURE, {"image/png": {"width": 4}}, "x")
+    view.close({}, "")
+    assert "── rank 1 ──" in page.text + "\n".join(page.plain)
+
+
+def test_what_was_left_out_of_floods_is_not_said_to_be_the_same(page: Page) -> None:
+    view = tabs(page)
+    for rank in (0, 1):
+        view.text(rank, "stdout", "first\n", None)
+        view.text(rank, "stdout", "last\n", 5000)
+    view.close({}, "")
+    assert "── rank 1 ──" in page.plain[1]
+
+
+def test_markdown_and_json_are_shown_as_their_source(page: Page) -> None:
+    view = tabs(page)
+    view.display(0, {"text/markdown": "# <title>", **REPR}, {}, None)
+    view.display(0, {"application/json": {"é": [1]}, **REPR}, {}, None)
+    view.close({}, "")
+    assert '<pre># &lt;title&gt;</pre><pre>{\n  "é": [\n    1\n  ]\n}</pre>' in page.shown[1]["text/html"]
+    assert page.plain[1].startswith('── rank 0 ──\n# <title>\n{\n  "é": [')
+
+
+def test_a_bar_is_not_marked_as_a_warning(page: Page) -> None:
+    view = tabs(page)
+    view.text(0, "stderr", "\r 50%", None)
+    view.text(0, "stderr", "\r100%\n", None)
+    view.text(1, "stderr", "warned\n", None)
+    view.close({}, "")
+    html = page.shown[1]["text/html"]
+    assert '<pre class="ddip-stdout">100%' in html and '<pre class="ddip-stderr">warned' in html
+
+
+def opened(page: Page) -> str:
+    """Number of the tab that is shown until a person has chosen."""
+    found = re.search(r":checked\)\) #\S+ #\S+-s(\d+)\{display:block\}", page.shown[1]["text/html"])
+    assert found is not None
+    return found[1]
+
+
+def test_the_first_tab_that_failed_is_open_else_the_first_that_shows_anything(page: Page) -> None:
+    view = tabs(page, 4)
+    for rank in (1, 2):  # as %%dip -S all -r 1,2
+        view.text(rank, "stdout", f"{rank}\n", None)
+    view.draw()
+    assert opened(page) == "1"
+    view.ended(2, True)
+    view._next = 0.0
+    view.draw()
+    assert opened(page) == "2"
+    view.close({2: RankError("ValueError", "no", "traceback"), 1: RankError("E", "", "", waited="barrier")}, "")
+    assert opened(page) == "2" and "── rank 2 ✗ ──" in page.plain[1]
+
+
+def test_ranks_without_output_are_not_open(page: Page) -> None:
+    view = tabs(page, 3)
+    view.text(1, "stdout", "a\n", None)
+    view.close({}, "")
+    assert opened(page) == "1" and "── ranks 0, 2 ──" in page.plain[1]
 
 
 # -- grouped

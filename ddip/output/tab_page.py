@@ -1,0 +1,130 @@
+"""The HTML and CSS of the tabs, of which each kind of page shows as much as it can.
+
+    runs the style (JupyterLab, nbconvert, nbviewer)     tabs
+    takes style away (an untrusted notebook, GitHub)     headed sections: what only tabs need is ``hidden``
+    takes most elements away, and shows them as text     headed sections: what only tabs need, and the style itself, is
+    (``nbconvert --sanitize-html``)                      in a comment there; a browser that knows ``style`` sees none,
+                                                         and CSS allows for ``<!--`` and ``-->``
+
+A radio button is a tab: the arrow keys move between those of one group, and a screen reader tells how many there are
+and which is on. They cannot be seen; the labels of the second output show which has the focus, and name them, by the
+ids that never change.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddip.errors import ranks_text
+
+BEGIN_HIDDEN, END_HIDDEN = "<style><!-- ", "<style>--></style>"
+"""Around what is a comment where ``style`` is not known; ``</style>`` follows the rules that the first begins with."""
+
+RULES = """
+.ddip-ranks[hidden]{display:block!important;position:absolute;width:1px;height:1px;margin:-1px;padding:0;border:0;
+ overflow:hidden;clip-path:inset(50%);white-space:nowrap}
+.jp-OutputArea-child:has(.ddip-ranks){position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+.ddip{--line:var(--jp-border-color2,var(--vscode-panel-border,#c4c4c4));border-left:2px solid var(--line)}
+.ddip-bar[hidden]{display:flex!important;flex-wrap:wrap;align-items:stretch}
+.ddip-rank{padding:2px 12px;margin:0;cursor:pointer;font-size:.85em;border-bottom:3px solid var(--line);opacity:.8}
+.ddip-rank:hover{opacity:1}
+.ddip-runs::after{content:" \\25cf";content:" \\25cf" / " running";color:color-mix(in srgb,#208ffb 60%,currentColor)}
+.ddip-failed{color:color-mix(in srgb,#d9362b 65%,currentColor);opacity:1}
+.ddip-note{flex:1;text-align:right;padding:2px 8px;font-size:.8em;opacity:.8;border-bottom:3px solid var(--line)}
+.ddip-shown{padding:4px 8px;overflow:auto}
+.ddip .ddip-shown pre{margin:0;white-space:pre-wrap;word-break:break-word;background:none;border:0;padding:0;
+ font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px);
+ line-height:var(--jp-code-line-height,1.3077)}
+.ddip .ddip-shown pre.ddip-stderr{background:var(--jp-rendermime-error-background,rgba(221,72,72,.15))}
+.ddip .ddip-shown pre.ddip-none{opacity:.8}
+.ddip-shown img{max-width:100%}
+.ddip-html{contain:content;overflow:auto;min-width:min-content}
+@supports not selector(:has(a)){.ddip-bar[hidden]{display:none!important}}
+"""
+STYLE = f"<style>{RULES}</style>"
+CHOSEN = "border-bottom-color:#208ffb;opacity:1;font-weight:bold"
+FOCUSED = "outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:-2px;opacity:1"
+
+
+@dataclass(frozen=True)
+class Tab:
+    """Of one or more ranks."""
+
+    ranks: Sequence[int]
+    body: str
+    """HTML."""
+    failed: bool = False
+    runs: bool = False
+    empty: bool = False
+    """Has it nothing to show?"""
+
+    @property
+    def title(self) -> str:
+        """As text."""
+        return ranks_text(self.ranks) + (" ✗" if self.failed else "")
+
+
+def buttons(name: str, ranks: Sequence[int]) -> str:
+    """The output that never changes: a button for each rank. None is on until a person has chosen, since nobody knows
+    yet which rank fails; JupyterLab leaves the arrow keys to them."""
+    inputs = "".join(
+        f'<input type="radio" name="{name}" id="{name}-{rank}" aria-label="rank {rank}"'
+        f' aria-labelledby="{name}-n{rank}" data-lm-suppress-shortcuts="true">'
+        for rank in ranks
+    )
+    group = f'<div class="ddip-ranks" role="radiogroup" aria-label="output by rank" hidden="hidden">{inputs}</div>'
+    return f"{BEGIN_HIDDEN}{RULES}</style>{group}{END_HIDDEN}"
+
+
+def page(name: str, tabs: Sequence[Tab], note: str) -> str:
+    """The output that changes. Until a person has chosen, the first tab that has failed is shown, else the first that
+    shows anything."""
+    labels = "".join(_label(name, number, tab) for number, tab in enumerate(tabs))
+    if note:
+        labels += f'<span class="ddip-note">{html.escape(note)}</span>'
+    sections = "".join(
+        f'<div class="ddip-head"><strong>{html.escape(tab.title)}</strong></div>'
+        f'<div class="ddip-shown" id="{name}-s{number}" role="group" tabindex="0"'
+        f' aria-labelledby="{name}-l{number}">{tab.body}</div>'
+        for number, tab in enumerate(tabs)
+    )
+    if note:
+        sections += f'<div class="ddip-head">{html.escape(note)}</div>'
+    hidden = (
+        f'{BEGIN_HIDDEN}{_rules(name, tabs)}</style><div class="ddip-bar" hidden="hidden">{labels}</div>{END_HIDDEN}'
+    )
+    return f'<div class="ddip" id="{name}">{hidden}{sections}</div>'
+
+
+def _label(name: str, number: int, tab: Tab) -> str:
+    state = "ddip-runs" if tab.runs else "ddip-failed" if tab.failed else ""
+    title = ranks_text(tab.ranks) + (' <span role="img" aria-label="failed">✗</span>' if tab.failed else "")
+    for rank in reversed(tab.ranks):  # each rank's button has this name
+        title = f'<span id="{name}-n{rank}">{title}</span>'
+    return f'<label class="ddip-rank {state}" id="{name}-l{number}" for="{name}-{tab.ranks[0]}">{title}</label>'
+
+
+def _rules(name: str, tabs: Sequence[Tab]) -> str:
+    """The style that shows the tab of the rank whose button is on, and leaves one button to each tab."""
+    there = f"body:has(#{name}-{tabs[0].ranks[0]})"
+    rules = [
+        f"{there} #{name} .ddip-shown,{there} #{name} .ddip-head{{display:none}}",
+        f"body:not({there[4:]}) #{name} .ddip-bar{{display:none!important}}",
+    ]
+    opened = min(range(len(tabs)), key=lambda number: (not tabs[number].failed, tabs[number].empty, number))
+    for number, tab in enumerate(tabs):
+        on = [f"body:has(#{name}-{rank}:checked)" for rank in tab.ranks]
+        if number == opened:
+            on.append(f'{there}:not(:has([name="{name}"]:checked))')
+        focused = [f"body:has(#{name}-{rank}:focus-visible)" for rank in tab.ranks]
+        label, shown = f"#{name} #{name}-l{number}", f"#{name} #{name}-s{number}"
+        rules += [_rule(on, shown, "display:block"), _rule(on, label, CHOSEN), _rule(focused, label, FOCUSED)]
+        first, *others = (f"#{name}-{rank}" for rank in tab.ranks)
+        rules += [f"{other}:not(:checked),body:has({other}:checked) {first}{{display:none}}" for other in others]
+    return "".join(rules)
+
+
+def _rule(pages: Sequence[str], element: str, style: str) -> str:
+    return ",".join(f"{page} {element}" for page in pages) + f"{{{style}}}"
