@@ -81,7 +81,7 @@ class CellOutputArea:
 
     def note(self, text: str) -> None:
         """Show a line about the cell, small and grey where that can be."""
-        small = f'<div style="font-size:.8em;opacity:.6;text-align:right">{text}</div>'
+        small = f'<div style="font-size:.8em;opacity:.75;text-align:right">{text}</div>'
         grey = self.terminal and str(getattr(get_ipython(), "colors", "")).lower() != "nocolor"
         self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if grey else text, "text/html": small})
 
