@@ -209,9 +209,9 @@ def _end_release(store: str, connections: list[Ends] | None) -> None:
         time.sleep(LOST_SECONDS)
         waits = lost_waits.waits()
         lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
-        if lost:
-            _interrupt()  # first: what they wait for will hold anything
-            lost_waits.end(lost)
+        if lost and cells.busy and not cells.doing:
+            _interrupt()  # the cell first: what it waits for will hold anything
+        lost_waits.end(lost)
         before, quiet = waits, 0 if waits else quiet + 1
 
 
