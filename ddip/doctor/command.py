@@ -61,6 +61,7 @@ def main(words: Sequence[str]) -> int:
                 print(check, flush=True)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses twice shall get the same exit code
+        exec("pass")  # Python ends itself by SIGINT if the interrupt came while it ran a text, as a dataclass does
         print("interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
     seconds = time.monotonic() - began

@@ -215,6 +215,6 @@ def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Noteb
     assert "rank 0: RuntimeError: [gloo/transport/tcp/pair.cc] its own; ranks 1, 2 were blocked" in shown.message
     pages = [bundle["text/html"] for bundle in shown.data if "text/html" in bundle]
     for page in (page for page in pages if "released" in page or "rank 0 ✗" in page):
-        (own,) = re.findall(r'<div class="ddip-shown" id="[^"]*-s0">.*?</div>', page, re.DOTALL)
+        (own,) = re.findall(r'<div class="ddip-shown" id="[^"]*-s0"[^>]*>.*?</div>', page, re.DOTALL)
         assert "rank 0 ✗" in page and "released" not in own
     assert "rank 0 ✗" in pages[-1] and "its own" in own and "ranks 1, 2 ✗" not in pages[-1]
