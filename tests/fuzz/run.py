@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -73,6 +74,8 @@ class Run:
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
         self._log = LastLines("ddip")
         self.held: list[tuple[int, int, float]] = []
+        self.has_torch = False
+        """Has this process imported it?"""
 
     def all(self) -> int:
         """Play them; returns the exit code."""
@@ -146,6 +149,9 @@ class Run:
         finally:
             _give_up(player)
         me = psutil.Process()
+        if "torch" in sys.modules and not self.has_torch:  # unpickling brought it here: 500 MB
+            self.has_torch = True
+            self.held.clear()
         gc.collect()
         with contextlib.suppress(AttributeError):  # not glibc
             ctypes.CDLL(None).malloc_trim(0)  # what is free has not gone back to the system: up to 64 MB a thread
