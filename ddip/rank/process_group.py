@@ -205,8 +205,10 @@ def _end_release(store: str, connections: list[Ends] | None) -> None:
     if connections is not None:
         _disconnect(connections)
     before, quiet = dict[int, int](), 0
-    while quiet < 2 and _released and store == _store:
+    while quiet < 2:
         time.sleep(LOST_SECONDS)
+        if not _released or store != _store:  # the rank has joined the next group
+            return
         waits = lost_waits.waits()
         lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
         if lost and cells.busy and not cells.doing:
