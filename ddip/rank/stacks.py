@@ -115,7 +115,8 @@ def _name(code: CodeType) -> str:
 def _place(lines: Sequence[Line]) -> StackLocation:
     """Of a stack, the innermost line first."""
     mine = next((i for i, (code, _) in enumerate(lines) if cell_number(code) is not None), None)
-    function = next(filter(None, (_name(code) for code, _ in lines[:mine])), "")
+    looks = max((i for i, (code, _) in enumerate(lines[:mine]) if code.co_filename == stores.__file__), default=-1)
+    function = next(filter(None, (_name(code) for code, _ in lines[looks + 1 : mine])), "")
     inner = ""
     if lines:
         code, number = lines[0]

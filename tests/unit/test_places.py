@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import CodeType
+from typing import Any
+
 from ddip.output.tables import places_text, stacks_text
 from ddip.protocol.dump import place_in
 from ddip.protocol.location import Stack, StackLocation
+from ddip.rank import stacks, stores
 
 WAITS = StackLocation("all_reduce", 12, 4, "dist.all_reduce(x)", "distributed_c10d.py:3 in all_reduce")
 DUMP = """Current thread 0x01 (most recent call first):
@@ -30,6 +34,19 @@ def test_equal_ranks_share_a_line() -> None:
 def test_a_place_outside_of_cells_is_a_line_of_a_file() -> None:
     assert str(StackLocation("fit", inner="train.py:88 in fit")) == "train.py:88 in fit"
     assert str(StackLocation()) == "awaiting something"
+
+
+def test_what_a_wait_for_a_store_looks_at_in_turns_is_not_where_a_rank_is() -> None:
+    """It may be asked at that very moment: "rank 1: lexists", while the others were in ``new_group``."""
+
+    def line(name: str, file: str) -> tuple[CodeType, int]:
+        scope: dict[str, Any] = {}
+        exec(compile(f"def {name}(): ...", file, "exec"), scope)
+        return scope[name].__code__, 1
+
+    stack = [line("lexists", "genericpath.py"), line("_has", stores.__file__), line("new_group", "distributed_c10d.py")]
+    assert stacks._place(stack).function == "new_group"
+    assert stacks._place(stack[2:]).function == "new_group"
 
 
 def test_equal_stacks_are_shown_once() -> None:
