@@ -15,7 +15,7 @@ import pytest
 from .lab import Lab, wait_for
 
 CELLS = {
-    "start": "%load_ext ddip\n%makedip -n 4",
+    "start": "%load_ext ddip\n%config DipMagics.report_after = 10\n%makedip -n 4",
     "tabs": (
         "%%dip -S all\nimport matplotlib.pyplot as plt, pandas as pd, torch\nprint('loss on rank', rank)\n"
         "plt.figure(figsize=(3, 2)); plt.plot([rank, 1]); plt.show()\npd.DataFrame({'rank': [rank]})"
