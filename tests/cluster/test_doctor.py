@@ -80,7 +80,7 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
     ("number", "code", "after"),
     [
         (signal.SIGINT, 130, "leftovers"),
-        (signal.SIGINT, 130, "backends"),
+        pytest.param(signal.SIGINT, 130, "backends", marks=pytest.mark.grid),
         pytest.param(signal.SIGTERM, 143, "backends", marks=pytest.mark.grid),
     ],
     ids=["Ctrl-C before the start", "Ctrl-C while ranks start", "SIGTERM while ranks start"],

@@ -18,11 +18,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 LESSONS = {path: path.stem for path in NOTEBOOKS if path.stem.startswith("fastai_")}
-OTHERS = [
-    pytest.param(path, id=path.stem, marks=[] if path.stem == "quickstart" else pytest.mark.grid)
-    for path in NOTEBOOKS
-    if path not in LESSONS
-]
+OTHERS = [pytest.param(path, id=path.stem, marks=pytest.mark.grid) for path in NOTEBOOKS if path not in LESSONS]
 
 
 def checksum(notebook: nbformat.NotebookNode) -> str:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_make_dist_runs_what_the_next_test_runs() -> None:
-    done = subprocess.run(["make", "--dry-run", "dist"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--dry-run", "--no-print-directory", "dist"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].endswith("bin/python tests/dist.py --to dist")
 
 

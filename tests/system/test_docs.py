@@ -61,7 +61,7 @@ def test_make_docs_builds_what_is_tested() -> None:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_each_notebook_has_a_page_with_outputs(pages: dict[Path, Page], site: Path, notebook: Path) -> None:
     text = pages[site / "tutorials" / f"{notebook.stem}.html"].text
-    assert text.count("cell_input") > text.count("cell_output docutils") > 3
+    assert text.count("cell_input") >= text.count("cell_output docutils") > 3
     assert re.search(r"ddip: \d ranks on the CPU, gloo, \d", text), "what %makedip shows"
     assert f'href="tutorials/{notebook.stem}.html"' in pages[site / "index.html"].text
 

@@ -18,7 +18,7 @@ from playwright.sync_api import Locator
 from .lab import Lab, wait_for
 
 CELLS = {
-    "start": "%load_ext ddip\n%makedip -n 3",
+    "start": "%load_ext ddip\n%config DipMagics.report_after = 10\n%makedip -n 3",
     "seen": (
         "%%dip -S all\nimport sys\nimport pandas as pd\nfrom IPython.display import JSON, Markdown\n"
         "print(f'on rank {rank}:', *(f'\\x1b[{c}mcolour\\x1b[0m' for c in (*range(30, 48), *range(90, 98))))\n"
