@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -251,11 +252,12 @@ def test_many_failures_leave_no_descriptor_or_thread_more(cells: ddip.Group) -> 
 
     cells.run("import torch.distributed as dist")
     fail()
+    gc.collect()
     before, here = held(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         fail()
     assert held() == before
-    assert len(os.listdir("/proc/self/fd")) == here
+    assert len(os.listdir("/proc/self/fd")) <= here  # what former tests have left may be closed meanwhile
 
 
 # -- interrupts
