@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -59,6 +58,8 @@ _store = ""
 """Of the group that was formed last; it names that group."""
 _formed: dist.ProcessGroup | None = None
 _released = False
+_joins = threading.Event()
+"""Has this rank begun to join another group since the last release?"""
 _is_cut_off = False
 """Was the cell interrupted since a release has cut off its work on the GPU, or half of a message of gloo's?"""
 _standing: dict[str, Any] = {}
@@ -81,6 +82,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """
     global _seated, _store, _formed, _released
     _store, _released = rank_spec.store, False
+    _joins.set()
     os.environ.update(rank_spec.environment)
     if rank_spec.interface:  # whatever the notebook, or a cell, has set
         os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, rank_spec.interface))
@@ -169,6 +171,7 @@ def release(store: str, connections: list[Ends]) -> bool:
     if store != _store:  # this comes too late: the rank was held up in C code, and has joined another group since
         return False
     _released = True
+    _joins.clear()
     on_cpu = gpu.device.type == "cpu"
     if on_cpu:
         _disconnect(connections)
@@ -206,8 +209,7 @@ def _end_release(store: str, connections: list[Ends] | None) -> None:
         _disconnect(connections)
     before, quiet = dict[int, int](), 0
     while quiet < 2:
-        time.sleep(LOST_SECONDS)
-        if not _released or store != _store:  # the rank has joined the next group
+        if _joins.wait(LOST_SECONDS) or store != _store:
             return
         waits = lost_waits.waits()
         lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
