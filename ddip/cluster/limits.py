@@ -97,7 +97,7 @@ def user_threads() -> int:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().real == me:
-                count += process.numuser_threads()
+                count += process.num_threads()
     return count
 
 
