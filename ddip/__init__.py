@@ -57,7 +57,9 @@ __version__ = "0.1.0"
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """``%load_ext ddip``."""
     if getattr(shell, "is_rank", False):
-        raise RuntimeError(
+        from ddip.errors import BadInput
+
+        raise BadInput(
             "%load_ext ddip: this cell runs on the ranks, where ddip has nothing to do; type it in the first line of a "
             "cell of its own"
         )

@@ -19,7 +19,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from ddip.errors import TransferError
-from ddip.output.tables import size_text
+from ddip.output.sizes import size_text
 from ddip.protocol import calls, pickling
 
 LIMIT = 1_000_000

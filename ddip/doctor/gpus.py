@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddip.doctor.report import Check, failed, ok, size, warning
+from ddip.doctor.report import Check, failed, ok, warning
+from ddip.output.sizes import size_text
 
 SMI_SECONDS = 20.0
 """After which `nvidia-smi` is given up: a driver that does not answer keeps it for ever."""
@@ -32,7 +33,7 @@ class GpuUser:
     """Bytes; None: not told, as in containers."""
 
     def __str__(self) -> str:
-        return f"pid {self.pid} ({self.name}{f', {size(self.used)}' if self.used is not None else ''})"
+        return f"pid {self.pid} ({self.name}{f', {size_text(self.used)}' if self.used is not None else ''})"
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ def _judge_use(smi: Smi | None, counted: int, visible: Sequence[str]) -> Check:
 
 
 def _use_text(gpu: Gpu) -> str:
-    memory = f"{size(gpu.used)} of {size(gpu.total)} used" if gpu.total and gpu.used is not None else "memory unknown"
+    memory = "memory unknown"
+    if gpu.total and gpu.used is not None:
+        memory = f"{size_text(gpu.used)} of {size_text(gpu.total)} used"
     users = f" by {', '.join(map(str, gpu.users))}" if gpu.users else ""
     return f"GPU {gpu.index}: {gpu.name}, {memory}{users}"

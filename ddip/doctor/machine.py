@@ -17,7 +17,8 @@ import psutil
 
 from ddip.cluster import ownership
 from ddip.doctor import cgroups
-from ddip.doctor.report import Check, failed, ok, size, warning
+from ddip.doctor.report import Check, failed, ok, warning
+from ddip.output.sizes import size_text
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 1 << 30
@@ -33,8 +34,10 @@ LOOPBACK_SECONDS = 3.0
 
 def check_platform() -> Check:
     """Operating system and cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return judge_platform(sys.platform, f"{platform.system()} {platform.release()}, {platform.machine()}", cores)
+    from ddip.group import host
+
+    text = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    return judge_platform(sys.platform, text, host.cores())
 
 
 def judge_platform(name: str, text: str, cores: int) -> Check:
@@ -63,7 +66,7 @@ def judge_shared_memory(name: str, figures: tuple[int, int] | None) -> Check:
             return ok("shared-memory", "this system has no /dev/shm and needs none")
         return failed("shared-memory", "there is no /dev/shm; data loader workers cannot send batches", advice)
     total, free = figures
-    found = f"/dev/shm has {size(total)}, {size(free)} free"
+    found = f"/dev/shm has {size_text(total)}, {size_text(free)} free"
     if free >= SHARED_MEMORY_BYTES:
         return ok("shared-memory", found)
     if total >= 2 * SHARED_MEMORY_BYTES:
@@ -81,12 +84,12 @@ def check_memory() -> Check:
 
 def judge_memory(total: int, available: int, bound: cgroups.Bound | None, address_space: float) -> Check:
     """All in bytes; `address_space` is that of ``ulimit -v``."""
-    found = f"{size(total)}, {size(available)} available"
+    found = f"{size_text(total)}, {size_text(available)} available"
     if bound is not None and bound.limit < total:
-        found += f"; the control group allows {size(bound.limit)}, {size(bound.free)} free"
+        found += f"; the control group allows {size_text(bound.limit)}, {size_text(bound.free)} free"
         available = min(available, bound.free)
     if address_space < float("inf"):
-        found += f"; ulimit -v {size(address_space)}"
+        found += f"; ulimit -v {size_text(address_space)}"
     if available < MEMORY_BYTES:
         return failed("memory", found, "end other programs, or give the machine or container more memory")
     if available < TIGHT_BYTES:

@@ -76,12 +76,3 @@ def as_json(checks: Sequence[Check], seconds: float) -> str:
         "checks": [asdict(check) for check in checks],
     }
     return json.dumps(report, indent=2)
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(64 << 20)
-    '67 MB'
-    """
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

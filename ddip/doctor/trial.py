@@ -13,14 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddip.cluster import devices, limits, preload_client
-from ddip.cluster.local import LocalCluster
-from ddip.cluster.seam import Cluster
+from ddip.cluster import devices, preload_client
 from ddip.doctor.report import Check, failed, ok, warning
 from ddip.errors import DdipError
 from ddip.group import stopping
 from ddip.group.group import Group
-from ddip.group.lifecycle import ipp_log
 
 CELL = """
 import time, torch, torch.distributed as dist
@@ -35,9 +32,7 @@ CELL_SECONDS = 60.0
 class TrialGroup(Group):
     """A group that does not clear up what others have left."""
 
-    def _new_cluster(self) -> Cluster:
-        with limits.named():
-            return LocalCluster(ipp_log, fork=not self.spawn)
+    clears_up = False
 
 
 @dataclass(frozen=True)

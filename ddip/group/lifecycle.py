@@ -53,6 +53,9 @@ class Lifecycle:
     `timeout`, `collect` and `spawn` may be changed at any time, for what comes.
     """
 
+    clears_up = True
+    """End what is left of notebooks that are gone, before a start?"""
+
     def __init__(self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report) -> None:
         self.timeout = timeout
         self.collect = collect
@@ -115,7 +118,8 @@ class Lifecycle:
 
     def _new_cluster(self) -> Cluster:
         """The processes that the ranks will be, of which none runs yet."""
-        ownership.clear_up_orphans()
+        if self.clears_up:
+            ownership.clear_up_orphans()
         with limits.named():
             return LocalCluster(ipp_log, fork=not self.spawn)
 

@@ -10,7 +10,7 @@ from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
-from ddip.output.tables import size_text
+from ddip.output.sizes import size_text
 from ddip.protocol import on_rank, pickling
 from ddip.protocol.reports import Packed
 

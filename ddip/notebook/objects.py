@@ -93,7 +93,7 @@ class ObjectMagics(Magics):
     def _shown(self, group: Group, done: Callable[[str], str]) -> Iterator[Progress]:
         """Show how far objects are on their way, if that takes long; and then, with their size, what was `done`."""
         from ddip.output.progress import Progress
-        from ddip.output.tables import size_text
+        from ddip.output.sizes import size_text
 
         began = time.monotonic()
         bar = Progress(after=QUIET_SECONDS)

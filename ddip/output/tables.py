@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddip.errors import ranks_text
+from ddip.output.sizes import size_text
 from ddip.protocol.location import Stack, StackLocation
 
 
@@ -66,17 +67,6 @@ def stacks_text(stacks: Mapping[int, Stack | None]) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def size_text(size: float | None) -> str:
-    """Bytes for people: ``1.5 GB``; empty for None."""
-    if size is None:
-        return ""
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 @dataclass(frozen=True)

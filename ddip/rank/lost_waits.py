@@ -16,9 +16,8 @@ import ctypes
 import functools
 import os
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,27 +35,29 @@ REACH = 176
 
 
 @functools.cache
-def _library() -> Any:
-    return ctypes.CDLL(str(LIBRARY))
-
-
-@functools.cache
-def _methods() -> int | None:
-    """What a buffer begins with; None on a system, or with a torch, that has no such."""
-    with contextlib.suppress(OSError, ValueError):
-        return ctypes.addressof(ctypes.c_char.in_dll(_library(), METHODS)) + TO_METHODS
-    return None
+def _gloo() -> tuple[int, list[Callable[[int], None]]] | None:
+    """What a buffer begins with, and what ends a wait for it; None on a system, or with a torch, that has no such."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        methods = ctypes.addressof(ctypes.c_char.in_dll(library, METHODS)) + TO_METHODS
+        ending = [getattr(library, name) for name in ENDING]
+    except (OSError, ValueError, AttributeError):
+        return None
+    for function in ending:
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+    return methods, ending
 
 
 def waits() -> dict[int, int]:
     """The buffer that each thread waits for just now, by the number of the thread; none where it cannot be known."""
     found: dict[int, int] = {}
-    if not os.path.exists("/proc/self/task") or _methods() is None:
+    gloo = _gloo()
+    if gloo is None or not os.path.exists("/proc/self/task"):
         return found
     with contextlib.suppress(OSError), Path("/proc/self/mem").open("rb", buffering=0) as memory:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended, or waits for no address
-                buffer = _buffer_around(_waits_for(thread), memory.fileno())
+                buffer = _buffer_around(_waits_for(thread), gloo[0], memory.fileno())
                 if buffer is not None:
                     found[int(thread)] = buffer
     return found
@@ -68,20 +69,22 @@ def _waits_for(thread: str) -> int:
     return int(call[1], 16) if len(call) > 1 else 0
 
 
-def _buffer_around(address: int, memory: int) -> int | None:
-    """Where the buffer begins that `address` is in. Read as a file, memory that is not there raises OSError."""
+def _buffer_around(address: int, methods: int, memory: int) -> int | None:
+    """Where the buffer begins that `address` is in: it points to `methods`.
+
+    Read as a file, memory that is not there raises OSError.
+    """
     start = address - address % WORD.size - REACH
     if start <= 0:
         return None
     words = [word for (word,) in WORD.iter_unpack(os.pread(memory, REACH, start))]
-    offsets = [number * WORD.size for number, word in enumerate(words) if word == _methods()]
+    offsets = [number * WORD.size for number, word in enumerate(words) if word == methods]
     return start + offsets[-1] if offsets else None
 
 
 def end(buffers: Collection[int]) -> None:
     """Have those who wait for one of `buffers` go on, as if the message were there."""
-    for name in ENDING:
-        function = _library()[name]
-        function.argtypes, function.restype = [ctypes.c_void_p], None
+    gloo = _gloo()
+    for function in gloo[1] if gloo else ():
         for buffer in buffers:
             function(buffer)

@@ -37,7 +37,7 @@ ON_RANKS = {
         for name in ("makedip", "dipstack", "dipper")
     },
     "x = 1\n%dipull x": f"UsageError: %dipull {OF_THE_NOTEBOOK}",
-    "%load_ext ddip": r"RuntimeError: %load_ext ddip: this cell runs on the ranks, where ddip has nothing to do",
+    "%load_ext ddip": r"BadInput: %load_ext ddip: this cell runs on the ranks, where ddip has nothing to do",
     "import ddip; ddip.Group(2)": r"BadInput: ddip.Group: this process is a rank of a group; start groups in the",
     "%%dip -S all\nx = 1": r"UsageError: %%dip is there twice: leave out the second one",
     "x = 1\n%%dip\nx": r"UsageError: %%dip is there twice: leave out the second one",

@@ -47,6 +47,14 @@ class Lab:
         nbformat.write(notebook, self.folder / name)
         self.load(name)
 
+    def start(self, name: str, cells: list[str], number: int) -> str:
+        """Make and open it, and run its cell `number`; what is typed while the page still connects may be lost."""
+        for _ in range(3):
+            self.open(name, cells)
+            with contextlib.suppress(AssertionError):
+                return self.run(number, 20)
+        raise AssertionError(f"cell {number} of {name} did not end in three attempts")
+
     def load(self, name: str) -> None:
         """Open a notebook that is there, afresh."""
         self.page.goto(f"{self.url}/lab/tree/{name}?reset")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
@@ -46,12 +45,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
     """A notebook with four ranks; the tests go on in it, one after the other."""
-    text = ""
-    for _ in range(3):  # what is typed while the page still connects to its kernel may be lost
-        lab.open("seen.ipynb", list(CELLS.values()))
-        with contextlib.suppress(AssertionError):
-            text = lab.run(NUMBER["start"], 20)
-            break
+    text = lab.start("seen.ipynb", list(CELLS.values()), NUMBER["start"])
     assert re.search(r"ddip: 4 ranks on the CPU, gloo, (\d+\.\d s|unchanged)", text)
     yield lab
 

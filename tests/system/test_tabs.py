@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
@@ -36,11 +35,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
     """A notebook with three ranks that has been run to its end."""
-    for _ in range(3):  # what is typed while the page still connects to its kernel may be lost
-        lab.open("tabs.ipynb", list(CELLS.values()))
-        with contextlib.suppress(AssertionError):
-            lab.run(NUMBER["start"], 20)
-            break
+    lab.start("tabs.ipynb", list(CELLS.values()), NUMBER["start"])
     for name in CELLS:
         if name != "start":
             lab.run(NUMBER[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,16 @@ def no_shell() -> Iterator[None]:
     """What is displayed where there is no shell makes IPython have one, whose profile later groups would take."""
     yield
     InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    """An IPython of its own, without history."""
+    shell = InteractiveShell()
+    shell.history_manager.enabled = False
+    yield shell
+    atexit.unregister(shell.atexit_operations)
+    shell.atexit_operations()
 
 
 @pytest.fixture

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-from collections.abc import Iterator
-
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddip.notebook.autodip import Autodip
-
-
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    """An IPython of its own, without history."""
-    shell = InteractiveShell()
-    shell.history_manager.enabled = False
-    yield shell
-    atexit.unregister(shell.atexit_operations)
-    shell.atexit_operations()
-
 
 MINE = [
     "x = 1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 from collections.abc import Iterator
 
@@ -14,16 +13,6 @@ from ddip.notebook.autodip import Autodip
 from ddip.notebook.hints import Hints
 
 from .scripted import ScriptedGroup
-
-
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    """An IPython of its own, without history."""
-    shell = InteractiveShell()
-    shell.history_manager.enabled = False
-    yield shell
-    atexit.unregister(shell.atexit_operations)
-    shell.atexit_operations()
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
+import psutil
 import pytest
 
-from ddip.cluster.limits import Limits, shortage
+from ddip.cluster.limits import Limits, shortage, user_threads
 
 NONE = Limits(float("inf"), float("inf"), float("inf"), float("inf"))
 
@@ -40,3 +42,13 @@ def test_ranks_that_are_there_need_nothing_more() -> None:
     limits = replace(NONE, files=80, threads=80)
     assert shortage(2, 2, limits, 60, 70) == ""
     assert "16 more threads" in shortage(3, 2, limits, 60, 70)
+
+
+def test_the_threads_of_all_processes_of_the_user_are_counted() -> None:
+    end = threading.Event()
+    for _ in range(50):
+        threading.Thread(target=end.wait, daemon=True).start()
+    try:
+        assert user_threads() >= psutil.Process().num_threads() > 50
+    finally:
+        end.set()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ddip.output.router import CellOutput
-from ddip.output.tables import RankInfo, info_table, size_text, where_text
+from ddip.output.sizes import size_text
+from ddip.output.tables import RankInfo, info_table, where_text
 from ddip.output.terminal_text import Screen, plain
 
 

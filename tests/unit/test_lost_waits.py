@@ -1,0 +1,29 @@
+"""Where gloo has not what ddip looks for: another system, another torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddip.rank import lost_waits
+
+
+@pytest.fixture(autouse=True)
+def looks_again() -> Iterator[None]:
+    lost_waits._gloo.cache_clear()
+    yield
+    lost_waits._gloo.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("LIBRARY", Path("not_there.so")), ("METHODS", "not_there"), ("ENDING", ("not_there",))],
+)
+def test_without_gloos_methods_no_wait_is_found_and_none_is_ended(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_waits, name, value)
+    assert lost_waits.waits() == {}
+    lost_waits.end({1})

@@ -1,0 +1,40 @@
+"""What is typed after a magic by mistake: the line to type instead is one that can be parsed, and keeps the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddip.errors import BadInput
+from ddip.notebook.arguments import parse
+from ddip.notebook.magics import DipMagics
+
+
+@pytest.mark.parametrize(
+    ("typed", "better"),
+    [
+        ("4", "-n 4"),
+        ("4 -a fastai", "-n 4 -a fastai"),
+        ("-N 2", "-n 2"),
+        ("-n 2 --restrat", "-n 2 --restart"),
+        ("-n 2 -repair", "-n 2 --repair"),
+        ("-n 2 --stall-timeuot=5", ""),
+        ("-n 2 --sideways", ""),
+        ("-n 2 3", ""),
+        ("-g 0 1 --sideways", ""),
+        ("-n", ""),
+    ],
+)
+def test_makedip_names_the_line_that_was_meant_if_it_can_be_told(typed: str, better: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse(DipMagics.makedip, "%makedip", typed)
+    said = str(caught.value)
+    assert said.startswith(f"%makedip {typed}: ")
+    if better:
+        assert said == f"%makedip {typed}: type %makedip {better}"
+    else:
+        assert ": type %makedip" not in said and said.endswith("%makedip? lists the options")
+
+
+def test_the_value_after_a_misspelt_option_is_kept() -> None:
+    with pytest.raises(BadInput, match=r"type %%dip --timeout=60 -r 0$"):
+        parse(DipMagics.dip, "%%dip", "--timout=60 -r 0")
