@@ -3,7 +3,7 @@
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, grids
 # make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
-# make notebooks     runs the notebooks, and stores them with what they show; NAMES="quickstart" these only
+# make notebooks     runs the notebooks, and stores them with what they show; NAMES="01_quickstart" these only
 # make test-ten      all tests, ten times, with a core less
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 # make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
@@ -27,7 +27,7 @@ DOCS := $(READY)-docs
 .PHONY: demo test test-ten test-system docs pictures notebooks check format bench soak fuzz wheelhouse dist clean
 
 demo: $(READY)
-	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
+	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -43,7 +43,7 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
 @pytest.mark.parametrize("path", OTHERS)
 def test_the_notebook_runs(path: Path) -> None:
     notebook = run(path, FOLDER)
-    if path.stem == "quickstart":
+    if path.stem == "01_quickstart":
         shown = [out for cell in notebook.cells for out in cell.get("outputs", [])]
         assert any("image/png" in out.get("data", {}) for out in shown), "no plot of the loss"
         assert any("parameters identical on all ranks: True" in out.get("text", "") for out in shown)
