@@ -8,7 +8,7 @@ from IPython.core.magic import cell_magic, line_magic, magics_class, no_var_expa
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
-from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup
+from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestInterrupted
 from ddip.group import placement
 from ddip.notebook import arguments
 from ddip.notebook.autodip import Autodip
@@ -121,11 +121,14 @@ class DipMagics(Traits):
         return args.verbose is not None or args.timeout is not None
 
     def _make(self, args: Any) -> None:
-        with folder.left_out():
-            from ddip.group.group import Group
-            from ddip.output.progress import Progress
+        try:
+            with folder.left_out():
+                from ddip.group.group import Group
+                from ddip.output.progress import Progress
 
-        request = arguments.request(args)
+            request = arguments.request(args)
+        except KeyboardInterrupt:
+            raise RequestInterrupted("%makedip was interrupted before it began; nothing has changed") from None
         if args.restart and self.group is None:  # the last one, which may not have started
             request = request.after(self._asked)
         self._asked = request

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from ddip.errors import BadInput
@@ -38,3 +41,31 @@ def test_makedip_names_the_line_that_was_meant_if_it_can_be_told(typed: str, bet
 def test_the_value_after_a_misspelt_option_is_kept() -> None:
     with pytest.raises(BadInput, match=r"type %%dip --timeout=60 -r 0$"):
         parse(DipMagics.dip, "%%dip", "--timout=60 -r 0")
+
+
+INTERRUPTED = """
+import signal, sys
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+class Presses:
+    def find_spec(self, name, *_):
+        if name == "ddip.group.group":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+config = Config()
+config.DipMagics.warm = False
+config.HistoryManager.enabled = False
+shell = InteractiveShell(config=config)
+shell.run_line_magic("load_ext", "ddip")
+sys.meta_path.insert(0, Presses())
+print(repr(shell.run_cell("%makedip -n 2").error_in_exec))
+"""
+
+
+def test_an_interrupt_of_makedip_while_ddip_is_imported_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    said = "%makedip was interrupted before it began; nothing has changed"
+    assert done.stdout.splitlines()[-1] == f"RequestInterrupted({said!r})", done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
