@@ -212,6 +212,7 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         assert states(group) == ["prepared rank 0 of 1"]
 
 
+@pytest.mark.grid
 def test_the_app_of_the_documentation_works(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "apps.md").read_text()
     module, code = re.search(r"```python\n(# (\w+).py: .*?)```", page, re.DOTALL).group(2, 1)  # type: ignore[union-attr]
@@ -230,7 +231,7 @@ def test_the_app_of_the_documentation_works(tmp_path: Path) -> None:
     [
         pytest.param("pass", 0, id="ends", marks=pytest.mark.grid),
         pytest.param("raise SystemExit(3)", 3, id="exits", marks=pytest.mark.grid),
-        pytest.param("1 / 0", 1, id="fails"),
+        pytest.param("1 / 0", 1, id="fails", marks=pytest.mark.grid),
         pytest.param("os._exit(4)", 4, id="is cut off"),
     ],
 )

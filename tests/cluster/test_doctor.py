@@ -57,6 +57,7 @@ def by_name(report: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in report["checks"]}
 
 
+@pytest.mark.grid
 def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
     (home / "random.py").write_text("raise ImportError('of the folder')\n")
     (home / "torch.py").write_text("raise ImportError('of the folder')\n")

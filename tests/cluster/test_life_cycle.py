@@ -119,7 +119,8 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_bus
     assert_nothing_left(notebook.pid, 5)
 
 
-@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("at_once", [False, True])
 def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, at_once: bool) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 2")

@@ -194,6 +194,7 @@ def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch:
     wait_until(lambda: not psutil.pid_exists(former))
 
 
+@pytest.mark.grid
 def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> None:
     # it is on the path of the notebook only
     with an_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
@@ -260,6 +261,7 @@ def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
         assert_nothing_left(owner, 0)
 
 
+@pytest.mark.grid
 def test_ipyparallel_knows_the_cluster_as_one_of_its_own() -> None:
     import ipyparallel
 

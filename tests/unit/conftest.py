@@ -24,14 +24,30 @@ def no_shell() -> Iterator[None]:
     InteractiveShell.clear_instance()
 
 
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    """An IPython of its own, without history."""
+@pytest.fixture(scope="module")
+def ipython_of_the_module() -> Iterator[InteractiveShell]:
+    """An IPython without history."""
     shell = InteractiveShell()
     shell.history_manager.enabled = False
     yield shell
     atexit.unregister(shell.atexit_operations)
     shell.atexit_operations()
+
+
+@pytest.fixture
+def shell(ipython_of_the_module: InteractiveShell) -> Iterator[InteractiveShell]:
+    """The same one for each test, as if it were new: it takes a while to make."""
+    shell = ipython_of_the_module
+    magics = {kind: set(named) for kind, named in shell.magics_manager.magics.items()}
+    callbacks = {event: list(called) for event, called in shell.events.callbacks.items()}
+    transformers = list(shell.input_transformers_cleanup)
+    yield shell
+    for kind, named in shell.magics_manager.magics.items():
+        for name in set(named) - magics[kind]:  # those that were there may have been loaded meanwhile
+            del named[name]
+    shell.events.callbacks.update(callbacks)
+    shell.input_transformers_cleanup[:] = transformers
+    shell.reset(new_session=False)
 
 
 @pytest.fixture
