@@ -22,7 +22,7 @@ from ddip.cluster import devices, folder, limits, ownership
 from ddip.cluster.local import LocalCluster
 from ddip.cluster.seam import Cluster
 from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestFailed, RequestInterrupted
-from ddip.group import placement, stopping
+from ddip.group import placement, revival, stopping
 from ddip.group.cells import Cells
 from ddip.group.comms import Comms
 from ddip.group.engines import Engines
@@ -31,10 +31,11 @@ from ddip.group.members import Member
 from ddip.group.placement import GroupSpec, Request
 from ddip.group.process_group import ProcessGroupManager
 from ddip.group.ranks import Ranks
-from ddip.output.area import notify, stop_name
+from ddip.output.area import stop_name
 from ddip.output.progress import Report
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
+from ddip.protocol.reports import Going
 
 ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
@@ -241,8 +242,7 @@ class Lifecycle:
             members = self._engines.complete(spec, request.app, deadline)
             self._progress(f"ddip: forming a group of {spec.size} ranks", 0.9)
             with stopping.button():
-                if not new:
-                    self._leave(deadline)
+                going = None if new else self._leave(deadline)
                 self.request, self.spec = request, spec
                 self._take(members)
                 self._app, self._unprepared = request.app, set(range(spec.size))
@@ -251,6 +251,8 @@ class Lifecycle:
                     self._manager.join(spec, self.collect, deadline)
                 except GroupError as error:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
+                if going is not None:
+                    revival.go_on(self.ranks, self._manager, going)
                 self._prepare(range(spec.size))
         except BaseException:
             if new:
@@ -306,8 +308,8 @@ class Lifecycle:
                 self._manager.join(self.spec, self.collect, deadline)
             except GroupError as error:
                 raise GroupError(f"the group could not be formed again: {self._blame(error)}") from None
-        self._unfit.clear()
-        _tell_going(going)
+            self._unfit.clear()
+            revival.go_on(self.ranks, self._manager, going)
 
     def _blame(self, error: GroupError) -> str:
         """Find the ranks because of which a group could not be formed; returns what to say of them."""
@@ -320,15 +322,9 @@ class Lifecycle:
         parts = parts or [str(error).removeprefix("forming the group failed: ")]
         return "; ".join([*parts, *([] if REPAIR in parts[0] else [REPAIR])])
 
-    def _leave(self, deadline: float) -> None:
-        """All ranks leave the group."""
+    def _leave(self, deadline: float) -> Going:
+        """All ranks leave the group; returns what goes with it."""
         if self._app is not None:
             self._unprepared = set(range(self.world_size))
             self.ask_app(range(self.world_size), on_rank.release_app(apps.find(self._app)))
-        _tell_going(self._manager.leave(deadline))
-
-
-def _tell_going(going: int) -> None:
-    """Say what the ranks have lost with their former group."""
-    if going:
-        notify("the group was formed again; DDP(...) wrappers and subgroups that were made before must be made again")
+        return self._manager.leave(deadline)

@@ -31,7 +31,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.rank_spec import RankSpec
-from ddip.protocol.reports import Begun, CellReport
+from ddip.protocol.reports import Begun, CellReport, Going
 
 log = logging.getLogger("ddip")
 
@@ -208,15 +208,16 @@ class ProcessGroupManager:
         calls = dict.fromkeys(ranks, call)
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
-    def leave(self, deadline: float) -> int:
-        """Have all ranks leave their group, whatever state it is in.
-
-        Returns how many wrappers (DDP) and subgroups go with it.
-        """
+    def leave(self, deadline: float) -> Going:
+        """Have all ranks leave their group, whatever state it is in; returns what goes with it."""
         if not self.healthy:
             self.release()
         self.healthy = False
-        return max(self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave()), deadline), default=0)
+        going = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave()), deadline)
+        return {
+            "wrappers": max((one["wrappers"] for one in going), default=0),
+            "subgroups": max((one["subgroups"] for one in going), default=0),
+        }
 
     def release(self) -> None:
         """Make every collective that waits fail, on every rank, now."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from ddip.protocol.rank_spec import RankSpec
-from ddip.protocol.reports import Begun, Ends, Figures, Hello, LineBegun, Packed
+from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Revived
 
-VERSION = 2
+VERSION = 3
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 P = ParamSpec("P")
@@ -63,7 +63,11 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
 
 
 @remote("process_group.leave", "leaving the group")
-def leave() -> int: ...
+def leave() -> Going: ...
+
+
+@remote("wrappers.revive", "reviving DDP wrappers")
+def revive() -> Revived: ...
 
 
 @remote("process_group.check", "using the group")

@@ -67,6 +67,31 @@ class Packed(TypedDict):
     """Bytes of those that are fetched in parts."""
 
 
+class Going(TypedDict):
+    """What goes with the group that a rank leaves."""
+
+    wrappers: int
+    """DDP, FSDP."""
+    subgroups: int
+
+
+class OptimizerState(TypedDict):
+    """To compare with that of the other ranks."""
+
+    name: str
+    parameters: list[int]
+    """Which of the parameters of the revived wrappers it has."""
+    state: list[Any]
+    """Checksums of its tensors, and its numbers."""
+
+
+class Revived(TypedDict):
+    """What goes on in the group that the ranks have joined."""
+
+    wrappers: int
+    optimizers: list[OptimizerState]
+
+
 class LineBegun(TypedDict):
     """Where a collective was begun."""
 

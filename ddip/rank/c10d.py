@@ -6,28 +6,20 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.utils import _sync_module_states
 
 from ddip.protocol.rank_spec import backends_of
 
-WRAPPERS = {
-    "torch.nn.parallel.distributed": "DistributedDataParallel",
-    "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
-    "torch.distributed.fsdp": "FSDPModule",
-    "torch.distributed._composable.fsdp": "FSDPModule",
-}
-"""Modules that hold the group that they were made in, by the module that has them; the last one is torch 2.4's."""
 TABLES = (
     "pg_map",
     "pg_names",
@@ -38,10 +30,6 @@ TABLES = (
     "pg_coalesce_state",
 )
 """Of ``distributed_c10d._world``: what it knows of each group."""
-LOST = (
-    "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Wrap its "
-    "module again, such as model = DDP(model.module); the parameters are unchanged"
-)
 
 
 def world() -> dist.ProcessGroup | None:
@@ -181,34 +169,11 @@ def forget() -> None:
     world.group_count = 0  # it is part of the next group's name, and counts those that failed to form
 
 
-def retire_wrappers() -> int:
-    """Have each wrapper (DDP, FSDP) of the group that is left say so when it is used; returns how many there are.
-
-    DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
-    """
-    loaded = [(sys.modules[module], name) for module, name in WRAPPERS.items() if module in sys.modules]
-    kinds = tuple(getattr(module, name) for module, name in loaded if hasattr(module, name))
-    if not kinds:
-        return 0
-    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-    retired = 0
-    for wrapper in wrappers:
-        if wrapper.__dict__.get("_ddip_retired"):
-            continue
-        wrapper.__dict__["_ddip_retired"] = True
-        for name in ("reducer", "logger"):
-            if name in wrapper.__dict__:
-                wrapper.__dict__[name] = None
-        wrapper.register_forward_pre_hook(_refuse, prepend=True)
-        retired += 1
-    return retired
-
-
-def drop(wrapper: torch.nn.Module) -> None:
-    """Be done with a wrapper of ddip's own: its hooks on the parameters go now, and not when it is collected."""
-    wrapper.__dict__["_ddip_retired"] = True
-    for name in ("reducer", "logger"):
-        wrapper.__dict__.pop(name, None)
+def share_state(module: torch.nn.Module, leave_out: Collection[str], bucket_bytes: int) -> None:
+    """Send rank 0's parameters and buffers of `module` to all ranks, but those of the names to `leave_out`."""
+    group = world()
+    assert group is not None
+    _sync_module_states(module, group, bucket_bytes, 0, leave_out, broadcast_buffers=True)
 
 
 def set_timeout(timeout: timedelta) -> None:
@@ -224,10 +189,6 @@ def set_timeout(timeout: timedelta) -> None:
 def store() -> Any:
     """Through which the group was formed; there is no public way to it."""
     return distributed_c10d._get_default_store()
-
-
-def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
-    raise RuntimeError(LOST.format(name=type(wrapper).__name__))
 
 
 def is_broken_connection(error: BaseException) -> bool:

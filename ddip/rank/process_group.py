@@ -21,7 +21,7 @@ import torch.distributed as dist
 from IPython.core.getipython import get_ipython
 
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec, has_nccl
-from ddip.protocol.reports import CellReport, Ends
+from ddip.protocol.reports import CellReport, Ends, Going
 from ddip.rank import (
     c10d,
     collectives,
@@ -33,6 +33,7 @@ from ddip.rank import (
     sockets,
     stacks,
     stores,
+    wrappers,
 )
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
@@ -72,6 +73,7 @@ def watch() -> None:
     init_in_cells.watch(lambda: _formed is not None and c10d.world() is _formed)
     setup.watch()
     stores.watch(lambda: _released)
+    wrappers.watch()
 
 
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
@@ -228,16 +230,16 @@ def _disconnect(connections: list[Ends]) -> None:
         setup.free()
 
 
-def leave() -> int:
+def leave() -> Going:
     """Leave the group, if this rank is in one; the variables stay.
 
-    Returns how many wrappers (DDP) and subgroups go with it. Raises RuntimeError if nccl does not let go of the GPU.
+    Returns what goes with it. Raises RuntimeError if nccl does not let go of the GPU.
     """
     global _formed
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
     _formed = None
-    going = c10d.retire_wrappers() + c10d.subgroups()
+    going: Going = {"wrappers": wrappers.retire(), "subgroups": c10d.subgroups()}
     c10d.forget()
     return going
 

@@ -55,46 +55,6 @@ def impatient(group: ddip.Group) -> None:
 # -- what is kept
 
 
-def test_a_wrapper_of_the_former_group_says_so_and_a_new_one_trains(cells: ddip.Group) -> None:
-    cells.run(DDP + "step(wrapper)\nbefore = [p.tolist() for p in net.parameters()]")
-    with pytest.raises(ddip.CellError, match="blocked in backward"):
-        cells.run("""
-            loss = wrapper(torch.ones(1, 2)).sum()
-            if rank == 0: raise ValueError
-            loss.backward()
-        """)
-    cells.run("assert [p.tolist() for p in net.parameters()] == before")
-    with pytest.raises(
-        ddip.CellError, match="this DistributedDataParallel was made in a process group that has been destroyed"
-    ):
-        cells.run("wrapper(torch.ones(1, 2))")
-    cells.run("""
-        again = DDP(wrapper.module)
-        step(again); step(again)
-        assert same()
-    """)
-
-
-def test_the_user_is_told_that_wrappers_must_be_made_again(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cells.run(DDP)
-    with pytest.raises(ddip.CellError):
-        cells.run("if rank == 0: raise ValueError\ndist.barrier()")
-    cells.run("pass")
-    assert (
-        "the group was formed again; DDP(...) wrappers and subgroups that were made before" in capsys.readouterr().err
-    )
-    with pytest.raises(ddip.CellError):
-        cells.run("""
-            del wrapper
-            if rank == 0: raise ValueError
-            dist.barrier()
-        """)
-    cells.run("pass")
-    assert "made before" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
 def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrappers(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")

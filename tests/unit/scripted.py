@@ -25,7 +25,7 @@ from ddip.errors import GroupError
 from ddip.group.group import Group
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
-from ddip.protocol.reports import CellReport, Hello
+from ddip.protocol.reports import CellReport, Going, Hello
 
 FIRST_PID = 1 << 28
 """No process has such a number."""
@@ -72,6 +72,7 @@ class ScriptedEngine:
             on_rank.hello.target: lambda: self.hello,
             on_rank.join.target: self._join,
             on_rank.leave.target: self._leave,
+            on_rank.revive.target: lambda: {"wrappers": 0, "optimizers": []},
             on_rank.check.target: lambda: None,
             on_rank.add.target: self._add,
             on_rank.stage.target: self._stage,
@@ -116,8 +117,8 @@ class ScriptedEngine:
         self.released, self.begun = False, {"default cpu": (0, 0, None)}
         return [], []
 
-    def _leave(self) -> int:
-        return 0
+    def _leave(self) -> Going:
+        return {"wrappers": 0, "subgroups": 0}
 
     def _add(self, name: str, part: bytes, first: bool) -> None:
         self._parts[name] = self._parts[name] + part if not first else bytearray(part)

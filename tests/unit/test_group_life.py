@@ -12,7 +12,7 @@ import pytest
 
 from ddip import apps
 from ddip.cluster import devices
-from ddip.errors import BadInput, GroupError, RankError, RequestFailed, RequestInterrupted, TransferError
+from ddip.errors import BadInput, CellError, GroupError, RankError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group import fitness
 from ddip.group.placement import Request
 from ddip.protocol import on_rank
@@ -206,18 +206,47 @@ def test_a_change_that_is_stopped_says_what_the_group_is(new_group: NewGroup) ->
     with pytest.raises(RequestInterrupted, match=r"^the change was interrupted; the group is unchanged \(2 ranks"):
         group.change(Request(n=3))
     group.script = lambda engine: None
-    group.engine(0).answers[on_rank.leave.target] = pressing(lambda: 0)
+    leave = group.engine(0).answers[on_rank.leave.target]
+    group.engine(0).answers[on_rank.leave.target] = pressing(leave)
     with pytest.raises(RequestInterrupted, match=r"\(3 ranks on the CPU, gloo\)|\(2 ranks"):
         group.change(Request(n=3))
-    group.engine(0).answers[on_rank.leave.target] = lambda: 0
+    group.engine(0).answers[on_rank.leave.target] = leave
     group.run("pass")
 
 
 def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
-    group.engine(0).answers[on_rank.leave.target] = lambda: 2
+    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "subgroups": 2}
     group.change(Request(n=1))
-    assert "DDP(...) wrappers and subgroups that were made before must be made again" in capsys.readouterr().err
+    assert "; subgroups that were made before must be made again" in capsys.readouterr().err
+    assert on_rank.revive.target not in group.engine(0).calls
+
+
+def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(2)
+    for engine in (group.engine(0), group.engine(1)):
+        engine.answers[on_rank.leave.target] = lambda: {"wrappers": 2, "subgroups": 1}
+        state = {"name": "Adam", "parameters": [0, 1], "state": [engine.number]}
+        engine.answers[on_rank.revive.target] = lambda state=state: {"wrappers": 1, "optimizers": [state]}
+    group.script = lambda engine: None
+    with pytest.raises(CellError):
+        group.run("0: raise ValueError\n1: wait")
+    group.run("pass")
+    said = capsys.readouterr().err
+    assert "the DDP wrapper goes on, with rank 0's parameters and buffers on every rank; other wrappers (DDP" in said
+    assert "the state of Adam differs between the ranks" in said
+
+
+def test_a_revival_that_fails_fails_one_cell_and_the_group_is_formed_again(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 1, "subgroups": 0}
+    group.engine(1).answers[on_rank.revive.target] = raising(MemoryError("too little"))
+    with pytest.raises(CellError):
+        group.run("0: raise ValueError\n1: wait")
+    with pytest.raises(GroupError, match="rank 1: MemoryError: too little"):
+        group.run("pass")
+    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "subgroups": 0}
+    group.run("pass")
 
 
 def test_a_change_whose_group_cannot_be_formed_names_who_is_to_blame(new_group: NewGroup) -> None:
@@ -259,7 +288,6 @@ def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
 def test_a_rank_that_can_be_in_no_group_is_found_and_replaced(new_group: NewGroup) -> None:
     group = new_group(3)
     group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
-    group.engine(2).answers[on_rank.leave.target] = lambda: 0
     group._manager.healthy = False
     with pytest.raises(GroupError, match="could not be formed again: rank 1: OSError: no interface; %makedip --repair"):
         group.run("pass")

@@ -32,9 +32,12 @@ from IPython.core import ultratb
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from torch._C._distributed_c10d import Backend
+from torch._dynamo import eval_frame
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
 
-from ddip.rank import c10d, collectives, lost_waits
+from ddip.rank import c10d, collectives, lost_waits, wrappers
 
 
 def test_the_client_sends_as_ddip_asks() -> None:
@@ -198,8 +201,27 @@ def test_torch_begins_collectives_through_the_methods_that_ddip_wraps() -> None:
 def test_a_wrapper_keeps_its_reducer_under_the_name_that_ddip_drops() -> None:
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
     assert "self.reducer = dist.Reducer(" in source and "self.logger = dist.Logger(" in source
-    there = {name for module, name in c10d.WRAPPERS.items() if hasattr(importlib.import_module(module), name)}
-    assert there == set(c10d.WRAPPERS.values())
+    there = {name for module, name in wrappers.WRAPPERS.items() if hasattr(importlib.import_module(module), name)}
+    assert there == set(wrappers.WRAPPERS.values())
+
+
+def test_a_wrapper_can_be_revived() -> None:
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
+    assert source.index("self.process_group = _get_default_group()") < source.index("self.module = module")
+    for name in ("mixed_precision", "device_mesh", "_delay_all_reduce_params", "_use_python_reducer", "_comm_hooks"):
+        assert f"self.{name}" in source
+    assert "self._comm_hooks.append((hook, state))" in source
+    assert (
+        'del attrs["process_group"]' in source and 'del attrs["reducer"]' in source and 'del attrs["logger"]' in source
+    )
+    assert "self.process_group = _get_default_group()" in inspect.getsource(DistributedDataParallel.__setstate__)
+    assert "self._ddp_init_helper(" in inspect.getsource(DistributedDataParallel.__setstate__)
+    assert "self._orig_mod = mod" in inspect.getsource(eval_frame.OptimizedModule.__init__)
+    assert "self._compiled_call_impl = torch.compile(" in inspect.getsource(torch.nn.Module.compile)
+    for name in (*wrappers.SETTINGS, *wrappers.FIRST_STEP, "parameters_to_ignore"):
+        assert f"self.{name}" in source
+    names = ["module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore"]
+    assert list(inspect.signature(_sync_module_states).parameters) == [*names, "broadcast_buffers"]
 
 
 def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:

@@ -16,6 +16,7 @@ from fastai.learner import Learner
 
 from ddip.apps.fastai import metrics, patches, plan, precision, randomness, ranks, shards
 from ddip.apps.fastai.fit import OfDdip
+from ddip.rank.checksum import checksum
 
 GATHERED = ("inputs", "preds", "targets", "losses")
 """Of GatherPredsCallback: lists with an item for each batch."""
@@ -63,7 +64,7 @@ def _agreed_seed(learn: Learner, dl: Any) -> int | None:
     if not ranks.together() or not shards.is_divisible(dl) or shards.carries_state(dl, learn) or _saves_batches(learn):
         return None
     training = any(isinstance(callback, OfDdip) for callback in learn.cbs)
-    model = () if training else ranks.checksum(ranks.state_of(learn.model))
+    model = () if training else checksum(ranks.state_of(learn.model))
     seed = randomness.Seeds.draw().python
     told = ranks.gather((shards.looks(dl), ranks.fingerprint(model), seed))
     same = all(one[:2] == told[0][:2] for one in told)  # each works with data, or a model, of its own otherwise

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddip.apps.fastai import metrics, plan, randomness, ranks, shards
-from ddip.rank import c10d
+from ddip.rank import wrappers
+from ddip.rank.checksum import checksum
 
 NO_SYNC: dict[str, Any] = (
     {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
@@ -64,7 +65,7 @@ class Job:
         told = {
             "data": shards.looks(learn.dls.train),
             "epochs": learn.n_epoch,
-            "model": ranks.fingerprint(ranks.checksum(ranks.state_of(learn.model))),
+            "model": ranks.fingerprint(checksum(ranks.state_of(learn.model))),
             "optimizer": _print_of_optimizer(learn),
             "seeds": self.seeds,
         }
@@ -179,7 +180,7 @@ class Job:
 
     def _drop(self) -> None:
         if self._wrapper is not None and self._wrapper is not self.learn.model:
-            c10d.drop(self._wrapper)
+            wrappers.drop(self._wrapper)
         self._wrapper = None
 
     # -- the end
@@ -236,7 +237,7 @@ def _print_of_optimizer(learn: Learner) -> int:
 
     state = plain(learn.opt.state_dict())
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    return ranks.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), ranks.checksum(tensors)))
+    return ranks.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), checksum(tensors)))
 
 
 def _share_optimizer(learn: Learner) -> None:

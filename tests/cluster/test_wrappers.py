@@ -1,0 +1,214 @@
+"""DDP wrappers when the group is formed again: they go on, or say why they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddip
+
+CODE = """
+import copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+def step(wrapper, opt, batch, raises=()):
+    opt.zero_grad()
+    loss = wrapper(torch.randn(4, 2, generator=torch.Generator().manual_seed(100 * batch + rank))).square().sum()
+    if rank in raises: raise ValueError(f"in batch {batch}")
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+def same(*modules):
+    mine = [value.tolist() for module in modules for value in module.parameters()]
+    found = [None] * world_size
+    dist.all_gather_object(found, mine)
+    return all(one == found[0] for one in found)
+"""
+GOES_ON = "the group was formed again; the DDP wrapper goes on, with rank 0's parameters and buffers on every rank"
+LOST = "the wrapper (DDP, FSDP) that was made before must be made again"
+REFUSES = "this DistributedDataParallel was made in a process group that has been destroyed"
+
+
+@pytest.fixture(autouse=True)
+def prepared(cells: ddip.Group) -> None:
+    cells.failure_grace = 0.1
+    cells.run(CODE)
+
+
+def fails(group: ddip.Group, code: str = "if rank == 1: raise ValueError\ndist.barrier()") -> None:
+    """Run a cell in which a rank fails while the other waits for it."""
+    with pytest.raises(ddip.CellError):
+        group.run(code)
+
+
+def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        wrapper, other = DDP(network(0)), DDP(network(0))
+        opt, twin = [torch.optim.Adam(one.parameters(), 0.05) for one in (wrapper, other)]
+        expected = [step(other, twin, batch) for batch in range(6)]
+        losses = [step(wrapper, opt, batch) for batch in range(2)]
+        del other
+    """)
+    for batch in (2, 4):
+        state = "kept = copy.deepcopy([wrapper.state_dict(), opt.state_dict()])\n"
+        fails(cells, f"{state}step(wrapper, opt, {batch}, raises=[1])")
+        cells.run(f"""
+            wrapper.load_state_dict(kept[0]); opt.load_state_dict(kept[1])  # batch norm has seen the batch twice
+            losses += [step(wrapper, opt, batch) for batch in range({batch}, {batch} + 2)]
+        """)
+    cells.run("assert losses == expected, (losses, expected)\nassert same(wrapper)")
+    said = capsys.readouterr().err
+    assert said.count(GOES_ON) == 2 and "differs" not in said and "made again" not in said
+
+
+WAYS = {
+    "a static graph": ("DDP(network(0), static_graph=True)", ""),
+    "unused parameters": ("DDP(network(0), find_unused_parameters=True)", ""),
+    "gradients in buckets": ("DDP(network(0), gradient_as_bucket_view=True)", ""),
+    "several buckets": ("DDP(network(0), bucket_cap_mb=1e-5)", ""),
+    "no buffers": ("DDP(network(0), broadcast_buffers=False)", ""),
+    "a hook": ("DDP(network(0))", "wrapper.register_comm_hook(None, hooks.fp16_compress_hook)"),
+    "a hook of the group": ("DDP(network(0))", "wrapper.register_comm_hook(dist.group.WORLD, hooks.allreduce_hook)"),
+    "accumulation": ("DDP(network(0))", "with wrapper.no_sync(): wrapper(torch.ones(2, 2)).sum().backward()"),
+    "compiled inside": ("DDP(torch.compile(network(0), backend='eager'))", ""),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wrapper_goes_on_with_what_it_was_told(cells: ddip.Group, way: str) -> None:
+    make, then = WAYS[way]
+    cells.run("from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks")
+    cells.run(f"wrapper = {make}\n{then}\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
+    before = "getattr(wrapper.module, '_orig_mod', wrapper.module).load_state_dict(network(0).state_dict())\n"
+    losses = f"{before}losses = [step(wrapper, opt, batch) for batch in range(4)]\nassert same(wrapper)"
+    cells.run(f"{losses}\nexpected = losses")
+    fails(cells, "step(wrapper, opt, 0, raises=[0])")
+    cells.run(f"{losses}\nassert losses == expected, (losses, expected)")
+
+
+def test_each_of_several_wrappers_gets_its_own_parameters_of_rank_0(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        first, gone, second = [DDP(network(seed)) for seed in range(3)]
+        gone = None
+        with torch.no_grad():
+            for wrapper, value in ((first, 1.0), (second, 2.0)):
+                for parameter in wrapper.parameters(): parameter.fill_(value + 10 * rank)
+    """)
+    fails(cells)
+    cells.run("""
+        assert [{value.item() for value in next(one.parameters()).flatten()} for one in (first, second)] == [{1}, {2}]
+        opt = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+        for batch in range(2): step(first, opt, batch); step(second, opt, batch)
+        assert same(first, second)
+    """)
+    assert "2 DDP wrappers go on, with rank 0's parameters" in capsys.readouterr().err
+
+
+def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Group) -> None:
+    cells.run("first = DDP(network(0))")
+    fails(cells, "if rank == 1: raise ValueError\nsecond = DDP(network(1))")
+    cells.run("third = DDP(network(2))\nopt = torch.optim.SGD(third.parameters(), 0.1)")
+    fails(cells)
+    cells.run("step(third, opt, 0); first(torch.ones(2, 2))\nassert same(first, third)")
+
+
+def test_an_optimizer_that_has_done_another_number_of_steps_is_named(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        wrapper = DDP(network(0))
+        opt = torch.optim.Adam(wrapper.parameters())
+        step(wrapper, opt, 0)
+    """)
+    fails(cells, "if rank == 1: raise ValueError\nopt.step(); dist.barrier()")
+    cells.run("state = [opt.state_dict()]\ndist.broadcast_object_list(state)\nopt.load_state_dict(state[0])")
+    said = capsys.readouterr().err
+    assert "the state of Adam differs between the ranks, which had done different numbers of steps" in said
+    fails(cells)
+    cells.run("step(wrapper, opt, 1)\nassert same(wrapper)")
+    assert "differs" not in capsys.readouterr().err
+
+
+REFUSED = {
+    "of a subgroup": "wrapper = DDP(network(0), process_group=dist.new_group([0, 1]))",
+    "whose hook has a state": """
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+        wrapper = DDP(network(0))
+        wrapper.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+    """,
+    "with a hook of torch's own": """
+        wrapper = DDP(network(0))
+        wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    """,
+    "that is compiled": "wrapper = torch.compile(DDP(network(0)), backend='eager')\nwrapper(torch.ones(2, 2))",
+    "that one rank has no more": "wrapper = DDP(network(0))\nif rank == 1: del wrapper",
+    "that is another on each rank": "wrapper = DDP(network(0))\nwrapper.gradient_as_bucket_view = rank == 1",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_wrapper_that_cannot_go_on_says_so_and_a_new_one_trains(
+    cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(REFUSED[kind])
+    fails(cells)
+    with pytest.raises(ddip.CellError, match=f"RuntimeError: {REFUSES}"):
+        cells.run("wrapper(torch.ones(2, 2))")
+    said = capsys.readouterr().err
+    assert "made before must be made again" in said and GOES_ON not in said
+    cells.run("""
+        wrapper = DDP(wrapper.module if "wrapper" in globals() else network(0))
+        step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)
+        assert same(wrapper)
+    """)
+    fails(cells)
+    cells.run("step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)\nassert same(wrapper)")
+
+
+def test_a_new_rank_has_none_and_those_of_a_smaller_group_go_on(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
+    with ddip.Group(3, failure_grace=0.1) as group:
+        group.run(CODE + "wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
+        group.change(ddip.Request(n=2))
+        group.run("step(wrapper, opt, 0)\nassert same(wrapper)")
+        assert GOES_ON in capsys.readouterr().err
+        group.change(ddip.Request(n=3))
+        assert LOST in capsys.readouterr().err
+        with pytest.raises(ddip.CellError, match=f"RuntimeError: {REFUSES}"):
+            group.run("wrapper(torch.ones(2, 2))")
+
+
+def test_what_fails_in_a_revival_fails_one_cell_and_the_group_works_again(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
+    fails(
+        cells,
+        """
+        from ddip.rank import c10d
+        shares = c10d.share_state
+        def breaks(*_): raise MemoryError("no room")
+        if rank == 1: c10d.share_state = breaks
+        if rank == 1: raise ValueError
+        dist.barrier()
+    """,
+    )
+    with pytest.raises(ddip.GroupError, match="rank 1: MemoryError: no room"):
+        cells.run("pass")
+    cells.run("""
+        c10d.share_state = shares
+        wrapper = DDP(wrapper.module)
+        step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)
+        assert same(wrapper)
+    """)
