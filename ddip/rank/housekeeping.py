@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import threadpoolctl
 import torch
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import ExecutionResult
+from torch.utils.data import _utils as data
 
 from ddip.protocol.on_rank import VERSION
 from ddip.protocol.reports import Figures, Hello
@@ -29,6 +31,8 @@ ANSWER_LEAVES_WITHIN = 0.02
 before the output thread has sent that message."""
 
 
+WORKER_SECONDS = 0.05
+"""What a worker of a data loader that is garbage gets to end by itself."""
 TIDY_SECONDS = 1.0
 """That it may take to take apart what a cell has left, before that can be interrupted, and the rank is not idle."""
 
@@ -121,9 +125,25 @@ class Cells:
             _let_go(error)
             error = None  # its frames keep what they have told of their variables, from Python 3.12 on
         if self.collect:
-            gc.collect()
+            with _loaders_end_at_once():
+                gc.collect()
             self.collections += 1
         gpu.tidy(empty=self.collect)
+
+
+@contextlib.contextmanager
+def _loaders_end_at_once() -> Iterator[None]:
+    """While garbage is collected: end the workers of data loaders in it, which nobody can tell to end any more.
+
+    They see that within 5 s, and torch waits for each of them as long. ``tqdm.auto`` leaves such a loader with each
+    bar: it makes one more iterator than it uses.
+    """
+    multiprocessing.active_children()  # reaps what has ended since
+    patience, data.MP_STATUS_CHECK_INTERVAL = data.MP_STATUS_CHECK_INTERVAL, WORKER_SECONDS
+    try:
+        yield
+    finally:
+        data.MP_STATUS_CHECK_INTERVAL = patience
 
 
 def _set_threads(count: int) -> None:

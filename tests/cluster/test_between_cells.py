@@ -11,7 +11,7 @@ import pytest
 import ddip
 from ddip.errors import GroupError
 
-from .leftovers import wait_until
+from .leftovers import lives, wait_until
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
@@ -48,6 +48,26 @@ LEFT = {
     "    sys.exit(3)\n"
     "task = asyncio.ensure_future(leave())",
 }
+
+
+def test_workers_of_a_data_loader_that_is_garbage_hold_up_no_cell(cells: ddip.Group) -> None:
+    """In a cycle, as tqdm.auto leaves one with each bar. They look for the end of their loader once an hour."""
+    cells.run("""
+        import torch
+        from torch.utils.data import DataLoader, _utils
+        kept, usual = rank, _utils.MP_STATUS_CHECK_INTERVAL
+        _utils.MP_STATUS_CHECK_INTERVAL = 3600.0
+        class Bar: pass
+        bar = Bar()
+        bar.itself, bar.iterator = bar, iter(DataLoader(torch.arange(8), num_workers=2))
+        first, second = next(bar.iterator), next(bar.iterator)  # both workers are there
+        workers = [worker.pid for worker in bar.iterator._workers]
+        del bar
+    """)
+    answers, _ = cells.pull_all(["workers"], range(2))
+    wait_until(lambda: not any(lives(pid) for answer in answers for pid in answer["workers"]))
+    prove(cells)
+    cells.run("assert _utils.MP_STATUS_CHECK_INTERVAL == 3600.0\n_utils.MP_STATUS_CHECK_INTERVAL = usual")
 
 
 @pytest.mark.parametrize("left", LEFT)

@@ -36,6 +36,7 @@ from torch._dynamo import eval_frame
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import dataloader
 
 from ddip.rank import c10d, collectives, lost_waits, wrappers
 
@@ -292,3 +293,9 @@ def test_what_ends_a_wait_in_gloo_has_its_names() -> None:
     library = ctypes.CDLL(str(lost_waits.LIBRARY))
     ctypes.c_char.in_dll(library, lost_waits.METHODS)
     assert [name for name in lost_waits.ENDING if not hasattr(library, name)] == []
+
+
+def test_a_data_loader_waits_for_its_workers_as_long_as_ddip_tells_it() -> None:
+    end = inspect.getsource(dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
+    assert "w.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)" in end and "w.terminate()" in end
+    assert "_utils" in vars(dataloader) and dataloader._utils.MP_STATUS_CHECK_INTERVAL == 5.0
