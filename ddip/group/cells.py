@@ -119,6 +119,8 @@ class Cells:
         """
         self._count += 1
         cell = _Cell(self._ranks, self._manager, show, limits)
+        for rank in show.show_ranks.difference(ranks):
+            show.ended(rank, False)
         with stopping.calling(lambda: cell.events.put(("stop", -1, None))):
             try:
                 cell.send(code, ranks, cell_number() or self._count)

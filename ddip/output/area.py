@@ -16,6 +16,14 @@ from ddip.output.frontend import is_page
 
 Bundle = dict[str, Any]
 
+GONE: Bundle = {
+    "text/html": (
+        '<div class="ddip-gone" hidden><style>.jp-OutputArea-child:has(.ddip-gone){display:none}</style></div>'
+    ),
+    "text/plain": "",
+}
+"""In place of what is not there any more; the output itself cannot be taken away."""
+
 _late: collections.deque[str] = collections.deque(maxlen=1000)
 """What came last for cells that had ended, where a terminal waits for input: a thread may go on writing for hours."""
 _lock = threading.Lock()
@@ -35,6 +43,8 @@ class CellOutputArea:
         self._parent = None if self._kernel is None else self._kernel.get_parent("shell")
         self._number = cell_number()
         self._stream = ""
+        self.capturing = ""
+        """Which Output widget of the page has what is shown."""
         self.closed = False
         """Has the cell ended?"""
         self.rich = self._kernel is not None
@@ -100,6 +110,19 @@ class CellOutputArea:
                 flush()
             header = message["header"]
             self._send(header["msg_type"], message["content"], message.get("buffers"), message.get("metadata"))
+
+    def capture(self, model: str) -> None:
+        """From here on the Output widget `model` on the page has what is shown; ``""``: no widget has.
+
+        A page knows by the id of the cell what it shall capture. While it does, that widget has all that belongs to the
+        cell, whichever rank it is from, and passes over updates of displays.
+        """
+        if model != self.capturing:
+            for name, message in ((self.capturing, ""), (model, self.message)):
+                if name:
+                    data = {"method": "update", "state": {"msg_id": message}, "buffer_paths": []}
+                    self.send({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": name, "data": data}})
+            self.capturing = model
 
     def _send(self, kind: str, content: Bundle, buffers: Any = None, metadata: Any = None) -> None:
         assert self._kernel is not None

@@ -14,21 +14,43 @@ from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, Text
 
 LIVE_CHARACTERS = 20_000
 """Longer text is shown by its last rows until the cell has ended."""
+LONGEST_PLACE = 2_000
+"""Longer HTML is never an empty element, and is not looked through."""
 ELSEWHERE = re.compile(r"<(script|link)\b", re.IGNORECASE)
 """HTML that runs, or brings a style for the whole page."""
+SCRIPT = re.compile(r"<script\b.*?</script\s*>", re.IGNORECASE | re.DOTALL)
+TAG = re.compile(r"<[^>]*>")
+SEEN = re.compile(r"<(audio|button|canvas|embed|hr|iframe|img|input|meter|object|progress|svg|video)\b", re.IGNORECASE)
+"""Elements that show something without any text in them."""
 
 
 def fits(data: Bundle) -> bool:
     """Can plain HTML show it?"""
     if any(mime.startswith("application/") and mime != "application/json" for mime in data):
         return False
-    return not ELSEWHERE.search(str(data.get("text/html", "")))
+    source = str(data.get("text/html", ""))
+    return not ELSEWHERE.search(source) and not _is_place(source)
+
+
+def _is_place(source: str) -> bool:
+    """Is this HTML an empty element with a name, which a script fills that comes with the next bundle, as Bokeh's?"""
+    if len(source) > LONGEST_PLACE or "id=" not in source or SEEN.search(source):
+        return False
+    return not TAG.sub("", source).strip()
+
+
+def loads(data: Bundle) -> bool:
+    """Does it only load a library, Bokeh's or Plotly's, for plots that come later: has it nothing to be seen?"""
+    if "application/vnd.bokehjs_load.v0+json" in data:
+        return True
+    source = str(data.get("text/html", ""))
+    return set(data) == {"text/html"} and "PlotlyConfig" in source and not SCRIPT.sub("", source).strip()
 
 
 def comparable(items: Sequence[Item]) -> object:
     """Equal for ranks that have shown the same: all forms of each display, with their metadata, and not only the one
     that is seen. Text of which lines were left out equals no other; nobody knows what they said."""
-    return [_comparable(item) for item in items]
+    return [_comparable(item) for item in items if not (isinstance(item, Text) and item.blank)]
 
 
 def _comparable(item: Item) -> object:
@@ -47,6 +69,8 @@ def to_tab(items: Sequence[Item], live: bool) -> str:
     parts = []
     for item in items:
         if isinstance(item, Text):
+            if item.blank:
+                continue
             stream = "stdout" if item.overwritten else item.stream  # a bar is no warning
             parts.append(f'<pre class="ddip-{stream}">{to_html(_text(item.screen, live))}</pre>')
         elif isinstance(item, Area):

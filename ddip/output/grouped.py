@@ -40,6 +40,10 @@ class Grouped:
         """Of this rank."""
         self._sections[rank].clear(wait)
 
+    def widget_closed(self, rank: int, model: str) -> None:
+        """It will not be shown."""
+        self._sections[rank].close_widget(model)
+
     def section(self, rank: int) -> RankTranscript:
         """What the rank has shown."""
         return self._sections[rank]
@@ -57,8 +61,8 @@ class Grouped:
         groups: list[_Same] = []
         for rank, section in self._sections.items():
             shown = comparable(section.items)
-            same = next((group for group in groups if group.shown == shown), None)
-            if not section.items:
+            same = None if section.has_widgets else next((group for group in groups if group.shown == shown), None)
+            if section.empty:
                 continue
             if same is None:
                 groups.append(_Same([rank], shown, section))
@@ -68,6 +72,8 @@ class Grouped:
             self._page.write("stdout", f"── {ranks_text(group.ranks)} ──\n")
             for item in group.section.items:
                 if isinstance(item, Text):
+                    if item.blank:
+                        continue
                     text = item.screen.text
                     self._page.write(item.stream, text if text.endswith("\n") else f"{text}\n")
                 elif isinstance(item, Display):

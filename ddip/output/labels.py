@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddip.errors import RankError
-from ddip.output.area import CellOutputArea, flush
+from ddip.output.area import GONE, CellOutputArea, flush, new_id
+from ddip.output.below import label_of
+from ddip.output.bundles import loads
 from ddip.output.live import Finished, LiveStream, ThrottledDisplay, left_out
-from ddip.output.transcript import Bundle, labelled, own_id
+from ddip.output.transcript import WIDGET, Bundle, labelled, own_id
 
 COLOURS = (36, 35, 33, 32, 34, 31)
 
@@ -23,6 +25,8 @@ class Labels:
         """Lines of bars that have ended, beside others that have not."""
         self._live: ThrottledDisplay | None = None
         self._drawn: list[str] = []
+        self._widgets: dict[str, tuple[str, str]] = {}
+        """The displays of each that the page shows: its label, and itself."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
         """Whole lines at once; the rest when it comes."""
@@ -33,9 +37,10 @@ class Labels:
 
     def _show(self, rank: int, stream: str, finished: Finished) -> None:
         if finished.bar is not None:
-            self._ended += self._labelled(rank, finished.bar)
+            self._ended += self._labelled_bar(rank, finished.bar)
             if all(other.bar is None for other in self._streams.values()):  # leave them, and begin anew with the next
-                (self._live or ThrottledDisplay(self._page)).show("\n".join(self._ended), at_once=True)
+                if self._ended or self._live:
+                    (self._live or ThrottledDisplay(self._page)).show("\n".join(self._ended), at_once=True)
                 self._ended, self._live = [], None
         if finished.text:
             self._erase()
@@ -45,10 +50,14 @@ class Labels:
         """The lines of all that are under way, by rank."""
         streams = sorted(self._streams.items(), key=lambda item: item[0][0])
         bars = [(rank, stream.bar) for (rank, _), stream in streams]
-        return [line for rank, bar in bars if bar is not None for line in self._labelled(rank, bar.rstrip("\n"))]
+        return [line for rank, bar in bars if bar is not None for line in self._labelled_bar(rank, bar)]
 
     def _labelled(self, rank: int, text: str) -> list[str]:
         return [f"{self._label(rank)} {line}" for line in text.splitlines()]
+
+    def _labelled_bar(self, rank: int, bar: str) -> list[str]:
+        """Without the lines of bars that have wiped themselves out."""
+        return self._labelled(rank, "\n".join(line for line in bar.splitlines() if line.strip()))
 
     def _label(self, rank: int) -> str:
         label = f"[rank {rank}]"
@@ -58,7 +67,14 @@ class Labels:
         """Below a label."""
         self.ended(rank, False)
         self._erase()
-        self._page.write("stdout", f"{self._label(rank)}\n")
+        if self._page.rich and WIDGET in data:
+            ids = (new_id(), own_id(rank, display_id) or new_id())
+            self._widgets[data[WIDGET].get("model_id")] = ids
+            self._page.show(label_of(rank), None, ids[0])
+            self._page.show(data, metadata, ids[1])
+            return
+        if not loads(data):
+            self._page.write("stdout", f"{self._label(rank)}\n")
         self._page.show(data, metadata, own_id(rank, display_id))
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
@@ -75,6 +91,11 @@ class Labels:
     def clear(self, rank: int, wait: bool) -> None:
         """Not possible for one rank alone: what it has shown stays."""
 
+    def widget_closed(self, rank: int, model: str) -> None:
+        """Its label goes with it."""
+        for display_id in self._widgets.pop(model, ()):
+            self._page.show(GONE, None, display_id, update=True)
+
     def section(self, rank: int) -> None:
         """It keeps nothing."""
 
@@ -87,7 +108,7 @@ class Labels:
     def draw(self) -> None:
         """The bars."""
         lines = self._bars()
-        if self._page.rich and lines:
+        if self._page.rich and (lines or self._live):
             self._live = self._live or ThrottledDisplay(self._page)
             self._live.show("\n".join(self._ended + lines))
         elif self._page.terminal and not self._page.closed and lines != self._drawn:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ddip.output.area import CellOutputArea, new_id
+from ddip.output.area import GONE, CellOutputArea, new_id
 from ddip.output.terminal_text import MOVES, Screen, moves
 
 LIVE_SECONDS = 0.1
@@ -120,7 +120,7 @@ class ThrottledDisplay:
         """Show `text` in place of what was shown; unless `at_once`, only if that is long enough ago."""
         if text == self._shown or (not at_once and time.monotonic() < self._next):
             return
-        self._page.show({"text/plain": text}, display_id=self._id, update=self._shown is not None)
+        self._page.show({"text/plain": text} if text else GONE, display_id=self._id, update=self._shown is not None)
         self._shown = text
         self._next = time.monotonic() + LIVE_SECONDS
 

@@ -1,7 +1,8 @@
 """What a running cell prints and displays on the ranks -> the notebook, by rank.
 
     engine  --stream, display_data, comm_msg...-->  client's thread  --queue-->  CellOutput  -->  view  -->  page
-                                                                     (late) --->
+                                                                     (late) --->      |
+                                                           what an Output widget of another cell captures --> that cell
 
 The view decides what it looks like (``views.py``, ``labels.py``, ``grouped.py``, ``tabs.py``); the page knows where it
 goes (``area.py``).
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddip.errors import RankError
@@ -20,28 +22,65 @@ from ddip.output.display_options import DisplayOptions
 from ddip.output.grouped import Grouped
 from ddip.output.labels import Labels
 from ddip.output.tabs import Tabs
-from ddip.output.transcript import RankTranscript
+from ddip.output.transcript import WIDGET, Area, Display, Item, RankTranscript, Text
 from ddip.output.views import Plain, View
+from ddip.output.widget_state import parts, state_in
 
 log = logging.getLogger("ddip")
 
 Message = dict[str, Any]
+COMM = ("comm_open", "comm_msg", "comm_close")
 LATE_SECONDS = 0.5
 """After which late output is drawn once more: a view does not draw again at once."""
+
+
+_lock = threading.RLock()
+"""One for all cells: what a widget of one captures may be another's."""
+
+
+class WidgetCell(Protocol):
+    """A cell that shows widgets, as whoever passes on their messages sees it."""
+
+    page: CellOutputArea
+
+    def late(self, rank: int, message: Message) -> None:
+        """What came when the cell had ended."""
+
+    def keeps(self, rank: int, model: str) -> bool:
+        """Does the tab of the rank show what this Output widget captures?"""
+
+    def take(self, rank: int, model: str) -> list[Item]:
+        """What it has captured; the page shows it from here on."""
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """The rank has closed the widget."""
 
 
 class Comms(Protocol):
     """Whoever passes on the messages of widgets."""
 
-    def relay(
-        self,
-        rank: int,
-        message: Message,
-        page: CellOutputArea,
-        section: RankTranscript | None,
-        late: Callable[[int, Message], None],
-    ) -> None:
-        """A message of a widget of `rank`; what its callbacks show later goes to `late`."""
+    def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
+        """A message of a widget of `rank`, which came with the output of `cell`."""
+
+    def show(self, name: str, cell: WidgetCell) -> None:
+        """`cell` shows the widget: what its callbacks show later belongs there."""
+
+    def cell_of(self, name: str) -> WidgetCell | None:
+        """Where the widget is shown, or was made."""
+
+    def tell(self, name: str, page: CellOutputArea) -> None:
+        """Have the page know the widget."""
+
+
+@dataclass(eq=False)
+class _Capture:
+    """What an Output widget captures of a rank, now."""
+
+    model: str
+    cell: WidgetCell
+    """Whose it is."""
+    view: Plain | None
+    """Of the page; None: a tab shows it."""
 
 
 class CellOutput:
@@ -60,38 +99,38 @@ class CellOutput:
     ) -> None:
         self.show_ranks = frozenset(show_ranks)
         self.display = display or DisplayOptions()
-        self._page = CellOutputArea()
+        self.page = CellOutputArea()
         self._comms = comms
         self._view = self._new_view()
-        self._captured = Plain(self._page, self.display.max_output_chars)
-        """For what a widget on the page captures."""
+        self._captures: dict[int, list[_Capture]] = {}
+        """Of each rank, the innermost last."""
         self._kept: list[tuple[int, Message]] | None = [] if quiet else None
-        self._lock = threading.RLock()
         self._again: threading.Timer | None = None
 
     @property
     def rich(self) -> bool:
         """Can the page show HTML?"""
-        return self._page.rich
+        return self.page.rich
 
     def _new_view(self) -> View:
         ranks = sorted(self.show_ranks) or [0]
         limit = self.display.max_output_chars
         if len(ranks) == 1:
-            return Plain(self._page, limit)
+            return Plain(self.page, limit)
         style = self.display.style
         if style == "grouped":
-            return Grouped(self._page, ranks, limit)
-        if style == "tabs" or (style == "auto" and self._page.changeable):
-            return Tabs(self._page, ranks, limit)
-        return Labels(self._page, limit)
+            return Grouped(self.page, ranks, limit)
+        if style == "tabs" or (style == "auto" and self.page.changeable):
+            return Tabs(self.page, ranks, limit)
+        return Labels(self.page, limit)
 
     def receive(self, rank: int, message: Message) -> None:
         """Show one message, or keep it for the end."""
-        if rank not in self.show_ranks:
-            return
-        with self._lock:
-            if self._kept is not None:
+        with _lock:
+            if rank not in self.show_ranks:
+                if message["header"]["msg_type"] in COMM:
+                    self._show(rank, message)
+            elif self._kept is not None:
                 self._kept.append((rank, message))
             else:
                 self._show(rank, message)
@@ -99,51 +138,53 @@ class CellOutput:
     def ended(self, rank: int, failed: bool) -> None:
         """The rank has finished the cell, and all that it has shown is here."""
         if rank in self.show_ranks and self._kept is None:
-            with self._lock:
+            with _lock:
                 self._view.ended(rank, failed)
 
     def draw(self) -> None:
         """No message is waiting: bring the page up to date."""
-        with self._lock:
+        with _lock:
+            self.page.capture("")
             self._view.draw()
 
     def finish(self, errors: Mapping[int, RankError] | None = None, note: str = "") -> frozenset[int]:
         """The cell has ended on every rank: show what is left, and `note`; returns whose errors are shown."""
-        with self._lock:
+        with _lock:
             kept, self._kept = self._kept or [], None
             for rank in sorted(self.show_ranks) if kept else ():
                 for message in (message for other, message in kept if other == rank):
                     self._show(rank, message)
                 self._view.ended(rank, rank in (errors or {}))
+            for rank in self._captures:
+                self._end_captures(rank, 0)
+            self.page.capture("")
             shown = self._view.close(errors or {}, note)
             if not shown and note:
-                self._page.note(note)
-            self._page.close()
+                self.page.note(note)
+            self.page.close()
         return self.show_ranks if shown else frozenset()
 
     def late(self, rank: int, message: Message) -> None:
         """Show a message that came when the cell had ended: a thread wrote it, or a widget's callback."""
-        with self._lock:
+        if message["header"]["msg_type"] == "error":  # the cell's own comes with its reply
+            traceback = "\n".join(message["content"]["traceback"])
+            message = {"header": {"msg_type": "stream"}, "content": {"name": "stderr", "text": f"{traceback}\n"}}
+        with _lock:
             self.receive(rank, message)
-            if (
-                message["header"]["msg_type"] == "error" and rank in self.show_ranks
-            ):  # the cell's own comes with its reply
-                traceback = "\n".join(message["content"]["traceback"])
-                self._view.text(rank, "stderr", f"{traceback}\n", None)
             self._draw_late()
 
     def _draw_late(self) -> None:
         """Draw now, and once more for what comes too soon after that."""
-        self._view.draw()
+        self.draw()
         if self._again is None:
             self._again = threading.Timer(LATE_SECONDS, self._draw_again)
             self._again.daemon = True
             self._again.start()
 
     def _draw_again(self) -> None:
-        with self._lock:
+        with _lock:
             self._again = None
-            self._view.draw()
+            self.draw()
 
     def _show(self, rank: int, message: Message) -> None:
         """Have the view show it; what a rank sends may be odd, and shall not end the cell."""
@@ -154,10 +195,22 @@ class CellOutput:
             log.warning("a %s of rank %d could not be shown: %s: %s", kind, rank, type(error).__name__, error)
 
     def _dispatch(self, rank: int, message: Message) -> None:
-        content = message["content"]
-        section = self._view.section(rank)
-        view = self._captured if section is not None and section.outside else self._view
-        match message["header"]["msg_type"]:
+        content, kind = message["content"], message["header"]["msg_type"]
+        if kind in COMM:
+            if self._comms is not None:
+                self._widget_message(rank, message, self._comms)
+            return
+        captures = self._captures.get(rank)
+        capture = captures[-1] if captures else None
+        if capture is not None and capture.cell is not self:
+            capture.cell.late(rank, message)
+            return
+        view = self._view if capture is None or capture.view is None else capture.view
+        self.page.capture("" if view is self._view or capture is None else capture.model)
+        model = (content.get("data") or {}).get(WIDGET, {}).get("model_id")
+        if model is not None and self._comms is not None:
+            self._show_widget(rank, model, self._comms)
+        match kind:
             case "stream":
                 view.text(rank, content["name"], content["text"], content.get("line"))
             case "execute_result":
@@ -169,5 +222,103 @@ class CellOutput:
                 view.update(rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"])
             case "clear_output":
                 view.clear(rank, content.get("wait", False))
-            case "comm_open" | "comm_msg" | "comm_close" if self._comms is not None:
-                self._comms.relay(rank, message, self._page, section, self.late)
+
+    # -- widgets
+
+    def _widget_message(self, rank: int, message: Message, comms: Comms) -> None:
+        name, kind, state = message["content"]["comm_id"], message["header"]["msg_type"], state_in(message)
+        shown = rank in self.show_ranks
+        if kind == "comm_msg" and "msg_id" in state:  # of the request whose output an Output widget shall capture
+            if shown and self.page.rich:
+                self._capture(rank, name, bool(state["msg_id"]), message, comms)
+            return
+        if kind == "comm_close":
+            (comms.cell_of(name) or self).widget_closed(rank, name)
+        comms.relay(rank, message, self, shown)
+        tabs = self._tab(rank)
+        if kind == "comm_open" and shown and tabs is not None and state.get("_model_name") == "OutputModel":
+            tabs.add_area(name)
+        for part in parts(state):
+            self._give_to_page(rank, part, comms)
+
+    def _tab(self, rank: int) -> RankTranscript | None:
+        """Where the tab of the rank keeps what it shows; the other views have no place for what widgets capture."""
+        return self._view.section(rank) if isinstance(self._view, Tabs) and rank in self.show_ranks else None
+
+    def _capture(self, rank: int, model: str, on: bool, message: Message, comms: Comms) -> None:
+        """The Output widget begins to capture what `rank` shows, or it ends that."""
+        captures = self._captures.setdefault(rank, [])
+        if not on:
+            found = [at for at, capture in enumerate(captures) if capture.model == model]
+            if found:
+                self._end_captures(rank, found[-1], message)
+            return
+        cell = comms.cell_of(model)
+        if cell is not None and cell.keeps(rank, model):
+            captures.append(_Capture(model, cell, None))
+            if cell is not self:
+                cell.late(rank, message)
+        else:
+            comms.tell(model, self.page)
+            view = Plain(self.page, self.display.max_output_chars, changeable=False)
+            captures.append(_Capture(model, self, view))
+        self._note_in_tab(rank, model, True)
+
+    def _note_in_tab(self, rank: int, model: str, on: bool) -> None:
+        tab = self._tab(rank)
+        if tab is not None and tab.is_area(model):
+            tab.capture(model, on)
+
+    def _end_captures(self, rank: int, first: int, message: Message | None = None) -> None:
+        """Those of `rank` from this on."""
+        captures = self._captures.get(rank, [])
+        for capture in captures[first:]:
+            if capture.view is not None and capture.view.has_flood:
+                self.page.capture(capture.model)
+                capture.view.close({}, "")
+            if capture.cell is not self and message is not None:
+                capture.cell.late(rank, message)
+            self._note_in_tab(rank, capture.model, False)
+        del captures[first:]
+
+    def _show_widget(self, rank: int, model: str, comms: Comms) -> None:
+        """The page shows the widget in this cell, unless it is an Output widget that a tab of this cell shows."""
+        if not self.keeps(rank, model):
+            self._give_to_page(rank, model, comms)
+        comms.show(model, self)
+
+    def _give_to_page(self, rank: int, model: str, comms: Comms) -> None:
+        """The page shows what this Output widget has captured for a tab."""
+        cell = comms.cell_of(model)
+        items = [] if cell is None else cell.take(rank, model)
+        if items:
+            before = self.page.capturing
+            self.page.capture(model)
+            _replay(Plain(self.page, self.display.max_output_chars, changeable=False), rank, items)
+            self.page.capture(before)
+
+    def keeps(self, rank: int, model: str) -> bool:
+        """Does the tab of the rank show what this Output widget captures?"""
+        tab = self._tab(rank)
+        return tab is not None and tab.is_area(model)
+
+    def take(self, rank: int, model: str) -> list[Item]:
+        """What it has captured; the page shows it from here on."""
+        tab = self._tab(rank)
+        return [] if tab is None else tab.drop_areas([model]).get(model, [])
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """The rank has closed the widget."""
+        if rank in self.show_ranks:
+            self.page.capture("")
+            self._view.widget_closed(rank, model)
+
+
+def _replay(view: Plain, rank: int, items: Sequence[Item]) -> None:
+    for item in items:
+        if isinstance(item, Text):
+            view.text(rank, item.stream, item.screen.text, None)
+        elif isinstance(item, Display):
+            view.display(rank, item.data, item.metadata, item.display_id)
+        elif isinstance(item, Area):
+            _replay(view, rank, item.items)

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from ddip.errors import RankError
 from ddip.output import tab_page
-from ddip.output.area import CellOutputArea, new_id
+from ddip.output.area import GONE, CellOutputArea, new_id
+from ddip.output.below import Below, moves
 from ddip.output.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
 from ddip.output.colours import to_html
 from ddip.output.tab_page import Tab
 from ddip.output.terminal_text import plain
-from ddip.output.transcript import WIDGET, Bundle, RankTranscript, labelled, own_id, plain_of
+from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, labelled, own_id, plain_of
 
 REDRAW_SECONDS = 0.1
 """How often the tabs are sent again while they change."""
@@ -36,6 +37,10 @@ class Tabs:
         self._failed: set[int] = set()
         self._errors: dict[int, str] = {}
         self._id = new_id()
+        self._buttons_id = new_id()
+        self._below = Below(page)
+        self._reserved = False
+        """Are there outputs for the tabs, above what is below them?"""
         self._begun = False
         self._next = 0.0
         self._note = ""
@@ -50,16 +55,15 @@ class Tabs:
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """A MIME bundle: in the tab if HTML can show it, else below, labelled."""
         section = self._sections[rank]
-        if fits(data) or section.is_area(data.get(WIDGET, {}).get("model_id")):
-            section.display(data, metadata, display_id)
-        else:
-            section.display(data, metadata, display_id, below=True)
-            self._page.write("stdout", f"[rank {rank}]\n")
-            self._page.show(data, metadata, own_id(rank, display_id))
+        below = not fits(data) and not section.is_area(data.get(WIDGET, {}).get("model_id"))
+        section.display(data, metadata, display_id, below)
+        self._draw_below()
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
         """Something displayed before has changed."""
-        if not self._sections[rank].update(data, metadata, display_id):
+        if self._sections[rank].update(data, metadata, display_id, not fits(data)):
+            self._draw_below()
+        else:
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
@@ -69,6 +73,12 @@ class Tabs:
     def clear(self, rank: int, wait: bool) -> None:
         """The rank clears its output."""
         self._sections[rank].clear(wait)
+        self._draw_below()
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """Its place is free."""
+        self._sections[rank].close_widget(model)
+        self._draw_below()
 
     def section(self, rank: int) -> RankTranscript:
         """What the rank has shown."""
@@ -80,11 +90,13 @@ class Tabs:
         if failed:
             self._failed.add(rank)
         self._sections[rank].changed = True
+        self._draw_below()
 
     # -- the page
 
     def draw(self) -> None:
         """Send the tabs again if something has changed and it is time."""
+        self._draw_below()
         now = time.monotonic()
         if now < self._next or not any(section.changed for section in self._sections.values()):
             return
@@ -101,7 +113,9 @@ class Tabs:
         """The cell has ended: all there is, ranks with equal output together; returns whether `note` is shown."""
         self._done = True
         self._running.clear()
-        if not self._begun and not self._has_content:
+        self._draw_below()
+        if not self._has_content and not (self._begun and errors):
+            self._take_away()
             return False
         self._errors = {rank: _told(error) for rank, error in errors.items() if rank in self._sections}
         self._failed = {rank for rank, error in errors.items() if not error.waited}
@@ -111,14 +125,36 @@ class Tabs:
         self._next = 0.0
         return True
 
+    def _draw_below(self) -> None:
+        """What has to stay where it is shown waits until the ranks above its own have ended: until then anything may
+        still come there."""
+        wanted: dict[int, list[Display]] = {}
+        waits = False
+        for rank, section in sorted(self._sections.items()):
+            wanted[rank] = [item for item in section.below if not waits or moves(item) or self._below.has(item)]
+            waits = waits or rank in self._running
+        if any(wanted.values()) and not self._begun and not self._reserved:
+            self._reserved = True
+            for name in (self._buttons_id, self._id):
+                self._page.show(GONE, None, name)
+        self._below.show(wanted)
+
     @property
     def _has_content(self) -> bool:
         return not all(section.empty for section in self._sections.values())
 
+    def _take_away(self) -> None:
+        """There is nothing in the tabs: what was there has been cleared, or was a bar that wiped itself out."""
+        if self._begun:
+            self._begun, self._reserved = False, True
+            for name in (self._buttons_id, self._id):
+                self._page.show(GONE, None, name, update=True)
+
     def _send(self) -> int:
         """Show the tabs as they are; returns their size."""
         if not self._begun:
-            self._page.show({"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""})
+            buttons = {"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""}
+            self._page.show(buttons, None, self._buttons_id, update=self._reserved)
         tabs = [
             Tab(
                 ranks,
@@ -132,7 +168,8 @@ class Tabs:
         page = tab_page.page(self._id, tabs, self._note)
         texts = [f"── {tab.title} ──\n{self._plain(tab.ranks[0])}" for tab in tabs]
         text = "\n".join([*texts, self._note] if self._note else texts)
-        self._page.show({"text/html": page, "text/plain": text}, display_id=self._id, update=self._begun)
+        update = self._begun or self._reserved
+        self._page.show({"text/html": page, "text/plain": text}, display_id=self._id, update=update)
         self._begun = True
         return len(page) + len(text)
 
@@ -149,7 +186,7 @@ class Tabs:
             if rank in self._errors:
                 body += f"<pre>{to_html(self._errors[rank])}</pre>"
             if not body:
-                body = f'<pre class="ddip-none">{"below the tabs" if section.items else "no output"}</pre>'
+                body = f'<pre class="ddip-none">{"below the tabs" if section.below else "no output"}</pre>'
             groups.append(([rank], body))
             shown.append(mine)
         return groups

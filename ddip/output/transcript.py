@@ -24,6 +24,11 @@ class Text:
     overwritten: bool = False
     """Has a bar, or the like, been drawn here?"""
 
+    @property
+    def blank(self) -> bool:
+        """Is it all that is left of a bar that wiped itself out?"""
+        return self.overwritten and not self.screen.skipped and not self.screen.text.strip()
+
 
 @dataclass
 class Display:
@@ -34,6 +39,10 @@ class Display:
     display_id: str | None = None
     below: bool = False
     """Is it shown below the tabs?"""
+
+    def shows(self, model: str) -> bool:
+        """Is it a view of this widget?"""
+        return bool(self.data.get(WIDGET, {}).get("model_id") == model)
 
     @property
     def source(self) -> str:
@@ -110,15 +119,33 @@ class RankTranscript:
     @property
     def empty(self) -> bool:
         """Is there nothing to show, but for what is below the tabs?"""
-        return all(isinstance(item, Display) and item.below for item in self.items)
+        return _is_empty(self.items)
 
-    def update(self, data: Bundle, metadata: Bundle | None, display_id: str) -> bool:
-        """Change what was displayed with `display_id`; returns whether a tab shows any such."""
+    @property
+    def has_widgets(self) -> bool:
+        """Are there any? Each is one rank's, whatever it looks like."""
+        return any(WIDGET in item.data for item in _displays(self.items))
+
+    @property
+    def below(self) -> list[Display]:
+        """What is shown below the tabs."""
+        return [item for item in _displays(self.items) if item.below]
+
+    def update(self, data: Bundle, metadata: Bundle | None, display_id: str, below: bool = False) -> bool:
+        """Change what was displayed with `display_id`, `below` the tabs from here on if they cannot show it; returns
+        whether there is any such."""
         found = [item for item in _displays(self.items) if item.display_id == display_id]
         for item in found:
             item.data, item.metadata = data, metadata or {}
+            item.below = item.below or below
         self.changed = self.changed or bool(found)
-        return any(not item.below for item in found)
+        return bool(found)
+
+    def close_widget(self, model: str) -> None:
+        """It is not there any more."""
+        for items in (self.items, *(area.items for area in self._areas.values())):
+            items[:] = [item for item in items if not (isinstance(item, Display) and item.shows(model))]
+        self.changed = True
 
     def clear(self, wait: bool) -> None:
         """Forget what was shown, now or when something new comes."""
@@ -135,10 +162,10 @@ class RankTranscript:
         """There is an Output widget."""
         self._areas[model] = Area()
 
-    def drop_areas(self, models: Iterable[str]) -> None:
-        """These Output widgets are shown by the page, inside others."""
-        for model in models:
-            self._areas.pop(model, None)
+    def drop_areas(self, models: Iterable[str]) -> dict[str, list[Item]]:
+        """These Output widgets are shown by the page from here on, inside others; returns what they have captured."""
+        dropped = {model: self._areas.pop(model) for model in list(models) if model in self._areas}
+        return {model: list(area.items) for model, area in dropped.items()}
 
     @property
     def outside(self) -> bool:
@@ -161,6 +188,17 @@ class RankTranscript:
         if self._clear_next is not None and self._clear_next is self._target:
             self._clear_next = None
             self._target.clear()
+
+
+def _is_empty(items: Sequence[Item]) -> bool:
+    for item in items:
+        if isinstance(item, Area):
+            seen = not _is_empty(item.items)
+        else:
+            seen = not item.blank if isinstance(item, Text) else not item.below
+        if seen:
+            return False
+    return True
 
 
 def _displays(items: list[Item]) -> list[Display]:
@@ -189,6 +227,8 @@ def plain_of(items: Sequence[Item], most: int | None = None) -> str:
     parts = []
     for item in items:
         if isinstance(item, Text):
+            if item.blank:
+                continue
             text = item.screen.text if most is None else item.screen.live_text(most)
             parts.append(plain(text).rstrip("\n"))
         elif isinstance(item, Area):

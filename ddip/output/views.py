@@ -29,6 +29,9 @@ class View(Protocol):
     def clear(self, rank: int, wait: bool) -> None:
         """The rank clears its output."""
 
+    def widget_closed(self, rank: int, model: str) -> None:
+        """The rank has closed its widget `model`: the page shows nothing in its place."""
+
     def section(self, rank: int) -> RankTranscript | None:
         """Where the view keeps what the rank has shown, if it does."""
 
@@ -43,11 +46,15 @@ class View(Protocol):
 
 
 class Plain:
-    """One rank, as if the cell had run in the notebook."""
+    """One rank, as if the cell had run in the notebook.
 
-    def __init__(self, page: CellOutputArea, limit: int) -> None:
+    `changeable`: what is shown can be changed; not in an Output widget of the page, which passes over changes.
+    """
+
+    def __init__(self, page: CellOutputArea, limit: int, *, changeable: bool = True) -> None:
         self._page = page
-        self._streams = {name: LiveStream(limit, in_place=page.rich) for name in ("stdout", "stderr")}
+        self._in_place = page.rich and changeable
+        self._streams = {name: LiveStream(limit, in_place=self._in_place) for name in ("stdout", "stderr")}
         self._bars: dict[str, ThrottledDisplay] = {}
         self._floods = {name: ThrottledDisplay(page) for name in self._streams}
 
@@ -61,6 +68,11 @@ class Plain:
             (self._bars.pop(stream, None) or ThrottledDisplay(self._page)).show(finished.bar, at_once=True)
         if finished.text:
             self._page.write(stream, finished.text)
+
+    @property
+    def has_flood(self) -> bool:
+        """Is there an end of a flood, which is shown when this closes?"""
+        return any(stream.flood is not None for stream in self._streams.values())
 
     def _draw(self, stream: str) -> None:
         bar = self._streams[stream].bar
@@ -85,6 +97,9 @@ class Plain:
             self._write(name, stream.end())
         self._page.clear(wait)
 
+    def widget_closed(self, rank: int, model: str) -> None:
+        """Nothing is left of it: it has no label."""
+
     def section(self, rank: int) -> None:
         """It keeps nothing."""
 
@@ -95,7 +110,7 @@ class Plain:
         """Bars and floods."""
         for name, stream in self._streams.items():
             self._draw(name)
-            if stream.flood is not None and self._page.rich:
+            if stream.flood is not None and self._in_place:
                 self._floods[name].show(stream.flood.live_text(0) if stream.flood.skipped else stream.flood.text)
         flush()
 
@@ -104,7 +119,7 @@ class Plain:
         for name, stream in self._streams.items():
             self._write(name, stream.end())
             flood, stream.flood = stream.flood, None
-            if flood is not None and self._page.rich:
+            if flood is not None and self._in_place:
                 self._floods[name].show(left_out(flood), at_once=True)
             elif flood is not None:
                 self._page.write(name, f"{left_out(flood)}\n")

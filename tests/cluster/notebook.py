@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
@@ -13,6 +14,8 @@ from typing import Any
 import psutil
 from jupyter_client.manager import KernelManager
 
+Messages = list[tuple[str, dict[str, Any]]]
+"""Type and content of each."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -43,6 +46,17 @@ class Shown:
             content = {**content, "text": before[1]["text"] + content["text"]}
             self.messages.pop()
         self.messages.append((kind, content))
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """What each output that is no stream holds in the end, in their order on the page."""
+        outputs: dict[object, dict[str, Any]] = {}
+        for number, (kind, content) in enumerate(self.messages):
+            if kind in ("display_data", "update_display_data"):
+                name = content["transient"].get("display_id", number)
+                assert (kind == "update_display_data") == (name in outputs), f"{kind} of {name}"
+                outputs[name] = content["data"]
+        return list(outputs.values())
 
     @property
     def text(self) -> str:
@@ -123,15 +137,17 @@ class Notebook:
 
     def late(self, message_id: str, until: str, timeout: float = 30) -> str:
         """Wait until a cell that has ended shows `until`; returns all that it showed then, as text."""
-        shown = Shown()
+        return _text(self.late_messages(message_id, lambda messages: until in _text(messages), timeout))
+
+    def late_messages(self, message_id: str, until: Callable[[Messages], bool], timeout: float = 30) -> Messages:
+        """The same, as messages."""
+        messages: Messages = []
         end = time.monotonic() + timeout
-        text = ""
-        while until not in text:
-            message = self._others.pop(0) if self._others else self._next(end, shown)
+        while not until(messages):
+            message = self._others.pop(0) if self._others else self._next(end, Shown())
             if message["parent_header"].get("msg_id") == message_id:
-                content = message["content"]
-                text += content.get("text") or content.get("data", {}).get("text/plain", "")
-        return text
+                messages.append((message["msg_type"], message["content"]))
+        return messages
 
     def ask(self, kind: str, code: str, cursor: int | None = None, **options: Any) -> dict[str, Any]:
         """Press Tab (`complete`), or ask for help (`inspect`), at the end of `code`."""
@@ -181,3 +197,7 @@ class Notebook:
     def threads(self) -> int:
         """Threads of the kernel."""
         return psutil.Process(self.pid).num_threads()
+
+
+def _text(messages: Messages) -> str:
+    return "".join(c.get("text") or c.get("data", {}).get("text/plain", "") for _, c in messages)

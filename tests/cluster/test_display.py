@@ -370,17 +370,6 @@ def test_with_all_ranks_shown_there_is_one_bar_a_rank(notebook: Notebook) -> Non
     assert re.fullmatch(r"── ranks 0-2 ──\nkept\nWorking\.\.\. \S+ 100% \S+\n?", text)
 
 
-def test_widgets_are_below_the_tabs_and_labelled(notebook: Notebook) -> None:
-    shown = notebook.ok("""
-        %%dip -S all
-        import ipywidgets
-        print('text')
-        ipywidgets.IntSlider(rank)
-    """)
-    assert sum("application/vnd.jupyter.widget-view+json" in bundle for bundle in shown.data) == 3
-    assert sorted(shown.stdout.splitlines()) == ["[rank 0]", "[rank 1]", "[rank 2]"]
-
-
 def test_the_other_styles(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.style = 'labels'")
     shown = notebook.ok("""

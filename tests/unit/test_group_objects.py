@@ -9,8 +9,12 @@ import pytest
 
 from ddip.errors import BadInput, RequestInterrupted, TransferError
 from ddip.group import transfer
+from ddip.group.group import Group
 from ddip.output.area import CellOutputArea
-from ddip.output.transcript import RankTranscript
+from ddip.output.display_options import DisplayOptions
+from ddip.output.router import CellOutput
+from ddip.output.transcript import WIDGET, plain_of
+from ddip.output.widget_state import merge
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
@@ -123,11 +127,56 @@ class Page(CellOutputArea):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rich = True
+        self.rich = self.changeable = True
         self.sent: list[dict[str, Any]] = []
 
     def send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
+
+    def show(self, *shown: Any, **options: Any) -> None:
+        """Tabs, which are none of these tests'."""
+
+    def write(self, stream: str, text: str) -> None:
+        self.sent.append({"header": {"msg_type": "stream"}, "content": {"text": text}})
+
+    @property
+    def message(self) -> str:
+        return "m"
+
+    @property
+    def kinds(self) -> list[str]:
+        return [message["header"]["msg_type"] for message in self.sent]
+
+    @property
+    def captures(self) -> list[str]:
+        """What was written, and which widget shall capture what follows."""
+        said = []
+        for message in self.sent:
+            content = message["content"]
+            if "text" in content:
+                said.append(content["text"])
+            elif "msg_id" in content["data"].get("state", {}):
+                said.append(f"{content['comm_id']}:{content['data']['state']['msg_id']}")
+        return said
+
+
+class Cell(CellOutput):
+    """A cell that shows ranks on such a page; notes what comes when it has ended."""
+
+    def __init__(self, group: Group, *ranks: int) -> None:
+        super().__init__(ranks, DisplayOptions(), comms=group._comms)
+        self.page: Page = Page()
+        self._view = self._new_view()
+        self.came: list[tuple[int, dict[str, Any]]] = []
+
+    def late(self, rank: int, message: dict[str, Any]) -> None:
+        self.came.append((rank, message))
+        self.receive(rank, message)
+
+    def tab(self, rank: int) -> str:
+        section = self._view.section(rank)
+        assert section is not None
+        return plain_of(section.items)
 
 
 def comm_message(kind: str, name: str, **state: Any) -> dict[str, Any]:
@@ -137,44 +186,142 @@ def comm_message(kind: str, name: str, **state: Any) -> dict[str, Any]:
     }
 
 
+def shown(name: str) -> dict[str, Any]:
+    return {"header": {"msg_type": "display_data"}, "content": {"data": {WIDGET: {"model_id": name}}}}
+
+
+def stream(text: str) -> dict[str, Any]:
+    return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": text}}
+
+
+def touch(name: str) -> None:
+    """What a person does with it on the page."""
+    message = {"header": {"msg_type": "comm_msg"}, "content": {"comm_id": name, "data": {"method": "update"}}}
+    comm.get_comm_manager().comms[name].handle_msg(message)
+
+
 def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -> None:
     group = new_group(1)
-    page, shown = Page(), []
-    relay = group._comms.relay
-    relay(0, comm_message("comm_open", "w1"), page, None, lambda rank, message: shown.append((rank, message)))
-    proxy = comm.get_comm_manager().comms["w1"]
-    proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "w1", "data": {"method": "update"}}})
+    cell = Cell(group, 0)
+    cell.receive(0, comm_message("comm_open", "w1"))
+    touch("w1")
     (listener,) = group.scripted.listeners.values()
-    listener({"header": {}})
-    assert shown == [(0, {"header": {}})]
-    relay(0, comm_message("comm_close", "w1"), page, None, lambda *_: None)
+    listener(stream("late"))
+    assert cell.came == [(0, stream("late"))]
+    cell.receive(0, comm_message("comm_close", "w1"))
     assert "w1" not in comm.get_comm_manager().comms
-    assert [message["header"]["msg_type"] for message in page.sent] == ["comm_open", "comm_close"]
+    assert cell.page.kinds == ["comm_open", "stream", "comm_close"]
 
 
 def test_what_a_person_does_with_a_widget_of_an_ended_rank_is_lost_without_harm(new_group: NewGroup) -> None:
     group = new_group(1)
-    group._comms.relay(0, comm_message("comm_open", "w2"), Page(), None, lambda *_: None)
+    Cell(group, 0).receive(0, comm_message("comm_open", "w2"))
     group.scripted.end_engine(0, 1)
-    proxy = comm.get_comm_manager().comms["w2"]
-    proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "w2", "data": {}}})
-    proxy.close()
+    touch("w2")
+    comm.get_comm_manager().comms["w2"].close()
 
 
 def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
-    group = new_group(1)
-    page, section = Page(), RankTranscript(1000)
-    relay = group._comms.relay
-    relay(0, comm_message("comm_open", "out", _model_name="OutputModel"), page, section, lambda *_: None)
-    relay(0, comm_message("comm_msg", "out", msg_id="m"), page, section, lambda *_: None)
-    assert section.is_area("out") and len(page.sent) == 1
-    relay(0, comm_message("comm_open", "box", children=["IPY_MODEL_out"]), page, section, lambda *_: None)
-    relay(0, comm_message("comm_msg", "out", msg_id="m"), page, section, lambda *_: None)
-    assert len(page.sent) == 3 and page.sent[-1]["content"]["data"]["state"]["msg_id"] == page.message
+    cell = Cell(new_group(2), 0, 1)
+    cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel"))
+    cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
+    cell.receive(0, stream("before"))
+    cell.receive(0, comm_message("comm_msg", "out", msg_id=""))
+    assert cell.keeps(0, "out") and cell.page.kinds == ["comm_open"] and cell.tab(0) == ""
+    cell.receive(0, shown("out"))
+    assert cell.tab(0) == "before"
+    cell.receive(0, comm_message("comm_open", "box", children=["IPY_MODEL_out"]))
+    assert not cell.keeps(0, "out")
+    assert cell.page.captures == ["out:m", "before", "out:"]  # the page has what it missed
+    cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
+    cell.receive(0, stream("inside"))
+    cell.receive(1, stream("of another rank"))
+    assert cell.page.captures[3:] == ["out:m", "inside", "out:"] and cell.tab(1) == "of another rank"
+
+
+def test_children_that_a_widget_gets_later_are_the_pages_too(new_group: NewGroup) -> None:
+    """As those of ``interact``."""
+    cell = Cell(new_group(2), 0, 1)
+    for rank in (0, 1):
+        cell.receive(rank, comm_message("comm_open", f"box{rank}", children=[]))
+        cell.receive(rank, comm_message("comm_open", f"out{rank}", _model_name="OutputModel"))
+        cell.receive(rank, comm_message("comm_msg", f"box{rank}", children=[f"IPY_MODEL_out{rank}"]))
+        cell.receive(rank, comm_message("comm_msg", f"out{rank}", msg_id="of the rank"))
+    for rank in (0, 1, 0):
+        cell.receive(rank, stream(f"{rank}"))
+    cell.finish()
+    assert cell.page.captures == ["out0:m", "0", "out0:", "out1:m", "1", "out1:", "out0:m", "0", "out0:"]
+
+
+def test_what_a_tab_of_an_earlier_cell_captures_goes_there(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first, second = Cell(group, 0, 1), Cell(group, 0)
+    first.receive(0, comm_message("comm_open", "out", _model_name="OutputModel"))
+    first.receive(0, shown("out"))
+    first.finish()
+    second.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
+    second.receive(0, stream("inside\n"))
+    second.receive(0, comm_message("comm_msg", "out", msg_id=""))
+    second.receive(0, stream("outside\n"))
+    assert first.tab(0) == "inside" and second.page.captures == ["outside\n"]
+
+
+def test_what_a_callback_shows_belongs_to_the_cell_that_shows_its_widget(new_group: NewGroup) -> None:
+    group = new_group(2)
+    made, seen = Cell(group, 0, 1), Cell(group, 0, 1)
+    made.receive(1, comm_message("comm_open", "button"))
+    made.receive(1, comm_message("comm_open", "box", children=["IPY_MODEL_button"]))
+    made.finish()
+    seen.receive(1, shown("box"))
+    seen.finish()
+    touch("button")
+    (listener,) = group.scripted.listeners.values()
+    listener(stream("clicked"))
+    assert seen.tab(1) == "clicked" and made.came == []
+
+
+def test_a_widget_that_was_made_unseen_can_be_shown_later(new_group: NewGroup) -> None:
+    group = new_group(2)
+    made, seen, after = Cell(group, 0), Cell(group, 0, 1), Cell(group, 0)
+    made.receive(1, comm_message("comm_open", "layout"))
+    made.receive(1, comm_message("comm_open", "slider", value=3, layout="IPY_MODEL_layout"))
+    made.receive(1, comm_message("comm_msg", "slider", value=5))
+    assert made.page.sent == [] and "slider" not in comm.get_comm_manager().comms
+    seen.receive(1, shown("slider"))
+    assert [message["content"]["comm_id"] for message in seen.page.sent] == ["layout", "slider"]
+    assert seen.page.sent[1]["content"]["data"]["state"]["value"] == 5
+    after.receive(1, comm_message("comm_msg", "slider", value=7))  # the page goes on knowing it
+    assert after.page.kinds == ["comm_msg"]
+    seen.finish()
+    after.receive(1, comm_message("comm_close", "slider"))
+    assert after.page.kinds == ["comm_msg", "comm_close"]
+
+
+def test_bytes_of_a_widget_that_was_made_unseen_are_the_last() -> None:
+    opened = comm_message("comm_open", "image", value=None, other=None)
+    opened["content"]["data"]["buffer_paths"] = [["value"], ["other"]]
+    opened["buffers"] = [b"old", b"kept"]
+    changed = comm_message("comm_msg", "image", value=None)
+    changed["content"]["data"]["buffer_paths"] = [["value"]]
+    changed["buffers"] = [b"new"]
+    merge(opened, changed)
+    assert opened["buffers"] == [b"kept", b"new"]
+    assert opened["content"]["data"]["buffer_paths"] == [["other"], ["value"]]
+
+
+def test_widgets_that_nobody_looks_at_are_not_kept_for_ever(
+    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddip.group.comms.UNTOLD", 2)
+    group = new_group(2)
+    for name in "abc":
+        Cell(group, 0).receive(1, comm_message("comm_open", name))
+    assert [name for name in "abc" if group._comms.cell_of(name)] == ["b", "c"]
 
 
 def test_a_terminal_has_no_widgets(new_group: NewGroup) -> None:
-    page = Page()
-    page.rich = False
-    new_group(1)._comms.relay(0, comm_message("comm_open", "w3"), page, None, lambda *_: None)
-    assert page.sent == []
+    cell = Cell(new_group(1), 0)
+    cell.page.rich = False
+    cell.receive(0, comm_message("comm_open", "w3"))
+    cell.receive(0, comm_message("comm_msg", "w3", msg_id="of the rank"))
+    assert cell.page.sent == []

@@ -99,7 +99,7 @@ def test_a_terminal_has_the_bars_of_all_ranks_at_the_bottom(capsys: pytest.Captu
         return plain(terminal.text).splitlines()
 
     show = CellOutput([0, 1])
-    show._page.terminal = True
+    show.page.terminal = True
     for rank in (0, 1):
         show.receive(rank, stream("\r 10%"))
     assert seen() == ["[rank 0]  10%", "[rank 1]  10%"]

@@ -146,10 +146,114 @@ def test_what_html_cannot_show_is_shown_below_with_its_rank(page: Page) -> None:
     view = tabs(page)
     view.display(1, {WIDGET: {"model_id": "m"}, "text/plain": "a widget"}, {}, "x")
     view.display(0, {"text/html": "<script>alert()</script>"}, {}, None)
-    assert page.written == [("stdout", "[rank 1]\n"), ("stdout", "[rank 0]\n")]
-    assert page.ids == ["x-rank1", None]
+    assert page.plain[2:4] == ["[rank 0]", ""] and "alert" in page.shown[3]["text/html"]
+    assert page.plain[4:] == ["[rank 1]", "a widget"] and page.written == []
     view.update(1, {"text/plain": "changed"}, {}, "x")
-    assert page.plain == ["changed", ""]
+    assert page.plain[2:] == ["[rank 0]", "", "[rank 1]", "changed"]
+    view.text(0, "stdout", "above\n", None)
+    view.draw()
+    assert page.shown[0]["text/html"].count("<input") == 2 and "above" in page.plain[1]
+
+
+def seen(page: Page) -> list[str]:
+    """The texts of all outputs in which there is anything."""
+    return [text for text in page.plain if text]
+
+
+def widget(name: str) -> dict[str, Any]:
+    return {WIDGET: {"model_id": name}, "text/plain": name}
+
+
+def test_below_the_tabs_all_is_in_the_order_of_the_ranks_with_one_label_for_each(page: Page) -> None:
+    view = tabs(page, 3)
+    for rank in (2, 0, 1, 2, 0):
+        view.display(rank, widget(f"bar of {rank}"), {}, None)
+    assert seen(page) == [
+        *("[rank 0]", "bar of 0", "bar of 0"),
+        *("[rank 1]", "bar of 1"),
+        *("[rank 2]", "bar of 2", "bar of 2"),
+    ]
+
+
+def script(text: str) -> dict[str, Any]:
+    return {"application/javascript": "run()", "text/html": f"<div>{text}</div>", "text/plain": text}
+
+
+def test_what_runs_a_script_is_shown_once_and_where_it_stays(page: Page) -> None:
+    view = tabs(page, 3)
+    view.display(2, script("plot of 2"), {}, None)
+    view.display(2, widget("bar of 2"), {}, None)
+    view.display(0, script("plot of 0"), {}, None)
+    view.display(1, script("plot of 1"), {}, None)
+    assert seen(page) == ["[rank 0]", "plot of 0", "[rank 2]", "bar of 2"]
+    view.ended(1, False)
+    assert "plot of 1" not in page.plain  # rank 0 may show more
+    view.ended(0, False)
+    view.display(2, script("another of 2"), {}, None)
+    view.close({}, "")
+    assert seen(page) == [
+        *("[rank 0]", "plot of 0"),
+        *("[rank 1]", "plot of 1"),
+        *("[rank 2]", "plot of 2", "bar of 2", "another of 2"),
+    ]
+    view.display(0, script("late"), {}, None)
+    assert seen(page)[-2:] == ["[rank 0]", "late"]  # the plots of others cannot move
+    view.display(0, script("later"), {}, None)
+    assert seen(page)[-3:] == ["[rank 0]", "late", "later"]
+
+
+def test_a_label_goes_with_what_is_below_it(page: Page) -> None:
+    view = tabs(page)
+    for rank in (0, 1):
+        view.display(rank, widget("outer"), {}, None)
+    for number in range(3):
+        view.display(0, widget(f"inner {number}"), {}, None)
+        assert seen(page) == ["[rank 0]", "outer", f"inner {number}", "[rank 1]", "outer"]
+        view.widget_closed(0, f"inner {number}")
+        assert seen(page) == ["[rank 0]", "outer", "[rank 1]", "outer"]
+    view.clear(0, wait=False)
+    assert seen(page) == ["[rank 1]", "outer"]
+    view.clear(1, wait=True)
+    view.display(1, script("plot"), {}, None)
+    view.ended(0, False)
+    assert seen(page) == ["[rank 1]", "plot"]
+    view.clear(1, wait=False)
+    view.close({}, "")
+    assert seen(page) == []
+
+
+def test_what_only_loads_a_library_has_no_label(page: Page) -> None:
+    view = tabs(page)
+    view.display(0, {"application/javascript": "load()", "application/vnd.bokehjs_load.v0+json": "load()"}, {}, None)
+    view.display(
+        0, {"text/html": "<script>window.PlotlyConfig = '<b>'</script> <script src='plotly'></script>"}, {}, None
+    )
+    assert seen(page) == []
+    view.display(0, {"text/html": '<div id="plot"></div>'}, {}, None)  # which the next fills
+    view.display(0, {"application/javascript": "fill()"}, {}, None)
+    assert seen(page) == ["[rank 0]"] and [data for data in page.shown if 'id="plot"' in str(data)] == [page.shown[-2]]
+
+
+@pytest.mark.parametrize("html", ['<b id="a">1</b>', '<p id="a"><img src="x"></p>', "<div></div>"])
+def test_html_that_shows_something_is_in_its_tab(page: Page, html: str) -> None:
+    view = tabs(page)
+    view.display(0, {"text/html": html}, {}, None)
+    view.close({}, "")
+    assert len(page.shown) == 2 and html.split(">")[0] in page.shown[1]["text/html"]
+
+
+def test_a_bar_that_wipes_itself_out_leaves_no_tabs(page: Page) -> None:
+    view = tabs(page)
+    write(view, "\r 50%", "\r 50%", stream="stderr")
+    view.draw()
+    assert len(seen(page)) == 1
+    write(view, "\r     \r", "\r     \r", stream="stderr")
+    assert not view.close({}, "12 s")
+    assert seen(page) == []
+    write(view, "late\n")
+    view._next = 0.0
+    view.draw()
+    assert seen(page) == ["── rank 0 ──\nlate\n── rank 1 ──\n"]
 
 
 def test_displays_and_results_go_into_the_tab(page: Page) -> None:
@@ -308,6 +412,17 @@ def test_a_grouped_display_is_changed_before_it_is_shown(page: Page) -> None:
     view.ended(0, False)
     view.close({}, "")
     assert page.plain == ["new"] and page.text == "── rank 0 ──\n── rank 1 ──\ncaptured\n"
+
+
+def test_widgets_that_look_the_same_are_each_their_ranks(page: Page) -> None:
+    view = grouped(page)
+    for rank in (0, 1):
+        view.display(rank, {WIDGET: {"model_id": f"slider {rank}"}, "text/plain": "a slider"}, {}, None)
+        view.display(rank, widget(f"bar {rank}"), {}, None)
+        view.widget_closed(rank, f"bar {rank}")
+    view.close({}, "")
+    assert page.text == "── rank 0 ──\n── rank 1 ──\n"
+    assert [data[WIDGET]["model_id"] for data in page.shown] == ["slider 0", "slider 1"]
 
 
 # -- one rank
@@ -475,3 +590,20 @@ def test_labelled_displays_have_their_rank(page: Page) -> None:
     view.clear(0, False)
     assert page.plain == ["changed", "Out[0:3]: 7"] and "[rank 1]" in page.text
     assert view.section(0) is None and page.cleared == []
+
+
+def test_a_labelled_bar_that_wipes_itself_out_leaves_no_label(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    write(view, "\r 10%", "\r 20%", stream="stderr")
+    view.draw()
+    write(view, "\r    \r", "\r    \r", stream="stderr")
+    view.close({}, "")
+    assert seen(page) == [] and page.text == ""
+
+
+def test_the_label_of_a_widget_goes_with_it(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.display(1, widget("bar"), {}, None)
+    assert seen(page) == ["[rank 1]", "bar"]
+    view.widget_closed(1, "bar")
+    assert seen(page) == []

@@ -1,0 +1,259 @@
+"""Widgets of several ranks, and plots that need a script: what stands below the tabs, and what callbacks show later."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from .notebook import Messages, Notebook, Shown
+
+PLOTLY = "application/vnd.plotly.v1+json"
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def is_place(bundle: dict[str, Any]) -> bool:
+    """Is it an element that a script of Bokeh fills?"""
+    return "data-root-id" in bundle.get("text/html", "")
+
+
+def page_of(shown: Shown) -> list[str]:
+    """What a person sees, or a word for it, output by output; ``script``: nothing by itself."""
+    lines = []
+    for bundle in shown.outputs:
+        html = bundle.get("text/html", "")
+        if "ddip-ranks" in html or 'class="ddip"' in html:
+            lines.append("tabs")
+        elif PLOTLY in bundle:
+            lines.append(bundle[PLOTLY]["data"][0]["name"])
+        elif is_place(bundle):
+            lines.append("place")
+        elif bundle.get("text/plain"):
+            lines.append(re.sub(r"Out\[[\d:]+\]", "Out", bundle["text/plain"]))
+        elif "ddip-gone" not in html:
+            lines.append("script")
+    return lines
+
+
+def captured(messages: Messages) -> dict[str, str]:
+    """The text that each Output widget of the page has: what comes between the two messages that say so; none while
+    the second has not come."""
+    texts: dict[str, str] = {}
+    captures: list[str] = []
+    for kind, content in messages:
+        state = content["data"].get("state", {}) if kind == "comm_msg" else {}
+        if state.get("msg_id"):
+            captures.append(content["comm_id"])
+        elif "msg_id" in state:
+            captures.remove(content["comm_id"])
+        elif captures:
+            assert len(captures) == 1 and kind != "update_display_data"  # which it would pass over
+            if kind == "clear_output":
+                texts[captures[-1]] = ""
+            texts[captures[-1]] = texts.get(captures[-1], "") + str(content.get("text", ""))
+    return {} if captures else texts
+
+
+def widgets(shown: Shown, model: str) -> list[str]:
+    """Names of the widgets of this kind that the page knows, in the order of their ranks."""
+    views = [bundle[VIEW]["model_id"] for bundle in shown.outputs if VIEW in bundle]
+    states: dict[str, dict[str, Any]] = {}
+    for kind, content in shown.messages:
+        if kind in ("comm_open", "comm_msg"):
+            states.setdefault(content["comm_id"], {}).update(content["data"].get("state", {}))
+    found: list[str] = []
+    for view in views:
+        names = [view, *(child.removeprefix("IPY_MODEL_") for child in states[view].get("children", ()))]
+        found += [name for name in names if states[name]["_model_name"] == model]
+    return found
+
+
+def move(notebook: Notebook, slider: str, value: int) -> None:
+    """What the page sends when a person moves it."""
+    notebook.send_comm(slider, {"method": "update", "state": {"value": value}, "buffer_paths": []})
+
+
+def click(notebook: Notebook, button: str) -> None:
+    """What the page sends when a person clicks."""
+    notebook.send_comm(button, {"method": "custom", "content": {"event": "click"}})
+
+
+@pytest.fixture(params=["tabs", "labels", "grouped"])
+def style(request: pytest.FixtureRequest, notebook: Notebook) -> Any:
+    """Each of them."""
+    notebook.ok(f"%config DipMagics.style = {request.param!r}")
+    yield request.param
+    notebook.ok("%config DipMagics.style = 'auto'")
+
+
+# -- callbacks
+
+
+def test_what_interact_shows_is_below_the_slider_of_its_rank(notebook: Notebook, style: str) -> None:
+    cell = notebook.begin(
+        "%%dip -S all\nimport ipywidgets\nfrom tqdm import tqdm\ndef show(x):\n"
+        "    for i in tqdm(range(x), file=sys.stdout): pass\n    print('x is', x, 'on', rank)\n"
+        "import sys\nprint('beside')\nipywidgets.interact(show, x=5);"
+    )
+    shown = notebook.finish(cell)
+    assert shown.status == "ok"
+    sliders, outputs = widgets(shown, "IntSliderModel"), widgets(shown, "OutputModel")
+    assert len(sliders) == len(outputs) == 3
+    texts = captured(shown.messages)
+    assert all("100%" in texts[output] for output in outputs)
+    ranks = [int(texts[output][-2]) for output in outputs]
+    assert sorted(ranks) == [0, 1, 2] and (style == "labels" or ranks == [0, 1, 2])  # labels are as they come
+    for number, rank in enumerate(ranks):
+        assert texts[outputs[number]].endswith(f"x is 5 on {rank}\n")
+        notebook.ok("%%dip -S all\nprint('another cell')")
+        move(notebook, sliders[number], 7 + rank)
+        line = f"x is {7 + rank} on {rank}\n"
+        late = notebook.late_messages(cell, lambda messages, line=line: line in "".join(captured(messages).values()))
+        assert list(captured(late)) == [outputs[number]] and captured(late)[outputs[number]].endswith(line)
+
+
+def test_what_callbacks_print_is_in_the_tab_of_their_rank(notebook: Notebook) -> None:
+    cell = notebook.begin("""
+        %%dip -S all
+        import ipywidgets
+        button, out, slider = ipywidgets.Button(), ipywidgets.Output(), ipywidgets.IntSlider()
+        def click(_):
+            print('clicked')
+            with out: print('in its Output')
+        button.on_click(click)
+        slider.observe(lambda change: print('now', change['new']), 'value')
+        display(button, slider, out)
+    """)
+    shown = notebook.finish(cell)
+    buttons, sliders = widgets(shown, "ButtonModel"), widgets(shown, "IntSliderModel")
+    assert page_of(shown)[0] == "[rank 0]"  # no tabs: there is no text yet
+    notebook.ok("%%dip -S all\nprint('another cell')")
+    click(notebook, buttons[1])
+    assert notebook.late(cell, "in its Output\nclicked").endswith(
+        "── ranks 0, 2 ──\n\n── rank 1 ──\nin its Output\nclicked"
+    )
+    move(notebook, sliders[2], 7)
+    assert "── rank 2 ──\nnow 7" in notebook.late(cell, "now 7")
+    other = notebook.begin("%%dip -S all\nwith out: print('from the next cell')\nprint('beside', rank)")
+    assert "from" not in notebook.finish(other).text  # their Output widgets are in the tabs of the other
+    notebook.late(
+        cell,
+        "── rank 0 ──\nfrom the next cell\n── rank 1 ──\nin its Output\nfrom the next cell\nclicked\n"
+        "── rank 2 ──\nfrom the next cell\nnow 7",
+    )
+
+
+def test_what_a_callback_prints_is_where_its_widget_is_shown(notebook: Notebook) -> None:
+    """It was made in another cell, of which only rank 0 was shown."""
+    made = notebook.begin(
+        "%%dip\nimport ipywidgets\nslider = ipywidgets.IntSlider(3)\nbox = ipywidgets.VBox([slider])\n"
+        "slider.value = 5\n"
+        "slider.observe(lambda change: print('now', change['new'], 'on', rank), 'value')"
+    )
+    notebook.finish(made)
+    cell = notebook.begin("%%dip -S all\nbox")
+    shown = notebook.finish(cell)
+    opened = {c["comm_id"]: c["data"]["state"] for kind, c in shown.messages if kind == "comm_open"}
+    sliders = [name for name, state in opened.items() if state["_model_name"] == "IntSliderModel"]
+    assert len(sliders) == 2 and {opened[name]["value"] for name in sliders} == {5}  # the page knows rank 0's already
+    for number, slider in enumerate(sliders):
+        move(notebook, slider, 8 + number)
+        assert re.search(rf"── rank \d ──\nnow {8 + number} on \d", notebook.late(cell, f"now {8 + number}"))
+    update = notebook.ok("%%dip\nslider.value = 6").messages  # one cell, and the page knows all of them
+    assert len({content["comm_id"] for kind, content in update if kind == "comm_msg"}) == 3
+
+
+# -- bars
+
+
+def test_bars_of_tqdm_notebook_that_are_closed_leave_no_label(notebook: Notebook) -> None:
+    code = """
+        %%dip -S all
+        from tqdm.auto import tqdm
+        for i in tqdm(range(2), desc='outer', leave=KEEP):
+            for j in tqdm(range(3), desc='inner', leave=False): pass
+    """
+    assert page_of(notebook.ok(code.replace("KEEP", "False"))) == []
+    lines = [re.sub(":.*", "", line) for line in page_of(notebook.ok(code.replace("KEEP", "True")))]
+    assert lines == ["[rank 0]", "outer", "[rank 1]", "outer", "[rank 2]", "outer"]
+
+
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
+@pytest.mark.usefixtures("style")
+def test_bars_that_wipe_themselves_out_leave_nothing(notebook: Notebook, module: str) -> None:
+    code = f"%%dip -S all\nfrom {module} import tqdm\nfor i in tqdm(range(99), leave=False, mininterval=0): pass"
+    shown = notebook.ok(code)
+    assert page_of(shown) == [] and shown.stdout == "" and shown.stderr == ""
+    assert "kept" in notebook.ok(f"{code}\nprint('kept')").text
+
+
+def test_a_bar_in_text_has_the_colour_of_text_in_its_tab(notebook: Notebook) -> None:
+    code = "%%dip -S all\nimport sys\nfrom tqdm import tqdm\nfor i in tqdm(range(9)): pass"
+    page = notebook.ok(code).data[-1]["text/html"]
+    assert '<pre class="ddip-stdout">100%' in page and '<pre class="ddip-stderr">' not in page
+
+
+# -- below the tabs
+
+
+def test_widgets_are_below_the_tabs_and_labelled(notebook: Notebook) -> None:
+    shown = notebook.ok("""
+        %%dip -S all
+        import ipywidgets
+        print('text')
+        ipywidgets.IntSlider(rank)
+    """)
+    lines = [line for rank in range(3) for line in (f"[rank {rank}]", f"Out: IntSlider(value={rank})")]
+    assert page_of(shown) == ["tabs", "tabs", *lines] and shown.stdout == ""
+
+
+IN_TURN = "for turn in (2, 1, 0):\n    if turn == rank: SHOW\n    dist.barrier()"
+
+
+def test_plots_of_plotly_are_below_the_tabs_by_rank_with_one_label_for_each(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nimport torch.distributed as dist\nimport plotly.graph_objects as go")
+    figure = "go.Figure(go.Scatter(y=[rank, 2], name=f'{rank} NAME'))"
+    first = IN_TURN.replace("SHOW", f"{figure}.show('plotly_mimetype+notebook')").replace("NAME", "first")
+    second = f"{figure.replace('NAME', 'second')}.show('plotly_mimetype')"
+    shown = notebook.ok(f"%%dip -S all\n{first}\nprint('text')\n{second}")
+    # the first brings Plotly along
+    lines = [[f"[rank {rank}]", "script", f"{rank} first", f"{rank} second"] for rank in range(3)]
+    assert page_of(shown) == ["tabs", "tabs", *sum(lines, [])]
+
+
+def test_plots_of_bokeh_are_below_the_tabs_by_rank_with_one_label_for_each(notebook: Notebook) -> None:
+    code = "import torch.distributed as dist\nimport bokeh.io\nfrom bokeh.plotting import figure, show"
+    loaded = notebook.ok(f"%%dip -S all\n{code}\nbokeh.io.output_notebook(hide_banner=True)")
+    assert page_of(loaded) == ["script"] * 3  # what loads Bokeh is not seen
+    plot = "plot = figure(width=200, height=200)\nplot.line([1, 2], [rank, 3])"
+    shown = notebook.ok(f"%%dip -S all\n{plot}\n{IN_TURN.replace('SHOW', 'show(plot)')}")
+    assert page_of(shown) == [line for rank in range(3) for line in (f"[rank {rank}]", "place", "script")]
+    places = [re.findall(r'id="([^"]+)"', bundle["text/html"])[0] for bundle in shown.outputs if is_place(bundle)]
+    scripts = [bundle["application/javascript"] for bundle in shown.outputs if "application/javascript" in bundle]
+    assert [place in script for place, script in zip(places, scripts, strict=True)] == [True] * 3
+
+
+# -- -S all -r 1
+
+
+def test_of_all_ranks_shown_the_one_that_runs_is_selected(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip -S all -r 1\nprint('only', rank)")
+    assert shown.data[-1]["text/plain"] == "── ranks 0, 2 ──\n\n── rank 1 ──\nonly 1"
+    page = shown.data[-1]["text/html"]
+    (opened,) = re.findall(r":checked\)\) #\S+ #(\S+)\{display:block\}", page)
+    assert re.findall(f'id="{opened}"[^>]*>(.*?)</div>', page, re.DOTALL) == ['<pre class="ddip-stdout">only 1\n</pre>']
+
+
+def test_ranks_that_do_not_run_are_not_awaited_and_not_said_to_run(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip -S all -r 1\nimport time\nprint('text')\n"
+        "display({'application/x-odd': 1, 'text/plain': 'odd'}, raw=True)\nwhile True: time.sleep(0.01)"
+    )
+    shown = notebook.finish(cell, until="odd")
+    notebook.interrupt()
+    ended = notebook.finish(cell)
+    shown.messages += ended.messages
+    assert ended.error == "CellInterrupted" and page_of(shown) == ["tabs", "tabs", "[rank 1]", "odd"]
+    tabs = [bundle["text/html"] for bundle in shown.data if 'class="ddip"' in bundle.get("text/html", "")]
+    assert tabs and all(page.count('<label class="ddip-rank ddip-runs"') == 1 for page in tabs)
