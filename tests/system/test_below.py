@@ -1,0 +1,80 @@
+"""What stands below the tabs, as people see and use it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from .lab import Lab, wait_for
+
+CELLS = {
+    "start": "%load_ext ddip\n%config DipMagics.report_after = 10\n%makedip -n 3",
+    "interact": (
+        "%%dip -S all\nimport ipywidgets\nprint('beside')\n"
+        "ipywidgets.interact(lambda x: print('x is', x, 'on', rank), x=5);"
+    ),
+    "bars": (
+        "%%dip -S all\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(2), desc='outer', leave=rank == 1):\n"
+        "    for j in tqdm(range(3), desc='inner', leave=False): pass"
+    ),
+    "wiped": "%%dip -S all\nfrom tqdm import tqdm\nfor i in tqdm(range(9), leave=False): pass",
+    "plots": (
+        "%%dip -S all\nimport torch.distributed as dist\nfor turn in (2, 1, 0):\n    if turn == rank:\n"
+        "        display({'text/html': f'<div id=\"plot-{rank}\"></div>'}, raw=True)\n"
+        '        draw = f\'document.getElementById("plot-{rank}").textContent = "drawn by {rank}"\'\n'
+        "        display({'application/javascript': draw}, raw=True)\n    dist.barrier()\nprint('text')"
+    ),
+}
+NUMBER = {name: number for number, name in enumerate(CELLS)}
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Lab) -> Iterator[Lab]:
+    """A notebook with three ranks that has been run to its end."""
+    for _ in range(3):  # what is typed while the page still connects to its kernel may be lost
+        lab.open("below.ipynb", list(CELLS.values()))
+        with contextlib.suppress(AssertionError):
+            lab.run(NUMBER["start"], 20)
+            break
+    for name in CELLS:
+        if name != "start":
+            lab.run(NUMBER[name])
+    yield lab
+
+
+def lines(notebook: Lab, cell: str) -> list[str]:
+    """What a person reads below that cell."""
+    return [line.strip() for line in notebook.text(NUMBER[cell]).splitlines() if line.strip()]
+
+
+def test_a_slider_of_interact_shows_what_its_rank_makes_of_it(notebook: Lab) -> None:
+    handles = notebook.output(NUMBER["interact"]).locator(".noUi-handle")
+
+    def shows(*values: int) -> None:
+        below = [(f"rank {rank}", "x", f"{x}", f"x is {x} on {rank}") for rank, x in enumerate(values)]
+        expected = ["ranks 0-2", "beside", *(line for lines in below for line in lines)]
+        wait_for(lambda: lines(notebook, "interact") == expected, f"what each rank makes of {values}")
+
+    shows(5, 5, 5)
+    for rank, values in ((1, (5, 6, 5)), (2, (5, 6, 6)), (1, (5, 7, 6))):
+        handles.nth(rank).focus()
+        notebook.page.keyboard.press("ArrowRight")
+        shows(*values)
+
+
+def test_bars_that_are_closed_leave_no_label_and_no_room(notebook: Lab) -> None:
+    wait_for(lambda: len(lines(notebook, "bars")) > 1, "the bar of rank 1")
+    label, bar, *_ = shown = lines(notebook, "bars")
+    assert label == "rank 1" and bar.startswith("outer") and "rank" not in str(shown[1:])
+    rooms = notebook.output(NUMBER["bars"]).locator(".jp-OutputArea-child")
+    heights = rooms.evaluate_all("all => all.map(child => child.getBoundingClientRect().height)")
+    assert sum(height > 0 for height in heights) == 2 < len(heights)
+    assert lines(notebook, "wiped") == []
+
+
+def test_plots_that_a_script_draws_are_below_the_tabs_by_rank(notebook: Lab) -> None:
+    shown = [line for rank in range(3) for line in (f"rank {rank}", f"drawn by {rank}")]
+    wait_for(lambda: lines(notebook, "plots")[-6:] == shown, "the plots, below their labels")
+    assert "text" in lines(notebook, "plots")[:-6]
