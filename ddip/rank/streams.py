@@ -11,89 +11,29 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher
+from tornado.ioloop import IOLoop
 
+from ddip.rank.limiter import Chunk, OutputLimiter
+from ddip.rank.pipes import Pipe, Pipes, Written
 from ddip.rank.stacks import is_users
 
-TICK_SECONDS = 0.25
-"""How often something of a flood is sent, so that a person sees that it goes on."""
-TICK_CHARACTERS = 2_000
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
-LINE = 1_000
-"""Characters of a line that is written in one piece by what a cell has forked."""
+PAUSE_SECONDS = 50e-6
+"""After a pause between two writes something else may have written; within a loop of prints nobody looks."""
+REST_SECONDS = 0.002
+"""After which a pipe is looked at again that had little in it."""
+ORDER_SECONDS = 1.0
+"""How long a write waits at most until what was written elsewhere before it has been read."""
 CELLS = 50
 """Cells whose budgets are kept, for what their threads write later."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of what a cell wrote to one stream."""
-
-    text: str
-    line: int | None = None
-    """None: it follows what was sent before. Else it replaces the end of that, and begins at this line, from 0."""
-
-
-@dataclass
-class OutputLimiter:
-    """How much of what one cell writes to one stream is sent: `limit` characters, then the end of it."""
-
-    limit: int
-    _written: int = 0
-    _sent: int = 0
-    """Characters up to the end of what was sent last."""
-    _lines: int = 0
-    _above: int = 0
-    """Characters written above the limit."""
-    _end: str = ""
-    """The last of them."""
-    _ticked: float = field(default_factory=time.monotonic)
-
-    def take(self, text: str) -> Chunk | None:
-        """What to send when `text` has been written; None: nothing now."""
-        if not text:
-            return None
-        room = self.limit - self._written
-        self._written += len(text)
-        self._lines += text.count("\n")
-        if self._written <= self.limit:
-            self._sent = self._written
-            return Chunk(text)
-        if room > 0:  # the last whole lines that fit; the rest is above the limit
-            begin = text.rfind("\n", 0, room) + 1
-            self._sent = self._written - len(text) + begin
-            self._above = len(text) - begin
-            self._end = text[begin:][-(self.limit // 2) :]
-            return Chunk(text[:begin])
-        self._above += len(text)
-        self._end = (self._end + text)[-(self.limit // 2) :]
-        now = time.monotonic()
-        if now < self._ticked + TICK_SECONDS:
-            return None
-        self._ticked = now
-        new = self._written - self._sent
-        self._sent = self._written
-        return Chunk(self._end[-new:]) if new <= TICK_CHARACTERS else self._last(TICK_CHARACTERS)
-
-    def rest(self) -> Chunk | None:
-        """The end of a flood; None if there was none."""
-        if self._written <= self.limit:
-            return None
-        self._sent = self._written
-        return self._last(self.limit // 2)
-
-    def _last(self, most: int) -> Chunk:
-        text = self._end[-most:]
-        if len(text) < self._above:  # not all: whole lines
-            text = text[text.find("\n") + 1 :]
-        return Chunk(text, self._lines - text.count("\n"))
-
 
 _cell: ContextVar[dict[str, Any]] = ContextVar("ddip_cell")
 """Header of the request whose output this is: of a task, the one in which it was made."""
@@ -125,25 +65,41 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     """Which of the two was written to last; of both."""
     _line: deque[tuple[RankStream, dict[str, Any], str]] = deque()
     """What was written to one before the other was written to, in order; of both."""
-    _forked = False
-    """Is this process one that a cell has forked? Asked with each write, and quicker than the number of the process."""
-    _unfinished = ""
-    """In what a cell has forked: the line that is being written."""
+    _streams: dict[int, RankStream] = {}
+    """By their descriptors."""
+    _pipes: Pipes
+    """What others write; of both."""
+    _wrote = 0.0
+    """When one of the two was written to last."""
+    _process = 0
+    """In what a cell has forked: its pid. Asked with each write, and quicker than to ask the system."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        os.register_at_fork(after_in_child=lambda: setattr(self, "_forked", True))
+        """ipykernel reads descriptors in a thread for each, with blocking reads: after the cell's end, perhaps."""
+        super().__init__(*args, watchfd=False, **kwargs)
+        first = not RankStream._streams
+        if first:
+            RankStream._pipes = Pipes()
+            os.register_at_fork(after_in_child=lambda: setattr(RankStream, "_process", os.getpid()))
+        self._number = DESCRIPTORS[self.name]
+        RankStream._streams[self._number] = self
+        descriptor = self._pipes.watch(self._number)
+        self._original_stdstream_copy = descriptor.log
+        for pipe in [self._pipes.records] * first + [descriptor]:
+            self.pub_thread.schedule(partial(self._watch, pipe))
 
     def write(self, string: str) -> int:
         """What the other stream still holds was written before, and leaves before: whichever is flushed first.
 
-        What a cell has forked writes lines to the descriptor, which this rank reads and shows: the sockets are not its.
+        A process that a cell has forked has no thread that sends: this rank does it.
         """
-        if self._forked:
-            self._unfinished += string
-            if string.endswith(("\n", "\r")) or len(self._unfinished) > LINE:
-                self._write_through()
+        if self._process:
+            self._pipes.records.write(self._number, self._process, self.parent_header.get("msg_id", ""), string)
             return len(string)
+        now = time.monotonic()
+        if now > RankStream._wrote + PAUSE_SECONDS:
+            self._wait_for_others()
+        RankStream._wrote = now
         before = RankStream._writer
         if before is not self:
             RankStream._writer = self
@@ -152,10 +108,53 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         super().write(string)
         return len(string)
 
-    def _write_through(self) -> None:
-        left, self._unfinished = self._unfinished.encode("utf-8", "backslashreplace"), ""
-        while left:
-            left = left[os.write(DESCRIPTORS[self.name], left) :]
+    def _wait_for_others(self) -> None:
+        """What has been written elsewhere until now goes before what is written here next."""
+        thread = self.pub_thread.thread
+        if thread is not threading.current_thread() and thread.is_alive() and self._pipes.has_come():
+            taken = threading.Event()
+            self.pub_thread.schedule(self._take_soon)
+            self.pub_thread.schedule(taken.set)
+            taken.wait(ORDER_SECONDS)
+
+    def _watch(self, pipe: Pipe) -> None:
+        """In the output thread: look when something comes. It does not wake up for each word that a process writes."""
+
+        def come(*_: Any) -> None:
+            self._take_soon()
+            if not pipe.was_full:
+                self._io_loop.remove_handler(pipe.reads)
+                self._io_loop.call_later(REST_SECONDS, self._watch, pipe)
+
+        self._io_loop.add_handler(pipe.reads, come, IOLoop.READ)
+
+    def _take_soon(self) -> None:
+        """In the output thread: something has been written elsewhere; it is sent with the next flush."""
+        self._take()
+        if not self._flush_pending:
+            self._flush_pending = True
+            self._io_loop.call_later(self.flush_interval, self._flush)
+
+    def _take(self) -> None:
+        """Line up what others have written, behind what this process has written before."""
+        for written in self._pipes.take():
+            writer = RankStream._writer
+            own = [] if writer is None else [(writer, parent, text) for parent, text in writer._flush_buffers()]
+            if own:
+                self._line_up_begun()
+                self._line.extend(own)
+            self._line.append(self._attributed(written))
+
+    def _line_up_begun(self) -> None:
+        """Lines that others have not ended: they came before what this process has in its buffers."""
+        self._line.extend(map(self._attributed, self._pipes.rest()))
+
+    def _attributed(self, written: Written) -> tuple[RankStream, dict[str, Any], str]:
+        """To the cell that forked its writer; what comes by a descriptor to the one that runs, or ran last."""
+        stream = self._streams[written.stream]
+        if written.request is None:
+            return stream, stream._latest, written.text
+        return stream, stream._headers.get(written.request, {"msg_id": written.request}), written.text
 
     def _line_up(self) -> None:
         self._line.extend((self, parent, text) for parent, text in self._flush_buffers())
@@ -166,9 +165,10 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 
     def begin_cell(self, header: dict[str, Any], limit: int) -> None:
         """The cell of the request with this header may show `limit` characters; 0: nobody looks."""
-        self._budgets[header["msg_id"]] = OutputLimiter(limit)
+        self._headers[header["msg_id"]], self._budgets[header["msg_id"]] = header, OutputLimiter(limit)
         if len(self._budgets) > CELLS:
-            del self._budgets[next(iter(self._budgets))]
+            oldest = next(iter(self._budgets))
+            del self._headers[oldest], self._budgets[oldest]
 
     def end_cell(self, header: dict[str, Any]) -> None:
         """Send the end of what the cell wrote, with the next flush: ipykernel flushes before it answers."""
@@ -181,24 +181,33 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         return {}
 
     @cached_property
+    def _headers(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    @cached_property
     def _ended(self) -> deque[dict[str, Any]]:
         return deque()
 
     def _flush(self) -> None:
         if not self._is_master_process():
-            self._write_through()
             return  # what the buffers hold is the parent's, which sends it
         self._flush_pending = False
         self._subprocess_flush_pending = False
+        self._take()
+        self._line_up_begun()
         self._line_up()
-        while self._line:
-            stream, parent, text = self._line.popleft()
-            stream._show(text, parent)
+        for (stream, _), texts in groupby(self._popped(), key=lambda one: (one[0], one[1].get("msg_id"))):
+            found = list(texts)
+            stream._show("".join(text for _, _, text in found), found[0][1])
         while self._ended:
             header = self._ended.popleft()
             rest = self._budgets[header["msg_id"]].rest()
             if rest is not None:
                 self._send(rest, header)
+
+    def _popped(self) -> Iterator[tuple[RankStream, dict[str, Any], str]]:
+        for _ in range(len(self._line)):
+            yield self._line.popleft()
 
     def _show(self, text: str, parent: dict[str, Any]) -> None:
         budget = self._budgets.get(parent.get("msg_id", ""))

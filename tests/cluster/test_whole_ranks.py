@@ -120,16 +120,6 @@ def test_a_process_that_a_cell_forks_can_be_terminated(cells: ddip.Group) -> Non
     assert values(cells, code) == [-15, -15]
 
 
-def test_a_process_that_a_cell_forks_may_print_where_nobody_reads_its_descriptors(cells: ddip.Group) -> None:
-    """ipykernel does not, where pytest runs; ``test_display.py`` has a kernel that does."""
-    code = (
-        "import multiprocessing\n"
-        "child = multiprocessing.get_context('fork').Process(target=print, args=('from a child',))\n"
-        "child.start(); child.join(); found = child.exitcode"
-    )
-    assert values(cells, code) == [0, 0]
-
-
 def test_an_interrupt_in_the_middle_of_a_fork_leaves_later_processes_mortal(cells: ddip.Group) -> None:
     """It comes between two steps of what ddip does before each fork, and Python goes on with the fork."""
     code = (

@@ -267,6 +267,9 @@ def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
         "_io_loop.", ""
     )
     assert "parent = self.parent_header" in inspect.getsource(OutStream.write)
+    assert inspect.signature(OutStream.__init__).parameters["watchfd"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "self._original_stdstream_copy" in inspect.getsource(OutStream.fileno)
+    assert 'getattr(sys.stderr, "_original_stdstream_copy", None)' in inspect.getsource(app.IPEngine.redirect_output)
     display = inspect.getsource(ZMQDisplayPublisher.publish)
     assert "parent=self.parent_header" in display
     assert display.index("self._flush_streams()") < display.index("self.session.send(")

@@ -1,0 +1,144 @@
+"""What processes write that a cell starts is shown, in order and in the cell that it belongs to, as in a kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ddip
+
+from .notebook import Notebook
+
+FORK = "%%dip -S 0\nimport multiprocessing, os, sys, time\nfork = multiprocessing.get_context('fork')\n"
+LOADER = """
+from torch.utils.data import DataLoader
+class Data:
+    def __len__(self): return 3
+    def __getitem__(self, i):
+        print('item', i)
+        print('warning', i, file=sys.stderr)
+        return i
+"""
+
+
+def written(notebook: Notebook, code: str) -> list[tuple[str, str]]:
+    """What the cell has written when it ends, stream by stream, in order."""
+    messages = notebook.ok(FORK + code).messages
+    return [(content["name"], content["text"]) for kind, content in messages if kind == "stream"]
+
+
+def test_workers_of_a_data_loader_write_in_order_and_before_the_cell_ends(notebook: Notebook) -> None:
+    texts = written(notebook, f"{LOADER}\nfor _ in DataLoader(Data(), None, num_workers=1): pass\nprint('end')")
+    items = [(name, f"{what} {i}\n") for i in range(3) for name, what in (("stdout", "item"), ("stderr", "warning"))]
+    assert texts == [*items, ("stdout", "end\n")]
+
+
+def test_what_is_written_stands_between_what_the_rank_writes_before_and_after(notebook: Notebook) -> None:
+    for start in (
+        "p = fork.Process(target=print, args=('in between',)); p.start(); p.join()",
+        "with fork.Pool(1) as pool: pool.apply(print, ('in between',))",
+        "import subprocess; subprocess.run(['echo', 'in between'])",
+        "os.write(1, b'in between\\n')",
+        "p = multiprocessing.get_context('spawn').Process(target=print, args=('in between',)); p.start(); p.join()",
+    ):
+        texts = written(notebook, f"print('before')\n{start}\nprint('after')")
+        assert texts == [("stdout", "before\nin between\nafter\n")], start
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_process_that_ends_within_a_line_has_written_what_it_wrote(notebook: Notebook, end: str) -> None:
+    code = (
+        f"pid = os.fork()\nif not pid:\n    print('a line'); print('half', end='')\n    {end}\nos.waitpid(pid, 0); None"
+    )
+    assert written(notebook, code) == [("stdout", "a line\nhalf")]
+
+
+def test_a_character_that_is_written_in_parts_is_whole(notebook: Notebook) -> None:
+    text = "é█" * 5_000
+    code = f"os.write(1, {text.encode()!r})\np = fork.Process(target=print, args=({text!r},)); p.start(); p.join()"
+    assert written(notebook, code) == [("stdout", f"{text}{text}\n")]
+
+
+def test_a_process_belongs_to_the_cell_that_has_forked_it(notebook: Notebook) -> None:
+    loader = "DataLoader(Data(), None, num_workers=1, persistent_workers=True)"
+    assert ("stdout", "item 2\n") in written(notebook, f"{LOADER}\nloader = {loader}\nfor _ in loader: pass")
+    assert written(notebook, "for _ in loader: pass\nprint('second')") == [("stdout", "second\n")]
+    first = notebook.begin(
+        FORK + "go = fork.Event()\nlate = fork.Process(target=lambda: (go.wait(), print('late'))); late.start()"
+    )
+    assert notebook.finish(first).stdout == ""
+    assert written(notebook, "go.set(); late.join(); del loader; print('third')") == [("stdout", "third\n")]
+    assert "late\n" in notebook.late(first, "late")
+
+
+def test_of_a_flood_from_other_processes_the_middle_is_left_out(notebook: Notebook) -> None:
+    forked = """
+def flood():
+    for i in range(60_000): print('line', i, '.' * 30)
+p = fork.Process(target=flood); p.start(); p.join()"""
+    dots = "." * 30
+    program = f"import subprocess; subprocess.run(['seq', '-f', 'line %.0f {dots}', '0', '59999']); None"
+    for flood in (forked, program):
+        shown = notebook.ok(FORK + flood)
+        assert "lines left out" in shown.text and "line 59999 ." in shown.text and len(shown.text) < 700_000
+        assert shown.stdout.startswith("line 0 ")
+    log = notebook.ok(FORK + "print(os.fstat(sys.stdout.fileno()).st_size)").stdout
+    assert int(log) < 1_100_000  # the log of the rank
+
+
+def test_a_fork_while_other_threads_print_does_not_hang(notebook: Notebook) -> None:
+    code = (
+        "import threading\nstop = threading.Event()\n"
+        "def chatter():\n    while not stop.is_set(): print('chatter')\n"
+        "threads = [threading.Thread(target=chatter) for _ in range(2)]\nfor thread in threads: thread.start()\n"
+        "ended = []\nfor i in range(20):\n"
+        "    p = fork.Process(target=lambda: (print('a child'), sys.stdout.flush())); p.start(); p.join(20); "
+        "ended.append(p.exitcode)\n"
+        "stop.set()\nfor thread in threads: thread.join()\nassert ended == [0] * 20, ended"
+    )
+    notebook.ok(FORK + code)
+
+
+def test_a_process_may_outlive_its_cell_and_be_killed_in_the_midst_of_writing(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        FORK + "def chatter():\n    while True: print('chatter' * 50)\np = fork.Process(target=chatter); p.start()"
+    )
+    notebook.finish(cell)
+    notebook.late(cell, "chatter")
+    assert written(notebook, "p.kill(); p.join(); print('next')") == [("stdout", "next\n")]
+
+
+def test_a_process_whose_rank_has_ended_does_not_wait_for_a_reader(tmp_path: Path) -> None:
+    """It would fill the pipe, and stay for ever."""
+    file = tmp_path / "done"
+    with ddip.Group(2) as group:
+        pid = group.members[1].pid
+        group.run(f"""
+import os, time
+child = os.fork() if rank == 1 else 0
+if rank == 1 and not child:
+    os.setsid()
+    while os.getppid() == {pid}: time.sleep(0.01)
+    for i in range(10_000): print('x' * 100)
+    open({str(file)!r}, 'w').close()
+    os._exit(0)
+""")
+        child = psutil.Process(group.pull(["child"], 1)["child"])
+        os.kill(pid, signal.SIGKILL)
+        child.wait(30)
+    assert file.exists()
+
+
+def test_it_is_shown_where_pytest_runs(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """ipykernel does not look at descriptors there; a rank is no process of pytest's."""
+    assert "PYTEST_CURRENT_TEST" in os.environ
+    cells.run(
+        "import os, multiprocessing\nos.write(1, b'from C\\n')\n"
+        "p = multiprocessing.get_context('fork').Process(target=print, args=('from a child',)); p.start(); p.join()",
+        show_ranks=[0],
+    )
+    assert capsys.readouterr().out == "from C\nfrom a child\n"

@@ -1,0 +1,58 @@
+"""What comes from other processes by pipes: records are whole, and lines are put together."""
+
+from __future__ import annotations
+
+import os
+import select
+
+import pytest
+
+from ddip.rank.pipes import HEAD, Lines, Records, Written
+
+
+def write(writer: int, text: str, stream: int = 1) -> Written:
+    return Written(writer, stream, "request", text)
+
+
+def test_a_line_that_is_written_in_parts_is_one_though_others_write_meanwhile() -> None:
+    lines = Lines()
+    came = [write(5, "a"), write(6, "b"), write(5, " line\n"), write(6, " line\nand")]
+    assert [whole for part in came for whole in lines.add(part)] == [write(5, "a line\n"), write(6, "b line\n")]
+    assert lines.rest() == [write(6, "and")] and lines.rest() == []
+
+
+def test_what_a_process_began_in_one_stream_comes_before_what_it_writes_to_the_other() -> None:
+    lines = Lines()
+    assert list(lines.add(write(5, "begun"))) == []
+    assert list(lines.add(write(5, "wrong\n", stream=2))) == [write(5, "begun"), write(5, "wrong\n", stream=2)]
+
+
+@pytest.mark.parametrize("text", ["\r 50%\r 60%", "x" * 2_000])
+def test_a_bar_and_a_long_line_are_not_waited_for(text: str) -> None:
+    lines = Lines()
+    assert "".join(part.text for part in lines.add(write(5, text))) in (text, "\r 50%\r")
+
+
+def test_records_are_written_whole_and_read_as_they_were_written() -> None:
+    records = Records()
+    long = "é█\N{GRINNING FACE}" * 3_000
+    records.write(1, 5, "first", long)
+    records.write(2, 5, "first", "\udc80")
+    records.write(1, 6, "", "short")
+    largest = select.PIPE_BUF
+    data = os.read(records.reads, 1 << 20)
+    sizes, begin = [], 0
+    while begin < len(data):
+        sizes.append(HEAD.unpack_from(data, begin)[0])
+        begin += sizes[-1]
+    assert max(sizes) <= largest
+    taken = []
+    for begin in range(0, len(data), 1_000):  # in parts
+        os.write(records.writes, data[begin : begin + 1_000])
+        taken += records.take()
+    assert "".join(part.text for part in taken if part[:3] == (5, 1, "first")) == long
+    assert taken[-2:] == [Written(5, 2, "first", "\\udc80"), Written(6, 1, "", "short")]
+    assert records.take() == []
+    os.close(records.reads)
+    records.write(1, 5, "first", "nobody reads this")
+    os.close(records.writes)
