@@ -18,8 +18,11 @@ FRONT_ENDS = {"jupyterlab": ("JupyterLab", 4), "notebook": ("Notebook", 7), "nbc
 """What to call a package, and the oldest major version that ddip is tried with."""
 OTHERS = ("IPython", "cloudpickle", "ddip", "ipykernel", "ipyparallel", "numpy", "psutil", "torch", "traitlets", "zmq")
 """Modules besides the standard library's that a file in the folder must not hide."""
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What ddip sets on ranks, as torchrun does."""
+TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
+)
+"""What ddip sets on ranks, as torchrun does, and by which libraries tell that they are on one."""
 
 BACKENDS = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_")
 """How the names of what torch's backends read begin."""

@@ -133,6 +133,7 @@ class ProcessGroupManager:
                 local_rank=number,
                 local_world_size=len(ranks),
                 group_rank=0,
+                run_id=self._ranks.cluster.run_folder.name,
                 master_addr="127.0.0.1",
                 master_port=port.number,
                 device=spec.device(number if rank >= spec.size else rank),

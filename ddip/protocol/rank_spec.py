@@ -29,6 +29,8 @@ class RankSpec:
     local_rank: int
     local_world_size: int
     group_rank: int
+    run_id: str
+    """Of the job, as ``torchrun --rdzv-id``: that of the ranks, also of those that join them later."""
     master_addr: str
     master_port: int
     device: str
@@ -56,13 +58,25 @@ class RankSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that torchrun sets, with its meaning."""
+        """The variables that torchrun sets, with its meaning, but what tells how its agent handles failures.
+
+        A count of restarts other than 0 would say that the script has begun anew: a group that is formed again has its
+        variables. There is no agent that holds a store: who forms a group by ``env://`` makes its own.
+        """
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.group_rank),
+            "GROUP_WORLD_SIZE": str(self.world_size // self.local_world_size),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }

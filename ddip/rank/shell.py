@@ -68,6 +68,9 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     _kept: BaseException | None = None
     """What a magic under way has caught."""
 
+    def init_prompts(self) -> None:
+        """IPython would set ``sys.ps1``, by which libraries tell that a person types here, who could start no ranks."""
+
     def init_magics(self) -> None:
         """IPython's, and those that refuse."""
         super().init_magics()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import cast
@@ -41,6 +44,58 @@ def test_every_rank_has_the_variables_and_the_environment_of_torchrun(cells: ddi
     ]
     ports = values(cells, "int(__import__('os').environ['MASTER_PORT'])")
     assert ports[0] == ports[1]
+
+
+# By these its agent hears of failures; the others have values of their own in each job.
+AGENTS = {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+OWN = {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def torchruns(folder: Path) -> list[dict[str, str]]:
+    """What it adds to the environment of two processes, by rank."""
+    script = folder / "script.py"
+    script.write_text(
+        "import json, os, sys, torch.distributed as d\n"
+        "assert d.is_torchelastic_launched() and not hasattr(sys, 'ps1')\n"
+        f"json.dump(dict(os.environ), open(os.path.join({str(folder)!r}, os.environ['RANK']), 'w'))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    found = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+    return [{name: value for name, value in each.items() if os.environ.get(name) != value} for each in found]
+
+
+def elastic(group: ddip.Group, names: set[str]) -> list[object]:
+    """These variables on every rank."""
+    return values(group, f"{{name: __import__('os').environ.get(name) for name in {sorted(names)}}}")
+
+
+def test_every_rank_has_what_torchrun_sets(cells: ddip.Group, tmp_path: Path) -> None:
+    theirs = torchruns(tmp_path)
+    names = {name for name in theirs[0] if re.search("RANK|WORLD|ROLE|MASTER|ELASTIC", name)} - AGENTS
+    assert {"GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RESTART_COUNT"} <= names
+    same = names - OWN
+    assert elastic(cells, same) == [{name: each[name] for name in same} for each in theirs]
+    run, *others = values(cells, "__import__('os').environ['TORCHELASTIC_RUN_ID']")
+    assert run and others == [run]
+    assert values(cells, "__import__('torch').distributed.is_torchelastic_launched()") == [True, True]
+
+
+def test_a_new_rank_has_the_same_and_there_is_no_prompt_on_ranks() -> None:
+    names = {"RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
+    prompts = "[hasattr(sys, name) for name in ('ps1', 'ps2', 'ps3')] + [sys.flags.interactive]"
+    with ddip.Group(2) as group:
+        group.run("import sys")
+        before = elastic(group, names)
+        assert values(group, prompts) == [[False, False, False, 0]] * 2
+        with pytest.raises(ddip.CellError):
+            group.run("import os\nif rank == 1: os._exit(1)")
+        assert group.repair() == [1]
+        group.run("import sys\n1 + 1")
+        assert elastic(group, names) == before
+        assert values(group, prompts) == [[False, False, False, 0]] * 2
+        group.change(ddip.Request(n=3))
+        assert [found["ROLE_WORLD_SIZE"] for found in elastic(group, names)] == ["3"] * 3  # type: ignore[index]
 
 
 def test_nobody_else_takes_the_master_port_by_chance(cells: ddip.Group) -> None:

@@ -17,6 +17,7 @@ SPEC = RankSpec(
     local_rank=0,
     local_world_size=1,
     group_rank=0,
+    run_id="run",
     master_addr="127.0.0.1",
     master_port=1,
     device="cpu",
