@@ -1,9 +1,15 @@
 """Framework adapters: modules that prepare a framework on every rank.
 
 Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import. What
-it imports at its top is imported once for all ranks, before they are forked: no threads and no CUDA there. Its
-``prepare()`` is called when a rank has joined the group, ``release()`` before it leaves it, and ``command(text)`` for
-``%%dip -a text``; text that this returns on rank 0 is shown. All three are optional.
+it imports at its top is imported once for all ranks, before they are forked: no threads and no CUDA there. All of these
+are optional:
+
+    prepare()             when the rank has joined the group
+    rejoined()            on all ranks at once, when these are in a new group
+    begin_cell()          before each cell
+    end_cell(error)       after each, with what it raised or None
+    command(text)         for ``%%dip -a text``; text that this returns on rank 0 is shown
+    release()             before the rank leaves the group for another one
 """
 
 from __future__ import annotations

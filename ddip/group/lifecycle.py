@@ -31,7 +31,7 @@ from ddip.group.members import Member
 from ddip.group.placement import GroupSpec, Request
 from ddip.group.process_group import ProcessGroupManager
 from ddip.group.ranks import Ranks
-from ddip.output.area import stop_name
+from ddip.output.area import notify, stop_name
 from ddip.output.progress import Report
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
@@ -71,6 +71,8 @@ class Lifecycle:
         """Engines that were not there when the group started."""
         self._unprepared: set[int] = set()
         """Ranks on which the app has still to be prepared."""
+        self._app_knows = 0
+        """Generation of the group that the app is prepared for, or was told of."""
         self._unfit: set[int] = set()
         """Ranks that cannot be in a group."""
         if getattr(get_ipython(), "is_rank", False):
@@ -212,6 +214,8 @@ class Lifecycle:
             self._form_again()
         if self._unprepared:
             self._prepare(sorted(self._unprepared))
+        if self._app is not None and self._app_knows != self._manager.generation:
+            self._tell_app(self._app)
 
     def ensure_free(self) -> None:
         """Have every rank there, and free; raises GroupError if that cannot be."""
@@ -253,6 +257,7 @@ class Lifecycle:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
                 if going is not None:
                     revival.go_on(self.ranks, self._manager, going)
+                self._app_knows = self._manager.generation
                 self._prepare(range(spec.size))
         except BaseException:
             if new:
@@ -287,6 +292,19 @@ class Lifecycle:
         self._unprepared.clear()
         self._unfit.clear()
         return GroupError(f"{why}; the group is there without the app")
+
+    def _tell_app(self, app: str) -> None:
+        """Tell `app` on every rank that the group was formed again; ranks that are new have prepared it before.
+
+        What fails there is said, and not tried again: the group is there, formed once more if some ranks only failed.
+        """
+        try:
+            self.ask_app(range(self.world_size), on_rank.tell_app_rejoined(apps.find(app)))
+        except RequestFailed as error:
+            notify(f"{error}; the group is there")
+            if not self._manager.healthy:
+                self._form_again()
+        self._app_knows = self._manager.generation
 
     def ask_app(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         """Have the app do something; if only some ranks did it they are out of step, and the group is formed again."""

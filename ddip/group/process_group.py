@@ -66,6 +66,8 @@ class ProcessGroupManager:
         """How many groups each rank has made in the group that was formed last; it is 1 of them."""
         self.healthy = False
         """False if the group must be formed (again) before anything can be done with it."""
+        self.generation = 0
+        """Number of the group that the ranks are in: of those that ddip or a cell has formed."""
 
     def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
         """Have all ranks join a new group; until `deadline` on ``time.monotonic``. Raises GroupError.
@@ -97,10 +99,9 @@ class ProcessGroupManager:
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
             former.unlink(missing_ok=True)
-        self._made = _shared(
-            {rank: [tuple(ends) for ends in connections] for rank, (connections, _) in enumerate(made)}
-        )
+        self._made = _shared({rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)})
         self.healthy = True
+        self.generation += 1
 
     @property
     def _first_group(self) -> int:
@@ -265,6 +266,7 @@ class ProcessGroupManager:
         adopt = on_rank.adopt(0 if former is None else former.number, self._port.number)
         answers = self._ranks.call_on_control_channel(ranks, adopt, seconds=ADOPT_SECONDS)
         self.healthy = all(answer is not None for answer in answers.values())
+        self.generation += 1
         self._steps.forget()
 
     def _take_steps(self, begun: Mapping[int, Begun], failed: bool, unmatched: bool) -> None:

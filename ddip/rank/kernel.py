@@ -23,7 +23,7 @@ from traitlets import Type
 
 from ddip.protocol.remote import call
 from ddip.protocol.text import packing
-from ddip.rank import libraries, refusals, tracebacks
+from ddip.rank import apps, libraries, refusals, tracebacks
 from ddip.rank.aside import Aside
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
@@ -195,14 +195,18 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
         return request["header"]  # type: ignore[no-any-return]
 
-    async def _run(self, code: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    async def _run(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the code, and only that, where an interrupt may come; its alarms and handlers live as long."""
         assert self._aside is not None
         self._cell = self._message()
         try:
             self._aside.give_back()
             self._begin()
-            reply: dict[str, Any] = await super().do_execute(code, *args, **kwargs)
+            if apps.before is not None and not silent:
+                apps.call_hook(apps.before)
+            reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+            if apps.after is not None and not silent:
+                apps.call_hook(apps.after, self.shell.raised)
             if reply["status"] == "ok":
                 self._finish_on_gpu()
             if reply["status"] == "error" and self.shell.raised is None:  # what the cell ends with cannot be shown

@@ -68,6 +68,8 @@ def cell_number(code: CodeType) -> int | None:
 
 _UNTORN = {("showtraceback", "ddip.rank.shell"), ("_interrupt_again", "ddip.rank.kernel")}
 """Functions of ddip's, and their modules, that a cell's own code leads to and an interrupt must not end."""
+_HOOK = "call_hook", "ddip.rank.apps"
+"""What calls an app before a cell and after it."""
 
 
 def is_users(frame: FrameType | None) -> bool:
@@ -78,9 +80,10 @@ def is_users(frame: FrameType | None) -> bool:
     """
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "__del__" or (name, frame.f_globals.get("__name__")) in _UNTORN:
+        function = name, frame.f_globals.get("__name__")
+        if name == "__del__" or function in _UNTORN:
             return False
-        if name == "run_code" or frame.f_code is Gpu.finish.__code__:
+        if name == "run_code" or function == _HOOK or frame.f_code is Gpu.finish.__code__:
             return True
         if frame.f_code == call.__code__:  # what a cell begins and ends with is none of the user's
             return frame.f_back is None or frame.f_back.f_code.co_name not in (

@@ -1,0 +1,141 @@
+"""Apps of others hear of a group that is formed again, and of cells, where they ask for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellError, CellInterrupted
+
+from .apps import an_app
+from .leftovers import wait_until
+from .meanwhile import meanwhile, press_stop
+
+APP = """
+import torch.distributed as dist
+calls = []
+def prepare(): calls.append("prepare")
+def release(): calls.append("release")
+def rejoined():
+    global pair
+    calls.append("rejoined")
+    pair = dist.new_group(list(range(dist.get_world_size())))
+"""
+FAIL = "import torch.distributed as dist\nif rank == 0: raise ValueError('mine')\ndist.barrier()"
+USE = "import torch, torch.distributed as dist, toy_app\nx = torch.ones(1)\ndist.all_reduce(x, group=toy_app.pair)"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[ddip.Group]:
+    with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+        yield group
+
+
+def calls(group: ddip.Group) -> list[list[str]]:
+    """What the app was called for, by rank."""
+    group.run("import toy_app; _calls = toy_app.calls")
+    return [found["_calls"] for found in group.pull_all(["_calls"], range(group.world_size))[0]]
+
+
+def test_an_app_hears_of_it_when_a_collective_was_released(group: ddip.Group) -> None:
+    assert calls(group) == [["prepare"]] * 2
+    for count in (1, 2):
+        with pytest.raises(CellError, match="mine"):
+            group.run(FAIL)
+        assert calls(group) == [["prepare", *["rejoined"] * count]] * 2
+        group.run(f"{USE}\nassert x.item() == 2")
+    assert calls(group) == [["prepare", "rejoined", "rejoined"]] * 2  # and not before each cell
+
+
+def test_a_new_rank_prepares_the_app_before_all_ranks_hear_of_it(group: ddip.Group) -> None:
+    os.kill(group.members[1].pid, signal.SIGKILL)
+    wait_until(lambda: group.ranks.ended)
+    assert group.repair() == [1]
+    assert calls(group) == [["prepare", "rejoined"]] * 2
+    group.run(f"{USE}\nassert x.item() == 2")
+
+
+def test_an_app_hears_of_a_group_that_a_cell_has_formed(group: ddip.Group) -> None:
+    group.run("import torch.distributed as dist\ndist.destroy_process_group()\ndist.init_process_group('gloo')")
+    assert calls(group) == [["prepare", "rejoined"]] * 2
+    group.run(f"{USE}\nassert x.item() == 2")
+
+
+def test_a_change_of_the_group_releases_and_prepares_the_app(group: ddip.Group) -> None:
+    group.change(ddip.Request(n=3))
+    assert calls(group) == [["prepare", "release", "prepare"]] * 2 + [["prepare"]]
+
+
+FAILS = """
+def rejoined():
+    calls.append("rejoined")
+    if dist.get_rank() == 1: raise OSError("no way")
+    dist.barrier()
+"""
+
+
+def test_an_error_in_what_an_app_does_then_is_said_and_the_group_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with an_app(tmp_path, APP + FAILS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+        with pytest.raises(CellError, match="mine"):
+            group.run(FAIL)
+        capsys.readouterr()
+        assert calls(group) == [["prepare", "rejoined"]] * 2
+        said = capsys.readouterr().err
+        assert "telling the app that the group was formed again failed: rank 1: OSError: no way" in said
+        group.run("import torch\nx = torch.ones(1)\ndist.all_reduce(x)\nassert x.item() == 2")
+        assert calls(group) == [["prepare", "rejoined"]] * 2
+        assert capsys.readouterr().err == ""
+
+
+CELLS = """
+import os, time
+def begin_cell():
+    print("begins")
+    waits = os.environ["TOY_APP"] + "/waits"
+    if os.path.exists(waits):
+        open(waits + os.environ["RANK"], "w").close()
+        while True: time.sleep(0.01)
+def end_cell(error): print("ended", repr(error))
+"""
+
+
+def test_an_app_is_called_around_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with an_app(tmp_path, CELLS), ddip.Group(2, app="toy") as group:
+        group.run("print('runs')", show_ranks=[0])
+        assert capsys.readouterr().out == "begins\nruns\nended None\n"
+        with pytest.raises(CellError, match="mine"):
+            group.run("raise ValueError('mine')", show_ranks=[0])
+        assert capsys.readouterr().out == "begins\nended ValueError('mine')\n"
+        (tmp_path / "waits").touch()
+        thread = meanwhile(lambda: len(list(tmp_path.glob("waits?"))) == 2, press_stop)
+        with pytest.raises(CellInterrupted):
+            group.run("print('runs')", show_ranks=[0])
+        thread.join()
+        assert capsys.readouterr().out == "begins\n"
+        (tmp_path / "waits").unlink()
+        group.change(ddip.Request(n=1))
+        group.run("print('runs')")
+        assert capsys.readouterr().out == "begins\nruns\nended None\n"
+
+
+def test_an_error_of_an_app_around_a_cell_is_shown_and_is_not_the_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "def begin_cell(): raise OSError('no way')\ndef end_cell(error): 1 / 0\n"
+    with an_app(tmp_path, code), ddip.Group(2, app="toy") as group:
+        group.run("print('runs')", show_ranks=[0])
+        shown = capsys.readouterr()
+        assert shown.out == "runs\n"
+        for text in ("begin_cell() of the app toy_app failed:", "OSError: no way", "end_cell()", "ZeroDivisionError"):
+            assert text in shown.err
+
+
+def test_nothing_is_called_for_an_app_that_does_not_ask_for_it(group: ddip.Group) -> None:
+    group.run("from ddip.rank import apps\nassert apps.before is apps.after is None")
