@@ -171,6 +171,9 @@ class Pipes:
         self.records = Records()
         self._pipes: list[Records | Descriptor] = [self.records]
         self._lines = Lines()
+        self._poll = select.poll()
+        """For the output thread alone: two threads cannot use one at once."""
+        self._poll.register(self.records.reads, select.POLLIN)
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -184,6 +187,7 @@ class Pipes:
         """Put a pipe in place of descriptor `number`."""
         descriptor = Descriptor(number)
         self._pipes.append(descriptor)
+        self._poll.register(descriptor.reads, select.POLLIN)
         return descriptor
 
     def has_come(self) -> bool:
@@ -195,6 +199,8 @@ class Pipes:
 
     def take(self) -> Iterator[Written]:
         """What can be shown of what has come."""
+        if not self._poll.poll(0):  # as a rule; to read each pipe in vain takes longer
+            return
         for pipe in self._pipes:
             for written in pipe.take():
                 yield from self._lines.add(written)

@@ -70,7 +70,7 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     _pipes: Pipes
     """What others write; of both."""
     _wrote = 0.0
-    """When one of the two was written to last."""
+    """When it was written to last; not of both, since to change a class costs all that is looked up there next."""
     _process = 0
     """In what a cell has forked: its pid. Asked with each write, and quicker than to ask the system."""
 
@@ -97,9 +97,9 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
             self._pipes.records.write(self._number, self._process, self.parent_header.get("msg_id", ""), string)
             return len(string)
         now = time.monotonic()
-        if now > RankStream._wrote + PAUSE_SECONDS:
+        if now > self._wrote + PAUSE_SECONDS:
             self._wait_for_others()
-        RankStream._wrote = now
+        self._wrote = now
         before = RankStream._writer
         if before is not self:
             RankStream._writer = self
