@@ -26,7 +26,7 @@ from ddip.rank.pipes import Pipe, Pipes, Written
 from ddip.rank.stacks import is_users
 
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
-PAUSE_SECONDS = 50e-6
+PAUSE_SECONDS = 10e-6
 """After a pause between two writes something else may have written; within a loop of prints nobody looks."""
 REST_SECONDS = 0.002
 """After which a pipe is looked at again that had little in it."""

