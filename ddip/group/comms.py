@@ -13,6 +13,7 @@ from ddip.cluster.seam import Message
 from ddip.group.ranks import Ranks
 from ddip.output.area import CellOutputArea
 from ddip.output.router import WidgetCell
+from ddip.output.widget_bars import WidgetBars
 from ddip.output.widget_state import merge, parts, state_in
 
 KEPT = 200
@@ -45,14 +46,17 @@ class Comms:
         self._widgets: dict[str, _Widget] = {}
         self._untold: dict[str, None] = {}
         """Names of the widgets that the page does not know, the oldest first."""
+        self.bars = WidgetBars()
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
         """A message of a widget of `rank`, which came with the output of `cell`; `shown`: is the rank shown there?"""
         if not cell.page.rich:
             return
         name, kind = message["content"]["comm_id"], message["header"]["msg_type"]
+        state = state_in(message)
         if kind == "comm_open":
-            self._widgets[name] = _Widget(rank, cell, parts(state_in(message)), message)
+            self.bars.open(name, state)
+            self._widgets[name] = _Widget(rank, cell, parts(state), message)
             self._keep(name)
             if shown:
                 self.tell(name, cell.page)
@@ -61,9 +65,11 @@ class Comms:
         if widget is None:
             return
         if kind == "comm_close":
+            self.bars.close(name)
             self._forget(name)
         else:
-            new = parts(state_in(message)) - widget.parts
+            self.bars.change(name, state)
+            new = parts(state) - widget.parts
             widget.parts |= new
             if widget.untold is not None:
                 merge(widget.untold, message)

@@ -13,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, publish_display_data
 
 from ddip.output.frontend import is_page
+from ddip.output.transcript import OUR_IDS
 
 Bundle = dict[str, Any]
 
@@ -153,7 +154,7 @@ def cell_number() -> int | None:
 
 def new_id() -> str:
     """An id that no other output on any page has."""
-    return f"ddip-{uuid.uuid4().hex[:12]}"
+    return f"{OUR_IDS}{uuid.uuid4().hex[:12]}"
 
 
 def _write(stream: str, text: str) -> None:

@@ -58,7 +58,7 @@ def _comparable(item: Item) -> object:
         return (item.stream, object() if item.screen.skipped else item.screen.text)
     if isinstance(item, Area):
         return comparable(item.items)
-    data = item.data
+    data = item.data if item.first is None else item.first
     if WIDGET in data:  # each has an id of its own: its text says what it is
         data = {**data, WIDGET: None}
     return json.dumps([data, item.metadata], sort_keys=True, default=repr)  # in Python, 1 and True are equal

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ddip.errors import RankError, ranks_text
 from ddip.output.area import CellOutputArea, flush
 from ddip.output.bundles import comparable
-from ddip.output.transcript import Bundle, Display, RankTranscript, Text, labelled, plain_of
+from ddip.output.transcript import Bundle, Display, RankTranscript, Text, is_ours, labelled, plain_of
 
 
 class Grouped:
@@ -29,8 +29,9 @@ class Grouped:
         self._sections[rank].display(data, metadata, display_id)
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """Change a display that is kept."""
-        self._sections[rank].update(data, metadata, display_id)
+        """Change a display that is kept, or a bar of an earlier cell."""
+        if not self._sections[rank].update(data, metadata, display_id) and is_ours(display_id):
+            self._page.show(data, metadata, display_id, update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
         """Keep the value of the last line, with its label."""
@@ -77,7 +78,8 @@ class Grouped:
                     text = item.screen.text
                     self._page.write(item.stream, text if text.endswith("\n") else f"{text}\n")
                 elif isinstance(item, Display):
-                    self._page.show(item.data, item.metadata)
+                    ours = item.display_id is not None and is_ours(item.display_id)  # a bar, which may move on
+                    self._page.show(item.data, item.metadata, item.display_id if ours else None)
                 else:
                     self._page.write("stdout", plain_of(item.items) + "\n")
         flush()

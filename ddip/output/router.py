@@ -24,6 +24,7 @@ from ddip.output.labels import Labels
 from ddip.output.tabs import Tabs
 from ddip.output.transcript import WIDGET, Area, Display, Item, RankTranscript, Text
 from ddip.output.views import Plain, View
+from ddip.output.widget_bars import WidgetBars
 from ddip.output.widget_state import parts, state_in
 
 log = logging.getLogger("ddip")
@@ -58,6 +59,9 @@ class WidgetCell(Protocol):
 
 class Comms(Protocol):
     """Whoever passes on the messages of widgets."""
+
+    bars: WidgetBars
+    """What is known of those that are progress bars."""
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
         """A message of a widget of `rank`, which came with the output of `cell`."""
@@ -158,6 +162,7 @@ class CellOutput:
             for rank in self._captures:
                 self._end_captures(rank, 0)
             self.page.capture("")
+            self._write_bars()
             shown = self._view.close(errors or {}, note)
             if not shown and note:
                 self.page.note(note)
@@ -184,7 +189,13 @@ class CellOutput:
     def _draw_again(self) -> None:
         with _lock:
             self._again = None
+            self._write_bars()
             self.draw()
+
+    def _write_bars(self) -> None:
+        """The text of bars that are widgets, as they are now."""
+        for bar in self._comms.bars.moved() if self._comms is not None else ():
+            self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
 
     def _show(self, rank: int, message: Message) -> None:
         """Have the view show it; what a rank sends may be odd, and shall not end the cell."""
@@ -216,8 +227,11 @@ class CellOutput:
             case "execute_result":
                 view.result(rank, content["execution_count"], content["data"], content.get("metadata") or {})
             case "display_data":
+                data, metadata = content["data"], content.get("metadata") or {}
                 display_id = (content.get("transient") or {}).get("display_id")
-                view.display(rank, content["data"], content.get("metadata") or {}, display_id)
+                if display_id is None and self._comms is not None:
+                    display_id = self._comms.bars.display(rank, data, metadata)
+                view.display(rank, data, metadata, display_id)
             case "update_display_data":
                 view.update(rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"])
             case "clear_output":

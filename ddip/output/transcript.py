@@ -11,6 +11,8 @@ from ddip.output.terminal_text import Screen, moves, plain
 
 Bundle = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
+OUR_IDS = "ddip-"
+"""With what the ids begin that the notebook's side gives."""
 
 
 @dataclass
@@ -39,6 +41,9 @@ class Display:
     display_id: str | None = None
     below: bool = False
     """Is it shown below the tabs?"""
+    first: Bundle | None = None
+    """Of a bar whose text was written anew: as it was displayed. Ranks with the same bars have shown the same, however
+    fast each was."""
 
     def shows(self, model: str) -> bool:
         """Is it a view of this widget?"""
@@ -136,6 +141,8 @@ class RankTranscript:
         whether there is any such."""
         found = [item for item in _displays(self.items) if item.display_id == display_id]
         for item in found:
+            if is_ours(display_id):
+                item.first = item.first or item.data
             item.data, item.metadata = data, metadata or {}
             item.below = item.below or below
         self.changed = self.changed or bool(found)
@@ -217,9 +224,14 @@ def labelled(label: str, data: Bundle) -> Bundle:
     return {**data, "text/plain": f"{label} {text}" if "\n" not in text else f"{label}\n{text}"}
 
 
+def is_ours(display_id: str) -> bool:
+    """Did the notebook's side give this id?"""
+    return display_id.startswith(OUR_IDS)
+
+
 def own_id(rank: int, display_id: str | None) -> str | None:
-    """Ranks may take the same id for different displays."""
-    return None if display_id is None else f"{display_id}-rank{rank}"
+    """Ranks may take the same id for different displays; the notebook's side does not."""
+    return display_id if display_id is None or is_ours(display_id) else f"{display_id}-rank{rank}"
 
 
 def plain_of(items: Sequence[Item], most: int | None = None) -> str:

@@ -1,0 +1,98 @@
+"""Bars that are widgets, in the notebook that is left when all has run: what a page without widgets shows of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CELLS = {
+    "start": "%load_ext ddip\n%config DipMagics.report_after = 100\n%makedip -n 2",
+    "one rank": "%%dip\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(50), desc='<b> & c'): pass",
+    "nested": (
+        "%%dip\nfor i in tqdm(range(3), desc='outer'):\n    for j in tqdm(range(4), desc='inner', leave=i == 2): pass"
+    ),
+    "failed": "%%dip\nfor i in tqdm(range(10)):\n    if i == 4: 1 / 0",
+    "all ranks": "%%dip -S all\nprint('said')\nfor i in tqdm(range(50)): pass",
+    "first part": "%%dip -S all\nbar = tqdm(total=10, mininterval=0)\nbar.update(2)\nNone",
+    "labels": "%config DipMagics.style = 'labels'",
+    "second part": "%%dip\nbar.update(3)\nNone",
+    "with labels": "%%dip -S all\nfor i in tqdm(range(50 + rank)): pass",
+    "grouped": "%config DipMagics.style = 'grouped'",
+    "with groups": "%%dip -S all\nfor i in tqdm(range(50)): pass\nlast = tqdm(total=10, mininterval=0)",
+    "last part": "%%dip -S all\nlast.update(10)\nNone",
+    "other widgets": (
+        "%%dip\nimport ipywidgets\nslider = ipywidgets.IntSlider(3)\ndisplay(slider)\nslider.value = 5\n"
+        "load = ipywidgets.IntProgress(description='load')\ndisplay(load)\nload.value = 55"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(warmed_up: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[nbformat.NotebookNode]]:
+    """What each cell has left."""
+    cells = [nbformat.v4.new_code_cell(code) for code in CELLS.values()]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
+    folder: Path = tmp_path_factory.mktemp("bars")
+    client = NotebookClient(notebook, timeout=90, allow_errors=True, resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+
+
+def texts(outputs: list[nbformat.NotebookNode]) -> list[str]:
+    """Of the displays."""
+    return [str(output.data["text/plain"]) for output in outputs if output.output_type == "display_data"]
+
+
+def test_a_bar_is_at_its_end_and_still_a_widget(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+    (bar,) = outputs["one rank"]
+    assert re.fullmatch(r"<b> & c: 100%\|██████████\| 50/50 \[.*it/s\]", bar.data["text/plain"])
+    assert bar.data[WIDGET]["model_id"]
+
+
+def test_of_bars_within_bars_the_outer_and_the_one_that_stays_are_left(
+    outputs: dict[str, list[nbformat.NotebookNode]],
+) -> None:
+    outer, *inner, last = outputs["nested"]
+    assert re.match(r"outer: 100%\|██████████\| 3/3 \[", outer.data["text/plain"])
+    assert re.match(r"inner: 100%\|██████████\| 4/4 \[", last.data["text/plain"])
+    assert [output.data for output in inner] == 2 * [{"text/plain": ""}]
+
+
+def test_the_bar_of_a_cell_that_failed_says_how_far_it_came(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+    assert re.match(r" 40%\|████      \| 4/10 \[", texts(outputs["failed"])[0])
+    assert outputs["failed"][-1].output_type == "error"
+
+
+def test_with_all_ranks_each_has_its_bar_and_equal_ranks_still_share_a_tab(
+    outputs: dict[str, list[nbformat.NotebookNode]],
+) -> None:
+    shown = outputs["all ranks"]
+    bars = [output.data["text/plain"] for output in shown if WIDGET in output.get("data", {})]
+    assert [bar.split(" [")[0] for bar in bars] == 2 * ["100%|██████████| 50/50"]
+    assert "── ranks 0, 1 ──\nsaid" in texts(shown)
+    bars = [bar.split(" [")[0] for bar in texts(outputs["with labels"])]
+    assert sorted(bars) == [f"100%|██████████| {n}/{n}" for n in (50, 51)]
+    assert texts(outputs["with groups"])[0].startswith("100%|██████████| 50/50 [")
+    assert [output.text for output in outputs["with groups"] if output.output_type == "stream"] == [
+        "── ranks 0, 1 ──\n"
+    ]
+
+
+def test_a_bar_that_goes_on_in_another_cell_is_at_its_end(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+    """Whatever shows that cell, and whatever showed the one that has the bar."""
+    first = [
+        output.data["text/plain"].split(" [")[0] for output in outputs["first part"] if WIDGET in output.get("data", {})
+    ]
+    assert sorted(first) == [" 20%|██        | 2/10", " 50%|█████     | 5/10"]
+    assert texts(outputs["with groups"])[1].startswith("100%|██████████| 10/10 [")
+    assert outputs["second part"] == outputs["last part"] == []
+
+
+def test_of_other_widgets_the_text_stays(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+    assert texts(outputs["other widgets"]) == ["IntSlider(value=3)", "load |█████▌    |"]

@@ -1,0 +1,62 @@
+"""A bar that is a widget, in JupyterLab while it lives and when it is opened again, and in a page of nbconvert."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .lab import Lab, wait_for
+
+CELLS = [
+    "%load_ext ddip\n%config DipMagics.report_after = 100\n%makedip -n 2",
+    "%%dip\nfrom tqdm.auto import tqdm\nfor i in tqdm(range(50)): pass",
+    "%%dip\nfor i in tqdm(range(50), leave=False): pass",
+    "%%dip\nbar = tqdm(total=10, mininterval=0)\nbar.update(2)\nNone",
+    "%%dip\nbar.update(8)\nNone",
+]
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Lab) -> Lab:
+    """A notebook with bars that has been run to its end, and saved."""
+    lab.open("bars.ipynb", CELLS)
+    for number in range(len(CELLS)):
+        lab.run(number)
+    lab.save()
+    return lab
+
+
+def outputs(notebook: Lab, number: int) -> list[Any]:
+    cells = json.loads((notebook.folder / "bars.ipynb").read_text())["cells"]
+    return list(cells[number]["outputs"])
+
+
+def test_a_bar_is_shown_once_and_its_text_is_saved_at_its_end(notebook: Lab) -> None:
+    for number, end in ((1, "50/50"), (3, "10/10")):
+        bars = notebook.output(number).locator(".widget-hprogress")
+        wait_for(lambda bars=bars: bars.count() == 1, "the bar to be drawn anew")  # type: ignore[misc]
+        assert bars.first.is_visible() and end in notebook.text(number)
+        (saved,) = outputs(notebook, number)
+        text = "".join(saved["data"]["text/plain"])
+        assert text.startswith("100%|██████████| ") and end in text
+
+
+def test_a_bar_that_is_wiped_away_leaves_nothing(notebook: Lab) -> None:
+    assert notebook.text(2).strip() == ""
+    assert ["".join(output["data"]["text/plain"]) for output in outputs(notebook, 2)] == [""]
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_page_of_nbconvert_has_the_bar_at_its_end(notebook: Lab, tmp_path: Path, state: bool) -> None:
+    """With the state of widgets, which JupyterLab does not save unless it is told to, and without."""
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(tmp_path)]
+    command += [f"--ExecutePreprocessor.store_widget_state={state}", "bars.ipynb"]
+    subprocess.run(command, cwd=notebook.folder, check=True, capture_output=True)
+    page = (tmp_path / "bars.html").read_text()
+    assert ("100%|██████████| 50/50" in page) == (not state)
+    assert ('"value": 50.0' in page) == state

@@ -1,0 +1,96 @@
+"""The text of bars that are widgets, from the messages of widgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddip.output import widget_bars
+from ddip.output.transcript import WIDGET
+from ddip.output.widget_bars import WidgetBars
+
+
+def view(model: str, text: str = "0%") -> dict[str, Any]:
+    return {WIDGET: {"model_id": model}, "text/plain": text}
+
+
+def new_bar(bars: WidgetBars, name: str, **state: Any) -> str | None:
+    """As tqdm makes and displays one; returns the id of the display."""
+    bars.open(f"{name}-left", {"_model_name": "HTMLModel", "value": ""})
+    bars.open(f"{name}-bar", {"_model_name": "FloatProgressModel", "min": 0.0, "max": 10.0, "value": 0.0, **state})
+    bars.open(f"{name}-right", {"_model_name": "HTMLModel", "value": ""})
+    children = [f"IPY_MODEL_{name}-{part}" for part in ("left", "bar", "right")]
+    bars.open(name, {"_model_name": "HBoxModel", "children": children})
+    return bars.display(0, view(name), {})
+
+
+def test_the_text_is_what_the_widgets_show() -> None:
+    bars = WidgetBars()
+    display_id = new_bar(bars, "b")
+    assert bars.moved() == []
+    bars.change("b-left", {"value": "\u2007<b>a</b> &lt;\u200745%"})
+    bars.change("b-bar", {"value": 4.5})
+    bars.change("b-right", {"value": "\u20074/10"})
+    (bar,) = bars.moved()
+    assert bar.display_id == display_id and bar.data == view("b", " a < 45%|████▌     | 4/10")
+    bars.change("b-bar", {"value": 4.51, "bar_style": "danger"})
+    assert bars.moved() == []  # as text it is the same
+
+
+def test_a_bar_that_its_rank_closes_is_no_text_and_no_widget() -> None:
+    bars = WidgetBars()
+    new_bar(bars, "b")
+    bars.change("b-bar", {"value": 10})
+    bars.close("b")
+    (bar,) = bars.moved()
+    assert bar.data == {"text/plain": ""}
+    bars.change("b-bar", {"value": 0})
+    bars.close("b")
+    assert bars.moved() == [] and bars._models == bars._within == {}
+
+
+@pytest.mark.parametrize("state", [{"min": None}, {"max": "x"}, {"value": None}, {"max": 0}])
+def test_odd_states_do_no_harm(state: dict[str, Any]) -> None:
+    bars = WidgetBars()
+    new_bar(bars, "b", **state)
+    bars.change("b-right", {"value": None})
+    bars.change("nobody", {"value": 1})
+    bars.close("nobody")
+    assert bars.moved()[0].data["text/plain"].startswith("|")
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {WIDGET: {}}, {WIDGET: None}, {WIDGET: {"model_id": 1}}, view("slider"), view("mixed")]
+)
+def test_what_is_no_bar_is_left_alone(data: dict[str, Any]) -> None:
+    bars = WidgetBars()
+    bars.open("slider", {"_model_name": "IntSliderModel", "value": 3})
+    bars.open("load", {"_model_name": "IntProgressModel", "value": 3})
+    bars.open("mixed", {"_model_name": "HBoxModel", "children": ["IPY_MODEL_load", "IPY_MODEL_slider"]})
+    assert bars.display(0, data, {}) is None
+    bars.change("load", {"value": 5})
+    assert bars.moved() == []
+
+
+def test_several_bars_in_one_box_are_lines() -> None:
+    bars = WidgetBars()
+    for name, text in (("a", "first"), ("b", "")):
+        bars.open(name, {"_model_name": "IntProgressModel", "max": 4, "value": 1, "description": text})
+    bars.open("box", {"_model_name": "VBoxModel", "children": ["IPY_MODEL_a", "IPY_MODEL_b"]})
+    assert bars.display(0, view("box"), {}) == bars.display(0, view("box"), {})
+    bars.change("b", {"value": 4})
+    assert bars.moved()[0].data["text/plain"] == "first |██▌       |\n|██████████|"
+
+
+def test_a_long_notebook_keeps_the_bars_that_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widget_bars, "KEPT_BARS", 3)
+    monkeypatch.setattr(widget_bars, "KEPT_MODELS", 5)
+    bars = WidgetBars()
+    new_bar(bars, "outer")
+    for number in range(20):
+        new_bar(bars, f"b{number}")
+        bars.open(f"text{number}", {"_model_name": "HTMLModel"})
+        bars.change("outer-bar", {"value": number / 2})
+        bars.moved()
+    assert len(bars._shown) == 3 and "outer" in bars._shown and len(bars._models) == 3 * 4 + 5
