@@ -20,8 +20,12 @@ PAGES: list[tuple[Colour, Colour]] = [
     ([0.13, 0.11, 0.11], [1.0, 0.867, 0.867]),
     ([1.0, 1.0, 1.0], [0.067, 0.067, 0.067]),
     ([1.0, 1.0, 1.0], [0.316, 0.122, 0.106]),
+    ([0.231, 0.231, 0.231], [1.0, 1.0, 1.0]),
+    ([0.231, 0.231, 0.231], [0.98, 0.892, 0.892]),
+    ([0.8, 0.8, 0.8], [0.122, 0.122, 0.122]),
+    ([0.8, 0.8, 0.8], [0.233, 0.146, 0.146]),
 ]
-"""Text, and what is behind it, in JupyterLab's light and dark theme: of stdout, and of stderr."""
+"""Text, and what is behind it, in the light and the dark theme of JupyterLab and of VS Code: of stdout and stderr."""
 
 
 def to_html(text: str) -> str:

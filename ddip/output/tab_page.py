@@ -35,8 +35,9 @@ RULES = """
 .ddip-note{flex:1;text-align:right;padding:2px 8px;font-size:.8em;opacity:.8;border-bottom:3px solid var(--line)}
 .ddip-shown{padding:4px 8px;overflow:auto}
 .ddip .ddip-shown pre{margin:0;white-space:pre-wrap;word-break:break-word;background:none;border:0;padding:0;
- font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px);
- line-height:var(--jp-code-line-height,1.3077)}
+ font-family:var(--jp-code-font-family,var(--notebook-cell-output-font-family,monospace));
+ font-size:var(--jp-code-font-size,var(--notebook-cell-output-font-size,13px));
+ line-height:var(--jp-code-line-height,var(--notebook-cell-output-line-height,1.3077))}
 .ddip .ddip-shown pre.ddip-stderr{background:var(--jp-rendermime-error-background,rgba(221,72,72,.15))}
 .ddip .ddip-shown pre.ddip-none{opacity:.8}
 .ddip-shown img{max-width:100%}
@@ -45,7 +46,7 @@ RULES = """
 """
 STYLE = f"<style>{RULES}</style>"
 CHOSEN = "border-bottom-color:#208ffb;opacity:1;font-weight:bold"
-FOCUSED = "outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:-2px;opacity:1"
+FOCUSED = "outline:2px solid var(--jp-brand-color1,var(--vscode-focusBorder,#1976d2));outline-offset:-2px;opacity:1"
 
 
 @dataclass(frozen=True)

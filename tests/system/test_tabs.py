@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Locator
+from playwright.sync_api import Locator, Page
 
 from .lab import Lab, wait_for
 
@@ -50,18 +50,18 @@ OURS = """targets => targets.map(target => {
 """Of which of these elements is ddip the author? HTML of the ranks is theirs."""
 
 
-def looked_at(notebook: Lab) -> tuple[int, list[str]]:
+def looked_at(page: Page) -> tuple[int, list[str]]:
     """Of how many texts of ddip's own axe-core has measured the contrast, and all that it finds in ddip's markup."""
     # else axe-core takes all text for hidden: the body is 0 px high, and cuts off what is outside
-    notebook.page.add_style_tag(content="body { overflow: visible !important }")
-    found = Axe().run(notebook.page, options={"resultTypes": ["violations", "passes"]}).response
+    page.add_style_tag(content="body { overflow: visible !important }")
+    found = Axe().run(page, options={"resultTypes": ["violations", "passes"]}).response
     nodes = [
         (kind, rule["id"], node["target"][0], node["html"][:200], [one["message"] for one in node["any"]])
         for kind in ("violations", "passes")
         for rule in found[kind]
         for node in rule["nodes"]
     ]
-    ours = notebook.page.evaluate(OURS, [node[2] for node in nodes])
+    ours = page.evaluate(OURS, [node[2] for node in nodes])
     nodes = [node for node, mine in zip(nodes, ours, strict=True) if mine]
     measured = sum(node[1] == "color-contrast" for node in nodes)
     return measured, [str(node) for node in nodes if node[0] == "violations"]
@@ -89,7 +89,7 @@ def test_axe_finds_nothing_in_our_markup(notebook: Lab, name: str) -> None:
 
     def has_looked() -> bool:  # while a theme is exchanged axe-core measures no colours
         nonlocal measured, violations
-        measured, violations = looked_at(notebook)
+        measured, violations = looked_at(notebook.page)
         return measured > 20
 
     try:
