@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from .notebook import Notebook
+
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELLS = {
     "start": "%load_ext ddip\n%config DipMagics.report_after = 100\n%makedip -n 2",
@@ -96,3 +98,17 @@ def test_a_bar_that_goes_on_in_another_cell_is_at_its_end(outputs: dict[str, lis
 
 def test_of_other_widgets_the_text_stays(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     assert texts(outputs["other widgets"]) == ["IntSlider(value=3)", "load |█████▌    |"]
+
+
+def test_a_bar_that_a_thread_moves_when_its_cell_has_ended_is_at_its_end(notebook: Notebook) -> None:
+    cell = notebook.begin(
+        "%%dip -r 0\nimport threading, time\nfrom pathlib import Path\nfrom tqdm.auto import tqdm\n"
+        "bar = tqdm(total=4)\n"
+        "def go_on():\n    while not Path('go on').exists(): time.sleep(0.01)\n    bar.update(4); bar.close()\n"
+        "threading.Thread(target=go_on).start()"
+    )
+    shown = notebook.finish(cell)
+    (display,) = (content for kind, content in shown.messages if kind == "display_data" and WIDGET in content["data"])
+    assert display["data"]["text/plain"].startswith("  0%|")
+    (notebook.folder / "go on").touch()
+    assert "100%|██████████| 4/4 [" in notebook.late(cell, "4/4 [")

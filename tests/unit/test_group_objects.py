@@ -320,8 +320,10 @@ def test_widgets_that_nobody_looks_at_are_not_kept_for_ever(
 
 
 def test_a_terminal_has_no_widgets(new_group: NewGroup) -> None:
-    cell = Cell(new_group(1), 0)
+    group = new_group(1)
+    cell = Cell(group, 0)
     cell.page.rich = False
-    cell.receive(0, comm_message("comm_open", "w3"))
+    cell.receive(0, comm_message("comm_open", "w3", _model_name="IntProgressModel"))
     cell.receive(0, comm_message("comm_msg", "w3", msg_id="of the rank"))
     assert cell.page.sent == []
+    assert group._comms.bars.display(0, {WIDGET: {"model_id": "w3"}}, {}) is None
