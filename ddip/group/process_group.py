@@ -21,7 +21,7 @@ from typing import Any
 
 from ddip.cluster import preload_client
 from ddip.errors import GroupError
-from ddip.group import host
+from ddip.group import connections, host
 from ddip.group.placement import GroupSpec
 from ddip.group.ranks import Ranks
 from ddip.group.steps import Steps, Uneven
@@ -94,12 +94,14 @@ class ProcessGroupManager:
         former, self._store = self._store, self._new_store()
         self._groups = self._first_group
         made = self._join({self._store: range(spec.size)}, spec, collect, deadline, SET_UP_SHARE)
-        if _is_spoilt(made):
+        if connections.is_spoilt(made):
             self.release()
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
             former.unlink(missing_ok=True)
-        self._made = _shared({rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)})
+        self._made = connections.shared(
+            {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
+        )
         self.healthy = True
         self.generation += 1
 
@@ -231,7 +233,7 @@ class ProcessGroupManager:
         live = self._ranks.live
         for store in stores:
             poison_store(store)
-        ours = [*_shared(self._ranks.connections(live)), *self._made]
+        ours = [*connections.shared(self._ranks.connections(live)), *self._made]
         cut_off: dict[int, bool] = {}
         for store in stores:
             answers = self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
@@ -320,23 +322,6 @@ class ProcessGroupManager:
 def _fits(report: CellReport, rank: int, size: int) -> bool:
     """Has the cell formed a group in which `rank` is what it is in ours?"""
     return report["state"] == "other" and (report["rank"], report["size"]) == (rank, size)
-
-
-def _is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
-    """Has somebody else connected to a rank, by the connections of each rank, and the ports that were for other ranks?
-
-    gloo may have taken that connection for the one of a rank: the first collective would wait for ever.
-    """
-    ends = {tuple(end) for connections, _ in made for end in connections}
-    return any(
-        end[1] in ports and (*end[2:], *end[:2]) not in ends for connections, ports in made for end in connections
-    )
-
-
-def _shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    """Of the connections of all ranks, those with a rank at both ends, and not with the same one."""
-    rank_of = {end: rank for rank, table in tables.items() for end in table}
-    return [end for end, rank in rank_of.items() if rank_of.get((*end[2:], *end[:2]), rank) != rank]
 
 
 def poison_store(store: Path) -> None:

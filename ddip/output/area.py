@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -54,6 +56,17 @@ class CellOutputArea:
         """Can change what it has shown."""
         self.terminal = not self.rich and sys.stdout is not None and sys.stdout.isatty()
         """Can move its cursor."""
+
+    @contextlib.contextmanager
+    def by_way_of(self, other: CellOutputArea) -> Iterator[None]:
+        """While this lasts, what is changed here is sent as if the cell of `other` did it: some pages listen to no cell
+        but the one that runs."""
+        own = self._parent, self.closed
+        self._parent, self.closed = other._parent, other.closed
+        try:
+            yield
+        finally:
+            self._parent, self.closed = own
 
     def close(self) -> None:
         """The cell has ended; what comes now may come from any thread."""

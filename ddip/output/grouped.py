@@ -19,6 +19,8 @@ class Grouped:
         self._limit = limit
         self._sections = {rank: RankTranscript(limit) for rank in ranks}
         self._closed = False
+        self._bars: set[str] = set()
+        """Ids of those on the page."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
         """Keep the text until the cell has ended."""
@@ -29,8 +31,8 @@ class Grouped:
         self._sections[rank].display(data, metadata, display_id)
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """Change a display that is kept, or a bar of an earlier cell."""
-        if not self._sections[rank].update(data, metadata, display_id) and is_ours(display_id):
+        """Change a display that is kept, or a bar that is on the page."""
+        if not self._sections[rank].update(data, metadata, display_id) and display_id in self._bars:
             self._page.show(data, metadata, display_id, update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
@@ -78,8 +80,9 @@ class Grouped:
                     text = item.screen.text
                     self._page.write(item.stream, text if text.endswith("\n") else f"{text}\n")
                 elif isinstance(item, Display):
-                    ours = item.display_id is not None and is_ours(item.display_id)  # a bar, which may move on
-                    self._page.show(item.data, item.metadata, item.display_id if ours else None)
+                    bar = item.display_id if item.display_id is not None and is_ours(item.display_id) else None
+                    self._bars |= {bar} if bar is not None else set()
+                    self._page.show(item.data, item.metadata, bar)
                 else:
                     self._page.write("stdout", plain_of(item.items) + "\n")
         flush()

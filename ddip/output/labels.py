@@ -9,7 +9,7 @@ from ddip.output.area import GONE, CellOutputArea, flush, new_id
 from ddip.output.below import label_of
 from ddip.output.bundles import loads
 from ddip.output.live import Finished, LiveStream, ThrottledDisplay, left_out
-from ddip.output.transcript import WIDGET, Bundle, labelled, own_id
+from ddip.output.transcript import WIDGET, Bundle, is_ours, labelled, own_id
 
 COLOURS = (36, 35, 33, 32, 34, 31)
 
@@ -79,7 +79,8 @@ class Labels:
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
         """In place; a terminal cannot."""
-        if self._page.rich:
+        closed = is_ours(display_id) and all(display_id != shown for _, shown in self._widgets.values())
+        if self._page.rich and not closed:
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:

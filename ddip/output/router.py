@@ -24,7 +24,7 @@ from ddip.output.labels import Labels
 from ddip.output.tabs import Tabs
 from ddip.output.transcript import WIDGET, Area, Display, Item, RankTranscript, Text
 from ddip.output.views import Plain, View
-from ddip.output.widget_bars import WidgetBars
+from ddip.output.widget_bars import Shown, WidgetBars
 from ddip.output.widget_state import parts, state_in
 
 log = logging.getLogger("ddip")
@@ -193,8 +193,13 @@ class CellOutput:
             self.draw()
 
     def _write_bars(self) -> None:
-        """The text of bars that are widgets, as they are now."""
+        """The text of bars that are widgets, as they are now; each in the cell that shows it."""
         for bar in self._comms.bars.moved() if self._comms is not None else ():
+            bar.cell.write_bar(bar, self.page)
+
+    def write_bar(self, bar: Shown, page: CellOutputArea) -> None:
+        """The text of a bar that this cell shows is another one; `page` is that of the cell which says so."""
+        with self.page.by_way_of(page):
             self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
 
     def _show(self, rank: int, message: Message) -> None:
@@ -230,7 +235,7 @@ class CellOutput:
                 data, metadata = content["data"], content.get("metadata") or {}
                 display_id = (content.get("transient") or {}).get("display_id")
                 if display_id is None and self._comms is not None:
-                    display_id = self._comms.bars.display(rank, data, metadata)
+                    display_id = self._comms.bars.display(self, rank, data, metadata)
                 view.display(rank, data, metadata, display_id)
             case "update_display_data":
                 view.update(rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"])

@@ -18,7 +18,7 @@ from ddip.output.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
 from ddip.output.colours import to_html
 from ddip.output.tab_page import Tab
 from ddip.output.terminal_text import plain
-from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, labelled, own_id, plain_of
+from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, is_ours, labelled, own_id, plain_of
 
 REDRAW_SECONDS = 0.1
 """How often the tabs are sent again while they change."""
@@ -63,7 +63,7 @@ class Tabs:
         """Something displayed before has changed."""
         if self._sections[rank].update(data, metadata, display_id, not fits(data)):
             self._draw_below()
-        else:
+        elif not is_ours(display_id):  # a bar of ours would be here, if it were not closed
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:

@@ -38,6 +38,8 @@ TAG = re.compile(r"<[^>]*>")
 class Shown:
     """A bar that is displayed."""
 
+    cell: Any
+    """Whoever shows it: a ``CellOutput``."""
     rank: int
     display_id: str
     data: Bundle
@@ -81,8 +83,8 @@ class WidgetBars:
                 self._shown[model].gone = True
                 self._moved[model] = None
 
-    def display(self, rank: int, data: Bundle, metadata: Bundle) -> str | None:
-        """The id to display a bundle with, so that its text can be written anew; None if it is no bar."""
+    def display(self, cell: Any, rank: int, data: Bundle, metadata: Bundle) -> str | None:
+        """The id with which `cell` displays a bundle, so that its text can be written anew; None if it is no bar."""
         view = data.get(WIDGET)
         model = view.get("model_id") if isinstance(view, dict) else None
         with self._lock:
@@ -92,7 +94,7 @@ class WidgetBars:
             if not any(self._models[part]["_model_name"] in BARS for part in parts):
                 return None
             if model not in self._shown:
-                self._shown[model] = Shown(rank, new_id(), data, metadata)
+                self._shown[model] = Shown(cell, rank, new_id(), data, metadata)
             self._within.update(dict.fromkeys(parts, model))
             return self._shown[model].display_id
 

@@ -326,4 +326,4 @@ def test_a_terminal_has_no_widgets(new_group: NewGroup) -> None:
     cell.receive(0, comm_message("comm_open", "w3", _model_name="IntProgressModel"))
     cell.receive(0, comm_message("comm_msg", "w3", msg_id="of the rank"))
     assert cell.page.sent == []
-    assert group._comms.bars.display(0, {WIDGET: {"model_id": "w3"}}, {}) is None
+    assert group._comms.bars.display(None, 0, {WIDGET: {"model_id": "w3"}}, {}) is None

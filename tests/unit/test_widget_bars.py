@@ -22,7 +22,7 @@ def new_bar(bars: WidgetBars, name: str, **state: Any) -> str | None:
     bars.open(f"{name}-right", {"_model_name": "HTMLModel", "value": ""})
     children = [f"IPY_MODEL_{name}-{part}" for part in ("left", "bar", "right")]
     bars.open(name, {"_model_name": "HBoxModel", "children": children})
-    return bars.display(0, view(name), {})
+    return bars.display(None, 0, view(name), {})
 
 
 def test_the_text_is_what_the_widgets_show() -> None:
@@ -68,7 +68,7 @@ def test_what_is_no_bar_is_left_alone(data: dict[str, Any]) -> None:
     bars.open("slider", {"_model_name": "IntSliderModel", "value": 3})
     bars.open("load", {"_model_name": "IntProgressModel", "value": 3})
     bars.open("mixed", {"_model_name": "HBoxModel", "children": ["IPY_MODEL_load", "IPY_MODEL_slider"]})
-    assert bars.display(0, data, {}) is None
+    assert bars.display(None, 0, data, {}) is None
     bars.change("load", {"value": 5})
     assert bars.moved() == []
 
@@ -78,7 +78,7 @@ def test_several_bars_in_one_box_are_lines() -> None:
     for name, text in (("a", "first"), ("b", "")):
         bars.open(name, {"_model_name": "IntProgressModel", "max": 4, "value": 1, "description": text})
     bars.open("box", {"_model_name": "VBoxModel", "children": ["IPY_MODEL_a", "IPY_MODEL_b"]})
-    assert bars.display(0, view("box"), {}) == bars.display(0, view("box"), {})
+    assert bars.display(None, 0, view("box"), {}) == bars.display(None, 0, view("box"), {})
     bars.change("b", {"value": 4})
     assert bars.moved()[0].data["text/plain"] == "first |██▌       |\n|██████████|"
 
