@@ -244,7 +244,7 @@ class Lifecycle:
         new = not self.members  # if that fails, everything goes
         try:
             members = self._engines.complete(spec, request.app, deadline)
-            self._progress(f"ddip: forming a group of {spec.size} ranks", 0.9)
+            self._progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
             with stopping.button():
                 going = None if new else self._leave(deadline)
                 self.request, self.spec = request, spec

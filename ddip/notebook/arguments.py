@@ -15,13 +15,16 @@ from ddip.notebook import mistakes
 
 COMMENT = re.compile(r"""(?:^|\s+)#[^"']*$""")
 """At the end of a line; with quotes it may be part of an argument."""
+CODE_BELOW = "type %%dip alone in the first line of a cell, and the code below it"
 RANKS_A_CORE = 8
 """More than that are asked back for."""
 
 
 def parse(magic: Any, name: str, line: str) -> Any:
     """The arguments of `magic`, which a person calls `name`; raises BadInput, with the line that was typed."""
-    line = COMMENT.sub("", line)
+    line = COMMENT.sub("", line).rstrip().removesuffix(";")  # a habit: in IPython it keeps a value from being shown
+    if name == "%%dip" and mistakes.is_code(line):
+        raise BadInput(f"%%dip {line.strip()}: {CODE_BELOW}")
     better = mistakes.meant(name, line, magic.parser)
     if better:
         raise BadInput(f"{name} {line.strip()}: type {better}")
@@ -29,7 +32,8 @@ def parse(magic: Any, name: str, line: str) -> Any:
         args = parse_argstring(magic, line)
     except UsageError as error:
         better = mistakes.meant(name, line, magic.parser, str(error))
-        what = f"type {better}" if better else f"{error}; %{name.lstrip('%')}? lists the options"
+        value = mistakes.missing_value(magic.parser, str(error))
+        what = f"type {better}" if better else value or f"{error}; %{name.lstrip('%')}? lists the options"
         raise BadInput(f"{name} {line.strip()}: {what}") from None
     except ValueError as error:  # a quote without an end
         raise BadInput(f"{name} {line.strip()}: {error}") from None

@@ -103,6 +103,10 @@ class DipMagics(Traits):
         elif args.kill:
             if arguments.asks_for_a_group(args):
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
+            if args.info:
+                raise BadInput(
+                    f"%makedip {line.strip()}: -k ends the group, and then there is none to show; leave out -i"
+                )
             ended = 0 if self.group is None or not self.group.alive else self.group.world_size
             self.end_group()
             self.confirm_done(f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
 from ddip.errors import BadInput
+from ddip.notebook import arguments, mistakes
 from ddip.notebook.magics import DipMagics
 
 
@@ -23,6 +24,8 @@ class Misplaced(Magics):
     @line_magic
     def dip(self, line: str = "") -> None:
         typed = f"dip {line}".rstrip()
+        if mistakes.is_code(line):
+            raise BadInput(f"%{typed}: {arguments.CODE_BELOW}")
         raise BadInput(f"%{typed}: type %%{typed} in the first line of a cell, and the code below it")
 
 

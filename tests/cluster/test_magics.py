@@ -36,6 +36,13 @@ BAD_INPUT = [
     ("%%dip -all\n1", r"^%%dip -all: type %%dip -S all$"),
     ("# of all ranks\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
     ("marker = 7\n%%dip\n1", r"^%%dip: it must be the first line of its cell"),
+    (
+        "%%dip print(rank)\n1",
+        r"^%%dip print\(rank\): type %%dip alone in the first line of a cell, and the code below it$",
+    ),
+    ("%dip print(rank)", r"^%dip print\(rank\): type %%dip alone in the first line of a cell, and the code below it$"),
+    ("%makedip -k -i", r"^%makedip -k -i: -k ends the group, and then there is none to show; leave out -i$"),
+    ("%makedip -g", r"^%makedip -g: type a value after -g: One rank on each of these GPUs, in this order: all, or"),
     ("%dip -S all", r"^%dip -S all: type %%dip -S all in the first line of a cell, and the code below it$"),
     ("%%dip --loud\n1", r"%%dip --loud: unrecognized arguments: --loud; %dip\? lists the options"),
     ("%makedip -n 3 -b nccl", r"-b nccl: nccl needs GPUs; leave out -b"),

@@ -20,11 +20,21 @@ from ddip.notebook.magics import DipMagics
         ("-N 2", "-n 2"),
         ("-n 2 --restrat", "-n 2 --restart"),
         ("-n 2 -repair", "-n 2 --repair"),
+        ("--nproc_per_node 2", "-n 2"),
+        ("--nproc-per-node=2 -a fastai", "-n 2 -a fastai"),
+        ("-np 2", "-n 2"),
+        ("--num_processes 4", "-n 4"),
+        ("—n 2", "-n 2"),
+        ("–n 2 —repair", "-n 2 --repair"),
+        ("-i 1", "-i"),
+        ("-k 2", "-k"),
+        ("--repair 1", "--repair"),
+        ("-r 4", "-r -n 4"),
+        ("--sideways 3", ""),
         ("-n 2 --stall-timeuot=5", ""),
         ("-n 2 --sideways", ""),
         ("-n 2 3", ""),
         ("-g 0 1 --sideways", ""),
-        ("-n", ""),
     ],
 )
 def test_makedip_names_the_line_that_was_meant_if_it_can_be_told(typed: str, better: str) -> None:
@@ -36,6 +46,15 @@ def test_makedip_names_the_line_that_was_meant_if_it_can_be_told(typed: str, bet
         assert said == f"%makedip {typed}: type %makedip {better}"
     else:
         assert ": type %makedip" not in said and said.endswith("%makedip? lists the options")
+
+
+def test_an_option_without_its_value_says_what_it_may_be() -> None:
+    with pytest.raises(BadInput, match=r"^%makedip -n: type a value after -n: Number of ranks on the CPU\.$"):
+        parse(DipMagics.makedip, "%makedip", "-n")
+
+
+def test_a_semicolon_at_the_end_of_a_line_is_no_part_of_it() -> None:
+    assert parse(DipMagics.makedip, "%makedip", "-n 2;").n == "2"
 
 
 def test_the_value_after_a_misspelt_option_is_kept() -> None:
