@@ -210,7 +210,9 @@ def hello() -> Hello:
         "host": socket.gethostname(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda is not None or torch.version.hip is not None,
-        "backends": [name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and available(name)],
+        "backends": [
+            name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and available(name)
+        ],
     }
 
 

@@ -242,6 +242,22 @@ def test_code_for_accelerate_works_as_ever(group: ddip.Group) -> None:
     assert [one[1:] for one in of_all(group, "told")] == [(2, 0), (2, 1)]
 
 
+def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) -> None:
+    group.run("""
+        from accelerate import notebook_launcher
+        told = []
+        def train(lr): told.append((lr, rank, os.environ.get("ACCELERATE_MIXED_PRECISION")))
+        import os
+        notebook_launcher(train, (0.1,), num_processes=2)
+        notebook_launcher(train, (0.2,), mixed_precision="bf16")
+    """)
+    assert of_all(group, "told") == [[(0.1, rank, "no"), (0.2, rank, "bf16")] for rank in (0, 1)]
+    with pytest.raises(
+        ddip.CellError, match=r"notebook_launcher\(num_processes=8\): the group has 2 ranks; leave it out"
+    ):
+        group.run("notebook_launcher(train, (0.1,), 8)")
+
+
 # -- files
 
 

@@ -16,12 +16,12 @@ import fastai.text.all
 from fastcore.foundation import defaults
 from IPython.core.getipython import get_ipython
 
-from ddip.apps.fastai import contexts, evaluate, files, finder, fit, patches, precision, randomness, show
+from ddip.apps.fastai import contexts, evaluate, files, finder, fit, launcher, patches, precision, randomness, show
 
 with contextlib.suppress(ImportError, RuntimeError, OSError):  # a torchvision that does not fit torch
     import fastai.vision.all  # noqa: F401
 
-MENDS = (fit, evaluate, finder, files, show, contexts, precision)
+MENDS = (fit, evaluate, finder, files, show, contexts, precision, launcher)
 
 
 def prepare() -> None:

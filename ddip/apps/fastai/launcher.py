@@ -1,0 +1,48 @@
+"""``notebook_launcher`` in a cell: the processes that it would start are there.
+
+Mends, in accelerate 1: in a process of a group it forks once more, or refuses since CUDA or an Accelerator is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import accelerate
+from accelerate import launchers
+from accelerate.utils import patch_environment
+
+from ddip.apps.fastai import patches, ranks
+
+CALLED = "\x1b[90mnotebook_launcher: the ranks are there; {} runs on each of them\x1b[0m"
+
+
+def apply() -> None:
+    """Have it call the function here."""
+    own = launchers.notebook_launcher
+
+    def notebook_launcher(
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        num_processes: int | None = None,
+        mixed_precision: str = "no",
+        *others: Any,
+        **settings: Any,
+    ) -> None:
+        """Call `function` on this rank, as on all others; the rest of the settings is the group's own.
+
+        Raises ValueError if `num_processes` is not the number of ranks.
+        """
+        if num_processes not in (None, ranks.size()):
+            there = f"the group has {ranks.size()} ranks"
+            raise ValueError(
+                f"notebook_launcher(num_processes={num_processes}): {there}; leave it out, or type "
+                f"%makedip -n {num_processes} first"
+            )
+        print(CALLED.format(getattr(function, "__name__", function)))
+        with patch_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
+            function(*args)
+
+    patches.patch(launchers, "notebook_launcher", notebook_launcher)
+    patches.patch(accelerate, "notebook_launcher", notebook_launcher)
+    patches.put_everywhere("notebook_launcher", own, notebook_launcher)
