@@ -242,6 +242,20 @@ def test_code_for_accelerate_works_as_ever(group: ddip.Group) -> None:
     assert [one[1:] for one in of_all(group, "told")] == [(2, 0), (2, 1)]
 
 
+def test_pieces_of_words_are_learned_once_and_are_the_same_on_all_ranks(group: ddip.Group, tmp_path: Path) -> None:
+    group.run(f"""
+        from fastai.text.core import SubwordTokenizer
+        words = "the ranks of a group train one network together and keep their variables".split()
+        texts = [" ".join(words[(i * j) % len(words)] for j in range(1, 12)) for i in range(1, 300)]
+        told = []
+        for vocab_sz in (40, 48):
+            tokenizer = SubwordTokenizer(vocab_sz=vocab_sz, cache_dir={str(tmp_path / "pieces")!r} + str(vocab_sz))
+            tokenizer.setup(texts)
+            told.append([list(tokens) for tokens in tokenizer(texts[:9])])
+    """)
+    assert all(len(tokens) > 5 for told in of_any(group, "told") for tokens in told)
+
+
 def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) -> None:
     group.run("""
         from accelerate import notebook_launcher

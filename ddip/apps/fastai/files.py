@@ -1,8 +1,9 @@
 """Files: fetched once on each host, written once. And what a learner takes along when it goes to the notebook.
 
 Mends, in fastai 2.8.12: each rank downloads, or tries to, for itself; in a cell on one rank that is not rank 0,
-``save`` and ``export`` write nothing, and say nothing. A recorder leaves its losses behind when it is pickled. In
-fastcore 2.2.39: of a file of settings that one rank writes for the first time, another may find the empty beginning.
+``save`` and ``export`` write nothing, and say nothing; all ranks train SentencePiece into the same files. A recorder
+leaves its losses behind when it is pickled. In fastcore 2.2.39: of a file of settings that one rank writes for the
+first time, another may find the empty beginning.
 """
 
 from __future__ import annotations
@@ -115,6 +116,25 @@ def _made_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _trained_once(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a tokenizer that learns its pieces of words: all ranks would write the same files, and read each other's."""
+
+    @functools.wraps(setup)
+    def train_once(self: core.SentencePieceTokenizer, items: Any, rules: Any = None) -> Any:
+        def load() -> Any:
+            from sentencepiece import SentencePieceProcessor
+
+            model = self.cache_dir / "spm.model"
+            self.tok = SentencePieceProcessor(model_file=str(model))
+            return {"sp_model": model}
+
+        if self.tok is not None:
+            return setup(self, items, rules)
+        return once_a_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load)
+
+    return train_once
+
+
 def _written_at_once(save: Callable[..., None]) -> Callable[..., None]:
     """Of ``save_config_file``: who reads the file finds all of it, or none."""
 
@@ -150,6 +170,7 @@ def apply() -> None:
     patches.patch(FastDownload, "get", get_once)
     patches.patch(torch.hub, "download_url_to_file", download_once)
     patches.patch(core, "_tokenize_files", tokenize_once)
+    patches.patch(core.SentencePieceTokenizer, "setup", _trained_once(core.SentencePieceTokenizer.setup))
     vision = sys.modules.get("fastai.vision.utils")
     for name in ("download_images", "resize_images") if vision is not None else ():
         patches.put_everywhere(name, getattr(vision, name), _made_once(getattr(vision, name)))
