@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import traceback
 from typing import TYPE_CHECKING
 
 from ddip import apps
 from ddip.cluster import preload_client, registry
+from ddip.errors import ranks_text
 from ddip.group import session
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.misplaced import Misplaced
@@ -16,8 +19,19 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
+EXTENSIONS = "IPython.core.extensions"
+"""Its manager has an extension unloaded and loaded again, and tells neither that it is for a reload."""
+
+
 def load(shell: InteractiveShell) -> None:
-    """Register the magics, and begin to warm up."""
+    """Register the magics, and begin to warm up; those that a reload has kept stay."""
+    kept = shell.magics_manager.registry.get(DipMagics.__name__)
+    if isinstance(kept, DipMagics):
+        if kept.group is not None and kept.group.alive:
+            kept.confirm_done(
+                f"kept {ranks_text(range(kept.group.world_size))}, with all variables; %makedip -k ends them"
+            )
+        return
     magics = DipMagics(shell)
     modules = [apps.find(name) for name in magics.warm_apps]
     shell.register_magics(magics, ObjectMagics(magics), Misplaced(shell))
@@ -28,7 +42,10 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the group and take the magics out."""
+    """End the group and take the magics out; for ``%reload_ext``, which is IPython's advice where ddip is loaded
+    already, do nothing: it reads the module ``ddip`` alone anew, and a group is worth more than that."""
+    if _is_reload():
+        return
     for also in (ObjectMagics, Misplaced):
         registry.remove(shell, also.__name__)
     magics = registry.remove(shell, DipMagics.__name__)
@@ -39,3 +56,11 @@ def unload(shell: InteractiveShell) -> None:
         magics.hints.close()
         frontend.forget(getattr(shell, "kernel", None))
         preload_client.end()
+
+
+def _is_reload() -> bool:
+    """Has IPython's ``reload_extension`` called us?"""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    inside = lambda frame: frame.f_globals.get("__name__") == EXTENSIONS  # noqa: E731
+    callers = itertools.takewhile(inside, itertools.dropwhile(lambda frame: not inside(frame), frames))
+    return any(frame.f_code.co_name == "reload_extension" for frame in callers)

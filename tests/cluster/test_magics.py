@@ -508,7 +508,25 @@ def test_unload_ends_the_group_and_takes_the_magics_out(bare_notebook: Notebook)
     bare_notebook.ok("%unload_ext ddip")
     wait_until(lambda: not processes_of(bare_notebook.pid))
     assert "not found" in bare_notebook.fails("%makedip -n 1").stderr + bare_notebook.fails("%makedip -n 1").message
-    bare_notebook.ok("%load_ext ddip\n%makedip -n 1")
-    bare_notebook.ok("%reload_ext ddip")
+    bare_notebook.ok("%load_ext ddip\n%makedip -n 1\n%makedip -k")
+
+
+def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebook) -> None:
+    from .leftovers import processes_of
+
+    bare_notebook.ok("%makedip -n 2\n%config DipMagics.stall_timeout = 7\n%autodip on")
+    bare_notebook.ok("x = 10 + rank")
+    assert "already loaded" in bare_notebook.ok("%load_ext ddip").text
+    for _ in range(2):
+        shown = bare_notebook.ok("%reload_ext ddip")
+        assert shown.text == "ddip: kept ranks 0, 1, with all variables; %makedip -k ends them\n"
+    assert bare_notebook.ok("print(x)").text.startswith("10\n")
+    assert "automatic %%dip: on" in bare_notebook.ok("%makedip -i").stdout
+    bare_notebook.ok("%autodip off")
+    assert bare_notebook.ok("%dipper g\n%config DipMagics.stall_timeout").text == "7.0"
+    assert bare_notebook.ok("import ddip\nprint(ddip.current_group() is g)\ndel g").stdout == "True\n"
+    bare_notebook.ok("%unload_ext ddip")
     wait_until(lambda: not processes_of(bare_notebook.pid))
-    bare_notebook.ok("%makedip -n 1\n%makedip -k")
+    assert "not found" in bare_notebook.fails("%makedip -n 1").stderr
+    bare_notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")
+    assert bare_notebook.ok("%reload_ext ddip").text == ""  # there is no group to speak of
