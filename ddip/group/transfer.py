@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,31 @@ PART = 1 << 24
 """Bytes of an object that travel at once."""
 
 
+DDP = "DistributedDataParallel"
+FSDP = (
+    "{name} is a model of FSDP, which lives on ranks only: gather its state dict in a %%dip cell, `state = "
+    "get_model_state_dict({name}, options=StateDictOptions(full_state_dict=True, cpu_offload=True))`, both of "
+    "torch.distributed.checkpoint.state_dict, then %dipull state"
+)
+PART_OF = re.compile(r"[^\W\d]\w*[.\[].*[\w\])]")
+"""``net.module``, ``losses[0]``."""
+
+
 def check_names(names: list[str], magic: str) -> None:
     """Refuse what is not the name of a variable."""
     for name in names:
         if not name.isidentifier():
-            raise BadInput(f"{magic} {name}: {name!r} is not a name; type names of variables, such as {magic} model")
+            raise BadInput(f"{magic} {name}: {name!r} is not a name; {_name_instead(name, magic)}")
+
+
+def _name_instead(typed: str, magic: str) -> str:
+    """What to type instead of `typed`."""
+    if not PART_OF.fullmatch(typed):
+        return f"type names of variables, such as {magic} model"
+    last = typed.rpartition(".")[2]
+    name = last if last.isidentifier() else "part"
+    where = " in a %%dip cell" if magic == "%dipull" else ""
+    return f"type `{name} = {typed}`{where}, then {magic} {name}"
 
 
 def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> tuple[list[str], int]:
@@ -137,6 +158,10 @@ def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]
         raise TransferError(
             f"nothing was {what}: rank {rank} has no variable {names}; type names that a %%dip cell has defined"
         )
+    if reply["errors"] and what == "pulled":
+        sharded = [FSDP.format(name=name) for name in reply["errors"] if reply["wrappers"].get(name, DDP) != DDP]
+        if sharded:
+            raise TransferError(f"nothing was pulled: {'; '.join(sharded)}")
     if reply["errors"]:
         raise TransferError(f"nothing was {what}: {_reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
     return dict(reply["values"])
@@ -144,15 +169,27 @@ def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]
 
 def unpack(rank: int, reply: Packed) -> dict[str, Any]:
     """The objects themselves."""
-    values, errors = {}, {}
+    values, errors, wrapped = {}, {}, []
     for name, data in forward(rank, reply, "pulled").items():
         try:
             values[name] = pickle.loads(data)
         except (Exception, SystemExit) as error:  # a script shall not end by what it pulls
             errors[name] = f"{type(error).__name__}: {error}"
+            if DDP.encode() in data and "process group" in str(error):
+                wrapped.append(_unwrap(name, reply["wrappers"].get(name) == DDP))
+    if wrapped:
+        raise TransferError(f"nothing was pulled: {'; '.join(wrapped)}")
     if errors:
         raise TransferError(f"nothing was pulled: {_reasons(errors, 'cannot be unpickled in the notebook')}")
     return values
+
+
+def _unwrap(name: str, itself: bool) -> str:
+    """What to do where the notebook has no process group for the DDP that `name` is, or holds."""
+    if itself:
+        cure = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"
+        return f"{name} is a {DDP}, which lives on ranks only: {cure}"
+    return f"{name} holds a {DDP}, which lives on ranks only: put its .module there instead, in a %%dip cell"
 
 
 def _reasons(errors: Mapping[str, str], what: str) -> str:

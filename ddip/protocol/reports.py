@@ -65,6 +65,8 @@ class Packed(TypedDict):
     """Names whose tensors were moved to the CPU."""
     sizes: dict[str, int]
     """Bytes of those that are fetched in parts."""
+    wrappers: dict[str, str]
+    """Which are a model in a wrapper of torch's that belongs to a process group, and the wrapper's name."""
 
 
 class Going(TypedDict):

@@ -16,6 +16,9 @@ from ddip.protocol.reports import Packed
 from ddip.protocol.text import readable
 from ddip.rank import namespace
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of torch's whose objects hold the process group that they were made in."""
+
 _waiting: dict[str, Any] = {}
 _parts: dict[str, bytes | bytearray] = {}
 """Pickled objects that arrive, or leave, in parts."""
@@ -62,7 +65,8 @@ def drop() -> None:
 def pack(names: list[str], most: int | None = None) -> Packed:
     """Pickle `names`: ``values`` and ``errors`` by name, the ``missing`` names, and those ``moved`` to the CPU.
 
-    What is longer than `most` bytes waits for `part`; ``sizes`` has its length by name.
+    ``wrappers`` has the name of the wrapper of torch's that a model is in. What is longer than `most` bytes waits for
+    `part`; ``sizes`` has its length by name.
     """
     here = namespace()
     missing = [name for name in names if name not in here]
@@ -72,7 +76,21 @@ def pack(names: list[str], most: int | None = None) -> Packed:
     sizes = {name: len(data) for name, data in values.items() if most is not None and len(data) > most}
     _parts.clear()
     _parts.update({name: values.pop(name) for name in sizes})
-    return {"values": values, "errors": errors, "missing": missing, "moved": moved, "sizes": sizes}
+    wrappers = {name: kind for name in names if name in here and (kind := _wrapper(here[name]))}
+    return {
+        "values": values,
+        "errors": errors,
+        "missing": missing,
+        "moved": moved,
+        "sizes": sizes,
+        "wrappers": wrappers,
+    }
+
+
+def _wrapper(value: object) -> str:
+    """Name of the wrapper that `value` is; empty if it is none."""
+    kinds = (kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
+    return next((kind for kind in kinds if kind in WRAPPERS), "")
 
 
 def part(name: str, begin: int, end: int) -> bytes:

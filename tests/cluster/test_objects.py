@@ -69,6 +69,38 @@ def test_a_class_that_only_the_rank_defines_comes_back_whole(cells: ddip.Group) 
     assert (type(only).__name__, only.rank) == ("Only", 1)
 
 
+@pytest.mark.parametrize("name", ["ddp", "old", "new", "inside"])
+def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: str) -> None:
+    cells.run("""
+        import torch
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from torch.nn.parallel import DistributedDataParallel
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        old = FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=device)
+        new = fully_shard(torch.nn.Linear(2, 2))
+        inside = {"net": ddp}
+    """)
+    with pytest.raises(TransferError) as error:
+        cells.pull([name])
+    text = str(error.value)
+    match name:
+        case "ddp":
+            assert text == (
+                "nothing was pulled: ddp is a DistributedDataParallel, which lives on ranks only: "
+                "type `plain = ddp.module` in a %%dip cell, then %dipull plain"
+            )
+        case "inside":
+            assert text.startswith("nothing was pulled: inside holds a DistributedDataParallel, which lives on ranks")
+        case _:
+            assert text.startswith(f"nothing was pulled: {name} is a model of FSDP, which lives on ranks only: ")
+    if name != "inside":
+        code = text.split("`")[1]  # what it says to type
+        cells.run(code)
+        assert cells.pull([code.split()[0]])
+    cells.run("del ddp, old, new, inside")
+
+
 def test_all_ranks_in_a_list_in_rank_order(cells: ddip.Group) -> None:
     cells.run("mine = rank * 10")
     assert [v["mine"] for v in cells.pull_all(["mine"], [0, 1])[0]] == [0, 10]

@@ -137,7 +137,7 @@ class ScriptedEngine:
         data = {name: pickle.dumps(self.names[name]) for name in names if name in self.names}
         sizes = {name: len(value) for name, value in data.items() if most is not None and len(value) > most}
         values = {name: value for name, value in data.items() if name not in sizes}
-        return {"values": values, "errors": {}, "missing": missing, "moved": [], "sizes": sizes}
+        return {"values": values, "errors": {}, "missing": missing, "moved": [], "sizes": sizes, "wrappers": {}}
 
     def _figures(self) -> dict[str, Any]:
         busy = self.running is not None
