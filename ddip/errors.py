@@ -115,6 +115,8 @@ STOPPED = ("KeyboardInterrupt", "CancelledError")
 RANK_ENDED = "RankEnded"
 """Name of the error of a rank whose process is gone."""
 REPAIR = "%makedip --repair puts a new process in its place; the other ranks keep their variables"
+NONE_LEFT = "no rank is left, nor any variable: %makedip --repair starts new processes"
+"""What is said instead where all ranks are gone."""
 
 
 def _own(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
@@ -139,7 +141,7 @@ def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> l
     return lines
 
 
-def _summary(by_rank: Mapping[int, RankError]) -> str:
+def _summary(by_rank: Mapping[int, RankError], repair: str) -> str:
     """One clause for each error, the earliest first, and one for each place where ranks waited."""
     parts = [f"{ranks_text(ranks)}: {error}" for ranks, error in _groups(_own(by_rank))]
     waited: dict[str, list[int]] = {}
@@ -151,7 +153,7 @@ def _summary(by_rank: Mapping[int, RankError]) -> str:
         for place, ranks in waited.items()
     ]
     if any(error.name == RANK_ENDED for error in by_rank.values()):
-        parts.append(REPAIR)
+        parts.append(repair)
     return "; ".join(parts)
 
 
@@ -161,9 +163,9 @@ class CellError(DdipError, RuntimeError):
     in_tabs: Collection[int] = ()
     """Ranks whose tracebacks the cell's output shows."""
 
-    def __init__(self, by_rank: Mapping[int, RankError]) -> None:
+    def __init__(self, by_rank: Mapping[int, RankError], repair: str = REPAIR) -> None:
         self.by_rank = dict(sorted(by_rank.items()))
-        super().__init__(_summary(by_rank))
+        super().__init__(_summary(by_rank, repair))
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook."""

@@ -240,7 +240,7 @@ class _Cell:
                 what = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
                 return CellInterrupted(self._with_places(what, stuck) if stuck else what, errors)
             case "failed":
-                return CellError(errors)
+                return CellError(errors, self._ranks.repair_text)
             case "good" if self._is_stop_waiting():
                 return CellInterrupted("the cell had ended when it was interrupted", {})
         return None

@@ -283,7 +283,7 @@ class Lifecycle:
                 if len(error.by_rank) == self.world_size:
                     raise self._without_the_app(str(error)) from None
                 self._unfit.update(error.by_rank)
-                raise GroupError(str(error) if REPAIR in str(error) else f"{error}; {REPAIR}") from None
+                raise GroupError(self.ranks.with_repair(str(error))) from None
         self._unprepared -= set(ranks)
 
     def _without_the_app(self, why: str) -> GroupError:
@@ -332,7 +332,7 @@ class Lifecycle:
     def _blame(self, error: GroupError) -> str:
         """Find the ranks because of which a group could not be formed; returns what to say of them."""
         if self.ranks.ended:
-            return str(error) if REPAIR in str(error) else f"{error}; {REPAIR}"
+            return self.ranks.with_repair(str(error))
         unfit = self._fitness.alone(self.spec, self.collect)
         self._unfit = set(unfit)
         parts = [str(CellError(unfit))] if unfit else []

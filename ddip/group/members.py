@@ -13,7 +13,7 @@ import psutil
 
 from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text
 from ddip.cluster.seam import Cluster, Reply
-from ddip.errors import RANK_ENDED, REPAIR, GroupError, RankError
+from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError
 from ddip.group import outside, stopping
 from ddip.group.placement import DeviceBinding
 from ddip.output.area import notify
@@ -59,6 +59,15 @@ class Members:
         ended = self.ended
         return [rank for rank in range(len(self.members)) if rank not in ended]
 
+    @property
+    def repair_text(self) -> str:
+        """What to say of ``%makedip --repair`` where a rank has ended."""
+        return REPAIR if self.live else NONE_LEFT
+
+    def with_repair(self, why: str) -> str:
+        """`why`, and what to say of ``%makedip --repair``, once."""
+        return why if self.repair_text in why else f"{why}; {self.repair_text}"
+
     def watch_memory(self, ranks: Sequence[int]) -> None:
         """Remember how much memory `ranks` hold: when one of them has ended it is too late to ask."""
         for rank in ranks:
@@ -83,7 +92,7 @@ class Members:
         ended = self.ended
         if ended:
             texts = [f"rank {rank}: {self.end_of(rank).message}" for rank in ended]
-            raise GroupError(f"{'; '.join(texts)}; {REPAIR}")
+            raise GroupError(f"{'; '.join(texts)}; {self.repair_text}")
 
     def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:
         """Remember the ranks whose GPU computes nothing any more, by what they `report`, and tell the user."""

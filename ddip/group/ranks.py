@@ -93,15 +93,27 @@ class Ranks(Members):
                 unfinished = self._let_end(requests, unfinished, doing, button)
                 problems = self._problems(requests)
         if problems or unfinished:
-            raise _failure(doing, problems, unfinished, together)
+            raise self._failure(doing, problems, unfinished, together)
         # taken out: a future is a cycle, and would keep what came with it until Python looks for cycles
         return [request.result().value.pop("ok") for request in requests.values()]
+
+    def _failure(
+        self, doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool
+    ) -> RequestFailed:
+        """What to raise where some ranks have `problems`, or are `unfinished`."""
+        if not problems:
+            what = f"{ranks_text(unfinished)} did not finish {doing} in time"
+            return RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
+        log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
+        return RequestFailed(
+            f"{doing} failed: {CellError(problems, self.repair_text)}", problems, [] if together else unfinished
+        )
 
     def _ensure_none_ended(self, ranks: Collection[int], doing: str) -> None:
         """Before anything is sent: the others would wait for one that has ended."""
         ended = {rank: self.end_of(rank) for rank in self.ended if rank in ranks}
         if ended:
-            raise RequestFailed(f"{doing} failed: {CellError(ended)}", ended)
+            raise RequestFailed(f"{doing} failed: {CellError(ended, self.repair_text)}", ended)
 
     def tell(self, ranks: Sequence[int], call: RemoteCall[object]) -> None:
         """Have each of `ranks` that lives do the same when it is free; nobody waits for it."""
@@ -231,15 +243,6 @@ class Ranks(Members):
             r: given for r, given in self.abandoned.items() if not given.request.done() and r not in ended
         }
         return {rank: given.doing for rank, given in sorted(self.abandoned.items())}
-
-
-def _failure(doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool) -> RequestFailed:
-    """What to raise where some ranks have `problems`, or are `unfinished`."""
-    if not problems:
-        what = f"{ranks_text(unfinished)} did not finish {doing} in time"
-        return RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
-    log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
-    return RequestFailed(f"{doing} failed: {CellError(problems)}", problems, [] if together else unfinished)
 
 
 def _unfinished(requests: Requests) -> list[int]:

@@ -104,6 +104,9 @@ class Repairable(Lifecycle):
             raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
         if source in gone:
             here = [rank for rank in range(self.world_size) if rank not in gone]
-            raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from one of {ranks_text(here)}")
+            if not here:
+                raise BadInput(f"{what}: all ranks are gone, with their variables; type %makedip --repair alone")
+            others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"
+            raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from {others}")
         (reply,) = transfer.fetch(self.ranks, names, [source], self._progress)
         return transfer.forward(source, reply, "repaired")

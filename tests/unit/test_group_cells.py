@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
+from ddip.group.placement import Request
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
@@ -139,6 +141,32 @@ def test_a_rank_that_dies_in_a_cell_is_told_with_its_log_and_repaired(new_group:
         group.run("pass")
     assert group.repair(["kept"], 0) == [1]
     assert group.pull(["kept"], 1) == {"kept": 1}
+
+
+def test_where_no_rank_is_left_none_is_said_to_keep_its_variables(new_group: NewGroup) -> None:
+    group = new_group(3)
+    left = "; no rank is left, nor any variable: %makedip --repair starts new processes$"
+    with pytest.raises(CellError, match=left):
+        group.run(cell("die", "die", "die"))
+    wanted: list[Callable[[], object]] = [
+        lambda: group.run("pass"),
+        lambda: group.change(Request(n=2)),
+        lambda: group.pull(["x"]),
+    ]
+    for want in wanted:
+        with pytest.raises(GroupError, match=left):
+            want()
+    with pytest.raises(
+        BadInput, match="^--from 0 x y: all ranks are gone, with their variables; type .*--repair alone"
+    ):
+        group.repair(["x", "y"], 0)
+    assert group.repair() == [0, 1, 2]
+
+
+def test_the_error_of_two_ranks_that_died_says_that_the_third_keeps_its_variables(new_group: NewGroup) -> None:
+    group = new_group(3)
+    with pytest.raises(CellError, match="; the other ranks keep their variables$"):
+        group.run(cell("die", "pass", "die"))
 
 
 def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
