@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 
-from ddip.errors import CellError, ranks_text
+from ddip.errors import CellError, RankError, ranks_text
 from ddip.output.area import notify, notify_late
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 0.2
 """How long a person waits for rank 0's answer; then the notebook answers alone."""
 MAGIC = re.compile(r"\s*%%dip(?:[ \t]([^\n]*))?\n")
+WORKER_ENDED = re.compile(r"DataLoader worker .*exited unexpectedly")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
+SPAWNED = (
+    "a worker that is spawned cannot find a class of a cell: put it in a module, or leave out multiprocessing_context"
+)
 USUAL = {
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
@@ -130,10 +134,12 @@ class Hints:
             notify(f"{found[1]} is a variable of the ranks; %dipull {found[1]} copies rank 0's to the notebook")
 
     def explain(self, error: CellError) -> None:
-        """Add to `error` what may be done about it: about names that ranks do not know, and ``exit()``."""
+        """Add to `error` what may be done about it: names that ranks do not know, ``exit()``, spawned workers."""
         sentences = self._of_names(error)
         if any(problem.name == "SystemExit" for problem in error.by_rank.values()):
             sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those")
+        if any(_worker_ended_itself(problem) for problem in error.by_rank.values()):
+            sentences.append(SPAWNED)
         error.args = ("; ".join([error.args[0], *sentences]), *error.args[1:])
 
     def _of_names(self, error: CellError) -> list[str]:
@@ -171,3 +177,8 @@ class Hints:
             return []
         lack = "is new and lacks" if len(new) == 1 else "are new and lack"
         return [f"{ranks_text(new)} {lack} what earlier cells have defined: run those again"]
+
+
+def _worker_ended_itself(problem: RankError) -> bool:
+    """Has a worker of a data loader ended, and no signal has ended it?"""
+    return bool(WORKER_ENDED.search(problem.message)) and "killed by signal" not in problem.traceback

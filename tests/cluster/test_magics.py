@@ -323,6 +323,23 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.failure_grace = 1.0\ndel g")
 
 
+def test_a_spawned_worker_that_cannot_find_a_class_of_a_cell_gets_a_hint(notebook: Notebook) -> None:
+    shown = notebook.fails("""
+        %%dip -r 0
+        import torch
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, number): return number
+        list(torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn"))
+    """)
+    assert re.search(
+        r"exited unexpectedly; a worker that is spawned cannot find a class of a cell: put it in a module, or leave "
+        r"out multiprocessing_context$",
+        shown.message,
+    )
+    notebook.ok("%%dip -r 0\nassert len(list(torch.utils.data.DataLoader(Numbers(), num_workers=1))) == 4")
+
+
 def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebook: Notebook) -> None:
     notebook.ok("""
         %%dip

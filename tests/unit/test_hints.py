@@ -77,3 +77,17 @@ def test_an_exit_ends_no_rank(shell: InteractiveShell, group: ScriptedGroup) -> 
         said(shell, group, [0], "SystemExit")
         == "; exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those"
     )
+
+
+def test_a_worker_that_was_killed_is_not_said_to_miss_a_class(shell: InteractiveShell, group: ScriptedGroup) -> None:
+    def explained(traceback: str) -> str:
+        error = CellError({0: RankError("RuntimeError", "DataLoader worker (pid(s) 7) exited unexpectedly", traceback)})
+        hints = Hints(shell, lambda: group, Autodip(shell))
+        try:
+            hints.explain(error)
+        finally:
+            hints.close()
+        return str(error)
+
+    assert "a worker that is spawned cannot find a class of a cell" in explained("exited with exit code 1")
+    assert "spawned" not in explained("DataLoader worker (pid 7) is killed by signal: Killed.")
