@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics
 from traitlets import Any as AnyTrait
-from traitlets import Bool, Enum, Float, Int, List, Unicode, observe
+from traitlets import Bool, Enum, Float, Int, List, TraitType, Unicode, observe
 
 from ddip.notebook.autodip import LOCAL_MAGICS
 from ddip.output.area import notify
@@ -89,6 +89,11 @@ class Traits(Magics):
 
     shell: InteractiveShell
     group: Group | None = None
+
+    @classmethod
+    def class_traits(cls, **metadata: Any) -> dict[str, TraitType[Any, Any]]:
+        """What ``%config DipMagics`` lists: not the old names, which it and IPython's configuration still set."""
+        return {name: trait for name, trait in super().class_traits(**metadata).items() if name not in RENAMED}
 
     @observe(*RENAMED)
     def _old_name_used(self, change: dict[str, Any]) -> None:

@@ -321,6 +321,8 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
     assert shown.stdout == "0.3\n"
     assert shown.stderr == "ddip: DipMagics.grace is called DipMagics.failure_grace now; the old name will go\n"
     notebook.ok("%config DipMagics.failure_grace = 1.0\ndel g")
+    listed = notebook.ok("%config DipMagics").stdout
+    assert "DipMagics.failure_grace=" in listed and "Old name" not in listed and "DipMagics.grace" not in listed
 
 
 def test_a_spawned_worker_that_cannot_find_a_class_of_a_cell_gets_a_hint(notebook: Notebook) -> None:
