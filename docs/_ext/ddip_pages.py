@@ -20,7 +20,6 @@ from sphinx.application import Sphinx
 
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
-from ddip.notebook.traits import RENAMED
 
 DOCS = Path(__file__).parents[1]
 NOTEBOOKS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "tutorials"
@@ -99,7 +98,6 @@ class Settings(Directive):
                 trait.help,
             )
             for name, trait in own
-            if name not in RENAMED
         ]
         return [_definitions(rows)]
 
