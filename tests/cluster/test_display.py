@@ -418,7 +418,7 @@ def test_what_a_thread_writes_later_goes_to_its_own_cell(notebook: Notebook) -> 
     assert notebook.finish(tabs).status == "ok"
     assert notebook.ok("%%dip\nprint('next')\ngo.set(); come.set(); thread.join()").stdout == "next\n"
     notebook.begin("%%dip\npass")
-    assert notebook.late(cell, "late") == "late\n"
+    assert notebook.late(cell, "late\n") == "late\n"
 
 
 def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> None:
