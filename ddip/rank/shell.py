@@ -72,8 +72,12 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         """IPython would set ``sys.ps1``, by which libraries tell that a person types here, who could start no ranks."""
 
     def init_magics(self) -> None:
-        """IPython's, and those that refuse."""
+        """IPython's, and those that refuse; each by its ``%`` only.
+
+        On a new rank, which lacks variables, automagic would run ``%hist`` for the variable ``hist`` of the others.
+        """
         super().init_magics()
+        self.magics_manager.auto_magic = False
         refusals.install(self)
 
     def ask_exit(self) -> NoReturn:

@@ -218,3 +218,17 @@ def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Noteb
         (own,) = re.findall(r'<div class="ddip-shown" id="[^"]*-s0"[^>]*>.*?</div>', page, re.DOTALL)
         assert "rank 0 ✗" in page and "released" not in own
     assert "rank 0 ✗" in pages[-1] and "its own" in own and "ranks 1, 2 ✗" not in pages[-1]
+
+
+@pytest.mark.parametrize("name", ["hist", "who", "page"])
+def test_a_variable_that_a_rank_lacks_is_not_taken_for_the_magic_of_its_name(cells: ddip.Group, name: str) -> None:
+    cells.run(f"if rank == 0: {name} = [1]")
+    with pytest.raises(ddip.CellError, match=f"rank 1: NameError: name '{name}' is not defined"):
+        cells.run(name)
+
+
+def test_magics_run_on_ranks_by_their_percent_sign(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("mine = 1\n%who int")
+    assert "mine" in capsys.readouterr().out
+    with pytest.raises(ddip.CellError, match="SyntaxError"):
+        cells.run("who int")
