@@ -40,7 +40,7 @@ from ddip.group.cell_state import (
     TimePassed,
     caught_in,
 )
-from ddip.group.notices import Notices
+from ddip.group.notices import Notices, tell_replaced
 from ddip.group.process_group import ProcessGroupManager
 from ddip.group.ranks import Ranks
 from ddip.group.watch import Ending, Watch
@@ -135,6 +135,8 @@ class Cells:
         self._ranks.note_lost_gpus(cell.reports)
         if not self._abandoned:
             self._manager.update_health(cell.reports, bool(cell.errors), unmatched)
+            if self._manager.healthy:  # else the ranks get their numbers anew
+                tell_replaced(cell.reports)
         if error is not None:
             raise error
         for _, reply in sorted(cell.replies.items()):

@@ -217,9 +217,11 @@ class Group(Repairable):
         """Put `values` into the namespaces of `ranks` (default: all); returns the names whose tensors moved to the CPU.
 
         Raises TransferError, and changes nothing on any rank, if one of them cannot be carried; BadInput for ranks that
-        the group has not; GroupError if a rank is gone or busy; RequestInterrupted if the user stopped it.
+        the group has not, and for ``rank``, ``world_size`` and ``device``, which are each rank's own; GroupError if a
+        rank is gone or busy; RequestInterrupted if the user stopped it.
         """
         to = self._checked(ranks)
+        transfer.check_own(values, "push")
         with self._told(progress):
             self.ensure_ready()
         moved, self.transferred = transfer.push(self.ranks, values, to, progress)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddip.errors import ranks_text
-from ddip.output.area import Notice, stop_name
+from ddip.output.area import Notice, notify, stop_name
 from ddip.output.tables import places_text, verb_of
 from ddip.protocol.location import StackLocation
+from ddip.protocol.reports import CellReport
 
 Places = Mapping[int, StackLocation | None]
+MEANING = {"rank": "the rank's number", "world_size": "the number of ranks"}
+"""What the variables of each rank that a cell may replace by mistake stand for."""
+BACK = "import torch.distributed as dist; {name} = dist.get_{name}()"
 
 
 class Notices:
@@ -38,3 +42,16 @@ class Notices:
         """All ranks have ended: nothing of it is true any more."""
         for notice, afterwards in self._shown:
             notice.replace(afterwards)
+
+
+def tell_replaced(reports: Mapping[int, CellReport | None]) -> None:
+    """Say so if a cell has given ``rank`` or ``world_size`` another value, which it keeps: a loop may have, unseen."""
+    values: dict[str, dict[str, list[int]]] = {}
+    for rank, report in sorted(reports.items()):
+        for name, value in ({} if report is None else report.get("replaced", {})).items():
+            values.setdefault(name, {}).setdefault(value, []).append(rank)
+    for name, ranks in values.items():
+        where = ranks_text([rank for found in ranks.values() for rank in found])
+        what = f"is {next(iter(ranks))}" if len(ranks) == 1 else "has other values"
+        back = BACK.format(name=name)
+        notify(f"{name} {what} on {where} from here on, and not {MEANING[name]}; %%dip: {back} brings that back")

@@ -27,6 +27,7 @@ class Repairable(Lifecycle):
     def _repair(self, names: Sequence[str], source: int | None) -> list[int]:
         if source is not None:
             (source,) = placement.check_ranks([source], self.world_size, "source")
+        transfer.check_own(names, "repair")
         self.cluster.ensure_controller()
         began = time.monotonic()
         self.ranks.carry_on()

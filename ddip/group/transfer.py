@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
@@ -13,6 +13,7 @@ from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
 from ddip.output.sizes import size_text
 from ddip.protocol import on_rank, pickling
+from ddip.protocol.rank_spec import STANDING_VARIABLES
 from ddip.protocol.reports import Packed
 
 PART = 1 << 24
@@ -44,6 +45,16 @@ def _name_instead(typed: str, magic: str) -> str:
     name = last if last.isidentifier() else "part"
     where = " in a %%dip cell" if magic == "%dipull" else ""
     return f"type `{name} = {typed}`{where}, then {magic} {name}"
+
+
+def check_own(names: Iterable[str], magic: str) -> None:
+    """Refuse to copy to a rank what is its own: rank 0's number, or device, is no other rank's."""
+    own = [name for name in names if name in STANDING_VARIABLES]
+    if own:
+        what = f"{own[0]} is each rank's own variable, which ddip sets"
+        raise BadInput(
+            f"{magic} {own[0]}: {what}; leave it out, or copy it by another name: notebook_{own[0]} = {own[0]}"
+        )
 
 
 def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> tuple[list[str], int]:

@@ -57,6 +57,10 @@ class ObjectMagics(Magics):
         """Copy variables of the notebook to every rank: all arrive, or none does."""
         args = arguments.parse(self.dipush, "%dipush", line)
         group, names, ranks = self._typed("%dipush", args.names, args.ranks)
+        with folder.left_out():
+            from ddip.group.transfer import check_own
+
+        check_own(names, "%dipush")
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise BadInput(f"%dipush: the notebook has no variable {', '.join(missing)}; nothing was pushed")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 DEFAULT_GROUP = "default"
 """Stands for the name of the default group, which differs between releases of torch."""
+STANDING_VARIABLES = ("rank", "world_size", "device")
+"""What each rank has from the start, for its cells."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """By which the backends are told the network interface of the group's own traffic."""
 

@@ -142,3 +142,5 @@ class CellReport(Released, total=False):
     gpu_lost: str
     """What the GPU said, if its context is lost."""
     caught: Caught
+    replaced: dict[str, str]
+    """What ``rank`` or ``world_size`` is now, in words, if the cell has given it another value."""

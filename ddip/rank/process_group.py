@@ -48,6 +48,8 @@ total = torch.ones(1, device=device, dtype=torch.float32)
 dist.all_reduce(total)
 total, size = total.item(), dist.get_world_size()
 """
+NUMBERS = ("rank", "world_size")
+"""The variables of a cell that say where it runs."""
 ABORT_FIRST_SECONDS = 0.5
 """For which the connections wait for the aborts, at most: a kernel of the user's may hold them up."""
 ABORT_SECONDS = 5.0
@@ -65,6 +67,8 @@ _is_cut_off = False
 """Was the cell interrupted since a release has cut off its work on the GPU, or half of a message of gloo's?"""
 _standing: dict[str, Any] = {}
 """The variables that a cell may use."""
+_told_replaced: dict[str, str] = {}
+"""What was told last of those that cells have given other values."""
 
 
 def watch() -> None:
@@ -110,6 +114,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
     _standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
     namespace().update(_standing)
+    _told_replaced.clear()
     return connections
 
 
@@ -141,6 +146,25 @@ def begin_cell() -> None:
     names = namespace()
     for name, value in _standing.items():
         names.setdefault(name, value)
+
+
+def replaced() -> dict[str, str]:
+    """The values, in words, that the cell which has just ended has given ``rank`` and ``world_size``, if others than
+    this rank has; each is told once. Not ``device``: many programs have their own.
+
+    No method of the value is called: it may be anything.
+    """
+    global _told_replaced
+    names, now = namespace(), dict[str, str]()
+    for name in NUMBERS:
+        standing = _standing.get(name)
+        value = names.get(name, standing)
+        if value is standing or (type(value) is int and value == standing):
+            continue
+        small = type(value) is int and abs(value) < 1 << 63  # Python refuses to write very long ones
+        now[name] = str(value) if small else f"of type {type(value).__name__}"
+    told, _told_replaced = _told_replaced, now
+    return {name: text for name, text in now.items() if told.get(name) != text}
 
 
 def check() -> None:

@@ -25,6 +25,9 @@ def of_the_cell(shell: RankShell) -> CellReport:
     report["gpu"] = state.get("ok", "under way")
     if report["gpu"] == "lost":
         report["gpu_lost"] = gpu.lost
+    replaced = call("process_group.replaced").get("ok")
+    if replaced:
+        report["replaced"] = replaced
     report["at"] = shell.raised_at or time.time()
     if shell.raised is not None:
         report["waited"] = call("process_group.waited_in", shell.raised).get("ok", "")

@@ -426,9 +426,69 @@ def test_a_standing_name_that_a_cell_has_given_another_value_keeps_it(cells: ddi
     cells.run("assert rank in (0, 1)")
 
 
+def test_a_cell_that_has_changed_rank_or_world_size_says_so_once(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    back = "import torch.distributed as dist; {0} = dist.get_{0}()"
+
+    def said(code: str) -> str:
+        cells.run(code)
+        return capsys.readouterr().err
+
+    text = "ddip: rank is {} from here on, and not the rank's number; %%dip: {} brings that back\n"
+    assert said("for rank in range(3): pass") == text.format("2 on ranks 0, 1", back.format("rank"))
+    assert said("for rank in range(3): pass") == said("rank") == ""
+    assert said("rank = 'mine'") == text.format("of type str on ranks 0, 1", back.format("rank"))
+    assert said(back.format("rank")) == ""
+    assert said("for rank in range(2): pass") == text.format("1 on rank 0", back.format("rank"))
+    assert said("del rank") == said("assert rank < 2") == ""
+    assert "rank has other values on ranks 0, 1 from here on" in said("rank += 5")
+    assert "world_size is 7 on ranks 0, 1 from here on, and not the number of ranks" in said(
+        f"{back.format('rank')}; world_size = 7"
+    )
+    with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
+        cells.run(f"{back.format('world_size')}; rank = 9; 1 / 0")
+    assert "rank is 9 on ranks 0, 1 from here on" in capsys.readouterr().err
+    assert said(back.format("rank")) == ""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed as dist; rank, world_size = dist.get_rank(), dist.get_world_size()",
+        "import os; rank = int(os.environ['RANK'])",
+        "import torch; device = torch.device('cpu')",
+        "device = 'cuda:0'; del device",
+        "def f(rank, world_size): return [rank for rank in range(3)]\nf(7, 8)",
+        "%reset -f",
+    ],
+)
+def test_nothing_is_said_of_a_rank_that_has_its_number(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str], code: str
+) -> None:
+    cells.run(code)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_group_that_is_formed_again_has_its_numbers_and_nothing_is_said(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("import torch.distributed as dist; rank = 9; dist.destroy_process_group()")
+    assert capsys.readouterr().err == ""
+    cells.run("assert rank == dist.get_rank()")
+    cells.run("rank = 9")
+    assert "rank is 9 on ranks 0, 1" in capsys.readouterr().err
+    cells.run("del rank")
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (
+            lambda group: group.push({"lr": 1, "rank": 0}),
+            r"push rank: rank is each rank's own variable, which ddip sets;",
+        ),
+        (lambda group: group.repair(["device"]), r"repair device: device is each rank's own variable"),
         (lambda group: group.run("ran = True", ranks=[0, 9]), r"ranks=\[0, 9\]: there is no rank 9"),
         (lambda group: group.run("ran = True", ranks=[]), r"ranks=\[\]: give at least one rank"),
         (lambda group: group.run("ran = True", show_ranks=[0, 9]), r"show_ranks=\[0, 9\]: there is no rank 9"),

@@ -61,6 +61,12 @@ BAD_INPUT = [
     ("%makedip --repair --from 0 a.b", r"--from 0 a.b: type names of variables of rank 0"),
     ("%makedip --repair --from 0 marker", r"--from 0 marker: every rank is there, so nothing was copied"),
     ("%dipstack 3", r"%dipstack 3: unrecognized arguments: 3"),
+    (
+        "%dipush rank",
+        r"%dipush rank: rank is each rank's own variable, which ddip sets; leave it out, or copy it "
+        r"by another name: notebook_rank = rank",
+    ),
+    ("%dipush lr world_size", r"%dipush world_size: world_size is each rank's own variable"),
     ("%autodip maybe", r"%autodip maybe: type %autodip on or %autodip off"),
     ("%autodip off -a x", r"%autodip off -a x: -a goes with on"),
     ('%autodip on -a "--loud"', r"%%dip --loud: unrecognized arguments: --loud"),
