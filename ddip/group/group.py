@@ -27,6 +27,7 @@ from ddip.group.lifecycle import nobody
 from ddip.group.placement import Request
 from ddip.group.repair import Repairable
 from ddip.output import tables
+from ddip.output.differing import Differing
 from ddip.output.display_options import DisplayOptions
 from ddip.output.progress import Report
 from ddip.output.router import CellOutput
@@ -146,9 +147,21 @@ class Group(Repairable):
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
         self.ensure_ready()
         limits = Limits(self.failure_grace, self.stall_timeout, timeout)
-        display = replace(self.display, report_after=0.0) if tell else self.display
-        show = CellOutput(seen, display, quiet=quiet, comms=self._comms)
+        show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self._comms)
         self._cells.run(code, where, show, limits, unmatched)
+
+    def run_there_too(
+        self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
+    ) -> None:
+        """Run `code` as a cell that has run in the notebook, and has shown `here` there (``output/differing.py``); only
+        what ranks show that differs is shown. Otherwise as `run`."""
+        where = self._checked(ranks)
+        self.ensure_ready()
+        limits = Limits(self.failure_grace, self.stall_timeout, timeout)
+        self._cells.run(code, where, Differing(where, self._display(tell), here, comms=self._comms), limits)
+
+    def _display(self, tell: bool) -> DisplayOptions:
+        return replace(self.display, report_after=0.0) if tell else self.display
 
     def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
         """The `ranks` that were given, None: all; raises BadInput before anything is sent."""

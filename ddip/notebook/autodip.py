@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from ddip.notebook import both_sides
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -82,8 +84,6 @@ LOCAL_MAGICS = [
     "killbgscripts",
 ]
 """Of IPython and ddip, the magics that are the notebook's own business: cells that begin with one stay there."""
-BOTH = ("cd", "env", "set_env")
-"""Cells of these alone run in the notebook and on the ranks."""
 OWN = ("IPython.core.magic", "ipykernel.")
 """Modules of the magics that the ranks have as well; what an extension or a user has added they have not. Commands of
 the shell, such as ``%mkdir``, are elsewhere: once is right for those."""
@@ -134,7 +134,13 @@ class Autodip:
 
     def takes(self, text: str) -> bool:
         """Would this cell run on the ranks?"""
-        return self._arguments is not None and bool(text.strip()) and not self._stays(text)
+        on = self._arguments is not None and bool(text.strip())
+        return on and (self._everywhere(text) or not self._stays(text))
+
+    def _everywhere(self, text: str) -> bool:
+        """Does it belong on both sides? ``load_ext`` is local by what it usually loads."""
+        names = both_sides.names(text)
+        return bool(names) and not {*names}.intersection(self._local()).difference(("load_ext", "reload_ext"))
 
     def _stays(self, text: str) -> bool:
         """Does it begin with a magic of the notebook's?"""
@@ -159,10 +165,11 @@ class Autodip:
 
         While a cell runs it is a magic that asks, such as ``%%time`` or ``%%dip local``, for a cell of its own.
         """
-        if not self.takes("".join(lines)) or self._running or self._hidden():
+        text = "".join(lines)
+        if not self.takes(text) or self._running or self._hidden():
             return lines
-        everywhere = all(_name_of(line) in BOTH for line in lines if line.strip())
-        return [f"%%dip everywhere {self._arguments}".rstrip() + "\n" if everywhere else f"{self._magic}\n", *lines]
+        magic = f"%%dip everywhere {self._arguments}".rstrip() if self._everywhere(text) else self._magic
+        return [f"{magic}\n", *lines]
 
     def _hidden(self) -> bool:
         """Is this a request that a front end makes behind the user's back, such as a variable inspector's?"""
@@ -171,9 +178,3 @@ class Autodip:
             return False
         content = kernel.get_parent("shell").get("content", {})
         return bool(content.get("silent")) or content.get("store_history") is False
-
-
-def _name_of(line: str) -> str:
-    """Name of the magic that `line` begins with; empty if it begins with none."""
-    found = MAGIC.match(line)
-    return "" if found is None else found[1]

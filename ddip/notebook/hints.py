@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 
 from ddip.errors import CellError, RankError, ranks_text
+from ddip.notebook.autoreload import Autoreload
 from ddip.output.area import notify, notify_late
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Hints:
         self._shell = shell
         self._group = group
         self._autodipper = autodipper
+        self.autoreload = Autoreload(shell)
         self._matcher = context_matcher(identifier="ddip", priority=1e6)(lambda context: self._match(context))
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("post_run_cell", self._after_cell)
@@ -127,7 +129,10 @@ class Hints:
     def _after_cell(self, result: Any) -> None:
         error = result.error_in_exec or result.error_before_exec
         group = self._group()
-        if not isinstance(error, NameError) or group is None or not group.alive:
+        if group is None or not group.alive:
+            return
+        self.autoreload.after_cell(group)
+        if not isinstance(error, NameError):
             return
         found = UNKNOWN.search(str(error))
         if found is not None and group.has_name(found[1]):

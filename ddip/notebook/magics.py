@@ -10,7 +10,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.cluster import folder
 from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestInterrupted
 from ddip.group import placement
-from ddip.notebook import arguments
+from ddip.notebook import arguments, both_sides
 from ddip.notebook.autodip import Autodip
 from ddip.notebook.examples import examples
 from ddip.notebook.hints import Hints
@@ -251,8 +251,10 @@ class DipMagics(Traits):
             size = group.world_size
             ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
             shown = self._seen(args.see, ranks, size)
+            self.hints.autoreload.sent(cell, group, ranks)
+        both = args.where == "everywhere" and bool(both_sides.names(cell))
         if args.where != "remote":
-            self._run_here(cell)
+            here = self._run_here(cell, both)
         if args.where != "local":
             self._say(f"running on {len(ranks)} of {size} ranks")
             if args.appcmd is not None:
@@ -261,6 +263,10 @@ class DipMagics(Traits):
                     print(answer)
             tell, unmatched = self.autodipper.state != "off", args.unmatched
             try:
+                if both:
+                    there = both_sides.for_ranks(cell)
+                    group.run_there_too(there, ranks, here, timeout=timeout, tell=tell)
+                    return
                 group.run(
                     cell, ranks, show_ranks=shown, quiet=args.quiet, timeout=timeout, tell=tell, unmatched=unmatched
                 )
@@ -276,9 +282,12 @@ class DipMagics(Traits):
         usual = [rank for rank in shown if rank in ranks]
         return usual or ranks[:1]
 
-    def _run_here(self, cell: str) -> None:
-        if not self.shell.run_cell(cell).success:
+    def _run_here(self, cell: str, both: bool) -> tuple[str, str]:
+        """Returns what the notebook has shown, if the cell is one for `both` sides, whose ranks need not repeat it."""
+        good, shown = both_sides.run_here(self.shell, cell) if both else (self.shell.run_cell(cell).success, ("", ""))
+        if not good:
             raise LocalCellFailed("the cell failed here, in the notebook")
+        return shown
 
     @examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
     @magic_arguments()
@@ -288,7 +297,8 @@ class DipMagics(Traits):
     def autodip(self, line: str = "") -> None:
         """Run every cell as a %%dip cell, from here on, but those that begin with a magic of the notebook's own.
 
-        DipMagics.local_magics lists these; %cd and %env run on both sides.
+        DipMagics.local_magics lists these. Cells of %cd, %env, %set_env, %load_ext autoreload, %autoreload and %aimport
+        alone run on both sides.
         """
         args = arguments.parse(self.autodip, "%autodip", line)
         if args.switch not in (None, "on", "off"):

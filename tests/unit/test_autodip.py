@@ -36,6 +36,11 @@ NOT_MINE = [
     "%makedip -i",
     "%dipull x",
     "%load_ext autoreload\nimport x",
+    "%load_ext ddip",
+    "%load_ext autoreload\n%load_ext ddip",
+    "%load_ext autoreload\n%makedip -n 2",
+    "%reload_ext ddip\n%autoreload 2",
+    "%unload_ext autoreload",
     "%pip install x",
     "%config DipMagics.style",
     "%%bash\nls",
@@ -46,7 +51,16 @@ NOT_MINE = [
     "%added x",
     "%%added\nx",
 ]
-BOTH = ["%cd ..", "%env A=1", "\n%cd ..\n\n%env A=1\n"]
+BOTH = [
+    "%cd ..",
+    "%env A=1",
+    "\n%cd ..\n\n%env A=1\n",
+    "%load_ext autoreload\n%autoreload 2",
+    "# edited modules are loaded again\n%load_ext autoreload\n%autoreload 2\n",
+    "%reload_ext autoreload\n%autoreload 2\n%matplotlib inline",
+    "%autoreload",
+    "%aimport utils",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +100,12 @@ def test_which_magics_stay_can_be_changed(shell: InteractiveShell) -> None:
     assert not autodip.takes("%time x") and autodip.takes("%%bash\nls")
     local[:] = ["bash"]
     assert autodip.takes("%time x") and not autodip.takes("%%bash\nls")
+
+
+def test_what_belongs_on_both_sides_stays_in_the_notebook_where_the_user_says_so(shell: InteractiveShell) -> None:
+    autodip = Autodip(shell, lambda: ["cd"])
+    autodip.on("")
+    assert not autodip.takes("%cd ..") and not autodip.takes("%cd ..\n%env A=1") and autodip.takes("%env A=1")
 
 
 def test_the_whole_cell_reaches_the_ranks_unchanged(shell: InteractiveShell) -> None:

@@ -1,0 +1,140 @@
+"""Magics that belong in the notebook and on the ranks: %cd, %env, and autoreload."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .notebook import Notebook
+
+ONLY_HERE = (
+    "ddip: autoreload is on in the notebook only; to have it on the ranks, run %%dip, %load_ext autoreload, "
+    "%autoreload 2 in a cell\n"
+)
+ON = "%load_ext autoreload\n%autoreload 2"
+
+
+@pytest.fixture
+def autodip(notebook: Notebook) -> Iterator[Notebook]:
+    """The shared notebook under %autodip; its folder stays what it was."""
+    notebook.ok("%autodip on")
+    yield notebook
+    notebook.ok(f"%cd -q {notebook.folder}")
+    notebook.ok("%autodip off")
+
+
+# -- %cd and %env
+
+
+def test_what_both_sides_say_is_shown_once(autodip: Notebook) -> None:
+    there = autodip.folder / "there"
+    there.mkdir(exist_ok=True)
+    assert autodip.ok("%cd there").stdout == f"{there}\n"
+    autodip.ok(f"import os; assert os.getcwd() == {str(there)!r}")
+    autodip.ok(f"%%dip local\nimport os; assert os.getcwd() == {str(there)!r}")
+    missing = autodip.ok("%cd nosuch").stdout
+    assert missing.count("No such file") == 1 and missing.count(str(there)) == 1
+    assert autodip.ok("%env FOO=bar").stdout == "env: FOO=bar\n"
+    autodip.ok("assert os.environ['FOO'] == 'bar'")
+    shown = autodip.ok("%env FOO")
+    assert shown.text.count("'bar'") == 1 and "rank" not in shown.stdout
+    assert autodip.ok("%%dip everywhere\n%cd ..").stdout == f"{autodip.folder}\n"
+
+
+def test_what_a_rank_says_otherwise_is_shown_with_its_name(autodip: Notebook) -> None:
+    for name in ("up", "up/here"):
+        (autodip.folder / name).mkdir(exist_ok=True)
+    autodip.ok("%%dip -r 1\n%cd -q up/here")
+    shown = autodip.ok("%cd ..")
+    assert shown.stdout == f"{autodip.folder.parent}\n[rank 1] {autodip.folder / 'up'}\n"
+    autodip.ok("import os; os.environ['SIDE'] = f'rank {rank}'")
+    autodip.ok("%%dip local\nimport os; os.environ['SIDE'] = 'notebook'")
+    shown = autodip.ok("%env SIDE")
+    assert "'notebook'" in shown.text and "── rank 2 ──" in shown.text and "'rank 2'" in shown.text
+
+
+def test_an_error_of_a_rank_fails_the_cell(autodip: Notebook) -> None:
+    autodip.ok("%%dip local\n%env ONLY_HERE=1")
+    autodip.ok("%%dip -r 0,2\n%env ONLY_HERE=1")
+    shown = autodip.fails("%env ONLY_HERE")
+    assert shown.error == "CellError"
+    assert "rank 1: UsageError: Environment does not have key: ONLY_HERE" in shown.message
+
+
+def test_an_error_in_the_notebook_keeps_the_cell_off_the_ranks(autodip: Notebook) -> None:
+    autodip.ok("import os; os.environ['SIDE'] = 'ranks'")
+    autodip.ok("%%dip local\nimport os; os.environ.pop('SIDE', None)")
+    shown = autodip.fails("%env SIDE")
+    assert shown.error == "LocalCellFailed" and "ranks" not in shown.text
+
+
+# -- autoreload
+
+
+def write(module: Path, value: int) -> None:
+    """Such a module, later than what was there."""
+    before = module.stat().st_mtime if module.exists() else 0.0
+    module.write_text(f"def value():\n    return {value}\n")
+    later = max(before + 5, module.stat().st_mtime)
+    os.utime(module, (later, later))
+
+
+def test_autoreload_that_is_turned_on_under_autodip_is_on_on_both_sides(
+    new_notebook: Callable[[], Notebook], tmp_path: Path
+) -> None:
+    notebook = new_notebook()
+    write(tmp_path / "utils.py", 1)
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
+    notebook.ok("%autodip on")
+    assert notebook.ok(ON).stdout == ""
+    notebook.ok("import utils")
+    notebook.ok("%%dip local\nimport utils")
+    write(tmp_path / "utils.py", 2)
+    assert notebook.ok("%%dip -S all\nprint(utils.value())").text.count("2\n") >= 1
+    notebook.ok("assert utils.value() == 2")
+    notebook.ok("%%dip local\nassert utils.value() == 2")
+    assert notebook.ok(ON).stdout.count("already loaded") == 1
+    assert notebook.ok("%autoreload 0").text.count("ddip: autoreload") == 0
+    write(tmp_path / "utils.py", 3)
+    notebook.ok("assert utils.value() == 2")
+    notebook.ok("%autoreload 2")
+    write(tmp_path / "utils.py", 4)
+    notebook.ok("assert utils.value() == 4")
+    notebook.ok("%%dip local\nassert utils.value() == 4")
+    shown = notebook.ok("%makedip -n 3")
+    assert "autoreload is on in the notebook, and not on rank 2; to have it on the ranks, run %%dip" in shown.stderr
+    assert notebook.ok("1").stderr == ""
+    notebook.ok(ON)
+    notebook.ok("%load_ext ddip")  # stays here
+    notebook.ok("assert 'makedip' in get_ipython().magics_manager.magics['line']")
+
+
+def test_autoreload_of_the_notebook_alone_is_named_once(bare_notebook: Notebook) -> None:
+    notebook = bare_notebook
+    write(notebook.folder / "reloaded.py", 1)
+    try:
+        assert notebook.ok("%load_ext autoreload\n%autoreload 0").stderr == ""
+        assert "autoreload" not in notebook.ok("%makedip -n 1").text
+        assert notebook.ok("%autoreload 2").stderr == ONLY_HERE
+        assert notebook.ok("%autodip on").stderr == notebook.ok("1").stderr == ""
+        notebook.ok("%aimport reloaded")  # on the ranks, too, which had not loaded it
+        notebook.ok("assert reloaded.value() == 1")
+        notebook.ok(f"%%dip\n{ON}")
+        notebook.ok("%autodip off")
+        assert notebook.ok("1").stderr == ""
+        assert notebook.ok("%makedip -r").stderr == ONLY_HERE
+    finally:
+        notebook.ok("%autodip off\n%autoreload 0")
+        notebook.ok("%unload_ext autoreload")
+
+
+def test_autoreload_that_came_before_the_group_is_named_when_it_starts(
+    new_notebook: Callable[[], Notebook],
+) -> None:
+    notebook = new_notebook()
+    assert notebook.ok(f"{ON}\n%load_ext ddip").stderr == ""
+    assert ONLY_HERE in notebook.ok("%makedip -n 1").stderr
+    assert notebook.ok("%autodip on").stderr == ""
