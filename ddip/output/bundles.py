@@ -55,7 +55,7 @@ def comparable(items: Sequence[Item]) -> object:
 
 def _comparable(item: Item) -> object:
     if isinstance(item, Text):
-        return (item.stream, object() if item.screen.skipped else item.screen.text)
+        return (item.stream, object() if item.screen.left_out else item.screen.text)
     if isinstance(item, Area):
         return comparable(item.items)
     data = item.data if item.first is None else item.first

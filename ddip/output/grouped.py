@@ -22,9 +22,9 @@ class Grouped:
         self._bars: set[str] = set()
         """Ids of those on the page."""
 
-    def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Keep the text until the cell has ended."""
-        self._sections[rank].text(stream, text, line)
+        self._sections[rank].text(stream, text, line, cut)
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """Keep the display until the cell has ended."""

@@ -8,7 +8,7 @@ from ddip.errors import RankError
 from ddip.output.area import GONE, CellOutputArea, flush, new_id
 from ddip.output.below import label_of
 from ddip.output.bundles import loads
-from ddip.output.live import Finished, LiveStream, ThrottledDisplay, left_out
+from ddip.output.live import Finished, LiveStream, ThrottledDisplay
 from ddip.output.transcript import WIDGET, Bundle, is_ours, labelled, own_id
 
 COLOURS = (36, 35, 33, 32, 34, 31)
@@ -28,12 +28,12 @@ class Labels:
         self._widgets: dict[str, tuple[str, str]] = {}
         """The displays of each that the page shows: its label, and itself."""
 
-    def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Whole lines at once; the rest when it comes."""
         for name in ("stdout", "stderr"):
             if (rank, name) not in self._streams:
                 self._streams[rank, name] = LiveStream(self._limit, in_place=self._page.rich, whole_lines=True)
-        self._show(rank, stream, self._streams[rank, stream].write(text, line))
+        self._show(rank, stream, self._streams[rank, stream].write(text, line, cut))
 
     def _show(self, rank: int, stream: str, finished: Finished) -> None:
         if finished.bar is not None:
@@ -132,6 +132,6 @@ class Labels:
         for (rank, name), stream in sorted(self._streams.items()):
             flood, stream.flood = stream.flood, None
             if flood is not None:
-                self._show(rank, name, Finished(None, f"{left_out(flood)}\n{flood.end_text}"))
+                self._show(rank, name, Finished(None, f"{flood.left_out}\n{flood.end_text}".lstrip("\n")))
         flush()
         return False

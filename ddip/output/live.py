@@ -41,16 +41,20 @@ class LiveStream:
         self._whole_lines = whole_lines
         self._lines = 0
         """Finished."""
-        self._open = Screen(limit)
+        self._open = self._new_line()
         """The line without an end, where only whole lines are finished."""
         self._bar: Screen | None = None
         self.flood: Screen | None = None
 
-    def write(self, text: str, line: int | None = None) -> Finished:
+    def _new_line(self) -> Screen:
+        """With room for all that a rank sends before it leaves something out, and for what it writes slowly then."""
+        return Screen(2 * self._limit)
+
+    def write(self, text: str, line: int | None = None, cut: int = 0) -> Finished:
         """More text; with `line` it replaces the end of what was there (``Screen.jump``)."""
         if line is not None:
             self.flood = self.flood or Screen(self._limit)
-            self.flood.jump(line - self._lines, text)
+            self.flood.jump(line - self._lines, text, cut)
             return Finished(None, "")
         if self.flood is not None:
             self.flood.write(text)
@@ -74,7 +78,7 @@ class LiveStream:
             before = ""
             (self._bar or self._open).write(text)
         if begins:
-            self._bar, self._open = self._open, Screen(self._limit)
+            self._bar, self._open = self._open, self._new_line()
         if self._bar is None:
             return self._open.take()
         if self._in_place:
@@ -96,7 +100,7 @@ class LiveStream:
         bar = self._end_bar()
         if not self._in_place and bar is not None:
             return Finished(None, bar)
-        rest, self._open = self._open.text, Screen(self._limit)
+        rest, self._open = self._open.text, self._new_line()
         return Finished(bar, rest)
 
     @property
@@ -104,7 +108,7 @@ class LiveStream:
         """As it is now; None where nothing changes."""
         if self._bar is None:
             return None
-        return self._bar.live_text(0) if self._bar.skipped else self._bar.text
+        return self._bar.live_text(0) if self._bar.left_out else self._bar.text
 
 
 class ThrottledDisplay:
@@ -124,6 +128,11 @@ class ThrottledDisplay:
         self._shown = text
         self._next = time.monotonic() + LIVE_SECONDS
 
+    @property
+    def is_there(self) -> bool:
+        """Does the page show anything here?"""
+        return bool(self._shown)
+
 
 def _before_what_moves(text: str) -> tuple[str, str]:
     """The lines before the first in which something moves, and the rest."""
@@ -131,8 +140,3 @@ def _before_what_moves(text: str) -> tuple[str, str]:
     assert found is not None
     begin = text.rfind("\n", 0, found.start()) + 1
     return text[:begin], text[begin:]
-
-
-def left_out(flood: Screen) -> str:
-    """What stands where lines of a flood are missing."""
-    return f"… {flood.skipped:,} lines left out …"

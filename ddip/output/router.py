@@ -228,7 +228,7 @@ class CellOutput:
             self._show_widget(rank, model, self._comms)
         match kind:
             case "stream":
-                view.text(rank, content["name"], content["text"], content.get("line"))
+                view.text(rank, content["name"], content["text"], content.get("line"), content.get("cut", 0))
             case "execute_result":
                 view.result(rank, content["execution_count"], content["data"], content.get("metadata") or {})
             case "display_data":

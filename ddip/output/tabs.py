@@ -48,9 +48,9 @@ class Tabs:
 
     # -- what a rank shows
 
-    def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Text of a stream."""
-        self._sections[rank].text(stream, text, line)
+        self._sections[rank].text(stream, text, line, cut)
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """A MIME bundle: in the tab if HTML can show it, else below, labelled."""

@@ -32,6 +32,12 @@ class Screen:
         self._style = ""
         self.skipped = 0
         """Lines left out, here or on the rank."""
+        self.cut = 0
+        """Characters left out of lines that are shown in part."""
+        self._rest = 0
+        """Characters of the last row of the head that are not in it."""
+        self._goes_on = False
+        """Is the first row of the tail the rest of that one?"""
 
     def write(self, text: str) -> None:
         """Show more."""
@@ -45,12 +51,13 @@ class Screen:
             self._tail += rest
             self._style = _style_after(self._style, text)
             self._size += len(text)
-        if self._size > 2 * self._half:
+        if self._size - text.endswith("\n") > (2 * self._half if self._whole else self._half + self._half // 8):
             self._leave_out()
 
-    def jump(self, line: int, text: str) -> None:
-        """Show `text`, which begins at `line` from 0, in place of all but the beginning."""
-        if self._whole and line < len(self._tail):  # nothing is missing between
+    def jump(self, line: int, text: str, cut: int = 0) -> None:
+        """Show `text`, which begins at `line` from 0 after `cut` characters that are left out, in place of all but the
+        beginning."""
+        if self._whole and line < len(self._tail) and not cut:  # nothing is missing between
             self._tail[line:] = [""]
             self._size = sum(map(len, self._tail)) + len(self._tail) - 1
             self._up, self._column = 0, None
@@ -58,7 +65,8 @@ class Screen:
             return
         if self._whole:
             self._divide()
-        self.skipped = max(0, line - len(self._head))
+        self.skipped, self.cut = max(0, line - len(self._head)), self._rest + cut
+        self._goes_on = False
         self._tail, self._size, self._up, self._column = [""], 0, 0, None
         self.write(text)
 
@@ -70,19 +78,29 @@ class Screen:
     @property
     def text(self) -> str:
         """All lines, colours included."""
-        note = [f"… {self.skipped:,} lines left out …"] if self.skipped else []
-        return "\n".join([*self._head, *note, *self._tail])
+        return "\n".join([*self._beginning, *self._tail])
+
+    @property
+    def _beginning(self) -> list[str]:
+        return [*self._head, self.left_out] if self.left_out else self._head
+
+    @property
+    def left_out(self) -> str:
+        """What stands where something is missing; empty where nothing is."""
+        counts = {"line": self.skipped, "character": self.cut}
+        parts = [_count(number, name) for name, number in counts.items() if number]
+        return f"… {' and '.join(parts)} left out …" if parts else ""
 
     def live_text(self, most: int) -> str:
         """The same while it grows; above `most` characters the last rows of it."""
         if not self.skipped and self._size < most:
             return self.text
         above = self.skipped + len(self._head) + max(0, len(self._tail) - LIVE_ROWS)
-        return "\n".join([f"… {above:,} lines above …", *self._tail[-LIVE_ROWS:]])
+        return "\n".join([f"… {_count(above, 'line')} above …", *self._tail[-LIVE_ROWS:]])
 
     @property
     def end_text(self) -> str:
-        """The lines after those that were left out."""
+        """What comes after what was left out."""
         return "\n".join(self._tail)
 
     def take(self) -> str:
@@ -92,6 +110,8 @@ class Screen:
             return ""
         self._tail = self._tail[len(whole) :]
         self._size = sum(map(len, self._tail))
+        whole = [*self._beginning, *whole]
+        self._head, self._whole, self.skipped, self.cut, self._rest, self._goes_on = [], True, 0, 0, 0, False
         return "".join(f"{row}\n" for row in whole)
 
     # -- the cursor
@@ -167,14 +187,21 @@ class Screen:
     # -- floods
 
     def _divide(self) -> None:
-        """Keep the first lines for ever."""
+        """Keep the first lines for ever, and of a long one as much as there is room for."""
         self._whole = False
         size = count = 0
         last = len(self._tail) - 1 - self._up
-        while count < last and size + len(self._tail[count]) < self._half:
+        while count < last and size + len(self._tail[count]) <= self._half:
             size += len(self._tail[count]) + 1
             count += 1
         self._head, self._tail = self._tail[:count], self._tail[count:]
+        room = self._half - size
+        if room > 0 and len(self._tail[0]) > self._half // 2 and not (count == last and self._overwrites):
+            row = self._tail[0]
+            self._head.append(row[:room])
+            self._tail[0] = row[room:]
+            self._rest, self._goes_on = len(row) - room, True
+            size += room
         self._size -= size
 
     def _leave_out(self) -> None:
@@ -183,18 +210,42 @@ class Screen:
         count = 0
         last = len(self._tail) - 1 - self._up
         while count < last and self._size > self._half:
-            self._size -= len(self._tail[count]) + 1
+            row = self._tail[count]
+            over = self._size - self._half
+            if len(row) > self._half // 2 and over < len(row):
+                break
+            self._size -= len(row) + 1
+            if self._goes_on:
+                self._goes_on = False
+                self.cut += len(row)
+            else:
+                self.skipped += 1
             count += 1
         del self._tail[:count]
-        self.skipped += count
-        if self._size > 2 * self._half:  # a single line, or one that was overwritten again and again
+        over = self._size - self._half
+        if over <= 0:
+            return
+        if len(self._tail[0]) >= over and not (len(self._tail) == 1 and self._overwrites):
+            self.cut += over
+            self._tail[0] = self._tail[0][over:]
+            self._size -= over
+        elif self._size > 2 * self._half:  # a line that was overwritten again and again
             self._tail = [row[-self._half :] for row in self._tail]
             self._size = sum(map(len, self._tail))
+
+    @property
+    def _overwrites(self) -> bool:
+        """Is the cursor within what is there?"""
+        return bool(self._up) or self._column is not None
 
 
 def moves(text: str) -> bool:
     """Does `text` overwrite what was written before, as a progress bar does?"""
     return MOVES.search(text) is not None
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def plain(text: str) -> str:

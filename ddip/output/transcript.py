@@ -29,7 +29,7 @@ class Text:
     @property
     def blank(self) -> bool:
         """Is it all that is left of a bar that wiped itself out?"""
-        return self.overwritten and not self.screen.skipped and not self.screen.text.strip()
+        return self.overwritten and not self.screen.left_out and not self.screen.text.strip()
 
 
 @dataclass
@@ -83,7 +83,7 @@ class RankTranscript:
         self._captured: list[str] = []
         self._clear_next: list[Item] | None = None
 
-    def text(self, stream: str, text: str, line: int | None) -> None:
+    def text(self, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """More text; with `line` it replaces the end of what was there (``Screen.jump``)."""
         self._before()
         item = self._open_text(stream)
@@ -92,7 +92,7 @@ class RankTranscript:
             item.screen.write(text)
             self._lines[stream] = self._lines.get(stream, 0) + text.count("\n")
         else:
-            item.screen.jump(line - item.first, text)
+            item.screen.jump(line - item.first, text, cut)
             self._lines[stream] = line + text.count("\n")
 
     def _open_text(self, stream: str) -> Text:

@@ -7,14 +7,14 @@ from typing import Protocol
 
 from ddip.errors import RankError
 from ddip.output.area import CellOutputArea, flush
-from ddip.output.live import Finished, LiveStream, ThrottledDisplay, left_out
+from ddip.output.live import Finished, LiveStream, ThrottledDisplay
 from ddip.output.transcript import Bundle, RankTranscript, labelled
 
 
 class View(Protocol):
     """Lays out what ranks show."""
 
-    def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Text of a stream; with `line` it replaces the end of what was there (``Screen.jump``)."""
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
@@ -58,9 +58,9 @@ class Plain:
         self._bars: dict[str, ThrottledDisplay] = {}
         self._floods = {name: ThrottledDisplay(page) for name in self._streams}
 
-    def text(self, rank: int, stream: str, text: str, line: int | None) -> None:
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Write the text where the cell's own would go."""
-        self._write(stream, self._streams[stream].write(text, line))
+        self._write(stream, self._streams[stream].write(text, line, cut))
         self._draw(stream)  # a bar the first time at once: what comes next must be below it
 
     def _write(self, stream: str, finished: Finished) -> None:
@@ -119,11 +119,12 @@ class Plain:
         for name, stream in self._streams.items():
             self._write(name, stream.end())
             flood, stream.flood = stream.flood, None
-            if flood is not None and self._in_place:
-                self._floods[name].show(left_out(flood), at_once=True)
-            elif flood is not None:
-                self._page.write(name, f"{left_out(flood)}\n")
-            if flood is not None:
-                self._page.write(name, flood.end_text)
+            if flood is None:
+                continue
+            if self._in_place and (flood.left_out or self._floods[name].is_there):
+                self._floods[name].show(flood.left_out, at_once=True)
+            elif flood.left_out:
+                self._page.write(name, f"{flood.left_out}\n")
+            self._page.write(name, flood.end_text)
         flush()
         return False

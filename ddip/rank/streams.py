@@ -219,11 +219,13 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
                 self._send(piece, parent)
 
     def _send(self, piece: Chunk, parent: dict[str, Any]) -> None:
+        if piece.breaks:
+            self._send(Chunk("\n"), parent)
         if not piece.text:
             return
         content = {"name": self.name, "text": piece.text}
         if piece.line is not None:
-            content["line"] = piece.line
+            content.update(line=piece.line, cut=piece.cut)
         self.session.send(self.pub_thread, self.session.msg("stream", content, parent=parent), ident=self.topic)
 
 

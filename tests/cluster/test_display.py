@@ -404,6 +404,18 @@ def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.max_output_chars = 400000")
 
 
+def test_a_line_above_the_limit_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
+    shown = notebook.ok(
+        "%%dip -r 0\nprint('start'); print('a' * 200_000 + 'b' * 100_000 + 'c' * 200_000); print('end')"
+    )
+    start, first, last, end = shown.stdout.splitlines()
+    assert (start, set(first), set(last), end) == ("start", {"a"}, {"c"}, "end")
+    note = f"… {500_000 - len(first) - len(last):,} characters left out …"
+    assert note in [bundle["text/plain"] for bundle in shown.data]
+    text = last_text(notebook, "%%dip -S all\nprint('a' * 200_000 + 'b' * 100_000 + 'c' * 200_000)")
+    assert len(re.findall(r"── rank \d ──\na+\n… 100,00\d characters left out …\nc+", text)) == 3
+
+
 # -- late output
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from ddip.output.display_options import DisplayOptions
 from ddip.output.router import CellOutput
 from ddip.output.sizes import size_text
 from ddip.output.tables import RankInfo, info_table, where_text
 from ddip.output.terminal_text import Screen, plain
+from ddip.rank.limiter import Chunk, OutputLimiter
 
 
 def stream(text: str, name: str = "stdout") -> dict[str, Any]:
@@ -54,6 +56,61 @@ def test_of_a_flood_the_middle_is_left_out(capsys: pytest.CaptureFixture[str]) -
         show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "9\n", "line": 9}})
         show.finish()
         assert capsys.readouterr().out == f"{label}line 0\n{label}… 8 lines left out …\n{label}9\n"
+
+
+def sent(limit: int, *texts: str) -> list[dict[str, Any]]:
+    """What a rank sends of `texts`, as messages."""
+    limiter = OutputLimiter(limit)
+    messages = []
+    for chunk in [*map(limiter.take, texts), limiter.rest()]:
+        if chunk is not None:
+            for piece in [Chunk("\n")] * chunk.breaks + [chunk] * bool(chunk.text):
+                messages.append(stream(piece.text))
+                if piece.line is not None:
+                    messages[-1]["content"].update(line=piece.line, cut=piece.cut)
+    return messages
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("style", ["one rank", "labels", "grouped"])
+@pytest.mark.parametrize("before", ["", "start\n"])
+@pytest.mark.parametrize("after", ["", "\n", "\nend\n"])
+def test_of_a_line_above_the_limit_the_middle_is_left_out(
+    style: Any, before: str, after: str, draws: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = CellOutput(
+        [0] if style == "one rank" else [0, 1], DisplayOptions("auto" if style == "one rank" else style, 1000)
+    )
+    for message in sent(1000, f"{before}{'b' * 1500}{after}"):
+        show.receive(0, message)
+        if draws:
+            show.draw()
+    show.finish()
+    lines = plain(capsys.readouterr().out).replace("[rank 0] ", "").splitlines()
+    lines = lines[1:] if style == "grouped" else lines
+    first, note, last = lines[bool(before) : bool(before) + 3]
+    left = 1500 - len(first) - len(last)
+    assert set(first + last) == {"b"} and min(len(first), len(last)) > 400
+    assert note == f"… {left} characters left out …" and left == 500 + len(before) + len(after)
+    assert lines[: bool(before)] == before.split() and lines[bool(before) + 3 :] == after.split()
+
+
+def test_what_is_left_out_is_counted_in_english() -> None:
+    screen = Screen(1000)
+    screen.jump(1, "b", 1)
+    assert screen.text == "… 1 line and 1 character left out …\nb"
+
+
+@pytest.mark.parametrize("show_ranks", [[0], [0, 1]])
+def test_a_little_more_than_the_limit_is_not_said_to_be_left_out(
+    show_ranks: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = CellOutput(show_ranks, DisplayOptions("labels", 1000))
+    texts = [f"line {number}\n" for number in range(130)]
+    for message in sent(1000, *texts):
+        show.receive(0, message)
+    show.finish()
+    assert capsys.readouterr().out.replace("[rank 0] ", "") == "".join(texts)
 
 
 def test_bars_of_several_ranks_leave_their_last_state(capsys: pytest.CaptureFixture[str]) -> None:

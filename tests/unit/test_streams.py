@@ -32,3 +32,23 @@ def test_slow_text_above_the_limit_is_not_cut() -> None:
     assert budget.take("a line\n") == Chunk("a line\n")
     budget._ticked -= 1
     assert budget.take("another\n") == Chunk("another\n")
+
+
+def test_a_bar_that_has_written_more_than_the_limit_is_shown_as_it_ended() -> None:
+    budget = OutputLimiter(1000)
+    for step in range(1000):
+        budget.take(f"\r{step / 10:5.1f}%|{'#' * (step // 50):20}|")
+    budget.take("\r100.0%\n")
+    rest = budget.rest()
+    assert rest is not None and rest.text.endswith("\r100.0%\n")
+    assert (rest.line, rest.cut, rest.breaks) == (0, 0, False)
+
+
+def test_what_was_shown_slowly_is_not_sent_again_at_the_end() -> None:
+    budget = OutputLimiter(100)
+    budget.take("x" * 99 + "\n")
+    budget._ticked -= 1
+    budget.take("a line\n")
+    assert budget.rest() is None
+    budget.take("another\n")
+    assert budget.rest() == Chunk("another\n")

@@ -463,6 +463,30 @@ def test_of_a_flood_the_middle_is_left_out(page: Page, rich: bool) -> None:
     assert re.fullmatch(r"… 4,99\d lines left out …\n?", note)
 
 
+def test_of_a_long_line_the_middle_is_left_out_in_a_page(page: Page) -> None:
+    view, first, last = plain(page, limit=1000), "a" * 500, "b" * 500
+    for text, line, cut in ((first, None, 0), ("\n", None, 0), (last, 1, 4000)):
+        view.text(0, "stdout", text, line, cut)
+        view.draw()
+    assert page.plain == [f"… 4,000 characters left out …\n{last}"]
+    view.close({}, "")
+    assert page.plain == ["… 4,000 characters left out …"] and page.text == f"{first}\n{last}"
+
+
+def test_of_a_long_line_the_middle_is_left_out_in_tabs(page: Page) -> None:
+    view = Tabs(page, range(2), 1000)  # type: ignore[arg-type]
+    first, last = "a" * 500, "b" * 500
+    for rank in (0, 1):
+        for text, line, cut in ((first, None, 0), ("\n", None, 0), (last, 1, 4000)):
+            view.text(rank, "stdout", text, line, cut)
+            view._next = 0.0
+            view.draw()
+    expected = f"{first}\n… 4,000 characters left out …\n{last}"
+    assert page.plain[-1] == f"── rank 0 ──\n{expected}\n── rank 1 ──\n{expected}"
+    view.close({}, "")
+    assert page.plain[-1].count("4,000 characters left out") == 2 and last in page.shown[-1]["text/html"]
+
+
 def test_clearing_ends_a_bar(page: Page) -> None:
     view = plain(page)
     view.text(0, "stderr", "\r 50%", None)
