@@ -16,6 +16,7 @@ import functools
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -79,6 +80,11 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         super().init_magics()
         self.magics_manager.auto_magic = False
         refusals.install(self)
+
+    def init_sys_modules(self) -> None:
+        """IPython would also warn, of each ``sys.exit()``, that ``exit`` is the way to leave."""
+        super().init_sys_modules()
+        warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning)
 
     def ask_exit(self) -> NoReturn:
         """What ``exit`` and ``quit`` call: they end the cell, as ``sys.exit()`` does, and not the rank."""

@@ -76,10 +76,12 @@ def test_variables_survive_an_error(cells: ddip.Group) -> None:
 
 
 @pytest.mark.parametrize("leave", ["exit", "exit()", "quit", "import sys; sys.exit()", "raise SystemExit(3)"])
-def test_exit_ends_the_cell_and_not_the_rank(cells: ddip.Group, leave: str) -> None:
+def test_exit_ends_the_cell_and_not_the_rank(cells: ddip.Group, leave: str, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("kept = 1")
+    capsys.readouterr()
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: SystemExit"):
         cells.run(leave)
+    assert "To exit" not in "".join(capsys.readouterr())  # IPython's warning
     cells.run("pass")
     assert cells.pull(["kept"]) == {"kept": 1}
 
