@@ -8,7 +8,7 @@ from IPython.core.magic import cell_magic, line_magic, magics_class, no_var_expa
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
-from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestInterrupted
+from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestInterrupted, ranks_text
 from ddip.group import placement
 from ddip.notebook import arguments, both_sides
 from ddip.notebook.autodip import Autodip
@@ -168,7 +168,6 @@ class DipMagics(Traits):
             self._say(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
 
     def _repair(self, args: Any, line: str) -> None:
-        from ddip.errors import ranks_text
         from ddip.output.progress import Progress
 
         if not args.repair or args.kill or arguments.asks_for_a_group(args):
@@ -277,7 +276,11 @@ class DipMagics(Traits):
     def _seen(self, typed: list[str] | None, ranks: list[int], size: int) -> list[int]:
         """The ranks to show: those of -S, else those of the trait that run the cell, else the first that does."""
         if typed is not None:
-            return placement.parse_ranks(typed, size, "-S")
+            shown = placement.parse_ranks(typed, size, "-S")
+            if not set(shown).intersection(ranks):
+                who = f"{ranks_text(shown)} {'does' if len(shown) == 1 else 'do'} not run this cell"
+                raise BadInput(f"-S {' '.join(typed)}: {who}, {ranks_text(ranks)} would; type -S {ranks[0]}, or -S all")
+            return shown
         shown = placement.parse_ranks([self.show_ranks], size, "DipMagics.show_ranks")
         usual = [rank for rank in shown if rank in ranks]
         return usual or ranks[:1]

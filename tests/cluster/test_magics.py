@@ -32,6 +32,8 @@ BAD_INPUT = [
     ("%%dip -r 9\n1", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%%dip -r one\n1", r"-r one: 'one' is no rank; this group has ranks 0 to 2"),
     ("%%dip -S 9\n1", r"-S 9: there is no rank 9; this group has ranks 0 to 2"),
+    ("%%dip -r 1 -S 0\n1", r"^-S 0: rank 0 does not run this cell, rank 1 would; type -S 1, or -S all$"),
+    ("%%dip -r 1,2 -S 0\n1", r"^-S 0: rank 0 does not run this cell, ranks 1, 2 would; type -S 1, or -S all$"),
     ("%%dip -s all\n1", r"^%%dip -s all: type %%dip -S all$"),
     ("%%dip -all\n1", r"^%%dip -all: type %%dip -S all$"),
     ("# of all ranks\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
