@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from IPython.core.error import UsageError
 
@@ -89,6 +89,13 @@ class RankError:
     """Where the rank waited for others when it was released, or lost them, and so raised this; else empty."""
     at: float = 0.0
     """When it was raised, on the rank's clock, seconds."""
+    pid: int | None = None
+    """Of a process that is gone."""
+
+    @property
+    def what(self) -> str:
+        """The message without what each rank has of its own."""
+        return self.message.removeprefix(f"pid {self.pid} ")
 
     def __str__(self) -> str:
         return f"{self.name}: {self.message}" if self.message else self.name
@@ -128,8 +135,18 @@ def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError
     """Ranks with the same error together, the earliest first."""
     groups: dict[tuple[str, str], tuple[list[int], RankError]] = {}
     for rank, error in sorted(by_rank.items(), key=lambda item: (item[1].at, item[0])):
-        groups.setdefault((error.name, error.message), ([], error))[0].append(rank)
+        groups.setdefault((error.name, error.what), ([], error))[0].append(rank)
     return list(groups.values())
+
+
+def clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> list[str]:
+    """One for each error, the earliest first; ranks with the same error together. `named`: with the errors' names."""
+    found = []
+    for ranks, error in _groups(by_rank):
+        pids = [str(pid) for pid in (by_rank[rank].pid for rank in ranks) if pid is not None]
+        message = f"pids {', '.join(pids)} {error.what}" if len(pids) > 1 else error.message
+        found.append(f"{ranks_text(ranks)}: {replace(error, message=message) if named else message}")
+    return found
 
 
 def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
@@ -143,7 +160,7 @@ def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> l
 
 def _summary(by_rank: Mapping[int, RankError], repair: str) -> str:
     """One clause for each error, the earliest first, and one for each place where ranks waited."""
-    parts = [f"{ranks_text(ranks)}: {error}" for ranks, error in _groups(_own(by_rank))]
+    parts = clauses(_own(by_rank))
     waited: dict[str, list[int]] = {}
     for rank, error in sorted(by_rank.items()):
         if error.waited:

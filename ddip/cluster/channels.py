@@ -10,6 +10,7 @@ from typing import Any
 from ipyparallel.error import EngineError, RemoteError, TaskAborted
 
 from ddip.cluster import ipp_private
+from ddip.cluster.exit_diagnosis import EngineLogs
 from ddip.cluster.ipp_private import RankClient
 from ddip.cluster.seam import Listener, Message, Raised, Reply, Request
 from ddip.protocol.on_rank import RemoteCall
@@ -22,6 +23,7 @@ class Channels:
     def __init__(self) -> None:
         self._client: RankClient | None = None
         self.exits: dict[int, int | None] = {}
+        self._logs = EngineLogs()
 
     @property
     def connected(self) -> bool:
@@ -39,10 +41,15 @@ class Channels:
         """The engines that the controller knows, and that have not ended."""
         return set(self.client.ids) - self.exits.keys()
 
+    def log_tail(self, engine: int) -> list[str]:
+        """The last lines of its log, of the cell that came last."""
+        return self._logs.tail(engine)
+
     def execute(
         self, engine: int, code: str, listener: Listener, asked: Mapping[str, Any], *, history: bool = True
     ) -> Request:
         """Run `code` as a cell of `engine`."""
+        self._logs.cell_begins(engine)
         return _request(ipp_private.execute(self.client, engine, code, listener, dict(asked), history=history))
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:

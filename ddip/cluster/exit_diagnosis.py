@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,22 +112,32 @@ class EngineLogs:
     def __init__(self) -> None:
         self._paths: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
+        self._begins: dict[int, int] = {}
+        """Bytes of each log from before the last cell."""
 
     def opened(self, engine: int, path: Path) -> None:
         """`engine` has started, and writes to `path`."""
         self._paths[engine] = path
+
+    def cell_begins(self, engine: int) -> None:
+        """A cell is sent to `engine`: what is in the log by now has nothing to do with how that ends."""
+        with contextlib.suppress(KeyError, OSError):  # not started, or ended
+            self._begins[engine] = self._paths[engine].stat().st_size
 
     def closed(self, engine: int, text: str) -> None:
         """`engine` has ended, and had written `text`."""
         self._last_words[engine] = text
 
     def tail(self, engine: int) -> list[str]:
-        """The last lines; of a crash, those that tell where it was."""
+        """The last lines, of the last cell; of a crash, those that tell where it was."""
         try:
-            text = self._paths[engine].read_text(errors="replace")
+            log = self._paths[engine].read_bytes()
         except (KeyError, OSError):  # not started, or ended
-            text = self._last_words.get(engine, "")
-        return log_end(text, LOG_LINES)
+            log = self._last_words.get(engine, "").encode(errors="replace")
+        begin = self._begins.get(engine, 0)
+        if begin <= len(log):  # else it has begun anew within the cell
+            log = log[begin:]
+        return log_end(log.decode(errors="replace"), LOG_LINES)
 
     def text(self, engine: int) -> str:
         """The same at the end of an error."""

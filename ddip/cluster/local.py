@@ -28,7 +28,7 @@ from ipyparallel import Cluster as IppCluster
 
 from ddip.cluster import greeting, ipp_private, ownership, preload_client, processes, registry
 from ddip.cluster.channels import Channels
-from ddip.cluster.exit_diagnosis import LOG_LINES, EngineLogs, exit_text
+from ddip.cluster.exit_diagnosis import LOG_LINES, exit_text
 from ddip.cluster.ipp_private import RankClient
 from ddip.cluster.launchers import ControllerLauncher, EngineSetLauncher, Launcher, end_launched, processes_of
 from ddip.cluster.loop import Loop, all_of, others_end, without_exit
@@ -57,7 +57,6 @@ class LocalCluster(Channels):
         self.spawned = ""
         self._wanted: set[int] = set()
         """Engines that nobody has ended."""
-        self._logs = EngineLogs()
         self._processes: dict[int, processes.Proc] = {}
         self._engines_started = 0
         self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -272,10 +271,6 @@ class LocalCluster(Channels):
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
             why = self.stopped() or "-t SECONDS waits longer"
             raise GroupError(f"timed out: {count} started; {why}{self._logs.text(min(waiting))}")
-
-    def log_tail(self, engine: int) -> list[str]:
-        """The last lines of its log."""
-        return self._logs.tail(engine)
 
     # -- running
 

@@ -13,7 +13,7 @@ import psutil
 
 from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text
 from ddip.cluster.seam import Cluster, Reply
-from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError
+from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, clauses
 from ddip.group import outside, stopping
 from ddip.group.placement import DeviceBinding
 from ddip.output.area import notify
@@ -80,18 +80,19 @@ class Members:
         member = self.members[rank]
         if member.engine not in self.cluster.exits:
             text = f"pid {member.pid} lost its heartbeat, and the controller has unregistered it"
-            return RankError(RANK_ENDED, text, "", at=time.time())
+            return RankError(RANK_ENDED, text, "", at=time.time(), pid=member.pid)
         code = self.cluster.exits[member.engine]
         why = cause_text(code, self._held.get(member.engine), self._memory, HostMemory.now())
         log = self.cluster.log_tail(member.engine)
         text = f"pid {member.pid} ended ({exit_text(code)}): {why}"
-        return RankError(RANK_ENDED, text, "\n".join(["end of its log:", *log]) if log else "", at=time.time())
+        traceback = "\n".join(["end of its log:", *log]) if log else ""
+        return RankError(RANK_ENDED, text, traceback, at=time.time(), pid=member.pid)
 
     def ensure_all(self) -> None:
         """Raise GroupError unless every rank has its process."""
         ended = self.ended
         if ended:
-            texts = [f"rank {rank}: {self.end_of(rank).message}" for rank in ended]
+            texts = clauses({rank: self.end_of(rank) for rank in ended}, named=False)
             raise GroupError(f"{'; '.join(texts)}; {self.repair_text}")
 
     def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:

@@ -248,6 +248,21 @@ def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str, tmp_pa
     four.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
 
 
+def test_only_what_the_last_cell_has_logged_is_told_of_ranks_that_ended(four: ddip.Group) -> None:
+    four.run("if rank > 1: os.write(2, b'an earlier problem\\n')")
+    with pytest.raises(ddip.CellError, match=r"^ranks 2, 3: RankEnded: pids \d+, \d+ ended \(exit code 3\)") as caught:
+        four.run("if rank > 1: os._exit(3)")
+    assert [caught.value.by_rank[rank].traceback for rank in (2, 3)] == ["", ""]
+    with pytest.raises(GroupError, match=r"^ranks 2, 3: pids \d+, \d+ ended \(exit code 3\)"):
+        four.run("pass")
+    four.repair()
+    with pytest.raises(ddip.CellError) as caught:  # what is printed waits until the log has what came before
+        four.run("import os\nif rank == 2: os.write(2, b'the cause\\n'); print(); os._exit(3)")
+    assert caught.value.by_rank[2].traceback == "end of its log:\nthe cause"
+    four.repair()
+    four.run(SET_UP)
+
+
 def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) -> None:
     os.kill(four.members[3].pid, signal.SIGKILL)
     wait_until(lambda: four.ranks.ended)

@@ -40,6 +40,13 @@ def test_equal_errors_are_told_once_with_their_ranks() -> None:
     assert error._render_traceback_() == ["[rank 0]", "other", "[ranks 1, 2]", "trace", f"CellError: {error}"]
 
 
+def test_ranks_that_ended_alike_are_told_once_with_their_pids() -> None:
+    gone = {rank: RankError("RankEnded", f"pid {rank} ended (exit code 3)", "", pid=rank) for rank in (4, 5)}
+    error = CellError(gone | {6: RankError("RankEnded", "pid 6 ended (SIGKILL)", "", pid=6)})
+    told = "ranks 4, 5: RankEnded: pids 4, 5 ended (exit code 3); rank 6: RankEnded: pid 6 ended (SIGKILL); "
+    assert str(error) == told + errors.REPAIR
+
+
 def test_an_error_without_a_message_is_its_name() -> None:
     assert str(CellError({0: RankError("AssertionError", "", "")})) == "rank 0: AssertionError"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 
-from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text, log_end
+from ddip.cluster.exit_diagnosis import EngineLogs, HostMemory, cause_text, exit_text, log_end
 
 PLENTY = HostMemory(100 * 10**9, 80 * 10**9, kills=3)
 SHORT = HostMemory(100 * 10**9, 5 * 10**9, kills=3)
@@ -55,6 +57,25 @@ def test_of_a_crash_the_innermost_lines_are_told() -> None:
     log = "hello\nFatal Python error: Aborted\n\nThread 0x1:\n  File x\n\nCurrent thread 0x2:\n  File a\n  File b\nend"
     assert log_end(log, 3) == ["Fatal Python error: Aborted", "Current thread 0x2:", "  File a"]
     assert log_end("1\n2\n3", 2) == ["2", "3"]
+
+
+def test_of_a_log_what_came_before_the_last_cell_is_not_told(tmp_path: Path) -> None:
+    logs, log = EngineLogs(), tmp_path / "log"
+    log.write_text("while it started\n")
+    logs.opened(0, log)
+    assert logs.tail(0) == ["while it started"]
+    with log.open("a") as more:
+        more.write("an earlier cell's é\n")
+    logs.cell_begins(0)
+    assert logs.tail(0) == []
+    with log.open("a") as more:
+        more.write("this cell's\n")
+    assert logs.tail(0) == ["this cell's"]
+    logs.closed(0, log.read_text())
+    log.unlink()
+    assert logs.tail(0) == ["this cell's"]
+    log.write_text("anew\n")  # as one that has become too long
+    assert logs.tail(0) == ["anew"]
 
 
 def test_memory_is_read_from_this_host() -> None:
