@@ -98,8 +98,8 @@ class Cluster(Protocol):
         """Which of the processes on the way to the engines a signal has stopped; empty for none."""
 
     def log_tail(self, engine: int) -> list[str]:
-        """The last lines that `engine` has logged since its last cell was sent, or since its start if there was none; of
-        a crash, those that tell where it was."""
+        """The last lines that `engine` has logged since its last cell was sent, or since its start before the first;
+        of a crash, those that tell where it was."""
 
     def start(
         self,

@@ -25,11 +25,16 @@ class Labels:
         """Lines of bars that have ended, beside others that have not."""
         self._live: ThrottledDisplay | None = None
         self._drawn: list[str] = []
+        self._closed = False
         self._widgets: dict[str, tuple[str, str]] = {}
         """The displays of each that the page shows: its label, and itself."""
+        self._values: dict[int, tuple[Bundle, Bundle]] = {}
+        """Of last lines: shown in the end, in the order of the ranks."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Whole lines at once; the rest when it comes."""
+        if line is None:
+            self._show_value(rank)
         for name in ("stdout", "stderr"):
             if (rank, name) not in self._streams:
                 self._streams[rank, name] = LiveStream(self._limit, in_place=self._page.rich, whole_lines=True)
@@ -65,6 +70,7 @@ class Labels:
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """Below a label."""
+        self._show_value(rank)
         self.ended(rank, False)
         self._erase()
         if self._page.rich and WIDGET in data:
@@ -84,10 +90,17 @@ class Labels:
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """Its label says the rank."""
+        """Its label says the rank; it waits until its rank shows more, or the cell has ended."""
+        self._show_value(rank)
         self.ended(rank, False)
-        self._erase()
-        self._page.show(labelled(f"Out[{rank}:{number}]:", data), metadata)
+        self._values[rank] = labelled(f"Out[{rank}:{number}]:", data), metadata
+        if self._closed:
+            self._show_value(rank)
+
+    def _show_value(self, rank: int) -> None:
+        if rank in self._values:
+            self._erase()
+            self._page.show(*self._values.pop(rank))
 
     def clear(self, rank: int, wait: bool) -> None:
         """Not possible for one rank alone: what it has shown stays."""
@@ -133,5 +146,8 @@ class Labels:
             flood, stream.flood = stream.flood, None
             if flood is not None:
                 self._show(rank, name, Finished(None, f"{flood.left_out}\n{flood.end_text}".lstrip("\n")))
+        for rank in sorted(self._values):
+            self._show_value(rank)
+        self._closed = True
         flush()
         return False

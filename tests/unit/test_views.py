@@ -612,8 +612,23 @@ def test_labelled_displays_have_their_rank(page: Page) -> None:
     view.update(1, {"text/plain": "changed"}, {}, "x")
     view.result(0, 3, {"text/plain": "7"}, {})
     view.clear(0, False)
+    view.close({}, "")
     assert page.plain == ["changed", "Out[0:3]: 7"] and "[rank 1]" in page.text
     assert view.section(0) is None and page.cleared == []
+
+
+def test_labelled_values_come_in_the_end_in_the_order_of_the_ranks(page: Page) -> None:
+    view = Labels(page, LIMIT)  # type: ignore[arg-type]
+    view.result(1, 5, {"text/plain": "b"}, {})
+    view.result(0, 5, {"text/plain": "a"}, {})
+    view.draw()
+    assert page.plain == []
+    view.result(0, 5, {"text/plain": "more"}, {})  # each line of a cell may be shown
+    assert page.plain == ["Out[0:5]: a"]
+    view.close({}, "")
+    assert page.plain == ["Out[0:5]: a", "Out[0:5]: more", "Out[1:5]: b"]
+    view.result(1, 5, {"text/plain": "late"}, {})
+    assert page.plain[-1] == "Out[1:5]: late"
 
 
 def test_a_labelled_bar_that_wipes_itself_out_leaves_no_label(page: Page) -> None:
