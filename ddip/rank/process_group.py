@@ -89,6 +89,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     global _seated, _store, _formed, _released
     _store, _released = rank_spec.store, False
     _joins.set()
+    wrappers.begin_group()
     os.environ.update(rank_spec.environment)
     if rank_spec.interface:  # whatever the notebook, or a cell, has set
         os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, rank_spec.interface))

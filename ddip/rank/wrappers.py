@@ -148,6 +148,12 @@ def _can_be_revived(wrapper: DistributedDataParallel, compiled: Collection[int])
 # -- the next one
 
 
+def begin_group() -> None:
+    """The rank joins a group: where nothing waits to be revived, all ranks begin to count anew."""
+    if not _revivable:
+        _number_anew(())
+
+
 def revive() -> Revived:
     """On all ranks, in the group that they have just joined: have the DDPs go on that each of them has."""
     try:

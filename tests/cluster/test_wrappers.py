@@ -121,6 +121,13 @@ def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Gr
     cells.run("step(third, opt, 0); first(torch.ones(2, 2))\nassert same(first, third)")
 
 
+def test_a_rank_that_has_failed_to_make_one_does_not_count_it(cells: ddip.Group) -> None:
+    fails(cells, "if rank == 1: raise ValueError\nDDP(network(1))")
+    cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
+    fails(cells)
+    cells.run("step(wrapper, opt, 0)\nassert same(wrapper)")
+
+
 def test_an_optimizer_that_has_done_another_number_of_steps_is_named(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
