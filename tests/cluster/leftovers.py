@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 
+import ddip
 from ddip.cluster import preload_client
+from ddip.protocol import on_rank
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30, what: str = "") -> None:
@@ -135,3 +137,11 @@ def same_shared_memory() -> Iterator[None]:
         return not new or new <= shared_memory_of_others()
 
     wait_until(no_more, 10, "the end of the shared memory files")
+
+
+def collections(group: ddip.Group) -> list[int]:
+    """How often each rank has collected so far, asked beside its cells."""
+    return [
+        figures["collections"]
+        for figures in group.ranks.call_on_control_channel(range(group.world_size), on_rank.figures(), 10).values()
+    ]

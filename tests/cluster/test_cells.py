@@ -14,9 +14,8 @@ import pytest
 
 import ddip
 from ddip.errors import BadInput, CellInterrupted
-from ddip.protocol import on_rank
 
-from .leftovers import wait_until
+from .leftovers import collections, wait_until
 from .notebook import ANSI
 
 
@@ -356,14 +355,6 @@ def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
 
 
 # -- after each cell
-
-
-def collections(group: ddip.Group) -> list[int]:
-    """How often each rank has collected so far, asked beside its cells."""
-    return [
-        figures["collections"]
-        for figures in group.ranks.call_on_control_channel(range(group.world_size), on_rank.figures(), 10).values()
-    ]
 
 
 def test_garbage_in_cycles_is_collected_after_each_cell(cells: ddip.Group) -> None:

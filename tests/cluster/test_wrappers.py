@@ -6,6 +6,8 @@ import pytest
 
 import ddip
 
+from .leftovers import collections, wait_until
+
 CODE = """
 import copy, torch, torch.distributed as dist
 from torch import nn
@@ -122,7 +124,9 @@ def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Gr
 
 
 def test_a_rank_that_has_failed_to_make_one_does_not_count_it(cells: ddip.Group) -> None:
+    before = collections(cells)
     fails(cells, "if rank == 1: raise ValueError\nDDP(network(1))")
+    wait_until(lambda: all(now > then for now, then in zip(collections(cells), before, strict=True)))
     cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
     fails(cells)
     cells.run("step(wrapper, opt, 0)\nassert same(wrapper)")
