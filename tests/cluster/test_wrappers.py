@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
+from _pytest.mark import ParameterSet
 
 import ddip
 
@@ -83,7 +86,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+def few(cases: Iterable[str], *kept: str) -> list[ParameterSet]:
+    """All run with the grids, and those that are `kept` by default."""
+    return [pytest.param(case, marks=[] if case in kept else pytest.mark.grid) for case in cases]
+
+
+@pytest.mark.parametrize("way", few(WAYS, "a static graph", "a hook of the group"))
 def test_a_wrapper_goes_on_with_what_it_was_told(cells: ddip.Group, way: str) -> None:
     make, then = WAYS[way]
     cells.run("from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks")
@@ -166,7 +174,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", few(REFUSED, "of a subgroup", "that one rank has no more"))
 def test_a_wrapper_that_cannot_go_on_says_so_and_a_new_one_trains(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
