@@ -5,19 +5,22 @@
              revive    a DDP over the default group goes on if all ranks have it: reducer and logger are made anew, and
                        rank 0's parameters and buffers are sent to all
 
-Which of its wrappers is which, a rank knows by their order: DDP's constructor meets the other ranks, so all ranks make
-theirs in the same one. FSDP's are not revived: the shards of ranks that stopped at different steps fit no more.
+Which of its wrappers is which, a rank knows by what they wrap and by their order: DDP's constructor meets the other
+ranks, so all ranks make theirs in the same one. Where there is any doubt they are not revived. FSDP's are not either:
+the shards of ranks that stopped at different steps fit no more.
 ``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +50,18 @@ FIRST_STEP = {"_has_rebuilt_buckets": False, "_static_graph_delay_allreduce_enqu
 BUCKET_BYTES = 250 << 20
 """Of parameters that are sent together, as DDP's constructor does."""
 
-_numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-"""Of the DDPs over the default group, in the order in which they were made."""
+
+@dataclass
+class _Made:
+    """A DDP over the default group."""
+
+    number: int
+    """In the order in which they were made."""
+    trained: frozenset[str]
+    """The parameters that required a gradient then, which its reducer has: it may be frozen now."""
+
+
+_made: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictionary()
 _next = itertools.count()
 _retired: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 """Those of a former group, with the handle of the hook that refuses."""
@@ -62,10 +75,11 @@ def watch() -> None:
     register_module_module_registration_hook(_number)
 
 
-def _number(module: torch.nn.Module, name: str, _: object) -> None:
-    """A `module` gets a part: DDP's constructor takes the model when it knows its group."""
+def _number(module: torch.nn.Module, name: str, part: Any) -> None:
+    """A `module` gets a `part`: DDP's constructor takes the model when it knows its group."""
     if name == "module" and isinstance(module, DistributedDataParallel) and _is_over_the_world(module):
-        _numbers[module] = next(_next)
+        trained = frozenset(name for name, parameter in part.named_parameters() if parameter.requires_grad)
+        _made[module] = _Made(next(_next), trained)
 
 
 def _is_over_the_world(wrapper: torch.nn.Module) -> bool:
@@ -81,14 +95,14 @@ def retire() -> int:
     Returns how many there are, with those of a former group that wait for one that can be formed.
     DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
     """
-    still, retired = len(_revivable), 0
+    still, retired = sum(wrapper in _retired for wrapper in _revivable), 0
     if _all():
         gc.collect()  # garbage may hold some, on one rank or the other
     compiled = _compiled()
     for wrapper in _all():
         if wrapper in _retired or wrapper in _dropped:
             continue
-        if isinstance(wrapper, DistributedDataParallel) and wrapper in _numbers and _can_be_revived(wrapper, compiled):
+        if isinstance(wrapper, DistributedDataParallel) and wrapper in _made and _can_be_revived(wrapper, compiled):
             _revivable.add(wrapper)
         for name in ("reducer", "logger"):
             if name in wrapper.__dict__:
@@ -167,24 +181,44 @@ def revive() -> Revived:
 
 
 def _revive_common() -> list[torch.nn.Module]:
-    """Revive those that all ranks have; returns them in their order."""
-    mine = {_numbers[wrapper]: wrapper for wrapper in list(_revivable)}
+    """Revive those that all ranks have; returns them in the order of rank 0's."""
+    mine = {_made[wrapper].number: wrapper for wrapper in list(_revivable)}
     described = {number: _description(wrapper) for number, wrapper in mine.items()}
     theirs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, described)
-    common = [number for number in sorted(mine) if all(one.get(number) == described[number] for one in theirs)]
-    wrappers = [mine[number] for number in common]
+    wrappers = [mine[numbers[dist.get_rank()]] for numbers in _matches(theirs)]
     for wrapper in wrappers:
         _revive(wrapper)
     return wrappers
+
+
+def _matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
+    """The numbers on each rank of those that are one wrapper: the only one of its kind everywhere, or one of several
+    that have the same numbers everywhere.
+
+    >>> _matches([{0: "a", 1: "b", 2: "b"}, {4: "a", 1: "b", 2: "b"}])
+    [(0, 4), (1, 1), (2, 2)]
+    >>> _matches([{1: "b", 2: "b"}, {0: "b", 1: "b"}])
+    []
+    """
+    found = []
+    for kind in dict.fromkeys(described[0].values()):
+        numbers = [sorted(number for number, other in one.items() if other == kind) for one in described]
+        if all(len(one) == 1 for one in numbers) or all(one == numbers[0] for one in numbers):
+            found += list(zip(*numbers, strict=True))
+    return sorted(found)
 
 
 def _description(wrapper: torch.nn.Module) -> str:
     """What must be the same on all ranks."""
     parts = [*wrapper.named_parameters(), *wrapper.named_buffers()]
     text = repr(
-        [type(wrapper).__qualname__, [getattr(wrapper, name, None) for name in SETTINGS]]
-        + [(name, tuple(part.shape), part.dtype, part.requires_grad, part.device.type) for name, part in parts]
+        [
+            type(wrapper).__qualname__,
+            [getattr(wrapper, name, None) for name in SETTINGS],
+            sorted(_made[wrapper].trained),
+        ]
+        + [(name, tuple(part.shape), part.dtype, part.device.type) for name, part in parts]
         + [getattr(hook, "__qualname__", "") for hook, _ in getattr(wrapper, "_comm_hooks", [])]
     )
     return hashlib.sha256(text.encode()).hexdigest()
@@ -196,7 +230,8 @@ def _revive(wrapper: Any) -> None:
     told["process_group"] = c10d.world()
     c10d.share_state(wrapper.module, told["parameters_to_ignore"], BUCKET_BYTES)
     told.update(FIRST_STEP)
-    wrapper.__setstate__(wrapper.__getstate__())  # makes reducer and logger
+    with _as_made(wrapper):
+        wrapper.__setstate__(wrapper.__getstate__())  # makes reducer and logger
     if hooks:
         told["_comm_hooks"] = []
         for hook, state in hooks:
@@ -204,13 +239,27 @@ def _revive(wrapper: Any) -> None:
     _retired.pop(wrapper).remove()
 
 
-def _number_anew(wrappers: Iterable[torch.nn.Module]) -> None:
+@contextlib.contextmanager
+def _as_made(wrapper: Any) -> Iterator[None]:
+    """While this lasts, the parameters that require a gradient are those that did when `wrapper` was made."""
+    now = [(parameter, parameter.requires_grad) for parameter in wrapper.module.parameters()]
+    for name, parameter in wrapper.module.named_parameters():
+        parameter.requires_grad_(name in _made[wrapper].trained)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in now:
+            parameter.requires_grad_(requires_grad)
+
+
+def _number_anew(wrappers: Sequence[torch.nn.Module]) -> None:
     """On all ranks alike: some may have begun to make one that the others have not."""
     global _next
     _next = itertools.count()
-    _numbers.clear()
-    for wrapper in wrappers:
-        _numbers[wrapper] = next(_next)
+    trained = [_made[wrapper].trained for wrapper in wrappers]
+    _made.clear()
+    for wrapper, names in zip(wrappers, trained, strict=True):
+        _made[wrapper] = _Made(next(_next), names)
 
 
 def _optimizers(wrappers: list[torch.nn.Module]) -> list[OptimizerState]:

@@ -140,6 +140,42 @@ def test_a_rank_that_has_failed_to_make_one_does_not_count_it(cells: ddip.Group)
     cells.run("step(wrapper, opt, 0)\nassert same(wrapper)")
 
 
+def test_parameters_that_are_frozen_when_the_group_is_formed_again_are_still_averaged_later(cells: ddip.Group) -> None:
+    cells.run("""
+        first, second = DDP(network(0)), DDP(network(1))
+        opts = [torch.optim.SGD(one.parameters(), 0.1) for one in (first, second)]
+        first.requires_grad_(False)  # all of one, and a part of the other
+        second.module[0].requires_grad_(False)
+    """)
+    fails(cells)
+    cells.run("""
+        assert [parameter.requires_grad for parameter in second.parameters()] == 2 * [False] + 4 * [True]
+        first.requires_grad_(True); second.requires_grad_(True)
+        for batch in range(3): step(first, opts[0], batch); step(second, opts[1], batch)
+        assert same(first, second)
+    """)
+
+
+def test_wrappers_that_ranks_may_take_for_each_other_do_not_go_on(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has made one without the others, which none of the ranks waits for."""
+    cells.run("""
+        alone = DDP(network(0), init_sync=False) if rank == 0 else None
+        twins, other = [DDP(network(seed)) for seed in (1, 2)], DDP(nn.Linear(2, 1))
+        before = [parameter.tolist() for twin in twins for parameter in twin.parameters()]
+    """)
+    fails(cells)
+    cells.run("""
+        other(torch.ones(1, 2)).sum().backward()
+        assert before == [parameter.tolist() for twin in twins for parameter in twin.parameters()]
+    """)
+    said = capsys.readouterr().err
+    assert "the DDP wrapper goes on" in said and "other wrappers (DDP, FSDP) that were made before must be" in said
+    with pytest.raises(ddip.CellError, match=REFUSES):
+        cells.run("twins[1](torch.ones(2, 2))")
+
+
 def test_an_optimizer_that_has_done_another_number_of_steps_is_named(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +242,29 @@ def test_a_new_rank_has_none_and_those_of_a_smaller_group_go_on(
         assert LOST in capsys.readouterr().err
         with pytest.raises(ddip.CellError, match=f"RuntimeError: {REFUSES}"):
             group.run("wrapper(torch.ones(2, 2))")
+
+
+def test_a_revival_that_was_interrupted_is_made_again(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("wrappers = [DDP(network(seed)) for seed in (0, 1)]")
+    fails(
+        cells,
+        """
+        from ddip.rank import c10d
+        shares, calls = c10d.share_state, []
+        def is_interrupted(*args):
+            calls.append(args)
+            if len(calls) == 2: raise KeyboardInterrupt
+            shares(*args)
+        c10d.share_state = is_interrupted
+        if rank == 1: raise ValueError
+        dist.barrier()
+    """,
+    )
+    with pytest.raises(ddip.GroupError, match="KeyboardInterrupt"):
+        cells.run("pass")
+    cells.run("c10d.share_state = shares\nfor wrapper in wrappers: wrapper(torch.ones(2, 2))\nassert same(*wrappers)")
+    said = capsys.readouterr().err
+    assert "2 DDP wrappers go on" in said and "made again" not in said
 
 
 def test_what_fails_in_a_revival_fails_one_cell_and_the_group_works_again(
