@@ -16,7 +16,8 @@ import torch
 import ddip
 from ddip.errors import BadInput, TransferError
 from ddip.group.cells import LATE_CELLS
-from ddip.group.comms import KEPT
+from ddip.group.comms import KEPT, _Widget
+from ddip.output.router import CellOutput
 from ddip.protocol import on_rank
 
 from .leftovers import wait_until
@@ -185,7 +186,7 @@ def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
         for _ in range(10):
             proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "page", "data": {}}})
 
-    cells._comms._open(0, {"comm_id": "page", "data": {}}, lambda rank, message: None)
+    cells._comms._open(_Widget(0, CellOutput([0]), set(), None), {"comm_id": "page", "data": {}})
     proxy = comm.get_comm_manager().comms.pop("page")
     for _ in range(LATE_CELLS):
         cells.run("pass")
