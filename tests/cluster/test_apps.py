@@ -60,12 +60,14 @@ def test_a_new_rank_prepares_the_app_before_all_ranks_hear_of_it(group: ddip.Gro
     group.run(f"{USE}\nassert x.item() == 2")
 
 
+@pytest.mark.grid
 def test_an_app_hears_of_a_group_that_a_cell_has_formed(group: ddip.Group) -> None:
     group.run("import torch.distributed as dist\ndist.destroy_process_group()\ndist.init_process_group('gloo')")
     assert calls(group) == [["prepare", "rejoined"]] * 2
     group.run(f"{USE}\nassert x.item() == 2")
 
 
+@pytest.mark.grid
 def test_a_change_of_the_group_releases_and_prepares_the_app(group: ddip.Group) -> None:
     group.change(ddip.Request(n=3))
     assert calls(group) == [["prepare", "release", "prepare"]] * 2 + [["prepare"]]
@@ -79,6 +81,7 @@ def rejoined():
 """
 
 
+@pytest.mark.grid
 def test_an_error_in_what_an_app_does_then_is_said_and_the_group_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +128,7 @@ def test_an_app_is_called_around_cells(tmp_path: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().out == "begins\nruns\nended None\n"
 
 
+@pytest.mark.grid
 def test_an_error_of_an_app_around_a_cell_is_shown_and_is_not_the_cells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,5 +141,6 @@ def test_an_error_of_an_app_around_a_cell_is_shown_and_is_not_the_cells(
             assert text in shown.err
 
 
+@pytest.mark.grid
 def test_nothing_is_called_for_an_app_that_does_not_ask_for_it(group: ddip.Group) -> None:
     group.run("from ddip.rank import apps\nassert apps.before is apps.after is None")

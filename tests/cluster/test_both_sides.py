@@ -112,6 +112,7 @@ def test_autoreload_that_is_turned_on_under_autodip_is_on_on_both_sides(
     notebook.ok("assert 'makedip' in get_ipython().magics_manager.magics['line']")
 
 
+@pytest.mark.grid
 def test_autoreload_of_the_notebook_alone_is_named_once(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     write(notebook.folder / "reloaded.py", 1)
@@ -131,6 +132,7 @@ def test_autoreload_of_the_notebook_alone_is_named_once(bare_notebook: Notebook)
         notebook.ok("%unload_ext autoreload")
 
 
+@pytest.mark.grid
 def test_autoreload_that_came_before_the_group_is_named_when_it_starts(
     new_notebook: Callable[[], Notebook],
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_process_belongs_to_the_cell_that_has_forked_it(notebook: Notebook) ->
     assert "late\n" in notebook.late(first, "late")
 
 
+@pytest.mark.grid
 def test_of_a_flood_from_other_processes_the_middle_is_left_out(notebook: Notebook) -> None:
     forked = """
 def flood():

@@ -70,6 +70,7 @@ def elastic(group: ddip.Group, names: set[str]) -> list[object]:
     return values(group, f"{{name: __import__('os').environ.get(name) for name in {sorted(names)}}}")
 
 
+@pytest.mark.grid
 def test_every_rank_has_what_torchrun_sets(cells: ddip.Group, tmp_path: Path) -> None:
     theirs = torchruns(tmp_path)
     names = {name for name in theirs[0] if re.search("RANK|WORLD|ROLE|MASTER|ELASTIC", name)} - AGENTS

@@ -333,6 +333,7 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
     assert "DipMagics.failure_grace=" in listed and "Old name" not in listed and "DipMagics.grace" not in listed
 
 
+@pytest.mark.grid
 def test_a_spawned_worker_that_cannot_find_a_class_of_a_cell_gets_a_hint(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip -r 0

@@ -51,12 +51,14 @@ def texts(outputs: list[nbformat.NotebookNode]) -> list[str]:
     return [str(output.data["text/plain"]) for output in outputs if output.output_type == "display_data"]
 
 
+@pytest.mark.grid
 def test_a_bar_is_at_its_end_and_still_a_widget(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     (bar,) = outputs["one rank"]
     assert re.fullmatch(r"<b> & c: 100%\|██████████\| 50/50 \[.*it/s\]", bar.data["text/plain"])
     assert bar.data[WIDGET]["model_id"]
 
 
+@pytest.mark.grid
 def test_of_bars_within_bars_the_outer_and_the_one_that_stays_are_left(
     outputs: dict[str, list[nbformat.NotebookNode]],
 ) -> None:
@@ -66,11 +68,13 @@ def test_of_bars_within_bars_the_outer_and_the_one_that_stays_are_left(
     assert [output.data for output in inner] == 2 * [{"text/plain": ""}]
 
 
+@pytest.mark.grid
 def test_the_bar_of_a_cell_that_failed_says_how_far_it_came(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     assert re.match(r" 40%\|████      \| 4/10 \[", texts(outputs["failed"])[0])
     assert outputs["failed"][-1].output_type == "error"
 
 
+@pytest.mark.grid
 def test_with_all_ranks_each_has_its_bar_and_equal_ranks_still_share_a_tab(
     outputs: dict[str, list[nbformat.NotebookNode]],
 ) -> None:
@@ -86,6 +90,7 @@ def test_with_all_ranks_each_has_its_bar_and_equal_ranks_still_share_a_tab(
     assert headings == ["── rank 0 ──\n", "── rank 1 ──\n"]  # each has a widget of its own
 
 
+@pytest.mark.grid
 def test_a_bar_that_goes_on_in_another_cell_is_at_its_end(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     """Whatever shows that cell, and whatever showed the one that has the bar."""
     first = [
@@ -96,6 +101,7 @@ def test_a_bar_that_goes_on_in_another_cell_is_at_its_end(outputs: dict[str, lis
     assert outputs["second part"] == outputs["last part"] == []
 
 
+@pytest.mark.grid
 def test_of_other_widgets_the_text_stays(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     assert texts(outputs["other widgets"]) == ["IntSlider(value=3)", "load |█████▌    |"]
 

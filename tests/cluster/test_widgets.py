@@ -211,6 +211,7 @@ def test_widgets_are_below_the_tabs_and_labelled(notebook: Notebook) -> None:
 IN_TURN = "for turn in (2, 1, 0):\n    if turn == rank: SHOW\n    dist.barrier()"
 
 
+@pytest.mark.grid
 def test_plots_of_plotly_are_below_the_tabs_by_rank_with_one_label_for_each(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport torch.distributed as dist\nimport plotly.graph_objects as go")
     figure = "go.Figure(go.Scatter(y=[rank, 2], name=f'{rank} NAME'))"

@@ -229,6 +229,7 @@ def test_a_wrapper_that_cannot_go_on_says_so_and_a_new_one_trains(
     cells.run("step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)\nassert same(wrapper)")
 
 
+@pytest.mark.grid
 def test_a_new_rank_has_none_and_those_of_a_smaller_group_go_on(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
