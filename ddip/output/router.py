@@ -195,7 +195,7 @@ class CellOutput:
     def _write_bars(self) -> None:
         """The text of bars that are widgets, as they are now; each in the cell that shows it."""
         for bar in self._comms.bars.moved() if self._comms is not None else ():
-            bar.cell.write_bar(bar, self.page)
+            bar.cell.write_bar(bar, bar.cell.page if self.page.closed else self.page)
 
     def write_bar(self, bar: Shown, page: CellOutputArea) -> None:
         """The text of a bar that this cell shows is another one; `page` is that of the cell which says so."""

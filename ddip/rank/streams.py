@@ -67,6 +67,8 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     """What was written to one before the other was written to, in order; of both."""
     _streams: dict[int, RankStream] = {}
     """By their descriptors."""
+    _in_order = threading.RLock()
+    """Held while others' writes are put behind those of this process: both are looked at at one moment; of both."""
     _pipes: Pipes
     """What others write; of both."""
     _wrote = 0.0
@@ -105,7 +107,8 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
             RankStream._writer = self
             if before is not None:
                 before._line_up()
-        super().write(string)
+        with self._in_order:
+            super().write(string)
         return len(string)
 
     def _wait_for_others(self) -> None:
@@ -137,13 +140,14 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 
     def _take(self) -> None:
         """Line up what others have written, behind what this process has written before."""
-        for written in self._pipes.take():
-            writer = RankStream._writer
-            own = [] if writer is None else [(writer, parent, text) for parent, text in writer._flush_buffers()]
-            if own:
-                self._line_up_begun()
-                self._line.extend(own)
-            self._line.append(self._attributed(written))
+        with self._in_order:
+            for written in self._pipes.take():
+                writer = RankStream._writer
+                own = [] if writer is None else [(writer, parent, text) for parent, text in writer._flush_buffers()]
+                if own:
+                    self._line_up_begun()
+                    self._line.extend(own)
+                self._line.append(self._attributed(written))
 
     def _line_up_begun(self) -> None:
         """Lines that others have not ended: they came before what this process has in its buffers."""
