@@ -13,7 +13,7 @@ from ddip.protocol.reports import Going, OptimizerState
 
 AGAIN = "the group was formed again; "
 KEPT = "with rank 0's parameters and buffers on every rank"
-STEPS = "the state of {names} differs between the ranks, which had done different numbers of steps: load rank 0's"
+STEPS = "the state of {names} differs between the ranks, whose numbers of steps differed: load that of rank 0 on all"
 
 
 def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:

@@ -125,15 +125,13 @@ class Cells:
             _let_go(error)
             error = None  # its frames keep what they have told of their variables, from Python 3.12 on
         if self.collect:
-            with _loaders_end_at_once():
-                gc.collect()
+            collect_garbage()
             self.collections += 1
         gpu.tidy(empty=self.collect)
 
 
-@contextlib.contextmanager
-def _loaders_end_at_once() -> Iterator[None]:
-    """While garbage is collected: end the workers of data loaders in it, which nobody can tell to end any more.
+def collect_garbage() -> None:
+    """With the workers of data loaders in it, which nobody can tell to end any more.
 
     They see that within 5 s, and torch waits for each of them as long. ``tqdm.auto`` leaves such a loader with each
     bar: it makes one more iterator than it uses.
@@ -141,7 +139,7 @@ def _loaders_end_at_once() -> Iterator[None]:
     multiprocessing.active_children()  # reaps what has ended since
     patience, data.MP_STATUS_CHECK_INTERVAL = data.MP_STATUS_CHECK_INTERVAL, WORKER_SECONDS
     try:
-        yield
+        gc.collect()
     finally:
         data.MP_STATUS_CHECK_INTERVAL = patience
 

@@ -102,14 +102,19 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         if now > self._wrote + PAUSE_SECONDS:
             self._wait_for_others()
         self._wrote = now
-        before = RankStream._writer
-        if before is not self:
-            RankStream._writer = self
-            if before is not None:
-                before._line_up()
         with self._in_order:
+            before = RankStream._writer
+            if before is not self:
+                RankStream._writer = self
+                if before is not None:
+                    before._line_up()
             super().write(string)
+        super()._schedule_flush()
         return len(string)
+
+    def _schedule_flush(self) -> None:
+        """Not within ipykernel's `write`: this waits while the output thread's queue is full, which would wait for the
+        order that is held there."""
 
     def _wait_for_others(self) -> None:
         """What has been written elsewhere until now goes before what is written here next."""

@@ -15,9 +15,7 @@ from ddip.protocol import pickling
 from ddip.protocol.reports import Packed
 from ddip.protocol.text import readable
 from ddip.rank import namespace
-
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch's whose objects hold the process group that they were made in."""
+from ddip.rank.wrappers import WRAPPERS
 
 _waiting: dict[str, Any] = {}
 _parts: dict[str, bytes | bytearray] = {}
@@ -90,7 +88,7 @@ def pack(names: list[str], most: int | None = None) -> Packed:
 def _wrapper(value: object) -> str:
     """Name of the wrapper that `value` is; empty if it is none."""
     kinds = (kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
-    return next((kind for kind in kinds if kind in WRAPPERS), "")
+    return next((kind for kind in kinds if kind in WRAPPERS.values()), "")
 
 
 def part(name: str, begin: int, end: int) -> bytes:

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddip.protocol.reports import OptimizerState, Revived
 from ddip.rank import c10d
 from ddip.rank.checksum import checksum
+from ddip.rank.housekeeping import collect_garbage
 
 WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -93,11 +94,13 @@ def retire() -> int:
     """Have each wrapper of the group that is left say so when it is used.
 
     Returns how many there are, with those of a former group that wait for one that can be formed.
+
     DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
     """
     still, retired = sum(wrapper in _retired for wrapper in _revivable), 0
-    if _all():
-        gc.collect()  # garbage may hold some, on one rank or the other
+    if not _all():
+        return still
+    collect_garbage()  # it may hold some, on one rank or the other
     compiled = _compiled()
     for wrapper in _all():
         if wrapper in _retired or wrapper in _dropped:

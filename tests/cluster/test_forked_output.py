@@ -104,6 +104,20 @@ def test_a_fork_while_other_threads_print_does_not_hang(notebook: Notebook) -> N
     notebook.ok(FORK + code)
 
 
+def test_a_rank_that_writes_faster_than_it_is_sent_waits_and_goes_on(notebook: Notebook) -> None:
+    """The queue of the thread that sends is full: the writes wait, and that thread looks for their order."""
+    told = notebook.ok("""%%dip -S 0
+        import sys, threading
+        sends, go = sys.stdout.pub_thread, threading.Event()
+        sends.schedule(go.wait)
+        threading.Timer(0.5, go.set).start()
+        for _ in range(20_000):
+            sys.stdout._flush_pending = False
+            print('.', end='')
+    """)
+    assert told.text.count(".") == 20_000
+
+
 def test_a_process_may_outlive_its_cell_and_be_killed_in_the_midst_of_writing(notebook: Notebook) -> None:
     cell = notebook.begin(
         FORK + "def chatter():\n    while True: print('chatter' * 50)\np = fork.Process(target=chatter); p.start()"

@@ -73,6 +73,28 @@ def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
     assert said.count(GOES_ON) == 2 and "differs" not in said and "made again" not in said
 
 
+def test_workers_of_a_loader_that_the_failed_cell_has_left_hold_up_no_group(cells: ddip.Group) -> None:
+    """In a cycle; they look for the end of their loader once an hour."""
+    cells.run("""
+        from torch.utils.data import DataLoader, _utils
+        wrapper, usual = DDP(network(0)), _utils.MP_STATUS_CHECK_INTERVAL
+        _utils.MP_STATUS_CHECK_INTERVAL = 3600.0
+        class Bar: pass
+    """)
+    fails(
+        cells,
+        """
+        bar = Bar()
+        bar.itself, bar.iterator = bar, iter(DataLoader(torch.arange(8), num_workers=1))
+        first = next(bar.iterator)
+        del bar
+        if rank == 1: raise ValueError
+        dist.barrier()
+    """,
+    )
+    cells.run("_utils.MP_STATUS_CHECK_INTERVAL = usual\nwrapper(torch.ones(2, 2))", timeout=60)
+
+
 WAYS = {
     "a static graph": ("DDP(network(0), static_graph=True)", ""),
     "unused parameters": ("DDP(network(0), find_unused_parameters=True)", ""),
@@ -187,7 +209,7 @@ def test_an_optimizer_that_has_done_another_number_of_steps_is_named(
     fails(cells, "if rank == 1: raise ValueError\nopt.step(); dist.barrier()")
     cells.run("state = [opt.state_dict()]\ndist.broadcast_object_list(state)\nopt.load_state_dict(state[0])")
     said = capsys.readouterr().err
-    assert "the state of Adam differs between the ranks, which had done different numbers of steps" in said
+    assert "the state of Adam differs between the ranks, whose numbers of steps differed: load that of rank 0" in said
     fails(cells)
     cells.run("step(wrapper, opt, 1)\nassert same(wrapper)")
     assert "differs" not in capsys.readouterr().err
