@@ -1,6 +1,7 @@
 # make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
 # make check   ruff, format, mypy, imports              make bench   the benchmarks
-# make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, grids
+# make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons,
+#                    frameworks, grids
 # make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
 # make notebooks     runs the notebooks, and stores them with what they show; NAMES="01_quickstart" these only
@@ -40,6 +41,7 @@ test-ten: $(READY)
 
 test-system: $(SYSTEM)
 	$(BIN)/python -m pytest tests/system $(ARGS)
+	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 	$(BIN)/python -m pytest tests/cluster -m grid $(ARGS)
 
 pictures: $(SYSTEM)

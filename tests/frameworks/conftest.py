@@ -1,0 +1,25 @@
+"""Two ranks with the app that a script asks for; the next app has new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import ddip
+
+from ..cluster.conftest import own_ipython_folder, warmed_up  # noqa: F401
+from .table import RANKS, SCRIPTS, Script
+
+
+@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.name)
+def script(request: pytest.FixtureRequest) -> Script:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def ranks(script: Script, warmed_up: None) -> Iterator[ddip.Group]:  # noqa: F811
+    """They have run the cell with the script, and nothing else: each script has its own."""
+    with ddip.Group(RANKS, app=script.app) as group:
+        group.run(script.code)
+        yield group

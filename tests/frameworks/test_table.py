@@ -1,0 +1,59 @@
+"""Each framework: unchanged and with torchrun's losses, twice in a session, after a fault and after a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.errors import CellError, CellInterrupted
+
+from ..cluster.meanwhile import meanwhile, press_stop
+from .table import RANKS, STEPS, Losses, Script
+
+WITHIN = 1e-6
+
+
+def trained(ranks: ddip.Group) -> Losses:
+    """The losses of a cell that trains."""
+    ranks.run("losses = train(lambda step: None)")
+    return [found["losses"] for found in ranks.pull_all(["losses"], range(RANKS))[0]]
+
+
+def same(losses: Losses, theirs: Losses) -> bool:
+    assert [len(of_rank) for of_rank in theirs] == [STEPS] * RANKS
+    return losses == [pytest.approx(of_rank, rel=WITHIN, abs=WITHIN) for of_rank in theirs]
+
+
+def test_the_losses_are_those_under_torchrun(ranks: ddip.Group, script: Script) -> None:
+    assert same(trained(ranks), script.under_torchrun)
+
+
+def test_and_so_are_those_of_a_second_run(ranks: ddip.Group, script: Script) -> None:
+    assert same(trained(ranks), script.under_torchrun)
+
+
+def test_and_those_after_a_rank_raised_in_the_midst(ranks: ddip.Group, script: Script) -> None:
+    with pytest.raises(CellError, match="planted"):
+        ranks.run("""
+            def planted(step):
+                if rank == 1 and step == 5: raise ValueError('planted')
+            train(planted)
+        """)
+    assert same(trained(ranks), script.under_torchrun)
+
+
+def test_and_those_after_a_stop(ranks: ddip.Group, script: Script, tmp_path: Path) -> None:
+    thread = meanwhile(lambda: len(list(tmp_path.iterdir())) == RANKS, press_stop)
+    with pytest.raises(CellInterrupted):
+        ranks.run(f"""
+            import pathlib, time
+            def wait_for_the_stop(step):
+                if step == 5:
+                    (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()
+                    while True: time.sleep(0.01)
+            train(wait_for_the_stop)
+        """)
+    thread.join()
+    assert same(trained(ranks), script.under_torchrun)

@@ -1,0 +1,15 @@
+"""Run by torchrun: train as the script says, and write this rank's losses to FOLDER/RANK.
+
+torchrun ... under_torchrun.py SCRIPT FOLDER
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+script, folder = map(Path, sys.argv[1:])
+del sys.path[0]  # as in a notebook: no script here hides a module
+here = {"__name__": "__main__"}
+exec(compile(script.read_text(), script, "exec"), here)  # and its functions are pickled as those of a cell
+(folder / os.environ["RANK"]).write_text(json.dumps(here["train"](lambda step: None)))
