@@ -17,8 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes run all tests, or all of the cluster; a choice runs in this one."""
-    whole = {HERE, HERE / "cluster", HERE / "frameworks"} & {Path(arg).resolve() for arg in config.args}
+    """Two processes run all tests, or all of a folder; a choice runs in this one."""
+    folders = {HERE, *(HERE / name for name in ("cluster", "frameworks", "system"))}
+    whole = folders & {Path(arg).resolve() for arg in config.args}
     return 2 if whole and not (config.option.keyword or config.option.lf) else 0
 
 
