@@ -20,6 +20,7 @@ import threadpoolctl
 import torch
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import ExecutionResult
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import _utils as data
 
 from ddip.protocol.on_rank import VERSION
@@ -136,12 +137,21 @@ def collect_garbage() -> None:
     They see that within 5 s, and torch waits for each of them as long. ``tqdm.auto`` leaves such a loader with each
     bar: it makes one more iterator than it uses.
     """
-    multiprocessing.active_children()  # reaps what has ended since
+    children = multiprocessing.active_children()  # reaps what has ended since
     patience, data.MP_STATUS_CHECK_INTERVAL = data.MP_STATUS_CHECK_INTERVAL, WORKER_SECONDS
     try:
         gc.collect()
     finally:
         data.MP_STATUS_CHECK_INTERVAL = patience
+        for child in children:
+            if not child.is_alive() and get_sharing_strategy() == "file_descriptor":
+                _remove_shared_memory(child.pid)
+
+
+def _remove_shared_memory(pid: int | None) -> None:
+    """What this worker has not passed on: torch makes a file, opens and removes it; it may have been ended between."""
+    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        path.unlink(missing_ok=True)
 
 
 def _set_threads(count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,28 @@ def test_workers_of_a_data_loader_that_is_garbage_hold_up_no_cell(cells: ddip.Gr
     wait_until(lambda: not any(lives(pid) for answer in answers for pid in answer["workers"]))
     prove(cells)
     cells.run("assert _utils.MP_STATUS_CHECK_INTERVAL == 3600.0\n_utils.MP_STATUS_CHECK_INTERVAL = usual")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="shared memory has no files here")
+def test_a_worker_that_is_ended_while_it_shares_a_tensor_leaves_no_file(cells: ddip.Group) -> None:
+    """torch names the file by the worker's pid, and removes it in the next moment."""
+    cells.run("""
+        import os, time
+        from torch.utils.data import DataLoader
+        class Data:
+            def __len__(self): return 1
+            def __getitem__(self, i):
+                open(f'/dev/shm/torch_{os.getpid()}_1_1', 'x').close()
+                while True: time.sleep(1)
+        class Bar: pass
+        bar = Bar()
+        bar.itself, bar.iterator = bar, iter(DataLoader(Data(), num_workers=1))
+        path = f'/dev/shm/torch_{bar.iterator._workers[0].pid}_1_1'
+        while not os.path.exists(path): time.sleep(0.01)
+        del bar
+    """)
+    answers, _ = cells.pull_all(["path"], range(2))
+    wait_until(lambda: not any(Path(answer["path"]).exists() for answer in answers))
 
 
 @pytest.mark.parametrize("left", LEFT)
