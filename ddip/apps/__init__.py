@@ -22,6 +22,8 @@ from ddip.errors import BadInput
 GROUP = "ddip.apps"
 NEEDED = {"fastai": ("fastai", "accelerate")}
 """What ddip's own apps need, which its core does not."""
+ANY_OF = {"hf": ("accelerate", "transformers")}
+"""Apps that need one of these at least."""
 OLD_NAMES = {"fastai_v1": "fastai", "fastai_v2": "fastai"}
 """Of the tool that ddip's magics are from."""
 
@@ -36,6 +38,9 @@ def find(name: str | None) -> str:
         there = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
         raise BadInput(f"-a {name}: there is no app {name!r}; {there}")
     missing = [module for module in NEEDED.get(name, ()) if find_spec(module) is None]
+    any_of = ANY_OF.get(name, ())
+    if any_of and all(find_spec(module) is None for module in any_of):
+        missing = list(any_of)
     if missing:
         raise BadInput(f"-a {name}: {' and '.join(missing)} cannot be found; type %pip install {' '.join(missing)}")
     return found[name]

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,8 @@ _retired: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDicti
 _revivable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Of those, the ones that can go on in the next group."""
 _dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+share_also: Callable[[], None] | None = None
+"""An app's: called on all ranks when wrappers were revived; gives all of them rank 0's state of optimizers it knows."""
 
 
 def watch() -> None:
@@ -175,6 +177,8 @@ def revive() -> Revived:
     """On all ranks, in the group that they have just joined: have the DDPs go on that each of them has."""
     try:
         revived = _revive_common()
+        if revived and share_also is not None:
+            share_also()
     except Exception:  # but an interrupt: it is tried again in the next group
         _revivable.clear()
         raise
@@ -189,19 +193,19 @@ def _revive_common() -> list[torch.nn.Module]:
     described = {number: _description(wrapper) for number, wrapper in mine.items()}
     theirs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, described)
-    wrappers = [mine[numbers[dist.get_rank()]] for numbers in _matches(theirs)]
+    wrappers = [mine[numbers[dist.get_rank()]] for numbers in matches(theirs)]
     for wrapper in wrappers:
         _revive(wrapper)
     return wrappers
 
 
-def _matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
+def matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
     """The numbers on each rank of those that are one wrapper: the only one of its kind everywhere, or one of several
     that have the same numbers everywhere.
 
-    >>> _matches([{0: "a", 1: "b", 2: "b"}, {4: "a", 1: "b", 2: "b"}])
+    >>> matches([{0: "a", 1: "b", 2: "b"}, {4: "a", 1: "b", 2: "b"}])
     [(0, 4), (1, 1), (2, 2)]
-    >>> _matches([{1: "b", 2: "b"}, {0: "b", 1: "b"}])
+    >>> matches([{1: "b", 2: "b"}, {0: "b", 1: "b"}])
     []
     """
     found = []

@@ -408,7 +408,7 @@ def test_nothing_of_it_is_left_in_fastai() -> None:
         import fastai.vision.all  # noqa: F401
 
         from ddip.apps import fastai as app
-        from ddip.apps.fastai import patches
+        from ddip.apps import patches
 
     def everything() -> dict[str, dict[str, Any]]:
         import sys

@@ -16,7 +16,8 @@ import fastai.text.all
 from fastcore.foundation import defaults
 from IPython.core.getipython import get_ipython
 
-from ddip.apps.fastai import contexts, evaluate, files, finder, fit, launcher, patches, precision, randomness, show
+from ddip.apps import launcher, patches
+from ddip.apps.fastai import contexts, evaluate, files, finder, fit, precision, randomness, show
 
 with contextlib.suppress(ImportError, RuntimeError, OSError):  # a torchvision that does not fit torch
     import fastai.vision.all  # noqa: F401

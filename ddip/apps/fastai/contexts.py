@@ -17,7 +17,7 @@ from fastai.learner import Learner
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddip.apps.fastai import patches, ranks
+from ddip.apps import patches, ranks
 
 
 @contextlib.contextmanager

@@ -14,15 +14,17 @@ from fastai import torch_core
 from fastai.callback.core import FetchPredsCallback, GatherPredsCallback
 from fastai.learner import Learner
 
-from ddip.apps.fastai import metrics, patches, plan, precision, randomness, ranks, shards
+from ddip.apps import patches, ranks
+from ddip.apps.fastai import metrics, plan, precision, randomness, shards
 from ddip.apps.fastai.fit import OfDdip
+from ddip.apps.fastai.passing import Passing
 from ddip.rank.checksum import checksum
 
 GATHERED = ("inputs", "preds", "targets", "losses")
 """Of GatherPredsCallback: lists with an item for each batch."""
 
 
-class DdipMerge(patches.Passing):
+class DdipMerge(Passing):
     """Puts together what the ranks have made of their batches, before anything else looks at it."""
 
     order = -1000

@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,44 +22,9 @@ from fastcore import xtras
 from fastcore.basics import Stateful
 from fastdownload import FastDownload
 
-from ddip.apps.fastai import patches, ranks
+from ddip.apps import patches, ranks
+from ddip.apps.once import once_a_host
 from ddip.rank import current
-from ddip.rank.c10d import store
-
-WAIT_SECONDS = 0.05
-_calls: Counter[tuple[str, str]] = Counter()
-
-
-def once_a_host(what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
-    """Have the first rank of this host `fetch`; the others wait until it has, and look what is `found` then.
-
-    They raise what it has raised. The first rank waits for nobody.
-    """
-    if not ranks.together():
-        return fetch()
-    call = (current.name(), what)
-    _calls[call] += 1
-    key = f"ddip once {current.name()} {os.environ['GROUP_RANK']} {_calls[call]} {what}"
-    with ranks.single_process_mode():
-        if not ranks.is_first_here():
-            _wait_for(key, what)
-            return found()
-        outcome = "ok"
-        try:
-            return fetch()
-        except BaseException as error:
-            outcome = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            store().set(key, outcome)
-
-
-def _wait_for(key: str, what: str) -> None:
-    while not store().check([key]):
-        time.sleep(WAIT_SECONDS)
-    outcome = store().get(key).decode()
-    if outcome != "ok":
-        raise RuntimeError(f"the first rank of this host failed to get {what}: {outcome}")
 
 
 def _written(method: Callable[..., Any]) -> Callable[..., Any]:

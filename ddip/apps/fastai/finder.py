@@ -12,7 +12,7 @@ from typing import Any
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner
 
-from ddip.apps.fastai import patches
+from ddip.apps import patches
 
 
 class Saved:

@@ -23,14 +23,16 @@ from fastcore.basics import noop
 from fastcore.foundation import L
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddip.apps.fastai import finder, metrics, patches, precision, ranks
+from ddip.apps import patches, ranks
+from ddip.apps.fastai import finder, metrics, precision
 from ddip.apps.fastai.job import Job
+from ddip.apps.fastai.passing import Passing
 
 _jobs: list[Job] = []
 """The fit under way, if one is."""
 
 
-class OfDdip(patches.Passing):
+class OfDdip(Passing):
     """Works while the learner trains; gone when it has."""
 
     def __init__(self, job: Job) -> None:

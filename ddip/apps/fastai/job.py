@@ -13,7 +13,8 @@ from fastai.torch_core import to_detach, to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddip.apps.fastai import metrics, plan, randomness, ranks, shards
+from ddip.apps import ranks
+from ddip.apps.fastai import metrics, plan, randomness, shards
 from ddip.rank import wrappers
 from ddip.rank.checksum import checksum
 

@@ -15,7 +15,8 @@ from fastai import metrics as known
 from fastai.learner import AvgLoss, AvgMetric, Learner, Metric
 from fastai.torch_core import to_detach
 
-from ddip.apps.fastai import plan, ranks
+from ddip.apps import ranks
+from ddip.apps.fastai import plan
 
 SUMS = (
     (AvgMetric.accumulate, ("total", "count")),

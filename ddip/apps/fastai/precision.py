@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastcore.foundation import L
 from torch.amp import GradScaler, autocast
 
-from ddip.apps.fastai import patches
+from ddip.apps import patches
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ddip.apps.fastai import ranks
+from ddip.apps import ranks
 
 
 class State(NamedTuple):

@@ -20,7 +20,8 @@ from fastai.text.data import LMDataLoader, SortedDL
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
-from ddip.apps.fastai import plan, randomness, ranks
+from ddip.apps import ranks
+from ddip.apps.fastai import plan, randomness
 
 SAMPLE = 64
 """Items that are looked at to tell whether the ranks have the same data."""

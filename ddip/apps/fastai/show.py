@@ -15,7 +15,7 @@ from fastai.callback.progress import CSVLogger
 from fastprogress import fastprogress
 from fastprogress.fastprogress import MasterBar, ProgressBar
 
-from ddip.apps.fastai import patches, ranks
+from ddip.apps import patches, ranks
 from ddip.rank import current
 
 

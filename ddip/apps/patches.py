@@ -1,24 +1,19 @@
-"""What ddip changes in fastai while the app is there, and how it is taken out again."""
+"""What an app changes in a framework while it is there, and how that is taken out again."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from fastai.callback.core import Callback
-
-
-class Passing(Callback):
-    """A callback of ddip's own, there for one call: a learner that is exported meanwhile does not need ddip."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Callback, ())
-
-
-_undo: list[Callable[[], None]] = []
+_undo: list[Callable[[], object]] = []
 _NOTHING = object()
-_THEIRS = ("fastai", "fastdownload", "fastprogress")
+_THEIRS = (
+    *("fastai", "fastdownload", "fastprogress", "accelerate", "transformers", "datasets", "huggingface_hub", "peft"),
+    *("trl", "tokenizers", "diffusers", "sentence_transformers", "evaluate", "__main__"),
+)
+"""Packages whose modules import from each other by name, and what cells have imported before the app came."""
 
 
 def patch(owner: Any, name: str, value: Any) -> None:
@@ -36,7 +31,7 @@ def patch(owner: Any, name: str, value: Any) -> None:
 
 
 def put_everywhere(name: str, original: Any, value: Any) -> None:
-    """Set what modules of fastai have imported from each other by name: in each that holds `original`."""
+    """Set what modules have imported from each other by name: in each that holds `original`."""
     _swap(name, original, value)
     _undo.append(lambda: _swap(name, value, original))  # also in modules that are imported from here on
 
@@ -47,7 +42,14 @@ def _swap(name: str, old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
+def set_variable(name: str, value: str) -> None:
+    """Set a variable of the environment, until ``restore``."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    _undo.append(lambda: os.environ.pop(name, None) if before is None else os.environ.update({name: before}))
+
+
 def restore() -> None:
-    """Leave fastai as it was."""
+    """Leave the framework as it was."""
     while _undo:
         _undo.pop()()

@@ -5,16 +5,32 @@ Mends, in accelerate 1: in a process of a group it forks once more, or refuses s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import accelerate
-from accelerate import launchers
+from accelerate import launchers, state
 from accelerate.utils import patch_environment
 
-from ddip.apps.fastai import patches, ranks
+from ddip.apps import patches, ranks
 
 CALLED = "\x1b[90mnotebook_launcher: the ranks are there; {} runs on each of them\x1b[0m"
+
+
+@contextlib.contextmanager
+def _as_in_a_new_process() -> Iterator[None]:
+    """The first Accelerator of a process decides on its settings; those of before are put back if no other is made."""
+    shared = [kind._shared_state for kind in (state.AcceleratorState, state.PartialState, state.GradientState)]
+    before = [dict(one) for one in shared]
+    for one in shared:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, values in zip(shared, before, strict=True):
+            if not one:
+                one.update(values)
 
 
 def apply() -> None:
@@ -40,7 +56,7 @@ def apply() -> None:
                 f"%makedip -n {num_processes} first"
             )
         print(CALLED.format(getattr(function, "__name__", function)))
-        with patch_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
+        with _as_in_a_new_process(), patch_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
             function(*args)
 
     patches.patch(launchers, "notebook_launcher", notebook_launcher)
