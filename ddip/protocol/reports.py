@@ -115,7 +115,7 @@ class Released(TypedDict):
     """What a rank can always tell after a cell."""
 
     released: bool
-    """Has the notebook released it?"""
+    """Has the notebook released it, or an app given it up?"""
     state: Literal["ours", "none", "other"]
     """The group that it has joined, none, or one that the cell has formed."""
 

@@ -61,6 +61,8 @@ _store = ""
 """Of the group that was formed last; it names that group."""
 _formed: dist.ProcessGroup | None = None
 _released = False
+_is_given_up = False
+"""Has an app asked for the group to be formed again, in the cell that runs?"""
 _joins = threading.Event()
 """Has this rank begun to join another group since the last release?"""
 _is_cut_off = False
@@ -141,8 +143,8 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 
 def begin_cell() -> None:
     """Put back what is missing of the names that a cell may use: ``%reset -f`` has taken them away."""
-    global _is_cut_off
-    _is_cut_off = False
+    global _is_cut_off, _is_given_up
+    _is_cut_off = _is_given_up = False
     gpu.begin_cell()
     names = namespace()
     for name, value in _standing.items():
@@ -269,15 +271,22 @@ def leave() -> Going:
     return going
 
 
+def give_up() -> None:
+    """For an app, at the end of a cell: have the group formed again before the next one."""
+    global _is_given_up
+    _is_given_up = True
+
+
 def report() -> CellReport:
     """What became of the group in the cell that has just ended.
 
-    ``released``: whether the notebook has released it. ``state``: ``ours`` if it is the group that this rank has
-    joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this rank's place in it.
-    ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many groups it has made.
+    ``released``: whether the notebook has released it, or an app has given it up. ``state``: ``ours`` if it is the group
+    that this rank has joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this rank's
+    place in it. ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many groups it
+    has made.
     """
     now = c10d.world()
-    told: CellReport = {"released": _released, "state": "none"}
+    told: CellReport = {"released": _released or _is_given_up, "state": "none"}
     if now is None:
         return told
     if now is not _formed:

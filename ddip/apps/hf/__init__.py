@@ -42,11 +42,13 @@ def rejoined() -> None:
 def begin_cell() -> None:
     """One rank shows what all of them do."""
     show.begin_cell()
+    living.begin_cell()
 
 
 def end_cell(error: BaseException | None) -> None:
-    """Nobody waits for what this cell has not done."""
+    """Nobody waits for what this cell has not done; what it has left half done is mended."""
     once.end_cell()
+    living.end_cell(error)
 
 
 def release() -> None:

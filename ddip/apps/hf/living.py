@@ -4,6 +4,9 @@ DDP wrappers go on with rank 0's parameters (``ddip/rank/wrappers.py``). In acce
 that stopped at different places: the state of optimizers and schedulers, where rank 0's is given to all, the count of
 steps over which gradients are accumulated, which begins anew, and the loaders that each was in the midst of, which are
 forgotten. Gradients of the step that failed go, with their memory.
+
+A stop may find all ranks at work, after the collectives of a step, when only some have taken it: so where a cell fails
+in which an optimizer has taken steps, the group is formed again, although no rank waits for another.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ddip.apps import patches, ranks
-from ddip.rank import wrappers
+from ddip.rank import current, process_group, wrappers
 from ddip.rank.checksum import checksum
 from ddip.rank.gpu import gpu
 from ddip.rank.wrappers import matches
@@ -29,6 +32,8 @@ from ddip.rank.wrappers import matches
 _numbers = itertools.count()
 _kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Optimizers and schedulers that accelerate has wrapped, in the order in which they were made."""
+_has_stepped = False
+"""Has an optimizer taken a step in this cell?"""
 _accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -42,6 +47,9 @@ def apply() -> None:
         if module in sys.modules:
             kind = getattr(sys.modules[module], name)
             patches.patch(kind, "__init__", _noting(kind.__init__, note))
+    if "accelerate.optimizer" in sys.modules:
+        kind = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
+        patches.patch(kind, "step", _noted(kind.step))
     patches.patch(wrappers, "share_also", share_states)
 
 
@@ -52,6 +60,28 @@ def _noting(init: Callable[..., None], note: Callable[[Any], object]) -> Callabl
         note(self)
 
     return make
+
+
+def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _has_stepped
+        _has_stepped = True
+        return step(self, *args, **kwargs)
+
+    return take
+
+
+def begin_cell() -> None:
+    """No step has been taken yet."""
+    global _has_stepped
+    _has_stepped = False
+
+
+def end_cell(error: BaseException | None) -> None:
+    """Some ranks may be a step ahead of others."""
+    if error is not None and _has_stepped and current.is_everywhere():
+        process_group.give_up()
 
 
 def _number(thing: Any) -> None:

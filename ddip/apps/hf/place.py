@@ -5,7 +5,8 @@ set, unless it is told ``cpu=True``; a CUDA build of torch on a machine without 
 the CPU the ranks are told that: ``PartialState``, and with it ``Accelerator``, and ``TrainingArguments.use_cpu``.
 
 ``PartialState``, ``AcceleratorState`` and ``GradientState`` are made once for a process, for the group that is there
-then; they are forgotten when the ranks join another.
+then; they are forgotten when the ranks join another. ``Accelerator.end_training`` would destroy that group, and with it
+the models that a later cell uses.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ddip.apps import patches
 from ddip.rank.gpu import gpu
 
 USE_CPU = "ACCELERATE_USE_CPU"
+NOT_OURS = "FORK_LAUNCHED"
+"""By which accelerate knows that the group is its launcher's: ``end_training`` does not destroy it."""
 
 
 def accelerate_is_there() -> bool:
@@ -40,7 +43,8 @@ def forget() -> None:
 
 
 def apply() -> None:
-    """Tell accelerate of a group on the CPU."""
+    """Tell accelerate whose the group is, and of one on the CPU."""
+    patches.set_variable(NOT_OURS, "1")
     if gpu.device.type != "cpu":
         return
     state, arguments = _state(), sys.modules.get("transformers.training_args")

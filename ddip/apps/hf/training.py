@@ -6,11 +6,12 @@ them. The hooks of NEFTune would be there twice, and the gradients keep their me
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from tqdm import tqdm
 
 from ddip.apps import patches
 
@@ -47,7 +48,7 @@ def _tidy(trainer: Any) -> None:
             bar = vars(callback).get(name)
             if bar is not None:
                 setattr(callback, name, None)
-                with contextlib.suppress(Exception):  # one that was interrupted in its own code
+                if isinstance(bar, tqdm):  # to close a notebook's is to take it away
                     bar.close()
     handle = vars(trainer).pop("neftune_hook_handle", None)
     if handle is not None:

@@ -26,7 +26,9 @@ def train(on_step):
 
     trainer = Trainer(
         LlamaForCausalLM(config),
-        TrainingArguments(**settings, use_cpu=True, per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.01),
+        TrainingArguments(
+            **settings, use_cpu=True, per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.01
+        ),
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
         callbacks=[OnStep()],
     )
