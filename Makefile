@@ -107,7 +107,7 @@ $(READY): setup.cfg setup.py pyproject.toml
 
 # What the system tests need besides: Python packages, and Debian's browser.
 $(SYSTEM): $(READY)
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,system,docs]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,lightning,system,docs]"
 	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@
 

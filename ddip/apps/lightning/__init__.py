@@ -1,0 +1,49 @@
+"""Lightning on the ranks: a ``Trainer()`` and a ``Fabric()`` train on all of them.
+
+Lightning finds the ranks by its own means: it takes them for processes of torchrun (``TorchElasticEnvironment``), starts
+none, and finds the process group there. What it is told besides is in ``trainers``, ``runs`` and ``tuner``: by its
+public names, but in ``tuner``. ``release`` takes everything out again. The packages ``lightning`` and
+``pytorch_lightning`` have the same code twice; both are meant.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ddip.apps.lightning import patches, runs, trainers, tuner
+from ddip.rank import current
+
+CHANGES = (trainers, runs, tuner)
+
+
+def prepare() -> None:
+    """Change Lightning, on a rank that has joined a group."""
+    release()
+    for module in CHANGES:
+        module.apply()
+    _set_rank(dist.get_rank())
+
+
+def release() -> None:
+    """Leave Lightning as it was."""
+    patches.restore()
+
+
+def begin_cell() -> None:
+    """Have the first rank of the cell show and write what one of them does: on a rank that was forked from a process
+    that had imported Lightning, that would be each of them until it has made a Trainer."""
+    ranks = current.ranks()
+    if ranks:
+        _set_rank(sorted(ranks).index(dist.get_rank()))
+
+
+def command(text: str) -> str:
+    """``%%dip -a mends``: what is changed in Lightning, and why."""
+    if text.strip() != "mends":
+        raise ValueError(f"the app lightning knows one command: %%dip -a mends; typed: {text}")
+    return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in CHANGES)
+
+
+def _set_rank(rank: int) -> None:
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]

@@ -1,0 +1,124 @@
+"""``fit``, ``validate``, ``test`` and ``predict``: a stop is a stop, and the same Trainer goes on after a fault.
+
+In Lightning 2.6 they end with SystemExit after an interrupt, and may leave SIGINT ignored. A Trainer counts epochs and
+steps on each rank for itself: those that a fault has left behind would leave the others waiting in the next run.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddip.apps.lightning import patches
+from ddip.rank import current
+from ddip.rank.gpu import gpu
+
+RUNS = ("fit", "validate", "test", "predict")
+LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
+"""What ModelCheckpoint keeps beside its ``state_dict``, by which a rank decides whether to save, which all of them do."""
+
+_failed: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Trainers whose last run has failed on this rank."""
+
+
+def apply() -> None:
+    """Of the Trainer's public methods."""
+    for module in patches.modules("pytorch"):
+        for name in RUNS:
+            patches.patch(module.Trainer, name, _guarded)
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.world_size == 1:
+            return _stoppable(method, self, *args, **kwargs)
+        _ensure_there(self, method.__name__)
+        if _has_failed_anywhere(self):
+            _level(self)
+        _failed.add(self)
+        result = _stoppable(method, self, *args, **kwargs)
+        _failed.discard(self)
+        return result
+
+    return run
+
+
+def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        return method(*args, **kwargs)
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise end.__context__ from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _ensure_there(trainer: Any, doing: str) -> None:
+    """Raise RuntimeError unless the ranks that `trainer` was made for run this cell."""
+    if not current.is_everywhere():
+        here = ", ".join(map(str, current.ranks()))
+        raise RuntimeError(
+            f"trainer.{doing}: this Trainer trains on all {trainer.world_size} ranks, and this cell runs on rank {here} "
+            "only; run it without -r, or make a Trainer() in this cell, which works here alone"
+        )
+    if trainer.world_size != dist.get_world_size():
+        raise RuntimeError(
+            f"trainer.{doing}: this Trainer was made for {trainer.world_size} ranks, and the group has "
+            f"{dist.get_world_size()} now; make it again: trainer = Trainer(...)"
+        )
+
+
+# -- after a fault
+
+
+def _has_failed_anywhere(trainer: Any) -> bool:
+    failed = torch.tensor([int(trainer in _failed)], device=_device())
+    dist.all_reduce(failed)
+    return bool(failed.item())
+
+
+def _device() -> torch.device:
+    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config()) else gpu.device
+
+
+def _level(trainer: Any) -> None:
+    """Have all ranks be where rank 0 is, as their parameters will be."""
+    states = [_state(trainer) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(states, src=0, device=_device())
+    loops, callbacks = states[0]  # type: ignore[misc]
+    for loop, progress in loops.items():
+        for name, state in progress.items():
+            operator.attrgetter(name)(getattr(trainer, loop)).load_state_dict(state)
+    for callback, (state, saved) in zip(_monitoring(trainer), callbacks, strict=True):
+        callback.load_state_dict(state)
+        vars(callback).update(saved)
+
+
+def _state(trainer: Any) -> tuple[dict[str, dict[str, Any]], list[tuple[Any, dict[str, Any]]]]:
+    """How far `trainer` is; and of the callbacks that decide for all ranks what they know."""
+    loops = {name: _progress(getattr(trainer, name)) for name in LOOPS}
+    callbacks = [
+        (one.state_dict(), {name: vars(one)[name] for name in SAVED if name in vars(one)})
+        for one in _monitoring(trainer)
+    ]
+    return loops, callbacks
+
+
+def _progress(loop: Any) -> dict[str, Any]:
+    """The counts of `loop` and of the loops in it, by the paths of the attributes that hold them."""
+    return {name: state for name, state in loop.state_dict().items() if not name.endswith("state_dict")}
+
+
+def _monitoring(trainer: Any) -> Iterator[Any]:
+    return iter([*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks])
