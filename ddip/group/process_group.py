@@ -221,6 +221,7 @@ class ProcessGroupManager:
         return {
             "wrappers": max((one["wrappers"] for one in going), default=0),
             "subgroups": max((one["subgroups"] for one in going), default=0),
+            "rpc": any(one["rpc"] for one in going),
         }
 
     def release(self) -> None:

@@ -29,7 +29,7 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
             manager.healthy = False
             raise
         revived, optimizers = answers[0]["wrappers"], [answer["optimizers"] for answer in answers]
-    text = _text(revived, going["wrappers"] - revived, going["subgroups"])
+    text = _text(revived, going["wrappers"] - revived, going["subgroups"], going["rpc"])
     if text:
         notify(AGAIN + text)
     names = _different(optimizers)
@@ -37,8 +37,10 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
         notify(STEPS.format(names=" and ".join(names)))
 
 
-def _text(revived: int, lost: int, subgroups: int) -> str:
+def _text(revived: int, lost: int, subgroups: int, rpc: bool = False) -> str:
     """
+    >>> _text(0, 0, 0, rpc=True)
+    'RPC was shut down: call init_rpc again'
     >>> _text(0, 1, 0)
     'the wrapper (DDP, FSDP) that was made before must be made again'
     >>> _text(2, 0, 3)
@@ -54,6 +56,8 @@ made again"
     elif lost or subgroups:
         what = [*([f"{wrapper}s (DDP, FSDP)"] if lost else []), *(["subgroups"] if subgroups else [])]
         parts.append(f"{' and '.join(what)} that were made before must be made again")
+    if rpc:
+        parts.append("RPC was shut down: call init_rpc again")
     return "; ".join(parts)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from ddip.protocol.rank_spec import RankSpec
 from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Revived
 
-VERSION = 4
+VERSION = 5
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 P = ParamSpec("P")

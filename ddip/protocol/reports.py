@@ -75,6 +75,8 @@ class Going(TypedDict):
     wrappers: int
     """DDP, FSDP."""
     subgroups: int
+    rpc: bool
+    """Was RPC begun? It is shut down now."""
 
 
 class OptimizerState(TypedDict):

@@ -194,9 +194,9 @@ def store() -> Any:
 def is_broken_connection(error: BaseException) -> bool:
     """Is `error` what a collective raises whose connections were shut down, or whose communicator was aborted?
 
-    gloo raises a bare RuntimeError; its text begins with the place in its source. No `__str__` is asked, which may be
-    a user's.
+    gloo raises a bare RuntimeError; its text begins with the place in its source. That of RPC's tensorpipe ends with
+    it. No `__str__` is asked, which may be a user's.
     """
     kinds = tuple(getattr(dist, name) for name in ("DistError",) if hasattr(dist, name))
     text = " ".join(part for part in error.args if isinstance(part, str)) if isinstance(error, RuntimeError) else ""
-    return isinstance(error, kinds) or any(word in text for word in ("gloo/transport", "NCCL"))
+    return isinstance(error, kinds) or any(word in text for word in ("gloo/transport", "NCCL", "tensorpipe/"))

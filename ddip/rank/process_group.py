@@ -29,6 +29,7 @@ from ddip.rank import (
     init_in_cells,
     lost_waits,
     namespace,
+    rpc,
     setup,
     sockets,
     stacks,
@@ -80,6 +81,7 @@ def watch() -> None:
     setup.watch()
     stores.watch(lambda: _released)
     wrappers.watch()
+    rpc.watch()
 
 
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
@@ -201,6 +203,7 @@ def release(store: str, connections: list[Ends]) -> bool:
         return False
     _released = True
     _joins.clear()
+    rpc.shut_down()
     on_cpu = gpu.device.type == "cpu"
     if on_cpu:
         _disconnect(connections)
@@ -245,7 +248,10 @@ def _end_release(store: str, connections: list[Ends] | None) -> None:
         if lost and cells.busy and not cells.doing:
             _interrupt()  # the cell first: what it waits for will hold anything
         lost_waits.end(lost)
-        before, quiet = waits, 0 if waits else quiet + 1
+        in_rpc = rpc.is_waited_in()
+        if in_rpc and cells.busy:
+            _interrupt()
+        before, quiet = waits, 0 if waits or in_rpc else quiet + 1
 
 
 def _disconnect(connections: list[Ends]) -> None:
@@ -253,7 +259,7 @@ def _disconnect(connections: list[Ends]) -> None:
     takes that for a failure."""
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
     with descriptors.spare(1):
-        sockets.shut_down(connections, setup.ports())
+        sockets.shut_down(connections, setup.ports() | stores.ports())
         setup.free()
 
 
@@ -266,7 +272,7 @@ def leave() -> Going:
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
     _formed = None
-    going: Going = {"wrappers": wrappers.retire(), "subgroups": c10d.subgroups()}
+    going: Going = {"wrappers": wrappers.retire(), "subgroups": c10d.subgroups(), "rpc": rpc.leave()}
     c10d.forget()
     return going
 

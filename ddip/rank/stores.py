@@ -29,6 +29,8 @@ POLL_SECONDS = 0.01
 CONNECT_SECONDS = 1.0
 TCP_TIMEOUT = timedelta(seconds=300)
 """torch's default."""
+_served: set[int] = set()
+"""Ports at which this rank has served a TCPStore."""
 
 
 @functools.cache
@@ -75,9 +77,17 @@ def _connect(method: Method, released: Callable[[], bool]) -> Method:
             while not _listens(host_name, port) and time.monotonic() < end:
                 _raise_if(released, f"this rank tried to connect to the TCPStore at {host_name}:{port}")
                 time.sleep(POLL_SECONDS)
+        else:
+            _raise_if(released, f"this rank was about to wait for the others in the TCPStore at {host_name}:{port}")
+            _served.add(port)
         method(store, host_name, port, *args, **kwargs)
 
     return wrapper
+
+
+def ports() -> set[int]:
+    """At which this rank serves the stores that others, and it itself, wait in."""
+    return set(_served)
 
 
 def _innermost(store: Any) -> Any:

@@ -33,12 +33,13 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from torch._C._distributed_c10d import Backend
 from torch._dynamo import eval_frame
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d, rpc
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
 from ddip.rank import c10d, collectives, lost_waits, wrappers
+from ddip.rank import rpc as ddip_rpc
 
 
 def test_the_client_sends_as_ddip_asks() -> None:
@@ -223,6 +224,22 @@ def test_a_wrapper_can_be_revived() -> None:
         assert f"self.{name}" in source
     names = ["module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore"]
     assert list(inspect.signature(_sync_module_states).parameters) == [*names, "broadcast_buffers"]
+
+
+def test_rpc_begins_and_ends_where_ddip_wraps_it() -> None:
+    """Where these counts are gone, or agree by themselves, ``rank/rpc.py`` may need to do less."""
+    api = ddip_rpc.api
+    begin = inspect.getsource(rpc.init_rpc)
+    assert 'str(f"rpc_prefix_{_init_counter}")' in begin and "global rendezvous_iterator" in begin
+    end = inspect.getsource(api.shutdown)
+    order = ["_wait_all_workers(timeout)", "_delete_all_user_and_unforked_owner_rrefs()", "agent.join(", "finally:"]
+    assert sorted(order, key=end.index) == order and end.count("_finalize_shutdown()") == 2
+    last = inspect.getsource(api._finalize_shutdown)
+    for name in ("_destroy_rref_context(_ignore_rref_leak)", ".shutdown()", "_cleanup_python_rpc_handler()"):
+        assert name in last
+    assert "_reset_current_rpc_agent()" in last
+    meet = inspect.getsource(api._all_gather)
+    assert "_all_gather_sequence_id[" in meet and "_all_gather_sequence_id_to_states[" in meet
 
 
 def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
