@@ -75,6 +75,13 @@ def gather_number(number: int) -> list[int]:
     return [int(number) for number in torch.cat(theirs).tolist()]
 
 
+def total(number: float) -> float:
+    """The sum of what the ranks have for `number`."""
+    tensor = torch.tensor([number], dtype=torch.float64, device=_device())
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
 def of_rank_0(value: Any) -> Any:
     """What rank 0 has for `value`."""
     values = [value]

@@ -54,10 +54,16 @@ class DdipFirst(OfDdip):
             self.job.begin()
 
     def before_train(self) -> None:
-        self.job.begin_epoch()
+        self.job.begin_epoch(may_drop=_may_drop(self.learn))
+
+    def before_batch(self) -> None:
+        self.job.begin_step()
 
     def after_pred(self) -> None:
         self.job.unwrap()
+
+    def after_loss(self) -> None:
+        self.job.count_used()
 
     def after_backward(self) -> None:
         self.job.end_backward()
@@ -88,12 +94,17 @@ class DdipLast(OfDdip):
     def before_batch(self) -> None:
         self.job.wrap()
 
+    def after_pred(self) -> None:
+        if len(self.learn.yb):
+            self.job.reductions.find_out(self.learn.loss_func, self.learn.pred, self.learn.yb)
+
     def after_loss(self) -> None:
+        self.job.reductions.say()
         self.job.start_loss_allreduce()
 
     def before_backward(self) -> None:
         if self.job.weight != 1:
-            self.learn.loss_grad = self.learn.loss_grad * self.job.weight
+            self.learn.loss_grad = self.job.weighted_loss(self.learn.loss_grad)
 
     def after_batch(self) -> None:
         """A batch that fills up the last step is no batch for a metric."""
@@ -111,6 +122,13 @@ def is_distributed_by_user(learn: Learner) -> bool:
     """Has the user wrapped the model, or added fastai's own callback? Then nothing is done twice."""
     wrapped = isinstance(learn.model, DistributedDataParallel | DataParallel)
     return wrapped or any(isinstance(callback, DistributedTrainer) for callback in learn.cbs)
+
+
+def _may_drop(learn: Learner) -> bool:
+    """Is there a callback that is not fastai's and may make a batch shorter?"""
+    methods = [getattr(callback, name, None) for callback in learn.cbs for name in ("before_batch", "after_pred")]
+    homes = [getattr(method, "__module__", None) for method in methods if method is not None]
+    return any(home is None or not home.startswith(("fastai.", "ddip.apps.")) for home in homes)
 
 
 @contextlib.contextmanager

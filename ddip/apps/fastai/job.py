@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fastai.learner import Learner
-from fastai.torch_core import to_detach, to_device
+from fastai.torch_core import find_bs, to_detach, to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddip.apps import ranks
 from ddip.apps.fastai import metrics, plan, randomness, shards
+from ddip.apps.fastai.reduction import Reductions
 from ddip.rank import wrappers
 from ddip.rank.checksum import checksum
 
@@ -41,6 +42,12 @@ class Job:
         """Of the training set."""
         self.kept: list[dict[str, Any]] = []
         """States of the metrics before a batch that is none."""
+        self.reductions = Reductions()
+        self._may_drop = False
+        self._whole = 0.0
+        """This batch's size when it came, where callbacks may make it shorter."""
+        self._used: tuple[float, float] | None = None
+        """Items of this step, where they were counted: this rank's, all ranks'."""
         self._wrapper: nn.Module | None = None
         self._wrapped: tuple[bool, ...] = ()
         """Which parameters were trainable then."""
@@ -80,9 +87,13 @@ class Job:
         self.common = common
         self.seeds.seed_all(more=1 + ranks.rank())
 
-    def begin_epoch(self) -> None:
-        """Take this rank's part of the training data, as one seed shuffles it for all."""
+    def begin_epoch(self, *, may_drop: bool) -> None:
+        """Take this rank's part of the training data, as one seed shuffles it for all.
+
+        `may_drop`: items are counted in each step, since a callback may take some out of a batch.
+        """
         self.epochs += 1
+        self._may_drop = any(ranks.gather_number(may_drop))
         self.seen = metrics.Seen()
         seed = (self.seeds.python + self.epochs) % 2**62
         self.learn.dl, self.plan = shards.of_training(self.learn.dl, self.learn, seed)
@@ -104,8 +115,10 @@ class Job:
     def weight(self) -> float:
         """Of this rank's loss: the mean over the ranks of what they have so weighted is that of one process."""
         weight = self.plan.weights[self.step]
-        if getattr(self.learn.loss_func, "reduction", "mean") == "sum":
+        if self.reductions.of(self.learn.loss_func) == "sum":
             return float(ranks.size()) if weight else 0.0
+        if self._used is not None and self._used[1]:
+            return self._used[0] * ranks.size() / self._used[1]
         return weight
 
     @property
@@ -116,11 +129,28 @@ class Job:
     @property
     def items(self) -> float:
         """Of this step, as a mean over the ranks."""
-        return self.plan.items[self.step]
+        return self.plan.items[self.step] if self._used is None else self._used[1] / ranks.size()
+
+    def begin_step(self) -> None:
+        """A batch has come."""
+        self._used = None
+        if self._may_drop:
+            self._whole = _size(self.learn)
+
+    def count_used(self) -> None:
+        """What the ranks have used of their batches, where callbacks may have taken items out."""
+        if self._may_drop:
+            planned = self.plan.weights[self.step] * self.plan.items[self.step]
+            mine = planned * _size(self.learn) / self._whole if self._whole else 0.0
+            self._used = mine, ranks.total(mine)
+
+    def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` as it counts; one that does not count is 0, also where it is the mean of nothing."""
+        return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0 if self.weight == 0 else loss * self.weight
 
     def start_loss_allreduce(self) -> None:
         """Begin to make one loss of all; the backward pass goes on meanwhile."""
-        self._loss = self.learn.loss.detach().float().mean() * (self.weight / ranks.size())
+        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / ranks.size()
         self._work = dist.all_reduce(self._loss, async_op=True)
 
     def finish_loss_allreduce(self) -> None:
@@ -196,6 +226,11 @@ class Job:
         self._drop()
         if self.common is not None:
             self.common.restore()
+
+
+def _size(learn: Learner) -> float:
+    """How many items the batch has."""
+    return float(find_bs(learn.yb if len(learn.yb) else learn.xb))
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,0 +1,220 @@
+"""Every loss counts as in one process: sums and means of any kind, and batches that a callback has made shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ddip
+
+from .fastai_source import DATA
+from .test_fastai import STATE, alone, assert_same_weights, of_all, of_any, single  # noqa: F401
+
+pytest.importorskip("fastai")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def with_app(warmed_up: None) -> Iterator[ddip.Group]:
+    with ddip.Group(2, app="fastai", timeout=120) as group:
+        yield group
+
+
+@pytest.fixture
+def group(with_app: ddip.Group) -> ddip.Group:
+    """Two ranks that know the data."""
+    with_app.run(DATA)
+    return with_app
+
+
+FUNCTIONS = {
+    "a function that adds": "def loss(pred, y): return F.cross_entropy(pred, y, reduction='sum')",
+    "a lambda over a sum": "_sum = nn.CrossEntropyLoss(reduction='sum'); loss = lambda pred, y: _sum(pred, y)",
+    "a sum by partial": "loss = partial(F.cross_entropy, reduction='sum')",
+    "a sum with no gradient at first": """
+def loss(pred, y):
+    loss.calls = getattr(loss, "calls", 0) + 1
+    return F.cross_entropy(pred, y, reduction="sum") * (loss.calls > 2)
+""",
+    "a module that adds": """
+class Adds(nn.Module):
+    def forward(self, pred, y): return -pred.log_softmax(1)[range(len(y)), y].sum()
+loss = Adds()
+""",
+    "a sum by half": "def loss(pred, y): return _added(pred.bfloat16().log_softmax(1).float(), y)\n"
+    "_added = partial(F.nll_loss, reduction='sum')",
+    "a function that takes the mean": "def loss(pred, y): return F.cross_entropy(pred, y)",
+    "a mean and a penalty": "def loss(pred, y): return F.cross_entropy(pred, y) + 3 + sum(p.pow(2).sum() for p in net)",
+}
+RUN = "learn.fit(2, 0.01)"
+SOME = ("a lambda over a sum", "a sum with no gradient at first", "a mean and a penalty")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=name, marks=[] if name in SOME else pytest.mark.grid)
+        for name, source in FUNCTIONS.items()
+    ],
+)
+def test_a_loss_that_does_not_say_what_it_is_counts_as_in_one_process(
+    group: ddip.Group,
+    alone: dict[str, Any],  # noqa: F811
+    source: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    group.run(
+        f"{source}\nlearn = learner(opt_func=SGD, loss_func=loss)\nnet = list(learn.model.parameters())\n{STATE}\n{RUN}"
+    )
+    assert "cannot be told" not in capsys.readouterr().out
+    here = {**alone, "size": 2}
+    exec(source, here)
+    code = "learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.loss_func = loss; "
+    # A function's globals are those that it was made in.
+    here["net"] = net = []
+    exec("def learner(_make=learner):\n    made = _make(); net.extend(made.model.parameters()); return made", here)
+    done = single(here, group, code + RUN)
+    here["learn"] = done["learn"]
+    assert len(net) > 0
+    assert_same_weights(group, done)
+    theirs, ours = of_any(group, "[float(loss) for loss in learn.recorder.losses]"), done["learn"].recorder.losses
+    assert theirs == pytest.approx([float(loss) for loss in ours], rel=1e-4, abs=1e-4)
+
+
+STATEFUL = """
+class Meter:
+    def __init__(self): self.n = 0
+    def add(self): self.n += 1
+meter, calls, running, number = Meter(), [], torch.zeros(3), 0
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.seen, self.scale = nn.BatchNorm1d(3), 0, nn.Parameter(torch.ones(1))
+    def forward(self, pred, y):
+        global number
+        number += 1; self.seen += 1; meter.add(); calls.append(len(y)); running.add_(pred.detach().mean(0))
+        torch.rand(1); random.random(); np.random.rand()
+        return F.cross_entropy(self.norm(pred) * self.scale, y)
+first = {}
+def note(self):
+    if self.training and not first:
+        first.update(draw=(torch.rand(1).item(), random.random(), np.random.rand()), calls=list(calls), n=meter.n,
+                     seen=self.learn.loss_func.seen, running=running.clone(), number=number,
+                     counted=int(self.learn.loss_func.norm.num_batches_tracked),
+                     mean=self.learn.loss_func.norm.running_mean.clone(), grad=self.learn.loss_func.scale.grad)
+def once(stated):
+    global number
+    calls.clear(); running.zero_(); first.clear(); meter.n = number = 0
+    torch.manual_seed(3)
+    learn = learner(loss_func=Noisy())
+    if stated: learn.loss_func.reduction = "mean"
+    set_seed(5)
+    learn.fit(1, 0.05, cbs=Callback(after_loss=note))
+    return dict(first), weights(learn)
+"""
+
+
+def test_the_trial_of_a_loss_leaves_nothing_behind(group: ddip.Group) -> None:
+    group.run(f"{STATEFUL}\n(tried, learned), (stated, same) = once(False), once(True)")
+    for tried, stated in of_all(group, "[tried, stated]"):
+        assert tried["calls"] == stated["calls"] == [8]
+        assert tried.keys() == stated.keys()
+        for name, value in stated.items():
+            assert torch.equal(*map(torch.as_tensor, (tried[name], value))) if value is not None else True, name
+        assert tried["grad"] is None
+    learned, same = of_any(group, "[learned, same]")
+    assert all(map(torch.equal, learned, same))
+
+
+def test_a_loss_that_is_neither_is_named_once(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    group.run("""
+        def contrast(pred, y): return F.cross_entropy(pred @ pred.T, torch.arange(len(pred)))
+        learn = learner(loss_func=contrast, metrics=accuracy)
+        learn.fit(2)
+    """)
+    shown = capsys.readouterr().out
+    assert shown.count("fit: whether contrast is a mean or a sum over the items cannot be told") == 1
+    group.run("contrast.reduction = 'mean'\nlearn.fit(1)")
+    assert "cannot be told" not in capsys.readouterr().out
+    with pytest.raises(ddip.CellError, match="no more"):
+        group.run("def fails(pred, y): raise ValueError('no more')\nlearner(loss_func=fails).fit(1)")
+    assert "cannot be told" not in capsys.readouterr().out
+
+
+def test_mixup_of_a_sum_stays_a_sum(group: ddip.Group, alone: dict[str, Any]) -> None:  # noqa: F811
+    same = "cbs=MixUp(); cbs.distrib = type('One', (), {'sample': lambda self, size: torch.ones(size)})()"
+    loss = "CrossEntropyLossFlat(reduction='sum')"
+    group.run(f"{same}\nlearn = learner(opt_func=SGD, loss_func={loss})\n{STATE}\nlearn.fit(1, 0.01, cbs=cbs)")
+    code = f"learn.dls = loaders(bs=16); learn.opt_func = SGD; learn.loss_func = {loss}; {same}; "
+    assert_same_weights(group, single(alone, group, code + "learn.fit(1, 0.01, cbs=cbs)"))
+
+
+DROPS = """
+class Drops(Callback):
+    run_valid = False
+    def before_batch(self):
+        keep = self.y != 2 if self.train_iter > 2 else self.x[:, 0] < 9
+        self.learn.xb, self.learn.yb = (self.x[keep],), (self.y[keep],)
+def after_pred(self):
+    if self.training: self.learn.pred, self.learn.yb = self.pred[self.y > 0], (self.y[self.y > 0],)
+class WholeBatch(Callback):
+    def before_batch(self):
+        if self.training and int(self.dls.train.dataset.asked[-1]) // 8 % 2:
+            self.learn.xb, self.learn.yb = (self.x[:0],), (self.y[:0],)
+"""
+CALLBACKS = {
+    "before_batch": "Drops()",
+    "after_pred": "Callback(after_pred=after_pred)",
+    "accumulated": "[Drops(), GradientAccumulation({n})]",
+}
+
+
+@pytest.mark.parametrize("cbs", CALLBACKS.values(), ids=CALLBACKS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param("CrossEntropyLossFlat()", id="mean"),
+        pytest.param("partial(F.cross_entropy, reduction='sum')", id="sum", marks=pytest.mark.grid),
+    ],
+)
+def test_a_batch_that_a_callback_makes_shorter_counts_what_is_left(
+    group: ddip.Group,
+    alone: dict[str, Any],  # noqa: F811
+    cbs: str,
+    loss: str,
+) -> None:
+    """`GradientAccumulation` steps on other batches there if the items that are left cross its bound elsewhere."""
+    group.run(f"{DROPS}\nlearn = learner(opt_func=SGD, loss_func={loss})\n{STATE}")
+    group.run(f"learn.fit(2, 0.01, cbs={cbs.format(n=12)})")
+    here = dict(alone)
+    exec(DROPS, here)
+    code = f"learn.dls = loaders(bs=16); learn.opt_func = SGD; learn.loss_func = {loss}; "
+    done = single(here, group, code + f"learn.fit(2, 0.01, cbs={cbs.format(n=24)})")
+    assert_same_weights(group, done)
+    theirs, ours = of_any(group, "[float(loss) for loss in learn.recorder.losses]"), done["learn"].recorder.losses
+    assert theirs == pytest.approx([float(loss) for loss in ours], rel=1e-4, abs=1e-4)
+
+
+def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, alone: dict[str, Any]) -> None:  # noqa: F811
+    group.run(f"{DROPS}\nlearn = learner(loaders(n=96), opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05, cbs=WholeBatch())")
+    here = dict(alone)
+    half = "lambda self: setattr(self.learn, 'xb', (self.x[:8],)) or setattr(self.learn, 'yb', (self.y[:8],))"
+    code = (
+        f"learn.dls = loaders(n=96, bs=16); learn.opt_func = SGD; learn.fit(1, 0.05, cbs=Callback(before_batch={half}))"
+    )
+    assert_same_weights(group, single(here, group, code))
+
+
+def test_what_activation_stats_show_is_a_ranks_own(group: ddip.Group) -> None:
+    group.run("""
+        stats = ActivationStats(with_hist=True)
+        learn = learner(loaders(n=96))
+        learn.fit(1, cbs=stats)
+        means = [[float(mean) for mean in stats.layer_stats(i)[0]] for i in range(2)]
+    """)
+    mine, theirs = of_all(group, "means")
+    assert [len(layer) for layer in mine] == [len(layer) for layer in theirs] == [6, 6]
+    assert mine != theirs
