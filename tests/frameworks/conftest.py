@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import ddip
+from ddip.apps import NEEDED
 
 from ..cluster.conftest import own_ipython_folder, warmed_up  # noqa: F401
 from .table import RANKS, SCRIPTS, Script
@@ -14,6 +15,8 @@ from .table import RANKS, SCRIPTS, Script
 
 @pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.name)
 def script(request: pytest.FixtureRequest) -> Script:
+    for module in NEEDED.get(request.param.app, ()):
+        pytest.importorskip(module)
     return request.param  # type: ignore[no-any-return]
 
 

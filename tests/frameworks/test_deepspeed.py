@@ -1,0 +1,42 @@
+"""DeepSpeed in a living session: engines of a group that is no more say so, and a group of another size works."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddip
+from ddip.errors import CellError
+from ddip.group.placement import Request
+
+pytest.importorskip("deepspeed")
+
+TRAIN = """
+import deepspeed, torch, torch.distributed as dist
+def made():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+def step(engine):
+    loss = engine(torch.ones(4, 4) * (rank + 1)).pow(2).mean()
+    engine.backward(loss); engine.step()
+    return engine.module.weight.detach().clone()
+"""
+
+
+def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) -> None:
+    with ddip.Group(2, app="deepspeed") as group:
+        group.run(
+            f"{TRAIN}\nbefore = dist.group.WORLD\ndeepspeed.init_distributed()\nassert dist.group.WORLD is before"
+        )
+        group.run("engine = made(); first = step(engine)")
+        assert len({str(found["first"]) for found in group.pull_all(["first"], range(2))[0]}) == 1
+        with pytest.raises(CellError, match="mine"):
+            group.run("if rank == 0: raise ValueError('mine')\nstep(engine)")
+        with pytest.raises(CellError, match="engine of DeepSpeed was made in a group that is no more"):
+            group.run("step(engine)")
+        group.run("assert torch.equal(step(made()), first)")
+        group.change(Request(n=3))
+        group.run(f"{TRAIN}\nengine = made(); assert engine.world_size == 3; told = step(engine)")
+        assert len({str(found["told"]) for found in group.pull_all(["told"], range(3))[0]}) == 1
