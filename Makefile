@@ -107,8 +107,7 @@ $(READY): setup.cfg setup.py pyproject.toml
 
 # What the system tests need besides: Python packages, and Debian's browser.
 $(SYSTEM): $(READY)
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,lightning,system,docs]"
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,system,docs]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,hf,lightning,system,docs]"
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --no-build-isolation deepspeed  # its tests are skipped without it
 	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@

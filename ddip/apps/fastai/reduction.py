@@ -14,7 +14,8 @@ from fastai.callback.mixup import MixHandler
 from fastai.torch_core import apply as each
 from torch import Tensor
 
-from ddip.apps.fastai import randomness, ranks
+from ddip.apps import ranks
+from ddip.apps.fastai import randomness
 from ddip.apps.fastai.kept import Kept
 
 Reduction = Literal["mean", "sum"]
