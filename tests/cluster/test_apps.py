@@ -52,6 +52,7 @@ def test_an_app_hears_of_it_when_a_collective_was_released(group: ddip.Group) ->
     assert calls(group) == [["prepare", "rejoined", "rejoined"]] * 2  # and not before each cell
 
 
+@pytest.mark.grid
 def test_a_new_rank_prepares_the_app_before_all_ranks_hear_of_it(group: ddip.Group) -> None:
     os.kill(group.members[1].pid, signal.SIGKILL)
     wait_until(lambda: group.ranks.ended)

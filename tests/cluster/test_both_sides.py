@@ -29,6 +29,7 @@ def autodip(notebook: Notebook) -> Iterator[Notebook]:
 # -- %cd and %env
 
 
+@pytest.mark.grid
 def test_what_both_sides_say_is_shown_once(autodip: Notebook) -> None:
     there = autodip.folder / "there"
     there.mkdir(exist_ok=True)
@@ -82,6 +83,7 @@ def write(module: Path, value: int) -> None:
     os.utime(module, (later, later))
 
 
+@pytest.mark.grid
 def test_autoreload_that_is_turned_on_under_autodip_is_on_on_both_sides(
     new_notebook: Callable[[], Notebook], tmp_path: Path
 ) -> None:

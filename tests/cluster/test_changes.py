@@ -119,6 +119,7 @@ def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.
     assert proofs(own_group) == [3, 3]
 
 
+@pytest.mark.grid
 def test_engines_that_do_not_come_in_time_leave_nothing_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,6 +300,7 @@ def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.grid
 def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind() -> None:
     before = all_of(os.getpid())
     text = r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"

@@ -552,6 +552,7 @@ def test_a_busy_rank_does_not_hold_up_tab(notebook: Notebook) -> None:
 # -- ddip's own
 
 
+@pytest.mark.grid
 def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2")
     bars = [bundle for bundle in notebook.ok("%makedip -n 3").data if "<progress" in bundle.get("text/html", "")]

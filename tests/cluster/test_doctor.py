@@ -119,6 +119,7 @@ def test_what_another_notebook_has_left_is_told_and_stays(home: Path) -> None:
         ownership.remove_files(dead, "", "")
 
 
+@pytest.mark.grid
 def test_a_machine_that_cannot_start_ranks_fails_and_says_why(home: Path, tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise RuntimeError('not that queue')\n")
     done = subprocess.run(
@@ -159,6 +160,7 @@ def test_what_there_is_is_said(words: list[str], code: int, said: str) -> None:
     assert done.returncode == code and said in (done.stderr if code else done.stdout)
 
 
+@pytest.mark.grid
 def test_without_a_start_the_checks_are_those_of_the_readme(home: Path) -> None:
     command = [*DOCTOR, "--no-start"]
     done = subprocess.run(command, cwd=home, env=environment(home), capture_output=True, text=True)

@@ -309,6 +309,7 @@ def language_learner(bs=2):
 """
 
 
+@pytest.mark.grid
 def test_a_language_model_reads_on_where_it_was(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     ranks.run(TEXTS)
     ranks.run("""

@@ -61,7 +61,7 @@ class Bad(Callback):
     "where",
     [
         pytest.param("[0, 1]", id="all ranks"),
-        pytest.param("[1]", id="rank 1"),
+        pytest.param("[1]", id="rank 1", marks=pytest.mark.grid),
         pytest.param("[0]", id="rank 0", marks=pytest.mark.grid),
     ],
 )
@@ -114,6 +114,7 @@ def test_an_error_in_lr_find_puts_the_model_back(group: ddip.Group) -> None:
     assert of_all(group, "all(torch.equal(*pair) for pair in zip(before, weights(learn)))") == [True, True]
 
 
+@pytest.mark.grid
 def test_an_error_in_validate_leaves_no_autocast(group: ddip.Group) -> None:
     group.run(f"{FAULTY}\nlearn = Learner(loaders(), Faulty(), loss_func=CrossEntropyLossFlat()).to_fp16()")
     group.run("learn.fit(1)\nlearn.model.fails_at = learn.model.calls + 2")
@@ -358,6 +359,7 @@ def test_a_learner_is_loaded_on_one_rank_after_the_other(group: ddip.Group, tmp_
     of_any(group, "weights(learn)")
 
 
+@pytest.mark.grid
 def test_pictures_are_fetched_once(group: ddip.Group, tmp_path: Path, address: str) -> None:
     pytest.importorskip("fastai.vision.utils", exc_type=ImportError)
     (tmp_path / "web" / "one.jpg").write_bytes(b"a picture")

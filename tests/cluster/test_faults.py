@@ -272,6 +272,7 @@ def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) ->
     prove(four, lost=(3,))
 
 
+@pytest.mark.grid
 def test_a_rank_that_dies_while_the_group_is_formed_again(four: ddip.Group) -> None:
     """It leaves ranks that have begun to join and ranks that have not."""
     four.run("from ddip.rank import process_group\nif rank == 1: process_group.join = lambda seat: os._exit(5)")

@@ -72,6 +72,7 @@ def test_no_file_of_the_notebooks_folder_takes_the_place_of_another(
     notebook.ok("%makedip -k")
 
 
+@pytest.mark.grid
 def test_a_file_that_the_user_has_put_before_the_standard_library_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise RuntimeError('not that queue')\n")
     with environment(tmp_path), pytest.raises(GroupError) as failed:

@@ -91,6 +91,7 @@ p = fork.Process(target=flood); p.start(); p.join()"""
     assert int(log) < 1_100_000  # the log of the rank
 
 
+@pytest.mark.grid
 def test_a_fork_while_other_threads_print_does_not_hang(notebook: Notebook) -> None:
     code = (
         "import threading\nstop = threading.Event()\n"

@@ -82,6 +82,7 @@ def test_every_rank_has_what_torchrun_sets(cells: ddip.Group, tmp_path: Path) ->
     assert values(cells, "__import__('torch').distributed.is_torchelastic_launched()") == [True, True]
 
 
+@pytest.mark.grid
 def test_a_new_rank_has_the_same_and_there_is_no_prompt_on_ranks() -> None:
     names = {"RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     prompts = "[hasattr(sys, name) for name in ('ps1', 'ps2', 'ps3')] + [sys.flags.interactive]"

@@ -207,6 +207,7 @@ def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) 
     assert_nothing_left(notebook.pid, 0)
 
 
+@pytest.mark.grid
 def test_what_an_ended_controller_has_not_taken_is_not_kept_with_a_descriptor_for_ever() -> None:
     def sockets() -> int:
         return str([os.readlink(link) for link in glob.glob("/proc/self/fd/*") if os.path.lexists(link)]).count(

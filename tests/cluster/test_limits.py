@@ -57,6 +57,7 @@ def test_a_group_needs_no_more_descriptors_than_it_says() -> None:
     assert start_under(f"resource.RLIMIT_NOFILE, ({soft}, {hard})", code) == f"{(soft, hard)} {(hard, hard)}"
 
 
+@pytest.mark.grid
 def test_a_start_with_too_little_memory_names_the_limit() -> None:
     said = start_under("resource.RLIMIT_AS, (2_500_000_000,) * 2")
     assert said.startswith("GroupError an engine ended while it started (exit code 1)")

@@ -58,6 +58,7 @@ def test_a_rank_that_has_half_of_a_message_sent_is_released(two: ddip.Group, tmp
     works_again(two)
 
 
+@pytest.mark.grid
 def test_a_rank_that_has_half_of_a_message_received_is_released(two: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     sender = two.members[1].pid
@@ -77,6 +78,7 @@ def test_a_rank_that_has_half_of_a_message_received_is_released(two: ddip.Group,
     works_again(two)
 
 
+@pytest.mark.grid
 def test_what_waits_in_the_background_does_not_hold_up_the_next_group(two: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     killed = meanwhile(

@@ -270,6 +270,7 @@ def test_the_stop_button_ends_every_cell(
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
+@pytest.mark.grid
 def test_a_stop_leaves_no_lock_closed_and_no_context_entered(cells: ddip.Group, no_interrupts_here: None) -> None:
     """It may come between what ``__enter__`` does and its return; Python calls no ``__exit__`` then."""
     cells.run("import threading, torch\nlock = threading.Condition(threading.Lock())")
@@ -707,6 +708,7 @@ def test_an_app_that_cannot_be_prepared_anywhere_is_left_out(tmp_path: Path) -> 
         group.run(f"{PROOF}\nassert kept == rank")
 
 
+@pytest.mark.grid
 def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run("kept = rank")

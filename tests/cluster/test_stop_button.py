@@ -67,6 +67,7 @@ def test_a_push_that_is_stopped_frees_the_ranks_and_leaves_nothing(cells: ddip.G
     cells.run(f"{PROOF}\nassert kept == rank and 'fine' not in globals() and 'slow' not in globals()")
 
 
+@pytest.mark.grid
 def test_a_rank_that_does_not_stop_unpickling_is_named_and_its_state_is_told(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.group.WORLD")
     thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
@@ -87,6 +88,7 @@ def test_a_rank_that_does_not_stop_unpickling_is_named_and_its_state_is_told(cel
     cells.run(f"assert dist.group.WORLD is former\n{PROOF}\nassert kept == rank and 'slow' not in globals()")
 
 
+@pytest.mark.grid
 def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"{SLOW_THERE}\nkept, slow = rank, Slow({str(tmp_path)!r}, {('0',)!r})")
     thread = meanwhile(begun(tmp_path, 0, 1), press_stop)

@@ -47,6 +47,7 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.grid
 def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "HEARTBEAT_MS", 20)
     with ddip.Group(2) as group:

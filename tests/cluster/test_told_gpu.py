@@ -48,6 +48,7 @@ def told_gpus(group: ddip.Group) -> Iterator[ddip.Group]:
     group.run("put(former)\ndel told, former")
 
 
+@pytest.mark.grid
 def test_a_rank_whose_gpu_works_goes_no_further_than_the_call_that_waits_when_it_is_released(
     told_gpus: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:

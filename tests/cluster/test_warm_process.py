@@ -95,6 +95,7 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
     assert_nothing_left(notebook.pid, 5)
 
 
+@pytest.mark.grid
 def test_it_sleeps_when_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MADE_UP", "here")  # one of its own, which no other test's ranks wake up when they end
     warm = preload_client.begin()
@@ -111,6 +112,7 @@ def test_it_sleeps_when_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (process.cpu_times(), switches()) == before
 
 
+@pytest.mark.grid
 def test_a_warm_process_that_hangs_is_given_up(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "torch").mkdir()

@@ -160,6 +160,7 @@ def test_training_with_ddp_works(cells: ddip.Group) -> None:
     assert first == second
 
 
+@pytest.mark.grid
 def test_torch_compile_works(cells: ddip.Group) -> None:
     """With a compiler of C++ behind it: ``tests/system/test_compile.py``."""
     cells.run("""

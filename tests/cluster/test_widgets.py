@@ -179,7 +179,7 @@ def test_bars_of_tqdm_notebook_that_are_closed_leave_no_label(notebook: Notebook
     assert lines == ["[rank 0]", "outer", "[rank 1]", "outer", "[rank 2]", "outer"]
 
 
-@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
+@pytest.mark.parametrize("module", [pytest.param("tqdm", marks=pytest.mark.grid), "tqdm.auto"])
 @pytest.mark.usefixtures("style")
 def test_bars_that_wipe_themselves_out_leave_nothing(notebook: Notebook, module: str) -> None:
     code = f"%%dip -S all\nfrom {module} import tqdm\nfor i in tqdm(range(99), leave=False, mininterval=0): pass"
@@ -223,6 +223,7 @@ def test_plots_of_plotly_are_below_the_tabs_by_rank_with_one_label_for_each(note
     assert page_of(shown) == ["tabs", "tabs", *sum(lines, [])]
 
 
+@pytest.mark.grid
 def test_plots_of_bokeh_are_below_the_tabs_by_rank_with_one_label_for_each(notebook: Notebook) -> None:
     code = "import torch.distributed as dist\nimport bokeh.io\nfrom bokeh.plotting import figure, show"
     loaded = notebook.ok(f"%%dip -S all\n{code}\nbokeh.io.output_notebook(hide_banner=True)")

@@ -290,6 +290,7 @@ def test_a_revival_that_was_interrupted_is_made_again(cells: ddip.Group, capsys:
     assert "2 DDP wrappers go on" in said and "made again" not in said
 
 
+@pytest.mark.grid
 def test_what_fails_in_a_revival_fails_one_cell_and_the_group_works_again(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
