@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 _undo: list[Callable[[], object]] = []
@@ -38,7 +39,7 @@ def put_everywhere(name: str, original: Any, value: Any) -> None:
 
 def _swap(name: str, old: Any, new: Any) -> None:
     for module in [module for path, module in sys.modules.items() if path.partition(".")[0] in _THEIRS]:
-        if vars(module).get(name) is old:
+        if isinstance(module, ModuleType) and vars(module).get(name) is old:
             setattr(module, name, new)
 
 

@@ -286,10 +286,10 @@ def give_up() -> None:
 def report() -> CellReport:
     """What became of the group in the cell that has just ended.
 
-    ``released``: whether the notebook has released it, or an app has given it up. ``state``: ``ours`` if it is the group
-    that this rank has joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this rank's
-    place in it. ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many groups it
-    has made.
+    ``released``: whether the notebook has released it, or an app has given it up. ``state``: ``ours`` if it is the
+    group that this rank has joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this
+    rank's place in it. ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many
+    groups it has made.
     """
     now = c10d.world()
     told: CellReport = {"released": _released or _is_given_up, "state": "none"}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,7 +17,9 @@ import ddip
 from ddip.errors import BadInput, CellError, CellInterrupted
 from ddip.group.placement import Request
 
+from ..cluster.conftest import new_notebook  # noqa: F401
 from ..cluster.meanwhile import meanwhile, press_stop
+from ..cluster.notebook import Notebook
 
 SET_UP = """
     import os, pathlib, tempfile
@@ -221,3 +222,261 @@ def _stop_in(group: ddip.Group, events: dict[str, str], folder: Path) -> None:
                 spy.called = {{}}
         """)
     thread.join()
+
+
+def test_gradients_that_were_accumulated_half_count_on_no_rank_after_an_error(group: ddip.Group) -> None:
+    group.run("""
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer = torch.nn.Linear(2, 1), None
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        def step():
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            return accelerator.sync_gradients
+        for _ in range(4): step()
+    """)
+    with pytest.raises(CellError, match="planted"):
+        group.run("for number in range(4): fail() if rank == 1 and number == 2 else step()")
+    group.run("synced = [step() for _ in range(8)]")
+    assert found(group, "synced") == [[False, False, False, True] * 2] * 2
+
+
+def test_the_memory_of_a_failed_step_is_given_back(group: ddip.Group, tmp_path: Path) -> None:
+    group.run(f"""
+        import gc
+        def held():
+            gc.collect()
+            return sum(thing.numel() for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+        wide = make({str(tmp_path)!r}, LlamaForCausalLM(LlamaConfig(**sizes | {{"hidden_size": 512}}, vocab_size=64)))
+        wide.train()
+    """)
+    group.run("before = held()")
+    with pytest.raises(CellError, match="planted"):
+        group.run("""
+            spy.called = {"before": lambda state: fail() if rank == 1 and state.global_step == 3 else None}
+            wide.train()
+        """)
+    group.run("spy.called = {}")
+    group.run("more = (held() - before) / sum(parameter.numel() for parameter in wide.model.parameters())")
+    assert all(isinstance(more, float) and abs(more) < 0.1 for more in found(group, "more"))
+    group.run("del wide")
+
+
+# -- one log, one checkpoint
+
+
+def test_one_bar_and_one_log_are_shown_and_one_checkpoint_is_written(
+    group: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group.run(f"""
+        best = make({str(tmp_path)!r}, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5,
+                    load_best_model_at_end=True, save_total_limit=2, disable_tqdm=False)
+        best.train()
+        seen = [history(best, "loss"), history(best, "eval_loss"), pathlib.Path(best.state.best_model_checkpoint).name]
+    """)
+    shown = capsys.readouterr()
+    assert shown.out.count("'train_runtime'") == 1 and shown.out.count("'eval_loss'") == 4
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert len(kept) == 2 and "checkpoint-20" in kept
+    assert sorted(path.name for path in (tmp_path / "checkpoint-20").glob("rng_state*")) == [
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    ]
+    seen = found(group, "seen")
+    assert seen[0] == seen[1]
+    group.run(f"""
+        resumed = make({str(tmp_path)!r}, eval_strategy="steps", eval_steps=5, num_train_epochs=2)
+        resumed.train(resume_from_checkpoint=True)
+        seen = [resumed.state.global_step, history(resumed, "loss")[:4] == history(best, "loss")]
+    """)
+    assert found(group, "seen") == [[40, True]] * 2
+
+
+def test_a_notebook_shows_the_table_of_rank_0(
+    new_notebook: Callable[[], Notebook],  # noqa: F811
+) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2 -a hf")
+    notebook.ok("%%dip\n" + textwrap.dedent(SET_UP))
+    shown = notebook.ok("%%dip\nmake('out', eval_strategy='steps', eval_steps=10, disable_tqdm=False).train();")
+    tables = [output["text/html"] for output in shown.outputs if "Validation Loss" in output.get("text/html", "")]
+    assert len(tables) == 1 and "[20/20" in tables[0] and tables[0].count("<tr") == 3
+    failed = notebook.fails("""%%dip
+        spy.called = {"before": lambda state: fail() if state.global_step == 4 else None}
+        make("out", disable_tqdm=False).train()
+    """)
+    assert any("/20" in output.get("text/html", "") for output in failed.outputs)
+
+
+# -- files, once a host
+
+
+def test_a_data_set_in_files_is_mapped_by_the_first_rank_only(group: ddip.Group, tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"number": number}) + "\n" for number in range(10))
+    (tmp_path / "numbers.json").write_text(lines)
+    group.run(f"""
+        import os
+        from datasets import Dataset, load_dataset
+        folder = pathlib.Path({str(tmp_path)!r})
+        def double(row):
+            with open(folder / "mapped", "a") as file:
+                file.write(os.environ["RANK"] + "\\n")  # `rank` would make it another function on each rank
+            return {{"double": 2 * row["number"]}}
+        data = load_dataset("json", data_files=str(folder / "numbers.json"), split="train", cache_dir=str(folder / "c"))
+        seen = data.map(double)["double"][:]
+        again = data.map(double, load_from_cache_file=False)["double"][:]
+        kept = data.filter(lambda row: row["number"] > 7)["number"][:]
+        memory = Dataset.from_dict({{"number": [1, 2]}}).map(lambda row: {{"double": rank}})["double"][:]
+    """)
+    assert found(group, "seen") == found(group, "again") == [list(range(0, 20, 2))] * 2
+    assert found(group, "kept") == [[8, 9]] * 2
+    assert found(group, "memory") == [[0, 0], [1, 1]]
+    assert (tmp_path / "mapped").read_text() == "0\n" * 20
+    with pytest.raises(CellError, match="ranks 0, 1: ValueError: planted"):
+        group.run("data.map(fail)")
+    assert found(group, "seen")  # no rank waits
+
+
+def test_a_rank_maps_by_itself_where_the_first_one_does_not(group: ddip.Group, tmp_path: Path) -> None:
+    (tmp_path / "numbers.json").write_text('{"number": 1}\n')
+    group.run(f"""
+        from datasets import load_dataset
+        file, cache = {str(tmp_path / "numbers.json")!r}, {str(tmp_path / "c")!r}
+        data = load_dataset("json", data_files=file, split="train", cache_dir=cache)
+        if rank == 1:
+            data = data.map(lambda row: {{"more": row["number"] + 1}})
+    """)
+    group.run("""
+        import torch.distributed as dist
+        if rank == 1:
+            data = data.map(lambda row: {"much": row["number"] + 2})
+        dist.barrier()
+    """)
+    group.run("seen = sorted(data.column_names)")
+    assert found(group, "seen") == [["number"], ["more", "much", "number"]]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the Hub for one file of one repository."""
+
+    asked: list[str] = []
+    fails = False
+
+    def do_HEAD(self) -> None:
+        self.answer(b"")
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.answer(b'{"vocab_size": 7, "model_type": "llama"}')
+
+    def answer(self, body: bytes) -> None:
+        there = self.path.endswith("/config.json")
+        self.send_response(500 if self.fails else 200 if there else 404)
+        self.send_header("ETag", '"etag"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        if not there:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", str(len(body) or 40))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(Hub, "asked", [])
+    yield Hub
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_file_is_downloaded_once_and_what_fails_on_the_first_rank_fails_on_all(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    with ddip.Group(2, app="hf", spawn=True) as group:  # its libraries read the variables
+        group.run("""
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError
+            from transformers import AutoConfig
+            seen = AutoConfig.from_pretrained("someone/model").vocab_size
+            try:
+                hf_hub_download("someone/model", "nothing.json")
+            except EntryNotFoundError:
+                missing = True
+        """)
+        assert found(group, "seen") == [7, 7] and found(group, "missing") == [True, True]
+        assert len([path for path in hub.asked if path.endswith("config.json")]) == 1
+        assert len([path for path in hub.asked if path.endswith("nothing.json")]) <= 1
+
+
+# -- the app itself
+
+
+def test_it_works_where_only_one_of_the_libraries_is_there() -> None:
+    for missing in (("transformers", "datasets"), ("accelerate",), ("transformers", "accelerate")):
+        code = f"""
+            import sys
+            for name in {missing!r}:
+                sys.modules[name] = None
+            import torch.distributed as dist
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            from ddip.apps import hf
+            hf.prepare(); hf.begin_cell(); hf.rejoined(); hf.end_cell(ValueError()); hf.release()
+            assert not [name for name in {missing!r} if sys.modules[name] is not None]
+        """
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+
+
+def test_nothing_of_it_is_left_in_the_libraries() -> None:
+    code = """
+        import os, sys
+        import accelerate, datasets, transformers.trainer, transformers.utils.notebook
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        from ddip.apps import hf
+        from ddip.rank import wrappers
+
+        THEIRS = ("accelerate", "datasets", "huggingface_hub", "transformers")
+        def everything():
+            modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in THEIRS}
+            found = {name: dict(vars(module)) for name, module in modules.items()}
+            for module in modules.values():
+                for name, kind in list(vars(module).items()):
+                    if isinstance(kind, type) and kind.__module__.startswith(THEIRS):
+                        found[f"{module.__name__}.{name}"] = dict(vars(kind))
+            return found, dict(os.environ), dict(vars(wrappers))
+
+        before = everything()
+        hf.prepare()
+        changed = {name for name, names in everything()[0].items() if names != before[0].get(name)}
+        assert {"transformers.trainer.Trainer", "accelerate.state.PartialState", "accelerate"} <= changed, changed
+        hf.release()
+        after = everything()
+        left = {name for name, names in after[0].items() if names != before[0].get(name, names)}
+        assert (left, after[1:]) == (set(), before[1:]), left
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_none_of_the_libraries_is_there_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddip.apps.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="type %pip install accelerate transformers"):
+        ddip.Group(2, app="hf")
+
+
+def test_it_tells_what_it_changes_and_why(group: ddip.Group) -> None:
+    text = group.command("patches")
+    assert text is not None and all(f"{name}: " in text for name in ("place", "living", "training", "show", "files"))

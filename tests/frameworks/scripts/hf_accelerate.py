@@ -34,6 +34,6 @@ def train(on_step):
     model.eval()
     with torch.no_grad():
         found = [accelerator.gather_for_metrics((model(inputs), targets)) for inputs, targets in test]
-    predicted, wanted = (torch.cat(parts) for parts in zip(*found))
+    predicted, wanted = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert len(predicted) == 150 and accelerator.num_processes == 2
     return [*losses, nn.functional.mse_loss(predicted, wanted).item()]
