@@ -21,6 +21,11 @@ from ddip.errors import BadInput
 
 GROUP = "ddip.apps"
 NEEDED = {"deepspeed": ("deepspeed",), "fastai": ("fastai", "accelerate"), "lightning": ("pytorch_lightning",)}
+NEEDED = {
+    "deepspeed": ("deepspeed",),
+    "fastai": ("fastai", "accelerate"),
+    "lightning": ("pytorch_lightning",),
+}
 """What ddip's own apps need, which its core does not."""
 ANY_OF = {"hf": ("accelerate", "transformers")}
 """Apps that need one of these at least."""

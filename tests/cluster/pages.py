@@ -12,6 +12,7 @@ A comment in the line above a fence says what else::
     <!-- file: train.py -->       the block is that file, in the folder of the notebook
     <!-- terminal -->             the block is run, by a shell in that folder
     <!-- data: fastai -->         the page needs fastai's small data sets, and is run by ``make test-system``
+    <!-- needs: hf -->           the page needs what this extra brings, and is run by ``make test-system``
     <!-- not run: REASON -->
 """
 
@@ -26,7 +27,7 @@ FILES = [ROOT / f"{name}.md" for name in ("Issues", "CHANGELOG", "CONTRIBUTING",
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^(`{3,})(.*)$")
 COMMENT = re.compile(r"^<!-- ([a-z ]+?)(?:: (.*))? -->$")
-MARKS = {"raises", "file", "terminal", "data", "not run"}
+MARKS = {"raises", "file", "terminal", "data", "needs", "not run"}
 
 
 @dataclass

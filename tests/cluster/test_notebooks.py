@@ -1,4 +1,4 @@
-"""Every notebook runs from start to end (the lessons in ``tests/system``), and is stored executed."""
+"""Every notebook runs from start to end (the lessons in ``tests/system``, others in ``tests/frameworks``), and is stored executed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 LESSONS = {path: path.stem for path in NOTEBOOKS if path.stem.startswith("fastai_")}
-OTHERS = [pytest.param(path, id=path.stem, marks=pytest.mark.grid) for path in NOTEBOOKS if path not in LESSONS]
+FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith("hf_")]
+"""They need packages that ``make test`` does not install; ``tests/frameworks`` runs them."""
+OTHERS = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.grid)
+    for path in NOTEBOOKS
+    if path not in LESSONS and path not in FRAMEWORKS
+]
 
 
 def checksum(notebook: nbformat.NotebookNode) -> str:

@@ -28,6 +28,11 @@ def needs_data(page: Path) -> bool:
     return any("data" in block.marks for block in blocks_of(page))
 
 
+def needs_extra(page: Path) -> bool:
+    """Does it need packages that ``make test`` does not install?"""
+    return any("needs" in block.marks for block in blocks_of(page))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) -> None:
     for block in blocks_of(page):
@@ -67,7 +72,7 @@ ALWAYS = {"README.md"}
 RUN = [
     pytest.param(page, id=name_of(page), marks=[] if name_of(page) in ALWAYS else pytest.mark.grid)
     for page in WITH_CODE
-    if not needs_data(page)
+    if not needs_data(page) and not needs_extra(page)
 ]
 
 
