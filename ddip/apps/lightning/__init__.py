@@ -1,9 +1,9 @@
 """Lightning on the ranks: a ``Trainer()`` and a ``Fabric()`` train on all of them.
 
-Lightning finds the ranks by its own means: it takes them for processes of torchrun (``TorchElasticEnvironment``), starts
-none, and finds the process group there. What it is told besides is in ``trainers``, ``runs`` and ``tuner``: by its
-public names, but in ``tuner``. ``release`` takes everything out again. The packages ``lightning`` and
-``pytorch_lightning`` have the same code twice; both are meant.
+Lightning finds the ranks by its own means: it takes them for processes of torchrun (``TorchElasticEnvironment``),
+starts none, and finds the process group there. What it is told besides is in ``CHANGES``: by its public names, but in
+``faults`` and ``tuner``. ``release`` takes everything out again. The packages ``lightning`` and ``pytorch_lightning``
+have the same code twice; both are meant.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from ddip.apps.lightning import patches, runs, trainers, tuner
+from ddip.apps.lightning import faults, patches, runs, trainers, tuner
 from ddip.rank import current
 
-CHANGES = (trainers, runs, tuner)
+CHANGES = (trainers, runs, faults, tuner)
 
 
 def prepare() -> None:

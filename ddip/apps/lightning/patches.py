@@ -28,7 +28,7 @@ def modules(path: str) -> list[Any]:
 
 
 def patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function `name` of a class, until ``restore``, by what `wrap` makes of it."""
+    """Replace the function `name` of a class or a module, until ``restore``, by what `wrap` makes of it."""
     own = vars(owner)[name]
     setattr(owner, name, wrap(own))
     _undo.append(lambda: setattr(owner, name, own))

@@ -30,13 +30,14 @@ class Here:
 
 
 def settings(what: str, asked: Mapping[str, Any], here: Here) -> dict[str, Any]:
-    """What `what`, "Trainer" or "Fabric", is to be made with that was `asked` for; raises ValueError, which says what to
-    type instead.
+    """The arguments to make `what`, "Trainer" or "Fabric", with, that was `asked` for; raises ValueError, which says
+    what to type instead.
 
     >>> cpu = Here(rank=0, size=2, local_rank=0, local_size=2, device=None, is_everywhere=True)
     >>> settings("Trainer", {"max_epochs": 1}, cpu)
     {'max_epochs': 1, 'accelerator': 'cpu', 'devices': 2, 'num_nodes': 1}
     """
+    __tracebackhide__ = True  # IPython leaves out this frame
     accelerator = _accelerator(what, asked.get("accelerator", "auto"), here)
     _check_strategy(what, asked.get("strategy", "auto"), here)
     _check_number(what, asked, here)
@@ -47,9 +48,11 @@ def settings(what: str, asked: Mapping[str, Any], here: Here) -> dict[str, Any]:
 
 
 def _accelerator(what: str, asked: Any, here: Here) -> Any:
+    __tracebackhide__ = True  # IPython leaves out this frame
     if here.device is None and (asked in GPUS or type(asked).__name__ == "CUDAAccelerator"):
         raise ValueError(
-            f"{what}(accelerator={asked!r}): the ranks of this group are on the CPU; leave it out, or type %makedip -g all first"
+            f"{what}(accelerator={asked!r}): the ranks of this group are on the CPU; leave it out, or type "
+            "%makedip -g all first"
         )
     if asked in ("auto", None):
         return "cpu" if here.device is None else "cuda"
@@ -57,6 +60,7 @@ def _accelerator(what: str, asked: Any, here: Here) -> Any:
 
 
 def _check_strategy(what: str, asked: Any, here: Here) -> None:
+    __tracebackhide__ = True  # IPython leaves out this frame
     name = asked.lower() if isinstance(asked, str) else f"{type(asked).__name__}(...)"
     typed = f"{what}(strategy={asked!r})" if isinstance(asked, str) else f"{what}(strategy={name})"
     start = getattr(asked, "_start_method", None) or "popen"
@@ -69,19 +73,19 @@ def _check_strategy(what: str, asked: Any, here: Here) -> None:
         raise ValueError(f"{typed}: Lightning has it no more; use strategy={GONE[name]!r}")
     if here.device is None and (name.startswith("fsdp") or name == "FSDPStrategy(...)"):
         raise ValueError(
-            f"{typed}: torch's FSDP needs GPUs, and the ranks of this group are on the CPU; type %makedip -g all first, "
-            f"or use ModelParallelStrategy(data_parallel_size={here.size}, tensor_parallel_size=1) with fully_shard, "
-            "which works on the CPU, too"
+            f"{typed}: torch's FSDP needs GPUs, and this group is on the CPU; type %makedip -g all first, or "
+            f"use ModelParallelStrategy(data_parallel_size={here.size}, tensor_parallel_size=1) and fully_shard"
         )
     if not here.is_everywhere and name not in ("auto", "single_device", "SingleDeviceStrategy(...)"):
         raise ValueError(
-            f"{typed}: it needs all {here.size} ranks, and this cell does not run on all of them; leave it out to train "
-            "on one rank alone, or run the cell without -r"
+            f"{typed}: it needs all {here.size} ranks, and this cell does not run on all of them; run it without -r, "
+            "or leave this out to train on one rank alone"
         )
 
 
 def _check_number(what: str, asked: Mapping[str, Any], here: Here) -> None:
     """``devices`` times ``num_nodes`` is the number of ranks, however they are put together."""
+    __tracebackhide__ = True  # IPython leaves out this frame
     devices, nodes = asked.get("devices", "auto"), asked.get("num_nodes", 1)
     number, wanted = _number(devices), here.size if here.is_everywhere else 1
     if number in (None, 0) or not isinstance(nodes, int):  # 0 is refused by Lightning

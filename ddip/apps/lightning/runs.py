@@ -1,7 +1,8 @@
 """``fit``, ``validate``, ``test`` and ``predict``: a stop is a stop, and the same Trainer goes on after a fault.
 
 In Lightning 2.6 they end with SystemExit after an interrupt, and may leave SIGINT ignored. A Trainer counts epochs and
-steps on each rank for itself: those that a fault has left behind would leave the others waiting in the next run.
+steps on each rank for itself: those that a fault has left behind would leave the others waiting in the next run. What
+ends in a validation leaves the model in eval mode, in which the next ``fit`` would train it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddip.apps.lightning import patches
-from ddip.rank import current
+from ddip.apps.lightning import faults, patches, trainers
 from ddip.rank.gpu import gpu
 
 RUNS = ("fit", "validate", "test", "predict")
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
-"""What ModelCheckpoint keeps beside its ``state_dict``, by which a rank decides whether to save, which all of them do."""
+"""What ModelCheckpoint keeps beside its ``state_dict``, by which a rank decides whether to save."""
 
 _failed: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers whose last run has failed on this rank."""
@@ -39,17 +39,29 @@ def apply() -> None:
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.world_size == 1:
-            return _stoppable(method, self, *args, **kwargs)
-        _ensure_there(self, method.__name__)
-        if _has_failed_anywhere(self):
+        __tracebackhide__ = True  # IPython leaves out this frame
+        trainers.ensure_there(self, f"trainer.{method.__name__}")
+        if self.world_size > 1 and _has_failed_anywhere(self):
             _level(self)
+        model = args[0] if args else kwargs.get("model", self.lightning_module)
+        modes = {part: part.training for part in _parts(model)}
         _failed.add(self)
-        result = _stoppable(method, self, *args, **kwargs)
+        try:
+            result = _stoppable(method, self, *args, **kwargs)
+        except BaseException:
+            for part in _parts(model):
+                part.training = modes.get(part, True)  # those that the run has made were made to be trained
+            raise
+        finally:
+            faults.return_to_others(self)
         _failed.discard(self)
         return result
 
     return run
+
+
+def _parts(model: Any) -> list[torch.nn.Module]:
+    return list(model.modules()) if isinstance(model, torch.nn.Module) else []
 
 
 def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,21 +74,6 @@ def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def _ensure_there(trainer: Any, doing: str) -> None:
-    """Raise RuntimeError unless the ranks that `trainer` was made for run this cell."""
-    if not current.is_everywhere():
-        here = ", ".join(map(str, current.ranks()))
-        raise RuntimeError(
-            f"trainer.{doing}: this Trainer trains on all {trainer.world_size} ranks, and this cell runs on rank {here} "
-            "only; run it without -r, or make a Trainer() in this cell, which works here alone"
-        )
-    if trainer.world_size != dist.get_world_size():
-        raise RuntimeError(
-            f"trainer.{doing}: this Trainer was made for {trainer.world_size} ranks, and the group has "
-            f"{dist.get_world_size()} now; make it again: trainer = Trainer(...)"
-        )
 
 
 # -- after a fault
@@ -94,6 +91,7 @@ def _device() -> torch.device:
 
 def _level(trainer: Any) -> None:
     """Have all ranks be where rank 0 is, as their parameters will be."""
+    faults.clean_up(trainer)
     states = [_state(trainer) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(states, src=0, device=_device())
     loops, callbacks = states[0]  # type: ignore[misc]

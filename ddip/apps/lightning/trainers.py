@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,12 @@ from ddip.apps.lightning import patches
 from ddip.apps.lightning.placement import Here, settings
 from ddip.rank import current
 from ddip.rank.gpu import gpu
+
+FABRIC = ("launch", "setup", "setup_module", "setup_dataloaders")
+"""Methods that use what a Fabric knows of the ranks."""
+
+_made_for: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The number of ranks that a Trainer or a Fabric was made for."""
 
 
 def here() -> Here:
@@ -33,19 +40,54 @@ def here() -> Here:
 
 
 def apply() -> None:
-    """Have their constructors know the group."""
+    """Have their constructors know the group, and a Fabric whether it is there; a Trainer's runs are in ``runs``."""
     for module in patches.modules("pytorch"):
         patches.patch(module.Trainer, "__init__", _knowing("Trainer"))
     for module in patches.modules("fabric"):
         patches.patch(module.Fabric, "__init__", _knowing("Fabric"))
+        for name in FABRIC:
+            patches.patch(module.Fabric, name, _of_these_ranks)
 
 
 def _knowing(what: str) -> Callable[[Any], Any]:
     def wrap(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def make(self: Any, **asked: Any) -> None:
-            init(self, **(settings(what, asked, here()) if dist.is_initialized() else asked))
+            __tracebackhide__ = True  # IPython leaves out this frame
+            where = here()
+            init(self, **settings(what, asked, where))
+            if where.is_everywhere:
+                _made_for[self] = where.size
 
         return make
 
     return wrap
+
+
+def _of_these_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython leaves out this frame
+        ensure_there(self, f"fabric.{method.__name__}")
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def ensure_there(one: Any, doing: str) -> None:
+    """Raise RuntimeError unless the ranks that `one`, a Trainer or a Fabric, was made for run this cell."""
+    __tracebackhide__ = True  # IPython leaves out this frame
+    size, kind = _made_for.get(one), type(one).__name__
+    if size is None:  # made in a cell on some ranks
+        return
+    if size != dist.get_world_size():
+        raise RuntimeError(
+            f"{doing}: this {kind} was made for {size} rank{'s' if size != 1 else ''}, and the group has "
+            f"{dist.get_world_size()} now; make it again: {kind.lower()} = {kind}(...)"
+        )
+    if not current.is_everywhere():
+        ranks = ", ".join(map(str, current.ranks()))
+        raise RuntimeError(
+            f"{doing}: this {kind} is for all {size} ranks, and this cell runs on rank {ranks} only; run it without "
+            f"-r, or make a {kind}() in this cell, which trains alone"
+        )

@@ -1,7 +1,6 @@
-"""``Tuner.lr_find`` stops at the same step on every rank, and shows one bar.
+"""``Tuner``: one bar, and where a batch size can be tuned.
 
-In Lightning 2.6 each rank looks at its own loss to see whether training diverges; the first that stops would leave the
-others waiting. And each shows a bar.
+In Lightning 2.6, ``lr_find`` shows a bar on each rank, and ``scale_batch_size`` refuses groups.
 """
 
 from __future__ import annotations
@@ -12,12 +11,18 @@ from typing import Any
 
 from ddip.apps.lightning import patches
 
+ALONE = (
+    "scale_batch_size: Lightning tunes the batch size of one process; make a Trainer() for it in a cell whose first "
+    "line is %%dip -r 0"
+)
+
 
 def apply() -> None:
-    """Have the ranks look at the mean loss."""
+    """Have rank 0 show the bar."""
     for module in patches.modules("pytorch.tuner.lr_finder"):
         patches.patch(module._LRCallback, "on_train_batch_start", _with_one_bar)
-        patches.patch(module._LRCallback, "on_train_batch_end", _with_the_mean_loss)
+    for module in patches.modules("pytorch.tuner"):
+        patches.patch(module.Tuner, "scale_batch_size", _on_one_rank)
 
 
 def _with_one_bar(method: Callable[..., None]) -> Callable[..., None]:
@@ -30,11 +35,12 @@ def _with_one_bar(method: Callable[..., None]) -> Callable[..., None]:
     return begin
 
 
-def _with_the_mean_loss(method: Callable[..., None]) -> Callable[..., None]:
+def _on_one_rank(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def end(self: Any, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        if isinstance(outputs, dict) and "loss" in outputs:
-            outputs = {**outputs, "loss": trainer.strategy.reduce(outputs["loss"], reduce_op="mean")}
-        method(self, trainer, module, outputs, *args)
+    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython leaves out this frame
+        if self._trainer.world_size > 1:
+            raise ValueError(ALONE)
+        return method(self, *args, **kwargs)
 
-    return end
+    return scale

@@ -32,7 +32,7 @@ def train(on_step):
     x = torch.randn(160, 8)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).tanh()), batch_size=4, shuffle=True)
     net = Net(on_step)
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(max_epochs=1, devices=2, accelerator="cpu", strategy="ddp", **quiet)
     trainer.fit(net, loader)
     assert trainer.world_size == 2

@@ -1,5 +1,5 @@
 # app: lightning
-"""Lightning's Trainer with FSDP2 (ModelParallelStrategy and fully_shard): its FSDPStrategy needs GPUs, as torch's does."""
+"""Lightning's Trainer with FSDP2: ModelParallelStrategy and fully_shard. FSDPStrategy needs GPUs, as torch's does."""
 
 import lightning as L
 import torch
@@ -37,8 +37,7 @@ def train(on_step):
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).tanh()), batch_size=4, shuffle=True)
     net = Net(on_step)
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = L.Trainer(max_epochs=1, devices=2, accelerator="cpu", strategy=strategy, **quiet)
+    trainer = L.Trainer(max_epochs=1, devices=2, accelerator="cpu", strategy=strategy, barebones=True)
     trainer.fit(net, loader)
     assert trainer.world_size == 2 and net.layers[0].weight.to_local().shape == (8, 8)
     return net.losses
