@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ddip.group.group import Group
     from ddip.group.placement import Request
     from ddip.group.session import current_group
+    from ddip.sharded.state import dist_state
 
 __all__ = [
     "BadInput",
@@ -47,6 +48,7 @@ __all__ = [
     "RequestInterrupted",
     "TransferError",
     "current_group",
+    "dist_state",
     "in_torchddp",
     "load_ipython_extension",
     "unload_ipython_extension",
@@ -86,6 +88,7 @@ _HOME = {
     "Group": "ddip.group.group",
     "Request": "ddip.group.placement",
     "current_group": "ddip.group.session",
+    "dist_state": "ddip.sharded.state",
     "in_torchddp": "ddip.call.torchddp",
 }
 """Where a public name is made; all others are exceptions."""

@@ -220,6 +220,7 @@ class ProcessGroupManager:
         going = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave()), deadline)
         return {
             "wrappers": max((one["wrappers"] for one in going), default=0),
+            "meshes": max((one["meshes"] for one in going), default=0),
             "subgroups": max((one["subgroups"] for one in going), default=0),
             "rpc": any(one["rpc"] for one in going),
         }

@@ -29,7 +29,7 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
             manager.healthy = False
             raise
         revived, optimizers = answers[0]["wrappers"], [answer["optimizers"] for answer in answers]
-    text = _text(revived, going["wrappers"] - revived, going["subgroups"], going["rpc"])
+    text = _text(revived, going["wrappers"] - revived, going)
     if text:
         notify(AGAIN + text)
     names = _different(optimizers)
@@ -37,26 +37,31 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
         notify(STEPS.format(names=" and ".join(names)))
 
 
-def _text(revived: int, lost: int, subgroups: int, rpc: bool = False) -> str:
+def _text(revived: int, lost: int, going: Going) -> str:
     """
-    >>> _text(0, 0, 0, rpc=True)
-    'RPC was shut down: call init_rpc again'
-    >>> _text(0, 1, 0)
+    >>> nothing = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
+    >>> _text(0, 1, nothing)
     'the wrapper (DDP, FSDP) that was made before must be made again'
-    >>> _text(2, 0, 3)
+    >>> _text(2, 0, {**nothing, "subgroups": 1})
     "2 DDP wrappers go on, with rank 0's parameters and buffers on every rank; subgroups that were made before must be \
 made again"
+    >>> _text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
+    'wrappers (DDP, FSDP), device meshes and subgroups that were made before must be made again'
+    >>> _text(0, 0, {**nothing, "rpc": True})
+    'RPC was shut down: call init_rpc again'
     """
     parts = []
     if revived:
         parts.append(f"{'the DDP wrapper goes' if revived == 1 else f'{revived} DDP wrappers go'} on, {KEPT}")
     wrapper = "other wrapper" if revived else "wrapper"
-    if lost == 1 and not subgroups:
+    others = [name for name, count in (("device meshes", going["meshes"]), ("subgroups", going["subgroups"])) if count]
+    if lost == 1 and not others:
         parts.append(f"the {wrapper} (DDP, FSDP) that was made before must be made again")
-    elif lost or subgroups:
-        what = [*([f"{wrapper}s (DDP, FSDP)"] if lost else []), *(["subgroups"] if subgroups else [])]
-        parts.append(f"{' and '.join(what)} that were made before must be made again")
-    if rpc:
+    elif lost or others:
+        *first, last = [*([f"{wrapper}s (DDP, FSDP)"] if lost else []), *others]
+        what = f"{', '.join(first)} and {last}" if first else last
+        parts.append(f"{what} that were made before must be made again")
+    if going["rpc"]:
         parts.append("RPC was shut down: call init_rpc again")
     return "; ".join(parts)
 

@@ -74,6 +74,8 @@ class Going(TypedDict):
 
     wrappers: int
     """DDP, FSDP."""
+    meshes: int
+    """Device meshes."""
     subgroups: int
     rpc: bool
     """Was RPC begun? It is shut down now."""

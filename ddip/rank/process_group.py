@@ -28,6 +28,7 @@ from ddip.rank import (
     descriptors,
     init_in_cells,
     lost_waits,
+    meshes,
     namespace,
     rpc,
     setup,
@@ -272,7 +273,12 @@ def leave() -> Going:
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
     _formed = None
-    going: Going = {"wrappers": wrappers.retire(), "subgroups": c10d.subgroups(), "rpc": rpc.leave()}
+    going: Going = {
+        "wrappers": wrappers.retire(),
+        "meshes": meshes.retire(),
+        "subgroups": c10d.subgroups(),
+        "rpc": rpc.leave(),
+    }
     c10d.forget()
     return going
 

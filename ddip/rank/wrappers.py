@@ -7,7 +7,7 @@
 
 Which of its wrappers is which, a rank knows by what they wrap and by their order: DDP's constructor meets the other
 ranks, so all ranks make theirs in the same one. Where there is any doubt they are not revived. FSDP's are not either:
-the shards of ranks that stopped at different steps fit no more.
+the shards of ranks that stopped at different steps fit no more (``ddip.dist_state`` keeps some that do).
 ``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
 """
 
@@ -43,6 +43,11 @@ WRAPPERS = {
 LOST = (
     "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Wrap its "
     "module again, such as model = DDP(model.module); the parameters are unchanged"
+)
+LOST_SHARDS = (
+    "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Its "
+    "parameters are divided among the ranks, which may have left them at different steps: make the model again; "
+    "ddip.dist_state brings parameters and optimizer back"
 )
 SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap", "dim")
 """Of a DDP, what must be the same on all ranks for their collectives to match."""
@@ -124,7 +129,8 @@ def _all() -> list[torch.nn.Module]:
 
 
 def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
-    raise RuntimeError(LOST.format(name=type(wrapper).__name__))
+    text = LOST if isinstance(wrapper, DistributedDataParallel) else LOST_SHARDS
+    raise RuntimeError(text.format(name=type(wrapper).__name__))
 
 
 def drop(wrapper: torch.nn.Module) -> None:

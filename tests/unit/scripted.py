@@ -118,7 +118,7 @@ class ScriptedEngine:
         return [], []
 
     def _leave(self) -> Going:
-        return {"wrappers": 0, "subgroups": 0, "rpc": False}
+        return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
     def _add(self, name: str, part: bytes, first: bool) -> None:
         self._parts[name] = self._parts[name] + part if not first else bytearray(part)

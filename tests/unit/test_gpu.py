@@ -138,7 +138,7 @@ def test_connections_do_not_wait_for_an_abort_that_does_not_end_and_the_group_is
         process_group.leave()
     backend.may_end.set()
     monkeypatch.setattr(process_group, "ABORT_SECONDS", 10.0)
-    assert process_group.leave() == {"wrappers": 0, "subgroups": 0, "rpc": False}
+    assert process_group.leave() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
 
 def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

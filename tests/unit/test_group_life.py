@@ -216,7 +216,7 @@ def test_a_change_that_is_stopped_says_what_the_group_is(new_group: NewGroup) ->
 
 def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
-    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "subgroups": 2, "rpc": False}
+    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "meshes": 0, "subgroups": 2, "rpc": False}
     group.change(Request(n=1))
     assert "; subgroups that were made before must be made again" in capsys.readouterr().err
     assert on_rank.revive.target not in group.engine(0).calls
@@ -225,7 +225,7 @@ def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: py
 def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
     for engine in (group.engine(0), group.engine(1)):
-        engine.answers[on_rank.leave.target] = lambda: {"wrappers": 2, "subgroups": 1, "rpc": False}
+        engine.answers[on_rank.leave.target] = lambda: {"wrappers": 2, "meshes": 0, "subgroups": 1, "rpc": False}
         state = {"name": "Adam", "parameters": [0, 1], "state": [engine.number]}
         engine.answers[on_rank.revive.target] = lambda state=state: {"wrappers": 1, "optimizers": [state]}
     group.script = lambda engine: None
@@ -239,13 +239,13 @@ def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pyte
 
 def test_a_revival_that_fails_fails_one_cell_and_the_group_is_formed_again(new_group: NewGroup) -> None:
     group = new_group(2)
-    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 1, "subgroups": 0, "rpc": False}
+    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 1, "meshes": 0, "subgroups": 0, "rpc": False}
     group.engine(1).answers[on_rank.revive.target] = raising(MemoryError("too little"))
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
     with pytest.raises(GroupError, match="rank 1: MemoryError: too little"):
         group.run("pass")
-    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "subgroups": 0, "rpc": False}
+    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
     group.run("pass")
 
 

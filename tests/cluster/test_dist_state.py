@@ -1,0 +1,256 @@
+"""``ddip.dist_state``: training of a sharded model goes on where its last complete step ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+import ddip
+
+from .leftovers import wait_until
+from .meanwhile import meanwhile, press_stop
+
+CODE = """
+import ddip, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return model
+
+def plain(): return network()
+
+def fsdp():
+    model = network()
+    for part in (model[0], model[2]): fully_shard(part)
+    return fully_shard(model)
+
+def tensor_parallel():
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(network(), init_device_mesh("cpu", (world_size,)), plan)
+
+def both():
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for part in (model[0], model[2]): fully_shard(part, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+def make(kind):
+    global model, opt, scheduler, state
+    model = kind()
+    opt = torch.optim.AdamW(model.parameters(), 0.05, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.9)
+    state = ddip.dist_state(model, opt, scheduler)
+
+def step(number, raises=lambda: None):
+    batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))  # the same for any number of ranks
+    opt.zero_grad()
+    loss = model(batch).square().mean()
+    raises()
+    loss.backward()
+    opt.step()
+    scheduler.step()
+    return loss.item()
+
+def train(first, last, raises=lambda number: None):
+    losses = []
+    for number in range(first, last):
+        losses.append(step(number, lambda: raises(number)))
+        state.save(number + 1)
+    return losses
+"""
+KINDS = ("plain", "fsdp", "tensor_parallel")
+
+
+@pytest.fixture
+def ranks(cells: ddip.Group) -> Iterator[ddip.Group]:
+    cells.failure_grace = 0.1
+    cells.run(CODE)
+    yield cells
+    cells.run("import ddip.sharded.state; ddip.sharded.state._kept.clear()")
+
+
+def begin(group: ddip.Group, kind: str) -> None:
+    """`expected` are the losses of 8 steps without a fault; then 4 of them."""
+    group.run(f"""
+        make({kind})
+        assert state.step is None and "nothing kept" in repr(state) and state.restore(default=0) == 0
+        expected = train(0, 8)
+        state.forget()
+        make({kind})
+        losses = train(state.restore(default=0), 4)
+        assert losses == expected[:4] and state.step == 4
+    """)
+
+
+def go_on(group: ddip.Group, kind: str, exactly: bool = True) -> None:
+    """The cell with the model again, and the loop."""
+    same = "losses == expected[first:]" if exactly else "torch.tensor(losses).allclose(torch.tensor(expected[first:]))"
+    group.run(f"""
+        make({kind})
+        first = state.restore()
+        losses = train(first, 8)
+        assert first == 4 and {same}, (first, losses, expected)
+    """)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
+    begin(ranks, kind)
+    with pytest.raises(ddip.CellError, match="planted"):
+        ranks.run("""
+            def planted(number):
+                if rank == 1: raise ValueError("planted")
+            train(4, 8, planted)
+        """)
+    go_on(ranks, kind)
+
+
+REFUSED = {
+    "fsdp": "this FSDPSequential was made in a .* ddip.dist_state",
+    "tensor_parallel": "Make the device mesh again",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_former_model_says_that_it_must_be_made_again(ranks: ddip.Group, kind: str) -> None:
+    begin(ranks, kind)
+    with pytest.raises(ddip.CellError, match="planted"):
+        ranks.run("if rank == 1: raise ValueError('planted')\nstep(4)")
+    with pytest.raises(ddip.CellError, match=f"ranks 0, 1: RuntimeError: .*{REFUSED[kind]}"):
+        ranks.run("step(4)")
+
+
+def test_and_so_does_a_stop_in_backward(ranks: ddip.Group) -> None:
+    begin(ranks, "fsdp")
+    ranks.run("""
+        import threading
+        in_backward = threading.Event()
+        class Waits(torch.autograd.Function):
+            forward = staticmethod(lambda context, x: x.clone())
+            @staticmethod
+            def backward(context, grad):
+                in_backward.set()
+                if rank == 0: dist.barrier()
+                while True: threading.Event().wait(0.01)
+    """)
+
+    def is_there() -> bool:
+        places = ranks.ranks.places([0, 1], 5)
+        return all(place is not None and place.function == "backward" for place in places.values()) or all(
+            place is not None and place.function in ("backward", "barrier", "wait") for place in places.values()
+        )
+
+    thread = meanwhile(is_there, press_stop)
+    with pytest.raises(ddip.CellInterrupted):
+        ranks.run("Waits.apply(model(torch.ones(8, 5))).sum().backward()")
+    thread.join()
+    go_on(ranks, "fsdp")
+
+
+def test_a_fault_within_save_leaves_the_step_before(ranks: ddip.Group) -> None:
+    """On one rank the copy is complete, on the other it is not."""
+    begin(ranks, "fsdp")
+    with pytest.raises(ddip.CellError, match="planted"):
+        ranks.run("""
+            from ddip.sharded import state as ours
+            exchange = ours.of_the_rank_before
+            def planted(own):
+                if rank == 1: raise ValueError("planted")
+                return exchange(own)
+            ours.of_the_rank_before = planted
+            step(4)
+            state.save()
+        """)
+    ranks.run("ours.of_the_rank_before = exchange")
+    ranks.run("""
+        make(fsdp)
+        first = state.restore()
+        losses = train(first, 8)
+        assert first in (4, 5) and losses == expected[first:], (first, losses, expected)
+    """)
+
+
+def killed(group: ddip.Group, rank: int) -> None:
+    os.kill(group.members[rank].pid, signal.SIGKILL)
+    wait_until(lambda: group.ranks.ended)
+
+
+def test_a_rank_that_was_killed_gets_its_part_back_from_another() -> None:
+    with ddip.Group(2, failure_grace=0.1) as group:
+        group.run(CODE)
+        begin(group, "fsdp")
+        for rank in (1, 0):
+            killed(group, rank)
+            assert group.repair(["expected"], 1 - rank) == [rank]
+            group.run(f"if rank == {rank}:\n    exec({CODE!r})")
+            go_on(group, "fsdp")
+            group.run("state.forget(); make(fsdp); train(0, 4)")
+        group.run("state.forget(); state = ddip.dist_state(model, opt, spare=False); state.save(4)")
+        killed(group, 1)
+        group.repair()
+        group.run(f"if rank == 1:\n    exec({CODE!r})")
+        with pytest.raises(ddip.CellError, match="LookupError: .* what rank 1 of 2 had is gone with its process"):
+            group.run("make(fsdp); state.restore()")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
+def test_two_of_three_ranks_go_on_and_so_do_three_again(kind: str) -> None:
+    with ddip.Group(3, failure_grace=0.1) as group:
+        group.run(CODE)
+        begin(group, kind)
+        group.change(ddip.Request(n=2))
+        go_on(group, kind, exactly=False)
+        group.run("state.forget(); make(fsdp); train(0, 4)")
+        group.change(ddip.Request(n=3))
+        group.push({"expected": group.pull(["expected"])["expected"]})
+        group.run(f"if rank == 2:\n    exec({CODE!r})")
+        go_on(group, kind, exactly=False)
+
+
+def test_fully_sharded_tensor_parallel_on_four_ranks_goes_on_on_two() -> None:
+    with ddip.Group(4, failure_grace=0.1) as group:
+        group.run(CODE)
+        begin(group, "both")
+        with pytest.raises(ddip.CellError, match="planted"):
+            group.run("if rank == 1: raise ValueError('planted')\nstep(4)")
+        go_on(group, "both")
+        group.run("state.forget(); make(both); train(0, 4)")
+        group.change(ddip.Request(n=3))
+        go_on(group, "fsdp", exactly=False)
+
+
+def test_what_cannot_be_restored_says_why(ranks: ddip.Group) -> None:
+    ranks.run("make(fsdp)")
+    with pytest.raises(ddip.CellError, match=r"LookupError: .*nothing is kept as 'state'; call save\(\) after a step"):
+        ranks.run("state.restore()")
+    ranks.run("train(0, 2)")
+    with pytest.raises(ddip.CellError, match="ValueError: .*another one than the one that was saved: 0.bias, 0.w"):
+        ranks.run("ddip.dist_state(nn.Linear(2, 2)).restore()")
+    with pytest.raises(ddip.CellError, match="ValueError: .*another one than the one that was saved: no optimizer, or"):
+        ranks.run("ddip.dist_state(model).restore()")
+    with pytest.raises(ddip.CellError, match="TypeError: .*ZeroRedundancyOptimizer divides its state"):
+        ranks.run("""
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            net = network()
+            ddip.dist_state(net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1))
+        """)
+    with pytest.raises(ddip.CellError, match=r"TypeError: .*\(FSDP1\) keeps its parameters"):
+        ranks.run("""
+            from torch.distributed.fsdp import FullyShardedDataParallel
+            ddip.dist_state(FullyShardedDataParallel(network(), device_id=torch.device("cpu")))
+        """)
+
+
+def test_in_the_notebook_it_says_where_it_belongs() -> None:
+    import torch
+
+    with pytest.raises(RuntimeError, match=r"no process group here; it is for cells that run on the ranks \(%%dip\)"):
+        ddip.dist_state(torch.nn.Linear(1, 1)).restore()
