@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from ddip.errors import BadInput
 
 GROUP = "ddip.apps"
-NEEDED = {"deepspeed": ("deepspeed",), "fastai": ("fastai", "accelerate"), "lightning": ("pytorch_lightning",)}
 NEEDED = {
     "deepspeed": ("deepspeed",),
     "fastai": ("fastai", "accelerate"),

@@ -1,8 +1,8 @@
 """Device meshes (``torch.distributed.device_mesh``) of a group that is left.
 
 A mesh knows its groups by their names, and torch takes two meshes of the same ranks for one: what it remembers of
-DTensors would lead those of the next group to the groups of the former one. And a mesh of all ranks would work on in the next
-group, on parameters that ranks may have left at different steps.
+DTensors would lead those of the next group to the groups of the former one. And a mesh of all ranks would work on in
+the next group, on parameters that ranks may have left at different steps.
 ``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
 """
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from start to end (the lessons in ``tests/system``, others in ``tests/frameworks``), and is stored executed."""
+"""Every notebook runs from start to end, and is stored executed; ``tests/system`` and ``frameworks`` have some."""
 
 from __future__ import annotations
 
