@@ -49,6 +49,7 @@ def apply() -> None:
 
         Raises ValueError if `num_processes` is not the number of ranks.
         """
+        __tracebackhide__ = True
         if num_processes not in (None, ranks.size()):
             there = f"the group has {ranks.size()} ranks"
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Every notebook runs from start to end, and is stored executed; ``tests/system`` and ``frameworks`` have some."""
+"""Every notebook runs from start to end, some in ``tests/system`` and ``tests/frameworks``, and is stored executed."""
 
 from __future__ import annotations
 

@@ -308,6 +308,7 @@ def test_a_notebook_shows_the_table_of_rank_0(
         spy.called = {"before": lambda state: fail() if state.global_step == 4 else None}
         make("out", disable_tqdm=False).train()
     """)
+    assert "planted" in failed.traceback and "ddip/apps" not in failed.traceback
     assert any("/20" in output.get("text/html", "") for output in failed.outputs)
 
 

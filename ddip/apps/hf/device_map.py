@@ -31,6 +31,7 @@ def apply() -> None:
 def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_here(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         typed = kwargs.get("device_map")
         if isinstance(typed, str) and typed in SPREAD and ranks.together():
             raise ValueError(INSTEAD.format(typed=typed, size=ranks.size()))

@@ -45,6 +45,8 @@ def _once(what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
 def _downloaded(download: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(download)
     def download_once(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+
         def found() -> Any:
             cached = {name: value for name, value in kwargs.items() if name not in FORCED}
             try:
@@ -62,6 +64,7 @@ def _downloaded(download: Callable[..., Any]) -> Callable[..., Any]:
 def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_once(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         if kwargs.get("streaming"):
             return load(*args, **kwargs)
         cached = {name: value for name, value in kwargs.items() if name not in FORCED}
@@ -73,6 +76,7 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
 def _mapped(apply_to: Callable[..., Any], is_caching_enabled: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(apply_to)
     def map_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         in_file = kwargs.get("cache_file_name") is not None or (self.cache_files and is_caching_enabled())
         if not in_file or kwargs.get("keep_in_memory"):
             return apply_to(self, *args, **kwargs)

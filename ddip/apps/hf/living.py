@@ -56,6 +56,7 @@ def apply() -> None:
 def _noting(init: Callable[..., None], note: Callable[[Any], object]) -> Callable[..., None]:
     @functools.wraps(init)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
         init(self, *args, **kwargs)
         note(self)
 
@@ -65,6 +66,7 @@ def _noting(init: Callable[..., None], note: Callable[[Any], object]) -> Callabl
 def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         global _has_stepped
         _has_stepped = True
         return step(self, *args, **kwargs)

@@ -53,6 +53,7 @@ def apply() -> None:
 
         @functools.wraps(own)
         def on_cpu(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+            __tracebackhide__ = True
             own(self, True, **kwargs)
 
         patches.patch(state.PartialState, "__init__", on_cpu)
@@ -62,6 +63,7 @@ def apply() -> None:
 
         @functools.wraps(complete)
         def complete_on_cpu(self: Any) -> None:
+            __tracebackhide__ = True
             self.use_cpu = True
             complete(self)
 

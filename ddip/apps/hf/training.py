@@ -30,6 +30,7 @@ def apply() -> None:
 def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         was_in_train = self.is_in_train
         try:
             return method(self, *args, **kwargs)
