@@ -47,12 +47,16 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", OTHERS)
-def test_the_notebook_runs(path: Path) -> None:
-    notebook = run(path, FOLDER)
+def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
+    notebook = run(path, tmp_path)
     if path.stem == "01_quickstart":
         shown = [out for cell in notebook.cells for out in cell.get("outputs", [])]
         assert any("image/png" in out.get("data", {}) for out in shown), "no plot of the loss"
         assert any("parameters identical on all ranks: True" in out.get("text", "") for out in shown)
+    if path.stem == "multi_process_tutorial":
+        shown = [out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])]
+        assert sum("parameters identical: True" in text for text in shown) == 2
+        assert sum("this call of init_process_group may stay" in text for text in shown) == 4
 
 
 MACHINES = re.compile(r"(?<![\w.])/(home|root|Users|work|tmp|opt)/")
