@@ -266,7 +266,8 @@ def _one(error: BaseException, found: _Found, depth: int) -> list[str]:
 
 def _is_ours(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__"))
-    return module in OURS or module.startswith(f"{OURS[0]}.")
+    hidden = module.startswith("ddip.") and "__tracebackhide__" in frame.f_code.co_varnames  # as IPython leaves it out
+    return hidden or module in OURS or module.startswith(f"{OURS[0]}.")
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:

@@ -133,6 +133,11 @@ def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
     raise RuntimeError(text.format(name=type(wrapper).__name__))
 
 
+def is_lost(module: torch.nn.Module) -> bool:
+    """Is this a wrapper of a former group, which refuses to be used?"""
+    return module in _retired
+
+
 def drop(wrapper: torch.nn.Module) -> None:
     """Be done with a wrapper of ddip's own: its hooks on the parameters go now, and not when it is collected."""
     _dropped.add(wrapper)

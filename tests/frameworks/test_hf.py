@@ -205,6 +205,21 @@ def test_after_a_stop_at_different_steps_all_ranks_have_the_parameters_and_the_o
     assert found(group, "same") == [[True, True]] * 2
 
 
+def test_a_trainer_whose_compiled_wrapper_cannot_go_on_wraps_its_model_again(warmed_up: None, tmp_path: Path) -> None:
+    with ddip.Group(2, app="hf") as group:  # its own: transformers leaves a variable, by which all models are compiled
+        group.run(SET_UP)
+        group.run(f"""
+            trainer = make({str(tmp_path)!r}, LlamaForCausalLM(config), torch_compile=True,
+                           torch_compile_backend="eager")
+            spy.called = {{"after": lambda state: fail() if rank == 1 and state.global_step == 5 else None}}
+        """)
+        with pytest.raises(CellError, match="planted"):
+            group.run("trainer.train()")
+        group.run("spy.called = {}\ntrainer.train()")
+        group.run(SAME)
+        assert found(group, "same") == [[True, True]] * 2
+
+
 def _stop_in(group: ddip.Group, events: dict[str, str], folder: Path) -> None:
     """Press the stop button where each rank has come to its one of `events` in step 5."""
     thread = meanwhile(lambda: len(list(folder.iterdir())) == 2, press_stop)

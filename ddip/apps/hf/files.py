@@ -15,7 +15,7 @@ from typing import Any
 from ddip.apps import patches
 from ddip.apps.once import once_a_host
 
-PATIENCE = 10.0
+PATIENCE = 5.0
 """Seconds until a rank does it itself, where the first one of the host does something else, and may wait for it."""
 FORCED = ("force_download", "download_mode")
 DOWNLOADS = {

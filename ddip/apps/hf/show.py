@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ddip.apps import ranks
+from ddip.apps import patches, ranks
 from ddip.rank import current
 
 SWITCHES = ("datasets.utils.tqdm", "huggingface_hub.utils.tqdm")
@@ -19,7 +19,10 @@ _hidden: list[Any] = []
 
 
 def apply() -> None:
-    """Nothing is changed before the first cell."""
+    """Have what the cells change put back at the end."""
+    trainer: Any = sys.modules.get("transformers.trainer")
+    if trainer is not None:
+        patches.patch(trainer, "DEFAULT_PROGRESS_CALLBACK", trainer.ProgressCallback)
 
 
 def begin_cell() -> None:

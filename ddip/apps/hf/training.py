@@ -1,7 +1,8 @@
 """A ``Trainer`` whose ``train`` or ``evaluate`` failed, or was stopped, is as good as before.
 
 transformers 5.23 leaves it as in training, with the bars of the step that failed: the next evaluation would count on in
-them. The hooks of NEFTune would be there twice, and the gradients keep their memory.
+them. The hooks of NEFTune would be there twice, and the gradients keep their memory. A wrapper that cannot go on in the
+next group, such as one that was compiled, is made again by ``train``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ddip.apps import patches
+from ddip.apps import patches, ranks
+from ddip.apps.hf import living
+from ddip.rank import wrappers
 
 METHODS = ("train", "evaluate", "predict")
 BARS = ("training_bar", "prediction_bar", "training_tracker")
@@ -32,6 +35,7 @@ def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         was_in_train = self.is_in_train
+        _unwrap_if_lost(self)
         try:
             return method(self, *args, **kwargs)
         except BaseException:
@@ -40,6 +44,15 @@ def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return run
+
+
+def _unwrap_if_lost(trainer: Any) -> None:
+    """``train`` wraps a model that is not wrapped; the optimizer is used as it is."""
+    wrapped = trainer.model_wrapped
+    if wrapped is not trainer.model and any(wrappers.is_lost(module) for module in wrapped.modules()):
+        trainer.model_wrapped = trainer.model
+        if ranks.together():
+            living.share_states()
 
 
 def _tidy(trainer: Any) -> None:
