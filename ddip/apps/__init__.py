@@ -25,8 +25,9 @@ NEEDED = {
     "fastai": ("fastai", "accelerate"),
     "lightning": ("pytorch_lightning",),
 }
+NEEDED = {"fastai": ("fastai", "accelerate")}
 """What ddip's own apps need, which its core does not."""
-ANY_OF = {"hf": ("accelerate", "transformers")}
+ANY_OF = {"hf": ("accelerate", "transformers"), "lightning": ("lightning", "pytorch_lightning")}
 """Apps that need one of these at least."""
 OLD_NAMES = {"fastai_v1": "fastai", "fastai_v2": "fastai"}
 """Of the tool that ddip's magics are from."""

@@ -1,9 +1,8 @@
 """Lightning on the ranks: a ``Trainer()`` and a ``Fabric()`` train on all of them.
 
 Lightning finds the ranks by its own means: it takes them for processes of torchrun (``TorchElasticEnvironment``),
-starts none, and finds the process group there. What it is told besides is in ``CHANGES``: by its public names, but in
-``faults`` and ``tuner``. ``release`` takes everything out again. The packages ``lightning`` and ``pytorch_lightning``
-have the same code twice; both are meant.
+starts none, and finds the process group there. What it is told besides is in ``PATCHES``: by its public names, but in
+``faults``, ``fabrics`` and ``tuner``. ``release`` takes everything out again.
 """
 
 from __future__ import annotations
@@ -11,16 +10,17 @@ from __future__ import annotations
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from ddip.apps.lightning import faults, patches, runs, trainers, tuner
+from ddip.apps import patches
+from ddip.apps.lightning import fabrics, faults, runs, trainers, tuner
 from ddip.rank import current
 
-CHANGES = (trainers, runs, faults, tuner)
+PATCHES = (trainers, runs, faults, fabrics, tuner)
 
 
 def prepare() -> None:
     """Change Lightning, on a rank that has joined a group."""
     release()
-    for module in CHANGES:
+    for module in PATCHES:
         module.apply()
     _set_rank(dist.get_rank())
 
@@ -36,13 +36,19 @@ def begin_cell() -> None:
     ranks = current.ranks()
     if ranks:
         _set_rank(sorted(ranks).index(dist.get_rank()))
+    fabrics.begin_cell()
+
+
+def end_cell(error: BaseException | None) -> None:
+    """What it has left half done is mended."""
+    fabrics.end_cell(error)
 
 
 def command(text: str) -> str:
-    """``%%dip -a mends``: what is changed in Lightning, and why."""
-    if text.strip() != "mends":
-        raise ValueError(f"the app lightning knows one command: %%dip -a mends; typed: {text}")
-    return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in CHANGES)
+    """``%%dip -a patches``: what is changed in Lightning, and why."""
+    if text.strip() != "patches":
+        raise ValueError(f"the app lightning knows one command: %%dip -a patches; typed: {text}")
+    return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in PATCHES)
 
 
 def _set_rank(rank: int) -> None:

@@ -2,7 +2,8 @@
 
 In Lightning 2.6, callbacks that write a checkpoint on an exception, and the end of ``lr_find``, wait for all ranks: a
 rank that has failed would wait there for ranks that wait for it in a backward pass, and its error would not be seen.
-Rank 0 writes the checkpoint, when it has been released. That of a sharded model needs all ranks, and is left out.
+Rank 0 writes the checkpoint, when it has been released. That of a sharded model needs all ranks, and is left out. An
+``lr_find`` that has failed leaves the Trainer with callbacks and limits of its own: they are taken out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from ddip.apps.lightning import patches
+from ddip.apps import patches
+from ddip.apps.lightning.packages import modules
 
 NOT_SAVED = "no checkpoint was written of what has failed: its model is sharded, and the ranks stand at different steps"
 
@@ -25,11 +27,12 @@ _waste: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def apply() -> None:
-    """Of Lightning's private functions, two."""
-    for module in patches.modules("pytorch.trainer.call"):
-        patches.patch(module, "_interrupt", _of_a_failed_run)
-    for module in patches.modules("pytorch.tuner.lr_finder"):
-        patches.patch(module, "_try_loop_run", _that_may_fail)
+    """Of Lightning's private functions."""
+    for module in modules("pytorch.trainer.call"):
+        patches.patch(module, "_interrupt", _of_a_failed_run(module._interrupt))
+    for module in modules("pytorch.tuner.lr_finder"):
+        restore = vars(module)["__lr_finder_restore_params"]
+        patches.patch(module, "_try_loop_run", _that_may_fail(module._try_loop_run, restore))
 
 
 def _of_a_failed_run(interrupt: Callable[..., None]) -> Callable[..., None]:
@@ -41,13 +44,16 @@ def _of_a_failed_run(interrupt: Callable[..., None]) -> Callable[..., None]:
     return leave_and_interrupt
 
 
-def _that_may_fail(loop_run: Callable[..., None]) -> Callable[..., None]:
+def _that_may_fail(loop_run: Callable[..., None], restore: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(loop_run)
-    def run(trainer: Any, *args: Any) -> None:
+    def run(trainer: Any, params: Any) -> None:
         try:
-            loop_run(trainer, *args)
+            loop_run(trainer, params)
         except BaseException:
             leave_others(trainer)
+            restore(trainer, params)
+            if trainer.progress_bar_callback:
+                trainer.progress_bar_callback.enable()
             raise
 
     return run

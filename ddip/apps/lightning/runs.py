@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ddip.apps.lightning import faults, patches, trainers
-from ddip.rank.gpu import gpu
+from ddip.apps import patches, ranks
+from ddip.apps.lightning import faults, trainers
+from ddip.apps.lightning.packages import modules
 
 RUNS = ("fit", "validate", "test", "predict")
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
@@ -31,9 +31,9 @@ _failed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def apply() -> None:
     """Of the Trainer's public methods."""
-    for module in patches.modules("pytorch"):
+    for module in modules("pytorch"):
         for name in RUNS:
-            patches.patch(module.Trainer, name, _guarded)
+            patches.patch(module.Trainer, name, _guarded(getattr(module.Trainer, name)))
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,21 +80,13 @@ def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_failed_anywhere(trainer: Any) -> bool:
-    failed = torch.tensor([int(trainer in _failed)], device=_device())
-    dist.all_reduce(failed)
-    return bool(failed.item())
-
-
-def _device() -> torch.device:
-    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config()) else gpu.device
+    return any(ranks.gather_number(trainer in _failed))
 
 
 def _level(trainer: Any) -> None:
     """Have all ranks be where rank 0 is, as their parameters will be."""
     faults.clean_up(trainer)
-    states = [_state(trainer) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(states, src=0, device=_device())
-    loops, callbacks = states[0]  # type: ignore[misc]
+    loops, callbacks = ranks.of_rank_0(_state(trainer) if ranks.rank() == 0 else None)
     for loop, progress in loops.items():
         for name, state in progress.items():
             operator.attrgetter(name)(getattr(trainer, loop)).load_state_dict(state)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddip.apps.lightning import patches
+from ddip.apps import patches
+from ddip.apps.lightning.packages import modules
 from ddip.apps.lightning.placement import Here, settings
 from ddip.rank import current
 from ddip.rank.gpu import gpu
@@ -41,27 +42,24 @@ def here() -> Here:
 
 def apply() -> None:
     """Have their constructors know the group, and a Fabric whether it is there; a Trainer's runs are in ``runs``."""
-    for module in patches.modules("pytorch"):
-        patches.patch(module.Trainer, "__init__", _knowing("Trainer"))
-    for module in patches.modules("fabric"):
-        patches.patch(module.Fabric, "__init__", _knowing("Fabric"))
+    for module in modules("pytorch"):
+        patches.patch(module.Trainer, "__init__", _knowing("Trainer", module.Trainer.__init__))
+    for module in modules("fabric"):
+        patches.patch(module.Fabric, "__init__", _knowing("Fabric", module.Fabric.__init__))
         for name in FABRIC:
-            patches.patch(module.Fabric, name, _of_these_ranks)
+            patches.patch(module.Fabric, name, _of_these_ranks(getattr(module.Fabric, name)))
 
 
-def _knowing(what: str) -> Callable[[Any], Any]:
-    def wrap(init: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(init)
-        def make(self: Any, **asked: Any) -> None:
-            __tracebackhide__ = True  # IPython leaves out this frame
-            where = here()
-            init(self, **settings(what, asked, where))
-            if where.is_everywhere:
-                _made_for[self] = where.size
+def _knowing(what: str, init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def make(self: Any, **asked: Any) -> None:
+        __tracebackhide__ = True  # IPython leaves out this frame
+        where = here()
+        init(self, **settings(what, asked, where))
+        if where.is_everywhere:
+            _made_for[self] = where.size
 
-        return make
-
-    return wrap
+    return make
 
 
 def _of_these_ranks(method: Callable[..., Any]) -> Callable[..., Any]:

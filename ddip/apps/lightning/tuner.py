@@ -1,6 +1,7 @@
 """``Tuner``: one bar, and where a batch size can be tuned.
 
-In Lightning 2.6, ``lr_find`` shows a bar on each rank, and ``scale_batch_size`` refuses groups.
+In Lightning 2.6, ``lr_find`` shows a bar on each rank, and stays with a Trainer in which it has failed: the next
+``fit`` would begin with it. ``scale_batch_size`` refuses groups.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ddip.apps.lightning import patches
+from ddip.apps import patches
+from ddip.apps.lightning.packages import modules
 
 ALONE = (
     "scale_batch_size: Lightning tunes the batch size of one process; make a Trainer() for it in a cell whose first "
@@ -18,11 +20,13 @@ ALONE = (
 
 
 def apply() -> None:
-    """Have rank 0 show the bar."""
-    for module in patches.modules("pytorch.tuner.lr_finder"):
-        patches.patch(module._LRCallback, "on_train_batch_start", _with_one_bar)
-    for module in patches.modules("pytorch.tuner"):
-        patches.patch(module.Tuner, "scale_batch_size", _on_one_rank)
+    """Of the Tuner, and of its callback."""
+    for module in modules("pytorch.tuner.lr_finder"):
+        callback = module._LRCallback
+        patches.patch(callback, "on_train_batch_start", _with_one_bar(callback.on_train_batch_start))
+    for module in modules("pytorch.tuner"):
+        patches.patch(module.Tuner, "lr_find", _taken_out(module.Tuner.lr_find))
+        patches.patch(module.Tuner, "scale_batch_size", _on_one_rank(module.Tuner.scale_batch_size))
 
 
 def _with_one_bar(method: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +37,19 @@ def _with_one_bar(method: Callable[..., None]) -> Callable[..., None]:
         method(self, trainer, *args)
 
     return begin
+
+
+def _taken_out(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def find(self: Any, *args: Any, **kwargs: Any) -> Any:
+        callbacks = self._trainer.callbacks
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self._trainer.callbacks = callbacks
+            raise
+
+    return find
 
 
 def _on_one_rank(method: Callable[..., Any]) -> Callable[..., Any]:
