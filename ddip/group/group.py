@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ddip import apps
 from ddip.cluster import devices, processes
 from ddip.errors import BadInput
-from ddip.group import placement, stopping, transfer
+from ddip.group import placement, shards, stopping, transfer
 from ddip.group.cell_state import Limits
 from ddip.group.lifecycle import nobody
 from ddip.group.placement import Request
@@ -31,6 +31,7 @@ from ddip.output.differing import Differing
 from ddip.output.display_options import DisplayOptions
 from ddip.output.progress import Report
 from ddip.output.router import CellOutput
+from ddip.output.shards import ShardsTable
 from ddip.protocol import on_rank
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
@@ -265,6 +266,14 @@ class Group(Repairable):
         return values, moved
 
     # -- figures
+
+    def shards(self, name: str) -> ShardsTable:
+        """How the model in the variable `name`, or a part of it (``model.encoder``), is divided among the ranks.
+
+        Raises BadInput if it is not there, or no module, on a rank, and what `push` raises besides.
+        """
+        self.ensure_free()
+        return shards.ask(self.ranks, name)
 
     def info(self) -> list[tables.RankInfo]:
         """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""

@@ -17,6 +17,7 @@ LOCAL_MAGICS = [
     "autodip",
     "dipush",
     "dipull",
+    "dipshards",
     "dipstack",
     "dipper",
     "load_ext",

@@ -1,4 +1,4 @@
-"""``%dipush`` and ``%dipull``: variables from the notebook to the ranks, and back."""
+"""``%dipush``, ``%dipull``: variables to the ranks, and back. ``%dipshards``: how a model lies there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET_SECONDS = 0.5
 
 @magics_class
 class ObjectMagics(Magics):
-    """Both, beside the other magics, whose settings they follow."""
+    """They are beside the other magics, whose settings they follow."""
 
     shell: InteractiveShell
 
@@ -92,6 +92,26 @@ class ObjectMagics(Magics):
         as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
         self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
         _tell_moved(moved)
+
+    @examples("%dipshards model", "%dipshards model.encoder")
+    @magic_arguments()
+    @argument("name", nargs="?", metavar="MODEL", help="Variable of the ranks, or a part of it.")
+    @line_magic
+    def dipshards(self, line: str = "") -> None:
+        """How a model is divided among the ranks: of each parameter the placement, and which part of it each rank has.
+
+        A placement is Shard(dim), Replicate(), DDP, or plain: whole on each rank. Ranks whose parts have the same
+        shapes are in one column.
+        """
+        from IPython.display import display
+
+        args = arguments.parse(self.dipshards, "%dipshards", line)
+        group = self._main.require_group("%dipshards")
+        if args.name is None or not all(part.isidentifier() or part.isdigit() for part in args.name.split(".")):
+            typed = f"%dipshards {args.name}" if args.name else "%dipshards"
+            raise BadInput(f"{typed}: type the name of a model on the ranks, such as %dipshards model")
+        table = group.shards(args.name)
+        display({"text/plain": str(table), "text/html": table.html()}, raw=True)
 
     @contextlib.contextmanager
     def _shown(self, group: Group, done: Callable[[str], str]) -> Iterator[Progress]:

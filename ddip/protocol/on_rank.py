@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from ddip.protocol.rank_spec import RankSpec
-from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Revived
+from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Revived, ShardsReport
 
 VERSION = 5
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
@@ -112,6 +112,10 @@ def tell_app_rejoined(module: str) -> None: ...
 
 @remote("apps.command", "the app's command")
 def command_app(module: str, text: str) -> str | None: ...
+
+
+@remote("shards.describe", "looking at the model")
+def describe_shards(name: str) -> ShardsReport: ...
 
 
 @remote("names.complete", "looking for names")

@@ -98,6 +98,32 @@ class Revived(TypedDict):
     optimizers: list[OptimizerState]
 
 
+class TensorReport(TypedDict):
+    """A parameter or a buffer of a model, and the part of it that a rank has."""
+
+    name: str
+    shape: list[int]
+    """Of the whole."""
+    dtype: str
+    placement: str
+    """torch's words for a DTensor; else ``plain``, ``DDP`` and the like."""
+    local: list[int]
+    """Shape of the part."""
+    bytes: int
+    """Of the part."""
+    whole_bytes: int
+
+
+class ShardsReport(TypedDict):
+    """How a model lies on a rank."""
+
+    kind: str
+    """Name of its type."""
+    is_there: bool
+    tensors: list[TensorReport] | None
+    """None: it is no module."""
+
+
 class LineBegun(TypedDict):
     """Where a collective was begun."""
 

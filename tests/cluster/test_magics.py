@@ -81,6 +81,10 @@ BAD_INPUT = [
     ("%dipull 2x", r"%dipull 2x: '2x' is not a name; type names of variables, such as %dipull model$"),
     ("%dipush -r 9 marker", r"-r 9: there is no rank 9"),
     ("%dipull", r"%dipull: type the names of variables"),
+    ("%dipshards", r"^%dipshards: type the name of a model on the ranks, such as %dipshards model$"),
+    ("%dipshards f(x)", r"%dipshards f\(x\): type the name of a model on the ranks, such as %dipshards model$"),
+    ("%dipshards nowhere", r"%dipshards nowhere: ranks 0-2 have no variable nowhere; make the model in a %%dip cell"),
+    ("%dipshards marker", r"%dipshards marker: on ranks 0-2 it is no module but of type int; type the name of a model"),
     ("%dipull nowhere", r"nothing was pulled: rank 0 has no variable nowhere"),
     ("%dipull -r 9 marker", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
@@ -94,6 +98,7 @@ BEFORE_ANY_GROUP = [
     "%makedip -i",
     "%dipper g",
     "%dipstack",
+    "%dipshards net",
     "%makedip --repair",
 ]
 

@@ -1,0 +1,74 @@
+"""How a model lies on this rank, for ``%dipshards``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddip.protocol.reports import ShardsReport, TensorReport
+from ddip.rank import namespace
+from ddip.sharded.layout import DTensor, local_of
+
+
+def describe(name: str) -> ShardsReport:
+    """The model in the variable `name`, or a part of it: ``model.encoder``. It computes and sends nothing."""
+    first, *rest = name.split(".")
+    here = namespace()
+    if first not in here:
+        return {"kind": "", "is_there": False, "tensors": None}
+    value = here[first]
+    for part in rest:
+        children = value._modules if isinstance(value, torch.nn.Module) else {}
+        if children.get(part) is None:
+            return {"kind": "", "is_there": False, "tensors": None}
+        value = children[part]
+    kind = type(value).__name__
+    return {"kind": kind, "is_there": True, "tensors": _tensors(value) if isinstance(value, torch.nn.Module) else None}
+
+
+def _tensors(model: torch.nn.Module) -> list[TensorReport]:
+    averaged = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+        for parameter in module.parameters()
+    }
+    found = [
+        _described(name, parameter, "DDP" if id(parameter) in averaged else "plain")
+        for name, parameter in model.named_parameters()
+    ]
+    return [*found, *(_described(name, buffer, "plain, buffer") for name, buffer in model.named_buffers())]
+
+
+def _described(name: str, tensor: torch.Tensor, otherwise: str) -> TensorReport:
+    """`otherwise`: what to call the placement of a tensor that is no DTensor."""
+    if type(tensor).__name__ == "FlatParameter":
+        otherwise = "FSDP1, flat"
+    local = local_of(tensor)
+    return {
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "placement": _placements(tensor) if isinstance(tensor, DTensor) else otherwise,
+        "local": list(local.shape),
+        "bytes": local.numel() * local.element_size(),
+        "whole_bytes": tensor.numel() * tensor.element_size(),
+    }
+
+
+def _placements(tensor: Any) -> str:
+    """torch's words, with the names of the mesh's dimensions where it has some."""
+    names = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)
+    return ", ".join(
+        f"{name}: {_placement(placement)}" if name else _placement(placement)
+        for name, placement in zip(names, tensor.placements, strict=True)
+    )
+
+
+def _placement(placement: Any) -> str:
+    if placement.is_replicate():
+        return "Replicate()"
+    dim = getattr(placement, "dim", None)
+    return type(placement).__name__.removeprefix("_") + ("()" if dim is None else f"({dim})")
