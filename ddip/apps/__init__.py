@@ -20,12 +20,7 @@ from importlib.util import find_spec
 from ddip.errors import BadInput
 
 GROUP = "ddip.apps"
-NEEDED = {
-    "deepspeed": ("deepspeed",),
-    "fastai": ("fastai", "accelerate"),
-    "lightning": ("pytorch_lightning",),
-}
-NEEDED = {"fastai": ("fastai", "accelerate")}
+NEEDED = {"deepspeed": ("deepspeed",), "fastai": ("fastai", "accelerate")}
 """What ddip's own apps need, which its core does not."""
 ANY_OF = {"hf": ("accelerate", "transformers"), "lightning": ("lightning", "pytorch_lightning")}
 """Apps that need one of these at least."""
