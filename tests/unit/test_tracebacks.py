@@ -36,6 +36,13 @@ def test_the_rich_traceback_is_taken_where_there_is_one() -> None:
     assert tell(raised("1 / 0"), lambda: ["rich"]) == Told("ZeroDivisionError", "division by zero", ["rich"])
 
 
+def test_pythons_traceback_leaves_out_the_frames_of_ddip_that_ipythons_leaves_out() -> None:
+    code = "def between():\n    __tracebackhide__ = True\n    inner()\ndef inner():\n    1 / 0\nbetween()"
+    ours, users = (tell(raised(code, __name__=name), None).traceback for name in ("ddip.apps.toy", "toy"))
+    assert "in between" not in "".join(ours) and "in inner" in "".join(ours)
+    assert "in between" in "".join(users)
+
+
 @pytest.mark.parametrize(
     "rich",
     [lambda: time.sleep(1000), lambda: 1 / 0, lambda: [3], lambda: ["x" * (CHARACTERS + 1)], lambda: sys.exit(), None],
