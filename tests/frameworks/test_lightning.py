@@ -14,7 +14,6 @@ import pytest
 import ddip
 from ddip.errors import CellError, CellInterrupted
 
-from ..cluster.leftovers import wait_until
 from ..cluster.meanwhile import meanwhile, press_stop
 
 SET_UP = """
@@ -137,7 +136,7 @@ def test_a_trainer_without_arguments_is_ddp_over_the_ranks(cells: ddip.Group) ->
 
 def test_the_numbers_of_a_script_may_stay_where_their_product_is_that_of_the_ranks(cells: ddip.Group) -> None:
     cells.run("""
-        for asked in ({"devices": 2}, {"devices": 1, "num_nodes": 2, "strategy": "ddp"}, {"devices": -1}, {"devices": "2"}):
+        for asked in ({"devices": 2}, {"devices": 1, "num_nodes": 2}, {"devices": -1}, {"devices": "2"}):
             trainer = L.Trainer(accelerator="cpu", **asked, **NOTHING)
             assert (trainer.num_devices, trainer.num_nodes, trainer.world_size) == (2, 1, 2)
     """)
@@ -314,7 +313,7 @@ def test_a_run_that_is_resumed_ends_where_one_that_was_not_interrupted_ends(cell
 
 def test_a_fault_in_lr_find_leaves_the_model_and_no_file_behind_the_next(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("""
-        trainer, net = L.Trainer(max_epochs=1, callbacks=[once := Once("on_train_batch_end", fail_on_1)], **QUIET), Net()
+        trainer, net = L.Trainer(max_epochs=1, callbacks=[counts := Once("on_train_end", fail, 0)], **QUIET), Net()
         before = {name: part.clone() for name, part in net.state_dict().items()}
     """)
     with pytest.raises(CellError, match="planted"):
@@ -328,8 +327,8 @@ def test_a_fault_in_lr_find_leaves_the_model_and_no_file_behind_the_next(cells: 
     cells.run("""
         assert all(torch.equal(part, before[name]) for name, part in net.state_dict().items())
         del net.training_step
-        once.do = None
         Tuner(trainer).lr_find(net)
+        assert counts in trainer.callbacks and len(trainer.callbacks) == 2
         trainer.fit(net, loader)
         assert same(net)
     """)
@@ -413,21 +412,14 @@ def test_a_trainer_of_another_number_of_ranks_says_so(warmed_up: None, capsys: p
         )
 
 
-def test_a_group_that_ends_in_the_midst_of_a_fit_leaves_nothing(warmed_up: None, tmp_path: Path) -> None:
-    group = ddip.Group(2, app="lightning")
-    group.run(SET_UP)
-    pids = [member.pid for member in group.members]
-    stop = meanwhile(
-        lambda: len(list(tmp_path.glob("step-*"))) == 2, lambda: [psutil.Process(pid).terminate() for pid in pids]
-    )
-    with pytest.raises(ddip.DdipError):
-        group.run(f"""
-            touch = lambda: pathlib.Path({str(tmp_path)!r}, f"step-{{rank}}").touch()
-            L.Trainer(max_epochs=-1, callbacks=[Once("on_train_batch_end", touch)], **NOTHING).fit(Net(), loader)
-        """)
-    stop.join()
-    group.close()
-    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+def test_a_rank_keeps_its_own_way_to_end(cells: ddip.Group) -> None:
+    cells.run("""
+        import signal
+        before, during = signal.getsignal(signal.SIGTERM), []
+        note = Once("on_train_batch_end", lambda: during.append(signal.getsignal(signal.SIGTERM)))
+        L.Trainer(max_epochs=1, callbacks=[note], **NOTHING).fit(Net(), loader)
+        assert during == [before] == [signal.getsignal(signal.SIGTERM)]
+    """)
 
 
 # -- in this process
@@ -444,12 +436,13 @@ def app() -> Any:
 def test_what_is_taken_out_is_as_it_was(app: Any) -> None:
     import lightning
     from lightning.pytorch.trainer import call
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
     from lightning.pytorch.tuner import Tuner, lr_finder
 
     from ddip.apps import patches
 
     def all_of_them() -> list[Any]:
-        owners = [lightning.Trainer, lightning.Fabric, call, Tuner, lr_finder._LRCallback]
+        owners = [lightning.Trainer, lightning.Fabric, call, Tuner, lr_finder._LRCallback, _SignalConnector]
         return [dict(vars(owner)) for owner in owners]
 
     before = all_of_them()
@@ -478,6 +471,7 @@ def test_the_gpu_of_a_rank_is_at_its_place_in_lightnings_list(app: Any) -> None:
 def test_what_of_lightning_is_private_is_as_it_was_known(app: Any) -> None:
     import inspect
 
+    import lightning
     from lightning.fabric.wrappers import _FabricOptimizer
     from lightning.pytorch.trainer import call
     from lightning.pytorch.tuner import lr_finder
@@ -488,4 +482,6 @@ def test_what_of_lightning_is_private_is_as_it_was_known(app: Any) -> None:
     assert list(inspect.signature(lr_finder._try_loop_run).parameters) == ["trainer", "params"]
     assert "_try_loop_run(trainer, params)" in inspect.getsource(lr_finder._lr_find)
     assert "progress_bar_refresh_rate" in inspect.getsource(lr_finder._LRCallback.on_train_batch_start)
+    assert callable(vars(lr_finder)["__lr_finder_restore_params"])
     assert "step" in vars(_FabricOptimizer)
+    assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(lightning.Trainer._run)

@@ -2,7 +2,8 @@
 
 In Lightning 2.6 they end with SystemExit after an interrupt, and may leave SIGINT ignored. A Trainer counts epochs and
 steps on each rank for itself: those that a fault has left behind would leave the others waiting in the next run. What
-ends in a validation leaves the model in eval mode, in which the next ``fit`` would train it.
+ends in a validation leaves the model in eval mode, in which the next ``fit`` would train it. Their handler of SIGTERM,
+with which ranks are ended, waits in a collective.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ _failed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def apply() -> None:
-    """Of the Trainer's public methods."""
+    """Of the Trainer's public methods, and of its private signal handlers."""
     for module in modules("pytorch"):
         for name in RUNS:
             patches.patch(module.Trainer, name, _guarded(getattr(module.Trainer, name)))
+    for module in modules("pytorch.trainer.connectors.signal_connector"):
+        patches.patch(module._SignalConnector, "register_signal_handlers", lambda self: None)
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
