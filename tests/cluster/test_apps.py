@@ -148,11 +148,14 @@ def test_nothing_is_called_for_an_app_that_does_not_ask_for_it(group: ddip.Group
 
 
 def test_an_app_can_have_the_group_formed_again_after_a_cell(tmp_path: Path) -> None:
-    app = APP + """
+    app = (
+        APP
+        + """
 def end_cell(error):
     from ddip.rank import process_group
     if error is not None and dist.get_rank() == 1: process_group.give_up()
 """
+    )
     with an_app(tmp_path, app), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         group.run("x = 1")
         with pytest.raises(CellError, match="mine"):

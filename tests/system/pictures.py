@@ -35,6 +35,25 @@ torch.distributed.all_reduce(loss)""",
 ]
 
 
+TRAINER = [
+    "%load_ext ddip\n%makedip -n 2 -a hf\n%autodip on",
+    """%xmode Minimal
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(32, (256, 16))]
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.01, logging_steps=8, save_strategy="no"
+)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+class Watch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if rank == 1 and state.global_step == 12: raise ValueError("a batch of rank 1 cannot be used")""",
+    "trainer.add_callback(Watch)\ntrainer.train()",
+    "trainer.remove_callback(Watch)\ntrainer.train()",
+]
+
+
 def main(folder: Path) -> None:
     """Run a notebook and take pictures of its cells."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +73,12 @@ def main(folder: Path) -> None:
         lab.run(3)
         lab.output(3).locator("label.ddip-rank").last.click()
         _take(lab, 3, folder / "error.png")
+        lab.start("trainer.ipynb", TRAINER, 0)
+        lab.page.keyboard.press("Control+b")
+        for number in range(1, len(TRAINER)):
+            lab.run(number)
+        _take(lab, 2, folder / "trainer_error.png")
+        _take(lab, 3, folder / "trainer_again.png")
 
 
 def _take(lab: Lab, number: int, path: Path) -> None:
