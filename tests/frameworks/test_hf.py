@@ -370,9 +370,12 @@ def test_a_rank_maps_by_itself_where_the_first_one_does_not(group: ddip.Group, t
     """)
     group.run("""
         import torch.distributed as dist
+        from ddip.apps.hf import files
+        patience, files.PATIENCE = files.PATIENCE, 0.5
         if rank == 1:
             data = data.map(lambda row: {"much": row["number"] + 2})
         dist.barrier()
+        files.PATIENCE = patience
     """)
     group.run("seen = sorted(data.column_names)")
     assert found(group, "seen") == [["number"], ["more", "much", "number"]]
@@ -436,6 +439,14 @@ def test_a_file_is_downloaded_once_and_what_fails_on_the_first_rank_fails_on_all
         """)
         assert found(group, "seen") == [7, 7] and found(group, "missing") == [True, True]
         assert len([path for path in hub.asked if path.endswith("config.json")]) == 1
+        group.run("""
+            import time
+            began = time.monotonic()
+            for number in range(3):
+                hf_hub_download("someone/model", f"{rank}{number}/config.json")  # each rank its own
+            quick = time.monotonic() < began + 15  # nobody waits for what the other does not do
+        """)
+        assert found(group, "quick") == [True, True]
         assert len([path for path in hub.asked if path.endswith("nothing.json")]) <= 1
 
 

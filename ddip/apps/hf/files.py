@@ -15,7 +15,7 @@ from typing import Any
 from ddip.apps import patches
 from ddip.apps.once import once_a_host
 
-PATIENCE = 5.0
+PATIENCE = 20.0
 """Seconds until a rank does it itself, where the first one of the host does something else, and may wait for it."""
 FORCED = ("force_download", "download_mode")
 DOWNLOADS = {
@@ -36,10 +36,10 @@ def apply() -> None:
         patches.patch(datasets.Dataset, "map", _mapped(datasets.Dataset.map, datasets.is_caching_enabled))
 
 
-def _once(what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
+def _once(kind: str, what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
     if threading.current_thread() is not threading.main_thread():  # nothing is in order between threads of two ranks
         return fetch()
-    return once_a_host(what, fetch, found, PATIENCE, same_error=True)
+    return once_a_host(f"{kind}({what})", fetch, found, PATIENCE, same_error=True, kind=kind)
 
 
 def _downloaded(download: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def _downloaded(download: Callable[..., Any]) -> Callable[..., Any]:
 
         if kwargs.get("dry_run") or kwargs.get("local_files_only"):
             return download(*args, **kwargs)
-        return _once(f"{download.__name__}({args[:2]})", lambda: download(*args, **kwargs), found)
+        return _once(download.__name__, f"{args[:2]}", lambda: download(*args, **kwargs), found)
 
     return download_once
 
@@ -68,7 +68,7 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("streaming"):
             return load(*args, **kwargs)
         cached = {name: value for name, value in kwargs.items() if name not in FORCED}
-        return _once(f"load_dataset({args[:2]})", lambda: load(*args, **kwargs), lambda: load(*args, **cached))
+        return _once("load_dataset", f"{args[:2]}", lambda: load(*args, **kwargs), lambda: load(*args, **cached))
 
     return load_once
 
@@ -81,6 +81,8 @@ def _mapped(apply_to: Callable[..., Any], is_caching_enabled: Callable[[], bool]
         if not in_file or kwargs.get("keep_in_memory"):
             return apply_to(self, *args, **kwargs)
         cached = {**kwargs, "load_from_cache_file": True}
-        return _once("Dataset.map", lambda: apply_to(self, *args, **kwargs), lambda: apply_to(self, *args, **cached))
+        return _once(
+            "Dataset.map", "", lambda: apply_to(self, *args, **kwargs), lambda: apply_to(self, *args, **cached)
+        )
 
     return map_once
