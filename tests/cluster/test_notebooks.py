@@ -18,7 +18,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 LESSONS = {path: path.stem for path in NOTEBOOKS if path.stem.startswith("fastai_")}
-FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith(("hf_", "course_"))]
+FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith(("hf_", "course_", "lightning"))]
 """They need packages that ``make test`` does not install; ``tests/frameworks`` runs them."""
 OTHERS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.grid)

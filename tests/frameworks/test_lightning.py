@@ -182,9 +182,18 @@ def test_what_cannot_be_says_what_to_type(cells: ddip.Group, code: str, said: st
 
 
 def test_a_trainer_in_a_cell_on_one_rank_trains_alone(cells: ddip.Group) -> None:
-    cells.run("everybody = L.Trainer(max_epochs=1, **NOTHING)")
+    cells.run("""
+        from torchmetrics import MeanMetric
+        everybody = L.Trainer(max_epochs=1, **NOTHING)
+        mean = MeanMetric()
+        mean.update(float(rank))
+        assert mean.compute() == 0.5
+        mean.reset()
+    """)
     cells.run(
         """
+        mean.update(float(rank))
+        assert mean.compute() == 1
         trainer, net = L.Trainer(max_epochs=1, **NOTHING), Net()
         trainer.fit(net, loader)
         assert trainer.world_size == 1 and len(net.losses) == 40

@@ -2,7 +2,7 @@
 
 In Lightning 2.6, on the CPU, they would mean one process: each rank would train alone. On GPUs they would mean all
 that there are, and not those of the group. Strategies that start processes of their own say what to use instead.
-In a cell on some ranks only, each trains alone.
+In a cell on some ranks only, each trains alone, and its metrics (torchmetrics 1.9) do not wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torchmetrics import metric
 
 from ddip.apps import patches
 from ddip.apps.lightning.packages import modules
@@ -48,6 +49,15 @@ def apply() -> None:
         patches.patch(module.Fabric, "__init__", _knowing("Fabric", module.Fabric.__init__))
         for name in FABRIC:
             patches.patch(module.Fabric, name, _of_these_ranks(getattr(module.Fabric, name)))
+    patches.patch(metric, "jit_distributed_available", _with_all(metric.jit_distributed_available))
+
+
+def _with_all(is_distributed: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(is_distributed)
+    def is_with_all() -> bool:
+        return current.is_everywhere() and is_distributed()
+
+    return is_with_all
 
 
 def _knowing(what: str, init: Callable[..., None]) -> Callable[..., None]:
