@@ -64,7 +64,7 @@ def _unpacked(data: torch.Tensor) -> Copy:
 
 @dataclass
 class Pair:
-    """The copies of one step: this rank's own, and that of the rank before it."""
+    """The copies of one step: this rank's own, and that of its partner."""
 
     own: Copy = field(default_factory=Copy)
     spare: Copy = field(default_factory=Copy)
@@ -92,11 +92,15 @@ def from_one(rank: int, value: Any) -> Any:
     return values[0]
 
 
-def of_the_rank_before(own: Copy) -> Copy:
-    """Give this rank's copy to the next one; returns that of the one before."""
+def of_the_partner(own: Copy) -> Copy:
+    """Give this rank's copy to the rank half the group further; returns that of the rank half the group before.
+
+    So the first half of the ranks holds all of a group that gets smaller, and on two hosts each holds all of the other.
+    """
     rank, size, data = dist.get_rank(), dist.get_world_size(), own.packed()
-    theirs = torch.empty(from_all(data.numel())[rank - 1], dtype=torch.uint8)
-    works = [dist.isend(data, (rank + 1) % size), dist.irecv(theirs, (rank - 1) % size)]
+    partner = (rank - size // 2) % size
+    theirs = torch.empty(from_all(data.numel())[partner], dtype=torch.uint8)
+    works = [dist.isend(data, (rank + size // 2) % size), dist.irecv(theirs, partner)]
     for work in works:
         assert work is not None
         work.wait()

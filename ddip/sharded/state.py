@@ -1,6 +1,6 @@
 """``ddip.dist_state``: a sharded model and its optimizer after their last complete step, in the memory of the hosts.
 
-    save       all ranks meet; each copies its parts over its older copy, and gets those of the rank before it
+    save       all ranks meet; each copies its parts over its older copy, and gets those of its partner
     restore    the latest step of which all parts are there, on whatever ranks: each takes its own, or what the others
                have of it
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ddip.sharded.copies import Copy, Pair, from_all, from_one, of_the_rank_before
+from ddip.sharded.copies import Copy, Pair, from_all, from_one, of_the_partner
 from ddip.sharded.layout import Layout, fill
 
 __all__ = ["DistState", "dist_state"]
@@ -30,8 +30,8 @@ NOTHING = (
     "nothing is kept"
 )
 MISSING = (
-    "dist_state: what is kept as {name!r} is not complete: {why}. Load the model from a checkpoint, or begin it anew; "
-    "dist_state({name!r}).forget() forgets what is left"
+    "dist_state: what is kept as {name!r} is not complete: {why}. Load the model from a checkpoint; or call forget(), "
+    "and begin anew"
 )
 FSDP1 = "dist_state: FullyShardedDataParallel (FSDP1) keeps its parameters in its own way; take fully_shard (FSDP2)"
 ZERO = (
@@ -75,7 +75,7 @@ def dist_state(
         One for each of several states in a session.
     spare
         Keep the parts of one more rank on each: then nothing is lost when a rank ends and ``%makedip --repair`` puts a
-        new one in its place, or when the group gets smaller by one.
+        new one in its place, or when the group gets smaller, by half of it at most.
     """
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -101,7 +101,7 @@ class DistState:
 
     def __repr__(self) -> str:
         step, size = self.step, sum(part.values.nbytes for one in self._copies() for part in one.parts.values())
-        return f"<dist_state {self._name!r}: {'nothing kept' if step is None else f'step {step}'}, {size / 1e6:.1f} MB>"
+        return f"<dist_state {self._name!r}: {'nothing kept' if step is None else f'step {step}'}, {size / 1e6:.3g} MB>"
 
     @property
     def step(self) -> int | None:
@@ -135,7 +135,7 @@ class DistState:
         own.keep(tensors)
         own.step, own.rank, own.size, own.serial = step, dist.get_rank(), dist.get_world_size(), serial
         if self._spare and own.size > 1:
-            pair.spare = of_the_rank_before(own)
+            pair.spare = of_the_partner(own)
 
     def _contents(self) -> tuple[dict[str, torch.Tensor], Any]:
         """All tensors by name, and the rest."""
