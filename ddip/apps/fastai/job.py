@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fastai.learner import Learner
-from fastai.torch_core import find_bs, to_detach, to_device
+from fastai.torch_core import item_find, to_detach, to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -229,8 +229,9 @@ class Job:
 
 
 def _size(learn: Learner) -> float:
-    """How many items the batch has."""
-    return float(find_bs(learn.yb if len(learn.yb) else learn.xb))
+    """How many items the batch has, if that can be told."""
+    shape = getattr(item_find(learn.yb if len(learn.yb) else learn.xb), "shape", ())
+    return float(shape[0]) if len(shape) else 1.0
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
