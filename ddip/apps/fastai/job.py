@@ -230,8 +230,8 @@ class Job:
 
 def _size(learn: Learner) -> float:
     """How many items the batch has, if that can be told."""
-    shape = getattr(item_find(learn.yb if len(learn.yb) else learn.xb), "shape", ())
-    return float(shape[0]) if len(shape) else 1.0
+    first = item_find(learn.yb if len(learn.yb) else learn.xb)
+    return float(first.shape[0]) if getattr(first, "ndim", 0) else 1.0
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
