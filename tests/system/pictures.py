@@ -43,7 +43,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(32, (256, 16))]
 arguments = TrainingArguments(
-    "out", per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.01, logging_steps=8, save_strategy="no"
+    "out", per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.01, logging_steps=8, save_strategy="no",
+    ddp_find_unused_parameters=False
 )
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
 class Watch(TrainerCallback):
