@@ -18,7 +18,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "ddip_page
 exclude_patterns = ["_ext"]
 nb_execution_mode = "off"
 nb_merge_streams = True
-suppress_warnings = ["mystnb.mime_type"]
+suppress_warnings = ["mystnb.mime_type", "myst.header"]  # notebooks of others keep their headings
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
@@ -32,9 +32,9 @@ smartquotes = False
 # No inventory of another site is asked for: the build needs no network.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections\.abc|typing|types|IPython)\..*"),
+    ("py:.*", r"(collections\.abc|typing|types|IPython|torch)\..*"),
     ("py:class", r"(ddip\.output\.progress\.)?Report|(ddip\.output\.display_options\.)?DisplayOptions"),
-    ("py:class", r"ddip\.call\.torchddp\.T"),
+    ("py:class", r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport"),
 ]
 
 html_theme = "furo"
