@@ -18,7 +18,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "ddip_page
 exclude_patterns = ["_ext"]
 nb_execution_mode = "off"
 nb_merge_streams = True
-suppress_warnings = ["mystnb.mime_type", "myst.header"]  # notebooks of others keep their headings
+suppress_warnings = ["mystnb.mime_type"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
