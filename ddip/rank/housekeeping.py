@@ -13,6 +13,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +140,31 @@ def collect_garbage() -> None:
     bar: it makes one more iterator than it uses.
     """
     children = multiprocessing.active_children()  # reaps what has ended since
+    ended: list[BaseProcess] = []
+    for child in children:
+        vars(child)["terminate"] = partial(_terminate, child, ended)
     patience, data.MP_STATUS_CHECK_INTERVAL = data.MP_STATUS_CHECK_INTERVAL, WORKER_SECONDS
     try:
         gc.collect()
     finally:
         data.MP_STATUS_CHECK_INTERVAL = patience
         for child in children:
-            if not child.is_alive() and get_sharing_strategy() == "file_descriptor":
-                _remove_shared_memory(child.pid)
+            vars(child).pop("terminate", None)
+        for child in ended:
+            _remove_shared_memory(child)
 
 
-def _remove_shared_memory(pid: int | None) -> None:
+def _terminate(worker: BaseProcess, ended: list[BaseProcess]) -> None:
+    ended.append(worker)
+    type(worker).terminate(worker)
+
+
+def _remove_shared_memory(worker: BaseProcess) -> None:
     """What this worker has not passed on: torch makes a file, opens and removes it; it may have been ended between."""
-    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
-        path.unlink(missing_ok=True)
+    if get_sharing_strategy() == "file_descriptor":
+        worker.join(TIDY_SECONDS)
+        for path in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _set_threads(count: int) -> None:

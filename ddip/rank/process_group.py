@@ -65,6 +65,8 @@ _formed: dist.ProcessGroup | None = None
 _released = False
 _is_given_up = False
 """Has an app asked for the group to be formed again, in the cell that runs?"""
+_gone: Going | None = None
+"""What went with the groups that this rank has left since its last cell; the next one may have failed to form."""
 _joins = threading.Event()
 """Has this rank begun to join another group since the last release?"""
 _is_cut_off = False
@@ -146,8 +148,8 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 
 def begin_cell() -> None:
     """Put back what is missing of the names that a cell may use: ``%reset -f`` has taken them away."""
-    global _is_cut_off, _is_given_up
-    _is_cut_off = _is_given_up = False
+    global _is_cut_off, _is_given_up, _gone
+    _is_cut_off, _is_given_up, _gone = False, False, None
     gpu.begin_cell()
     names = namespace()
     for name, value in _standing.items():
@@ -269,18 +271,19 @@ def leave() -> Going:
 
     Returns what goes with it. Raises RuntimeError if nccl does not let go of the GPU.
     """
-    global _formed
+    global _formed, _gone
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
     _formed = None
-    going: Going = {
+    before = _gone or {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
+    _gone = {
         "wrappers": wrappers.retire(),
-        "meshes": meshes.retire(),
-        "subgroups": c10d.subgroups(),
-        "rpc": rpc.leave(),
+        "meshes": before["meshes"] + meshes.retire(),
+        "subgroups": before["subgroups"] + c10d.subgroups(),
+        "rpc": rpc.leave() or before["rpc"],
     }
     c10d.forget()
-    return going
+    return _gone
 
 
 def give_up() -> None:
