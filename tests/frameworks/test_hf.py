@@ -104,6 +104,21 @@ def test_what_accelerate_knows_of_the_group_follows_it(warmed_up: None) -> None:
         assert [of_rank["seen"] for of_rank in group.pull_all(["seen"], range(3))[0]] == [[3, "no"]] * 3
 
 
+def test_a_trainer_trains_again_in_a_group_of_other_ranks(warmed_up: None, tmp_path: Path) -> None:
+    with ddip.Group(3, app="hf") as group:
+        group.run(SET_UP)
+        group.run(f"trainer = make({str(tmp_path)!r})\ntrainer.train()")
+        group.change(Request(2))
+        group.run("""
+            trainer.train()
+            new = make("none")
+            new.train()
+            same = history(trainer, "loss") == history(new, "loss")
+            seen = [trainer.args.world_size, trainer.state.global_step, same]
+        """)
+        assert found(group, "seen") == [[2, 20, True]] * 2
+
+
 def test_end_training_leaves_the_group_and_the_model_to_the_next_cell(group: ddip.Group) -> None:
     group.run("""
         accelerator = Accelerator()

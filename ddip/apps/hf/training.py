@@ -2,7 +2,8 @@
 
 transformers 5.23 leaves it as in training, with the bars of the step that failed: the next evaluation would count on in
 them. The hooks of NEFTune would be there twice, and the gradients keep their memory. A wrapper that cannot go on in the
-next group, such as one that was compiled, is made again by ``train``.
+next group, such as one that was compiled, is made again by ``train``, and so is the Accelerator of a group of other
+ranks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         was_in_train = self.is_in_train
+        _take_place(self)
         _unwrap_if_lost(self)
         try:
             return method(self, *args, **kwargs)
@@ -44,6 +46,14 @@ def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return run
+
+
+def _take_place(trainer: Any) -> None:
+    """Where the ranks have joined another group since, and have no Accelerator yet: in that one from here on."""
+    if not sys.modules["accelerate.state"].AcceleratorState._shared_state:
+        vars(trainer.args).pop("_setup_devices", None)  # what they were in the former
+        assert trainer.args.device  # it asks for them anew
+        trainer.create_accelerator_and_postprocess()
 
 
 def _unwrap_if_lost(trainer: Any) -> None:
