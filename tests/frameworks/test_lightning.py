@@ -431,6 +431,17 @@ def test_a_rank_keeps_its_own_way_to_end(cells: ddip.Group) -> None:
     """)
 
 
+def test_an_environment_of_lightnings_own_takes_nothing_from_the_ranks(cells: ddip.Group) -> None:
+    cells.run("""
+        from lightning.pytorch.plugins.environments import LightningEnvironment
+        trainer = L.Trainer(max_epochs=1, plugins=[LightningEnvironment()], **NOTHING)
+        trainer.fit(net := Net(), loader)
+        assert os.environ["WORLD_SIZE"] == "2" and trainer.world_size == 2 and len(net.losses) == 20
+        L.Trainer(max_epochs=1, **NOTHING).fit(net := Net(), loader)
+        assert same(net)
+    """)
+
+
 # -- in this process
 
 

@@ -3,13 +3,14 @@
 In Lightning 2.6 they end with SystemExit after an interrupt, and may leave SIGINT ignored. A Trainer counts epochs and
 steps on each rank for itself: those that a fault has left behind would leave the others waiting in the next run. What
 ends in a validation leaves the model in eval mode, in which the next ``fit`` would train it. Their handler of SIGTERM,
-with which ranks are ended, waits in a collective.
+with which ranks are ended, waits in a collective, and LightningEnvironment takes WORLD_SIZE away.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,10 +49,10 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             _level(self)
         model = args[0] if args else kwargs.get("model", self.lightning_module)
         modes = {part: part.training for part in _parts(model)}
-        _failed.add(self)
         try:
             result = _stoppable(method, self, *args, **kwargs)
         except BaseException:
+            _failed.add(self)
             for part in _parts(model):
                 part.training = modes.get(part, True)  # those that the run has made were made to be trained
             raise
@@ -68,7 +69,7 @@ def _parts(model: Any) -> list[torch.nn.Module]:
 
 
 def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    handler = signal.getsignal(signal.SIGINT)
+    handler, size = signal.getsignal(signal.SIGINT), os.environ["WORLD_SIZE"]
     try:
         return method(*args, **kwargs)
     except SystemExit as end:
@@ -77,6 +78,7 @@ def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         signal.signal(signal.SIGINT, handler)
+        os.environ["WORLD_SIZE"] = size
 
 
 # -- after a fault
