@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,23 +41,21 @@ class Copy:
         former, self.parts = self.parts, {}
         for name, tensor in tensors.items():
             local, layout = local_of(tensor), Layout.of(tensor)
-            held = former[name].values if name in former else None
-            if held is not None and held.shape == local.shape and held.dtype == local.dtype:
-                held.copy_(local)
-            else:
-                held = local.to("cpu", copy=True)
-            self.parts[name] = Part(layout.place, layout.placements, held)
+            values = _room(former.get(name), local.shape, local.dtype)
+            values.copy_(local)
+            self.parts[name] = Part(layout.place, layout.placements, values)
 
-    def packed(self) -> torch.Tensor:
-        """As bytes."""
-        file = io.BytesIO()
-        torch.save(vars(self), file)
-        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    def outline(self) -> Copy:
+        """The same, without a number: with parts that take no memory."""
+        parts = {name: replace(part, values=part.values.to("meta")) for name, part in self.parts.items()}
+        return replace(self, serial=None, parts=parts)
 
 
-def _unpacked(data: torch.Tensor) -> Copy:
-    packed = ctypes.string_at(data.data_ptr(), data.numel())
-    return Copy(**torch.load(io.BytesIO(packed), weights_only=False))
+def _room(former: Part | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """For values on the CPU: those of the `former` part, if they fit."""
+    if former is not None and former.values.shape == shape and former.values.dtype == dtype:
+        return former.values
+    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass
@@ -92,16 +88,26 @@ def from_one(rank: int, value: Any) -> Any:
     return values[0]
 
 
-def of_the_partner(own: Copy) -> Copy:
-    """Give this rank's copy to the rank half the group further; returns that of the rank half the group before.
+def of_the_partner(own: Copy, former: Copy) -> Copy:
+    """Give this rank's copy to the rank half the group further; returns that of the rank half the group before, in the
+    place of the `former` one.
 
     So the first half of the ranks holds all of a group that gets smaller, and on two hosts each holds all of the other.
     """
-    rank, size, data = dist.get_rank(), dist.get_world_size(), own.packed()
-    partner = (rank - size // 2) % size
-    theirs = torch.empty(from_all(data.numel())[partner], dtype=torch.uint8)
-    works = [dist.isend(data, (rank + size // 2) % size), dist.irecv(theirs, partner)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    to, partner = (rank + size // 2) % size, (rank - size // 2) % size
+    theirs: Copy = from_all(own.outline())[partner]
+    for name, part in theirs.parts.items():
+        part.values = _room(former.parts.get(name), part.values.shape, part.values.dtype)
+    works = [dist.isend(data, to, tag=tag) for tag, data in enumerate(_bytes(own))]
+    works += [dist.irecv(data, partner, tag=tag) for tag, data in enumerate(_bytes(theirs))]
     for work in works:
         assert work is not None
         work.wait()
-    return _unpacked(theirs)
+    theirs.serial = own.serial
+    return theirs
+
+
+def _bytes(one: Copy) -> list[torch.Tensor]:
+    """The values of its parts, as bytes in the same memory; of those that have some."""
+    return [part.values.reshape(-1).view(torch.uint8) for part in one.parts.values() if part.values.numel()]

@@ -135,7 +135,7 @@ class DistState:
         own.keep(tensors)
         own.step, own.rank, own.size, own.serial = step, dist.get_rank(), dist.get_world_size(), serial
         if self._spare and own.size > 1:
-            pair.spare = of_the_partner(own)
+            pair.spare = of_the_partner(own, pair.spare)
 
     def _contents(self) -> tuple[dict[str, torch.Tensor], Any]:
         """All tensors by name, and the rest."""
@@ -173,7 +173,7 @@ class DistState:
         if mine:
             one = next(iter(mine.values()))
             told = one.step, {name: (part.place.whole, part.placements) for name, part in one.parts.items()}, one.rest
-        step, saved, (groups, others) = from_one(min(holders.values()), told)
+        step, saved, (groups, others) = copy.deepcopy(from_one(min(holders.values()), told))
         layouts = self._layouts(saved, groups)
         found = self._found(layouts, mine, holders)
         self._load({name: layouts[name].tensor(part) for name, part in found.items()}, groups)
@@ -253,7 +253,9 @@ class DistState:
         self._model.load_state_dict({name: tensors.get(f"model.{name}", value) for name, value in model.items()})
         if self._optimizer is not None:
             for number, values in groups["state"].items():
-                values |= {key: tensors[f"optimizer.{number}.{key}"] for key, value in values.items() if value is None}
+                for key in values:
+                    if f"optimizer.{number}.{key}" in tensors:
+                        values[key] = tensors[f"optimizer.{number}.{key}"].clone()  # steps change it in place
             self._optimizer.load_state_dict(groups)
 
 

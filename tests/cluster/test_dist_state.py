@@ -162,9 +162,9 @@ def test_a_fault_within_save_leaves_the_step_before(ranks: ddip.Group) -> None:
         ranks.run("""
             from ddip.sharded import state as ours
             exchange = ours.of_the_partner
-            def planted(own):
+            def planted(*copies):
                 if rank == 1: raise ValueError("planted")
-                return exchange(own)
+                return exchange(*copies)
             ours.of_the_partner = planted
             step(4)
             state.save()
@@ -175,6 +175,49 @@ def test_a_fault_within_save_leaves_the_step_before(ranks: ddip.Group) -> None:
         first = state.restore()
         losses = train(first, 8)
         assert first in (4, 5) and losses == expected[first:], (first, losses, expected)
+    """)
+
+
+def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
+    begin(ranks, "fsdp")
+    ranks.run("""
+        make(fsdp)
+        state.restore()
+        values = [part.values for one in state._copies() for part in one.parts.values()]
+        before, rest = [value.clone() for value in values], repr([one.rest for one in state._copies()])
+        step(4)
+        assert len(values) > 40 and all(map(torch.equal, values, before))
+        assert repr([one.rest for one in state._copies()]) == rest
+    """)
+
+
+def test_what_an_optimizer_has_no_value_for_is_left_so(ranks: ddip.Group) -> None:
+    """SGD has a buffer of momentum that is None; a parameter may be shared, or frozen."""
+    ranks.run("""
+        def make_tied():
+            global model, opt, state
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1), nn.Linear(1, 1))
+            model[1].weight = model[0].weight
+            model[3].requires_grad_(False)
+            fully_shard(model)
+            opt = torch.optim.SGD(model.parameters(), 0.1)
+            state = ddip.dist_state(model, opt)
+        def steps(first, last):
+            for number in range(first, last):
+                opt.zero_grad()
+                loss = model(torch.randn(4, 5, generator=torch.Generator().manual_seed(number))).square().mean()
+                loss.backward()
+                opt.step()
+                state.save(number + 1)
+            return loss.item()
+        make_tied()
+        expected = steps(0, 4)
+        state.forget()
+        make_tied()
+        steps(0, 2)
+        make_tied()
+        assert steps(state.restore(), 4) == expected
     """)
 
 
