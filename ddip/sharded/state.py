@@ -54,7 +54,7 @@ def dist_state(
     """On all ranks: keep `model` and `optimizer`, step by step, in the memory of the hosts, and bring them back.
 
     For models whose parameters are sharded: FSDP2 (``fully_shard``), tensor parallel (``parallelize_module``), or both;
-    DDP and plain models work, too.
+    DDP and plain models work, too::
 
         state = ddip.dist_state(model, optimizer)
         for step in range(state.restore(default=0), 1000):
@@ -105,7 +105,7 @@ class DistState:
 
     @property
     def step(self) -> int | None:
-        """The latest that this rank has a copy of; None: it has none."""
+        """The latest step that this rank has a copy of, or None."""
         latest = max(self._copies(), key=lambda one: one.serial or 0, default=None)
         return None if latest is None else latest.step
 
