@@ -262,7 +262,7 @@ def _disconnect(connections: list[Ends]) -> None:
     takes that for a failure."""
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
     with descriptors.spare(1):
-        sockets.shut_down(connections, setup.ports() | stores.ports())
+        sockets.shut_down([*connections, *sockets.to_itself(stores.ports())], setup.ports())
         setup.free()
 
 

@@ -78,6 +78,13 @@ def connections() -> list[Ends]:
     return [ends for _, ends in _connected()]
 
 
+def to_itself(ports: Collection[int]) -> list[Ends]:
+    """The connections that this process has with itself at one of its `ports`, by both ends."""
+    table = connections()
+    back = {(*ends[2:], *ends[:2]) for ends in table}
+    return [ends for ends in table if ends in back and (ends[1] in ports or ends[3] in ports)]
+
+
 def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
     """Shut down those of this process's `connections`, and all that came in at its `ports`; returns how many.
 

@@ -86,7 +86,7 @@ def _connect(method: Method, released: Callable[[], bool]) -> Method:
 
 
 def ports() -> set[int]:
-    """At which this rank serves the stores that others, and it itself, wait in."""
+    """At which this rank has served stores: it waits in them itself, through connections of its own."""
     return set(_served)
 
 
