@@ -155,7 +155,8 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=work)
         try:
-            wait_for(lambda: _answers(url) or server.poll() is not None, "the server")
+            # 90 s: other tests may keep both cores busy
+            wait_for(lambda: _answers(url) or server.poll() is not None, "the server", 90)
             assert server.poll() is None, (folder / "server.log").read_text()
             with sync_playwright() as playwright:
                 browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(CHROMIUM))
