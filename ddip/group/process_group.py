@@ -259,6 +259,8 @@ class ProcessGroupManager:
         elif all(report["state"] == "ours" for report in told.values()):
             self._level_groups([report["groups"] for report in told.values()])
             self._take_steps({rank: report["begun"] for rank, report in told.items()}, failed, unmatched)
+            if failed and len(told) == size and len({report["changes"] for report in told.values()}) > 1:
+                self.healthy = False  # one rank has taken a step that another has not
         else:
             self.healthy = len(told) == size and all(_fits(report, rank, size) for rank, report in told.items())
             if self.healthy:

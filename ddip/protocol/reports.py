@@ -160,6 +160,8 @@ class CellReport(Released, total=False):
     begun: Begun
     groups: int
     """How many groups it has made."""
+    changes: int
+    """How often the cell has written to parameters of DDPs."""
     fault: str
     """Why it cannot tell."""
     at: float

@@ -24,6 +24,7 @@ from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec, has_nccl
 from ddip.protocol.reports import CellReport, Ends, Going
 from ddip.rank import (
     c10d,
+    changes,
     collectives,
     descriptors,
     init_in_cells,
@@ -151,6 +152,7 @@ def begin_cell() -> None:
     global _is_cut_off, _is_given_up, _gone
     _is_cut_off, _is_given_up, _gone = False, False, None
     gpu.begin_cell()
+    changes.begin_cell()
     names = namespace()
     for name, value in _standing.items():
         names.setdefault(name, value)
@@ -298,7 +300,7 @@ def report() -> CellReport:
     ``released``: whether the notebook has released it, or an app has given it up. ``state``: ``ours`` if it is the
     group that this rank has joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this
     rank's place in it. ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many
-    groups it has made.
+    groups it has made. ``changes``: how often DDPs' parameters were written to.
     """
     now = c10d.world()
     told: CellReport = {"released": _released or _is_given_up, "state": "none"}
@@ -306,7 +308,13 @@ def report() -> CellReport:
         return told
     if now is not _formed:
         return {**told, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
-    return {**told, "state": "ours", "begun": collectives.begun(), "groups": c10d.groups_made()}
+    return {
+        **told,
+        "state": "ours",
+        "begun": collectives.begun(),
+        "groups": c10d.groups_made(),
+        "changes": changes.count(),
+    }
 
 
 def is_released(error: BaseException) -> bool:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddip.protocol.reports import OptimizerState, Revived
-from ddip.rank import c10d
+from ddip.rank import c10d, changes
 from ddip.rank.checksum import checksum
 from ddip.rank.housekeeping import collect_garbage
 
@@ -88,6 +88,7 @@ def _number(module: torch.nn.Module, name: str, part: Any) -> None:
     if name == "module" and isinstance(module, DistributedDataParallel) and _is_over_the_world(module):
         trained = frozenset(name for name, parameter in part.named_parameters() if parameter.requires_grad)
         _made[module] = _Made(next(_next), trained)
+        changes.watch(module, part)
 
 
 def _is_over_the_world(wrapper: torch.nn.Module) -> bool:
@@ -141,6 +142,7 @@ def is_lost(module: torch.nn.Module) -> bool:
 def drop(wrapper: torch.nn.Module) -> None:
     """Be done with a wrapper of ddip's own: its hooks on the parameters go now, and not when it is collected."""
     _dropped.add(wrapper)
+    changes.forget(wrapper)
     for name in ("reducer", "logger"):
         wrapper.__dict__.pop(name, None)
 

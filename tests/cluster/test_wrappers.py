@@ -76,9 +76,11 @@ def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
 def test_workers_of_a_loader_that_the_failed_cell_has_left_hold_up_no_group(cells: ddip.Group) -> None:
     """In a cycle; they look for the end of their loader once an hour."""
     cells.run("""
+        import gc
         from torch.utils.data import DataLoader, _utils
         wrapper, usual = DDP(network(0)), _utils.MP_STATUS_CHECK_INTERVAL
         _utils.MP_STATUS_CHECK_INTERVAL = 3600.0
+        gc.disable()  # within the cell it would wait as torch does
         class Bar: pass
     """)
     fails(
@@ -92,7 +94,20 @@ def test_workers_of_a_loader_that_the_failed_cell_has_left_hold_up_no_group(cell
         dist.barrier()
     """,
     )
-    cells.run("_utils.MP_STATUS_CHECK_INTERVAL = usual\nwrapper(torch.ones(2, 2))", timeout=60)
+    cells.run("gc.enable()\n_utils.MP_STATUS_CHECK_INTERVAL = usual\nwrapper(torch.ones(2, 2))", timeout=60)
+
+
+def test_a_step_that_one_rank_has_taken_and_another_has_not_leaves_no_difference(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody waits for anybody there."""
+    cells.run("wrapper = DDP(network(0)); opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 0)")
+    fails(cells, "opt.step = opt.step if rank == 0 else None\nstep(wrapper, opt, 1)")
+    cells.run("assert same(wrapper)")
+    assert GOES_ON in capsys.readouterr().err
+    fails(cells, "opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 1); raise ValueError")
+    cells.run("assert same(wrapper)")
+    assert "formed again" not in capsys.readouterr().err  # they are at the same step
 
 
 WAYS = {

@@ -213,6 +213,7 @@ class ScriptedEngine:
             "size": self.size,
             "begun": self.begun,  # type: ignore[typeddict-item]
             "groups": self.groups,
+            "changes": 0,
             "at": time.time(),
             "seconds": time.time() - self._began,
         }

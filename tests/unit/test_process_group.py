@@ -27,12 +27,15 @@ class _Ranks:
         return dict.fromkeys(ranks, True if adopt else None)
 
 
-def report(state: str = "ours", released: bool = False, begun: int = 0, sends: int = 0) -> dict[str, Any]:
+def report(
+    state: str = "ours", released: bool = False, begun: int = 0, sends: int = 0, changes: int = 0
+) -> dict[str, Any]:
     return {
         "state": state,
         "released": released,
         "begun": {"default cpu": (begun, sends, None)},
         "groups": 1,
+        "changes": changes,
         "rank": 0,
         "size": 2,
     }
@@ -52,6 +55,9 @@ OTHER = [report("other"), {**report("other"), "rank": 1}]
         ([report(sends=1), report(sends=2)], True, False, False),
         ([report(sends=1), report(sends=2)], False, True, False),
         ([report(sends=1)], True, False, False),
+        ([report(changes=4), report(changes=8)], True, False, False),
+        ([report(changes=4), report(changes=8)], False, True, False),
+        ([report(changes=4)], True, True, False),
         ([report(), report(released=True)], True, False, False),
         ([report(), None], True, False, False),
         ([report("none"), report("none")], False, False, False),
