@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddip.protocol.reports import ShardsReport, TensorReport
 from ddip.rank import namespace
-from ddip.sharded.layout import DTensor, local_of
+from ddip.sharded.layout import DTensor, gathered, local_of
 
 
 def describe(name: str) -> ShardsReport:
@@ -35,8 +35,9 @@ def _tensors(model: torch.nn.Module) -> list[TensorReport]:
         if isinstance(module, DistributedDataParallel)
         for parameter in module.parameters()
     }
+    sharded = gathered(model)
     found = [
-        _described(name, parameter, "DDP" if id(parameter) in averaged else "plain")
+        _described(name, sharded.get(id(parameter), parameter), "DDP" if id(parameter) in averaged else "plain")
         for name, parameter in model.named_parameters()
     ]
     return [*found, *(_described(name, buffer, "plain, buffer") for name, buffer in model.named_buffers())]

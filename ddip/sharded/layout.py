@@ -90,3 +90,21 @@ def fill(part: torch.Tensor, place: Place, parts: Sequence[tuple[Place, torch.Te
     for other, tensor in different.values():
         whole[other.slices] = tensor
     part.copy_(whole[place.slices])
+
+
+def gathered(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """By the ids of the parameters that FSDP2 has gathered just now: the sharded ones, whose places they take.
+
+    It does so for a forward and a backward pass, and leaves them so at the root, and where an error ended a pass.
+    """
+    found = {}
+    for module in model.modules():
+        fsdp: Any = module
+        state = fsdp._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
+            info = parameter._module_info
+            now = getattr(info.module, info.param_name)
+            if now is not parameter.sharded_param:
+                found[id(now)] = parameter.sharded_param
+    return found

@@ -71,6 +71,9 @@ def test_ranks_may_have_different_parts_of_a_pipeline(four: ddip.Group) -> None:
 def test_it_is_told_after_a_fault_too(four: ddip.Group) -> None:
     four.run("model = fsdp()")
     before = str(four.shards("model"))
+    four.run("y = model(torch.ones(2, 5))\nassert not hasattr(model[4].weight, 'to_local')  # the root's")
+    assert str(four.shards("model")) == before
+    four.run("y.sum().backward()")
     with pytest.raises(ddip.CellError):
         four.run("if rank == 1: raise ValueError\nmodel(torch.ones(2, 5))")
     assert str(four.shards("model")) == before
