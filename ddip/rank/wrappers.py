@@ -194,6 +194,7 @@ def revive() -> Revived:
             share_also()
     except Exception:  # but an interrupt: it is tried again in the next group
         _revivable.clear()
+        _made.clear()  # it would fail before each cell from here on: they are lost
         raise
     _revivable.clear()
     _number_anew(revived)

@@ -39,6 +39,10 @@ ZERO = (
     "state_dict() on rank 0, or take fully_shard (FSDP2), whose optimizer is sharded with the model"
 )
 OTHER = "dist_state: the model or its optimizer is another one than the one that was saved: {names}"
+OTHERS = (
+    "dist_state: {then} besides model and optimizer when it was saved (schedulers, say), and {now} now; give dist_state "
+    "the same"
+)
 
 
 _kept: dict[str, tuple[Pair, Pair]] = {}
@@ -68,7 +72,7 @@ def dist_state(
     Parameters
     ----------
     model, optimizer
-        With their parameters, persistent buffers and state.
+        With their parameters, persistent buffers and state, also what ``get_extra_state`` returns.
     others
         What has ``state_dict`` and ``load_state_dict``, and is the same on all ranks, such as a scheduler.
     name
@@ -139,7 +143,9 @@ class DistState:
 
     def _contents(self) -> tuple[dict[str, torch.Tensor], Any]:
         """All tensors by name, and the rest."""
-        tensors = {f"model.{name}": value for name, value in self._model.state_dict().items() if _is_tensor(value)}
+        model = self._model.state_dict()
+        tensors = {f"model.{name}": value for name, value in model.items() if _is_tensor(value)}
+        extra = {name: value for name, value in model.items() if not _is_tensor(value)}  # of get_extra_state
         groups = None
         if self._optimizer is not None:
             state = self._optimizer.state_dict()
@@ -147,7 +153,7 @@ class DistState:
             for number, values in state["state"].items():
                 groups["state"][number] = {key: None if _is_tensor(value) else value for key, value in values.items()}
                 tensors |= {f"optimizer.{number}.{key}": value for key, value in values.items() if _is_tensor(value)}
-        return tensors, copy.deepcopy((groups, [other.state_dict() for other in self._others]))
+        return tensors, copy.deepcopy((extra, groups, [other.state_dict() for other in self._others]))
 
     # -- restore
 
@@ -173,10 +179,12 @@ class DistState:
         if mine:
             one = next(iter(mine.values()))
             told = one.step, {name: (part.place.whole, part.placements) for name, part in one.parts.items()}, one.rest
-        step, saved, (groups, others) = copy.deepcopy(from_one(min(holders.values()), told))
+        step, saved, (extra, groups, others) = copy.deepcopy(from_one(min(holders.values()), told))
         layouts = self._layouts(saved, groups)
+        if len(others) != len(self._others):
+            raise ValueError(OTHERS.format(then=_count(len(others)), now=_count(len(self._others))))
         found = self._found(layouts, mine, holders)
-        self._load({name: layouts[name].tensor(part) for name, part in found.items()}, groups)
+        self._load({name: layouts[name].tensor(part) for name, part in found.items()}, extra, groups)
         for other, state in zip(self._others, others, strict=True):
             other.load_state_dict(state)
         self.save(step)  # as the model lies now, and with what each rank lacked
@@ -248,8 +256,8 @@ class DistState:
                 raise LookupError(MISSING.format(name=self._name, why=f"{name}: {error}")) from None
         return found
 
-    def _load(self, tensors: dict[str, torch.Tensor], groups: Any) -> None:
-        model = self._model.state_dict()
+    def _load(self, tensors: dict[str, torch.Tensor], extra: dict[str, Any], groups: Any) -> None:
+        model = {**self._model.state_dict(), **extra}
         self._model.load_state_dict({name: tensors.get(f"model.{name}", value) for name, value in model.items()})
         if self._optimizer is not None:
             for number, values in groups["state"].items():
@@ -266,6 +274,10 @@ def _layout_of_state(whole: Any, placements: Any, parameter: Layout) -> Layout:
     if whole == parameter.whole:
         return parameter
     return Layout(whole, placements, parameter.mesh)
+
+
+def _count(number: int) -> str:
+    return f"{number} other{'s' if number != 1 else ''}"
 
 
 def _is_tensor(value: Any) -> bool:

@@ -270,6 +270,23 @@ def test_fully_sharded_tensor_parallel_on_four_ranks_goes_on_on_two() -> None:
         go_on(group, "both", exactly=False)
 
 
+def test_the_extra_state_of_a_module_is_brought_back(ranks: ddip.Group) -> None:
+    ranks.run("""
+        class Counting(nn.Linear):
+            count = 0
+            def get_extra_state(self): return {"count": self.count}
+            def set_extra_state(self, told): self.count = told["count"]
+
+        counting = fully_shard(Counting(5, 3))
+        counting.count = 7
+        ddip.dist_state(counting).save(1)
+        counting.count = 8
+        another = fully_shard(Counting(5, 3))
+        assert ddip.dist_state(another).restore() == 1
+        assert another.count == 7
+    """)
+
+
 def test_what_cannot_be_restored_says_why(ranks: ddip.Group) -> None:
     ranks.run("make(fsdp)")
     with pytest.raises(ddip.CellError, match=r"LookupError: .*nothing is kept as 'state'; call save\(\) after a step"):
@@ -279,6 +296,8 @@ def test_what_cannot_be_restored_says_why(ranks: ddip.Group) -> None:
         ranks.run("ddip.dist_state(nn.Linear(2, 2)).restore()")
     with pytest.raises(ddip.CellError, match="ValueError: .*another one than the one that was saved: no optimizer, or"):
         ranks.run("ddip.dist_state(model).restore()")
+    with pytest.raises(ddip.CellError, match="ValueError: .*1 other besides .* when it was saved .*, and 0 others now"):
+        ranks.run("ddip.dist_state(model, opt).restore()")
     with pytest.raises(ddip.CellError, match="TypeError: .*ZeroRedundancyOptimizer divides its state"):
         ranks.run("""
             from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -8,6 +8,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 import ddip
+from ddip.errors import RequestFailed
 
 from .leftovers import collections, wait_until
 
@@ -329,3 +330,18 @@ def test_what_fails_in_a_revival_fails_one_cell_and_the_group_works_again(
         step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)
         assert same(wrapper)
     """)
+
+
+def test_wrappers_whose_revival_failed_do_not_stop_the_cells_that_follow(cells: ddip.Group) -> None:
+    cells.run("""
+        from ddip.rank import wrappers
+        def fails_at_once(): raise ValueError("planted")
+        wrappers.share_also = fails_at_once
+        wrapper = DDP(network(0))
+    """)
+    fails(cells)
+    with pytest.raises(RequestFailed, match="planted"):
+        cells.run("here = 1")
+    cells.run("here = 1\nwrappers.share_also = None")
+    with pytest.raises(ddip.CellError, match=REFUSES):
+        cells.run("wrapper(torch.ones(4, 2))")

@@ -277,6 +277,42 @@ def test_gradients_that_were_accumulated_half_count_on_no_rank_after_an_error(gr
     assert found(group, "synced") == [[False, False, False, True] * 2] * 2
 
 
+def test_a_scheduler_that_holds_a_lambda_goes_on_after_an_error_with_the_count_of_rank_0(group: ddip.Group) -> None:
+    group.run("""
+        class Scheduler(torch.optim.lr_scheduler.LRScheduler):
+            def __init__(self, optimizer):
+                self.shape = lambda step: 0.5**step
+                super().__init__(optimizer)
+            def get_lr(self):
+                return [first * self.shape(self.last_epoch) for first in self.base_lrs]
+
+        accelerator, model = Accelerator(), torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, Scheduler(optimizer))
+        def step():
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            scheduler.step()
+        step()
+    """)
+    with pytest.raises(CellError, match="planted"):
+        group.run("""
+            if rank == 1:
+                scheduler.scheduler.last_epoch = 7
+                fail()
+            step()
+        """)
+    group.run("step()\nrate, count = optimizer.param_groups[0]['lr'], scheduler.scheduler.last_epoch")
+    rates, counts = found(group, "rate"), found(group, "count")
+    assert rates[0] == rates[1] and counts[0] == counts[1] < 7, (rates, counts)
+
+
+def test_a_trainer_on_some_ranks_only_says_that_it_is_for_all(group: ddip.Group, tmp_path: Path) -> None:
+    for method in ("train", "evaluate"):
+        with pytest.raises(CellError, match=rf"trainer.{method}\(\): .* 2 ranks, and this cell runs on rank 0 only"):
+            group.run(f"trainer = make({str(tmp_path)!r}, LlamaForCausalLM(config))\ntrainer.{method}()", ranks=[0])
+
+
 def test_the_memory_of_a_failed_step_is_given_back(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"""
         import gc

@@ -11,6 +11,7 @@ in which an optimizer has taken steps, the group is formed again, although no ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
@@ -115,7 +116,7 @@ def share_states() -> None:
             state, received = _unpack(ranks.of_rank_0(data))
             ranks.share(tensors if ranks.rank() == 0 else received)
             if ranks.rank() != 0:
-                thing.load_state_dict(state)
+                thing.load_state_dict({**thing.state_dict(), **state})
 
 
 def _description(thing: Any) -> str:
@@ -125,8 +126,19 @@ def _description(thing: Any) -> str:
     return repr((type(thing).__name__, type(inner).__qualname__, shapes))
 
 
-def _pack(state: Any) -> tuple[bytes, list[Tensor]]:
-    """`state` without its tensors, and these."""
+def _pack(state: dict[str, Any]) -> tuple[bytes, list[Tensor]]:
+    """`state` without its tensors, and these; what cannot be pickled, such as a scheduler's lambda, stays each rank's
+    own."""
+    data: dict[str, bytes] = {}
+    tensors: list[Tensor] = []
+    for name, value in state.items():
+        with contextlib.suppress(Exception):
+            data[name], of_value = _pack_value(value)
+            tensors += of_value
+    return pickle.dumps(data), tensors
+
+
+def _pack_value(value: Any) -> tuple[bytes, list[Tensor]]:
     tensors: list[Tensor] = []
 
     class Pickler(pickle.Pickler):
@@ -137,11 +149,11 @@ def _pack(state: Any) -> tuple[bytes, list[Tensor]]:
             return tuple(value.shape), value.dtype, value.device.type
 
     data = io.BytesIO()
-    Pickler(data).dump(state)
+    Pickler(data).dump(value)
     return data.getvalue(), tensors
 
 
-def _unpack(data: bytes) -> tuple[Any, list[Tensor]]:
+def _unpack(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     """What was packed, with tensors to be filled, and these."""
     tensors: list[Tensor] = []
 
@@ -151,4 +163,4 @@ def _unpack(data: bytes) -> tuple[Any, list[Tensor]]:
             tensors.append(torch.empty(shape, dtype=dtype, device=gpu.device if kind == gpu.device.type else kind))
             return tensors[-1]
 
-    return Unpickler(io.BytesIO(data)).load(), tensors
+    return {name: Unpickler(io.BytesIO(value)).load() for name, value in pickle.loads(data).items()}, tensors

@@ -3,7 +3,7 @@
 transformers 5.23 leaves it as in training, with the bars of the step that failed: the next evaluation would count on in
 them. The hooks of NEFTune would be there twice, and the gradients keep their memory. A wrapper that cannot go on in the
 next group, such as one that was compiled, is made again by ``train``, and so is the Accelerator of a group of other
-ranks.
+ranks. On some of the ranks it would wait for the others, with no word of what is wrong.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from tqdm import tqdm
 
 from ddip.apps import patches, ranks
 from ddip.apps.hf import living
-from ddip.rank import wrappers
+from ddip.rank import current, wrappers
 
 METHODS = ("train", "evaluate", "predict")
+ON_SOME = (
+    "trainer.{method}(): a Trainer trains and evaluates on all {size} ranks, and this cell runs on rank {here} only, where "
+    "it would wait for the others; run it without -r"
+)
 BARS = ("training_bar", "prediction_bar", "training_tracker")
 
 
@@ -35,6 +39,9 @@ def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        if not current.is_everywhere() and self.args.world_size > 1:
+            here = ", ".join(map(str, current.ranks()))
+            raise RuntimeError(ON_SOME.format(method=method.__name__, size=ranks.size(), here=here))
         was_in_train = self.is_in_train
         _take_place(self)
         _unwrap_if_lost(self)
