@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ddip.protocol.reports import ShardsReport, TensorReport
 from ddip.rank import namespace
@@ -20,10 +21,10 @@ def describe(name: str) -> ShardsReport:
         return {"kind": "", "is_there": False, "tensors": None}
     value = here[first]
     for part in rest:
-        children = value._modules if isinstance(value, torch.nn.Module) else {}
-        if children.get(part) is None:
+        parts = value._modules if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})  # a Trainer's
+        if parts.get(part) is None:
             return {"kind": "", "is_there": False, "tensors": None}
-        value = children[part]
+        value = parts[part]
     kind = type(value).__name__
     return {"kind": kind, "is_there": True, "tensors": _tensors(value) if isinstance(value, torch.nn.Module) else None}
 
@@ -45,6 +46,16 @@ def _tensors(model: torch.nn.Module) -> list[TensorReport]:
 
 def _described(name: str, tensor: torch.Tensor, otherwise: str) -> TensorReport:
     """`otherwise`: what to call the placement of a tensor that is no DTensor."""
+    if is_lazy(tensor):
+        return {
+            "name": name,
+            "shape": [],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "placement": "lazy, not made yet",
+            "local": [],
+            "bytes": 0,
+            "whole_bytes": 0,
+        }
     if type(tensor).__name__ == "FlatParameter":
         otherwise = "FSDP1, flat"
     local = local_of(tensor)

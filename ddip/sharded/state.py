@@ -40,8 +40,8 @@ ZERO = (
 )
 OTHER = "dist_state: the model or its optimizer is another one than the one that was saved: {names}"
 OTHERS = (
-    "dist_state: {then} besides model and optimizer when it was saved (schedulers, say), and {now} now; give dist_state "
-    "the same"
+    "dist_state: {then} besides model and optimizer when it was saved (schedulers, say), and {now} now; give "
+    "dist_state the same"
 )
 
 

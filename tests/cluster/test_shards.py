@@ -68,6 +68,17 @@ def test_ranks_may_have_different_parts_of_a_pipeline(four: ddip.Group) -> None:
     assert row(table, "stage1.weight")[-2:] == ["-", "[2, 2] 16 B"]
 
 
+def test_the_model_of_a_trainer_and_a_lazy_one_are_shown(four: ddip.Group) -> None:
+    four.run("""
+        from types import SimpleNamespace
+        trainer = SimpleNamespace(model=nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
+    """)
+    table = four.shards("trainer.model")
+    assert row(table, "0.weight")[1:4] == ["[]", "float32", "lazy, not made yet"]
+    assert row(table, "1.weight") == ["1.weight", "[2, 3]", "float32", "plain", "[2, 3] 24 B"]
+    assert row(four.shards("trainer.model.1"), "bias")[-1] == "[2] 8 B"
+
+
 def test_it_is_told_after_a_fault_too(four: ddip.Group) -> None:
     four.run("model = fsdp()")
     before = str(four.shards("model"))

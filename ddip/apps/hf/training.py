@@ -21,8 +21,8 @@ from ddip.rank import current, wrappers
 
 METHODS = ("train", "evaluate", "predict")
 ON_SOME = (
-    "trainer.{method}(): a Trainer trains and evaluates on all {size} ranks, and this cell runs on rank {here} only, where "
-    "it would wait for the others; run it without -r"
+    "trainer.{method}(): a Trainer trains and evaluates on all {size} ranks, and this cell runs on rank {here} only, "
+    "where it would wait for the others; run it without -r"
 )
 BARS = ("training_bar", "prediction_bar", "training_tracker")
 
