@@ -12,6 +12,8 @@ complete. What is exchanged needs a group that works, and so it needs no mesh of
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ OTHERS = (
 )
 
 
+BATCH = 1 << 22
+"""Elements that are exchanged at once; one tensor may have more."""
 _kept: dict[str, tuple[Pair, Pair]] = {}
 
 
@@ -242,18 +246,16 @@ class DistState:
         lacking = {name for name, place in places.items() if own is None or own.parts[name].place != place}
         lacking = set().union(*from_all(lacking))
         told = [one for rank, one in mine.items() if holders[rank] == dist.get_rank()]
-        found = {}
-        for name, place in places.items():
-            if name not in lacking:
-                assert own is not None
-                found[name] = own.parts[name].values
-                continue
-            parts = [part for answer in from_all([one.parts[name] for one in told]) for part in answer]
-            found[name] = torch.empty(place.shape, dtype=parts[0].values.dtype)
-            try:
-                fill(found[name], place, [(part.place, part.values) for part in parts])
-            except ValueError as error:
-                raise LookupError(MISSING.format(name=self._name, why=f"{name}: {error}")) from None
+        found = {name: own.parts[name].values for name in places if name not in lacking and own is not None}
+        for names in _batches({name: layouts[name].whole for name in places if name in lacking}):
+            answers = from_all([[one.parts[name] for one in told] for name in names])
+            for name, parts_of_ranks in zip(names, zip(*answers, strict=True), strict=True):
+                parts = [part for parts in parts_of_ranks for part in parts]
+                found[name] = torch.empty(places[name].shape, dtype=parts[0].values.dtype)
+                try:
+                    fill(found[name], places[name], [(part.place, part.values) for part in parts])
+                except ValueError as error:
+                    raise LookupError(MISSING.format(name=self._name, why=f"{name}: {error}")) from None
         return found
 
     def _load(self, tensors: dict[str, torch.Tensor], extra: dict[str, Any], groups: Any) -> None:
@@ -265,6 +267,23 @@ class DistState:
                     if f"optimizer.{number}.{key}" in tensors:
                         values[key] = tensors[f"optimizer.{number}.{key}"].clone()  # steps change it in place
             self._optimizer.load_state_dict(groups)
+
+
+def _batches(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """Names of tensors that the ranks exchange at once: of thousands that are small each exchange would take its time.
+
+    >>> list(_batches({"a": (2, 3), "b": (BATCH,), "c": (1,), "d": ()}))
+    [['a'], ['b'], ['c', 'd']]
+    """
+    names, size = list[str](), 0
+    for name, shape in shapes.items():
+        if names and size + math.prod(shape) > BATCH:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += math.prod(shape)
+    if names:
+        yield names
 
 
 def _layout_of_state(whole: Any, placements: Any, parameter: Layout) -> Layout:
