@@ -25,6 +25,7 @@ def step(engine):
 """
 
 
+@pytest.mark.timeout(300)  # an op is compiled, if make has not done that
 def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) -> None:
     with ddip.Group(2, app="deepspeed") as group:
         group.run(

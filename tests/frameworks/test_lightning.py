@@ -167,7 +167,7 @@ REFUSED = [
     ("L.Trainer(strategy='horovod')", r"Lightning has it no more; use strategy='ddp'"),
     ("L.Trainer(strategy='fsdp')", r"%makedip -g all first, or use ModelParallelStrategy\(data_parallel_size=2"),
     ("L.Trainer(strategy=FSDPStrategy())", r"torch's FSDP needs GPUs"),
-    ("L.Trainer(strategy='deepspeed')", r"you must have DeepSpeed installed"),
+    ("L.Trainer(strategy='deepspeed')", r"Lightning has it on GPUs only, .* use strategy='ddp'"),
     ("L.Trainer(devices=1)", r"Trainer\(devices=1\): the group has 2 ranks; leave it out, or type %makedip -n 1 first"),
     ("L.Trainer(devices=2, num_nodes=2)", r"type %makedip -n 4 first"),
     ("L.Trainer(accelerator='gpu')", r"the ranks of this group are on the CPU; leave it out"),

@@ -71,6 +71,11 @@ def _check_strategy(what: str, asked: Any, here: Here) -> None:
         )
     if name in GONE:
         raise ValueError(f"{typed}: Lightning has it no more; use strategy={GONE[name]!r}")
+    if here.device is None and (name.startswith("deepspeed") or name == "DeepSpeedStrategy(...)"):
+        raise ValueError(
+            f"{typed}: Lightning has it on GPUs only, and the ranks of this group are on the CPU; type %makedip -g all "
+            "first, or use strategy='ddp'"
+        )
     if here.device is None and (name.startswith("fsdp") or name == "FSDPStrategy(...)"):
         raise ValueError(
             f"{typed}: torch's FSDP needs GPUs, and this group is on the CPU; type %makedip -g all first, or "
