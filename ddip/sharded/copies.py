@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddip.sharded.layout import Layout, Place, local_of
+
+SMALL = 1 << 20
+"""Bytes: parts of less are sent together, since each message takes its time, and models have thousands of them."""
 
 
 @dataclass
@@ -45,13 +48,8 @@ class Copy:
             values.copy_(local)
             self.parts[name] = Part(layout.place, layout.placements, values)
 
-    def outline(self) -> Copy:
-        """The same, without a number: with parts that take no memory."""
-        parts = {name: replace(part, values=part.values.to("meta")) for name, part in self.parts.items()}
-        return replace(self, serial=None, parts=parts)
 
-
-def _room(former: Part | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _room(former: Part | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """For values on the CPU: those of the `former` part, if they fit."""
     if former is not None and former.values.shape == shape and former.values.dtype == dtype:
         return former.values
@@ -96,18 +94,28 @@ def of_the_partner(own: Copy, former: Copy) -> Copy:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     to, partner = (rank + size // 2) % size, (rank - size // 2) % size
-    theirs: Copy = from_all(own.outline())[partner]
-    for name, part in theirs.parts.items():
-        part.values = _room(former.parts.get(name), part.values.shape, part.values.dtype)
-    works = [dist.isend(data, to, tag=tag) for tag, data in enumerate(_bytes(own))]
-    works += [dist.irecv(data, partner, tag=tag) for tag, data in enumerate(_bytes(theirs))]
+    outline = {name: (part.place, part.placements, part.values.dtype) for name, part in own.parts.items()}
+    step, number, count, parts, rest = from_all((own.step, own.rank, own.size, outline, own.rest))[partner]
+    theirs = Copy(None, step, number, count, {}, rest)
+    for name, (place, placements, dtype) in parts.items():
+        theirs.parts[name] = Part(place, placements, _room(former.parts.get(name), place.shape, dtype))
+    small, large = _bytes(own)
+    theirs_small, theirs_large = _bytes(theirs)
+    together = torch.empty(sum(map(len, theirs_small)), dtype=torch.uint8)
+    outgoing = [*large, *([torch.cat(small)] if small else [])]
+    incoming = [*theirs_large, *([together] if theirs_small else [])]
+    works = [dist.isend(data, to, tag=tag) for tag, data in enumerate(outgoing)]
+    works += [dist.irecv(data, partner, tag=tag) for tag, data in enumerate(incoming)]
     for work in works:
         assert work is not None
         work.wait()
+    for values, data in zip(theirs_small, together.split(list(map(len, theirs_small))), strict=True):
+        values.copy_(data)
     theirs.serial = own.serial
     return theirs
 
 
-def _bytes(one: Copy) -> list[torch.Tensor]:
-    """The values of its parts, as bytes in the same memory; of those that have some."""
-    return [part.values.reshape(-1).view(torch.uint8) for part in one.parts.values() if part.values.numel()]
+def _bytes(one: Copy) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The values of its parts, as bytes in the same memory: those that are sent together, and large ones."""
+    values = [part.values.reshape(-1).view(torch.uint8) for part in one.parts.values() if part.values.numel()]
+    return [data for data in values if len(data) < SMALL], [data for data in values if len(data) >= SMALL]
