@@ -147,6 +147,7 @@ def test_nothing_is_called_for_an_app_that_does_not_ask_for_it(group: ddip.Group
     group.run("from ddip.rank import apps\nassert apps.before is apps.after is None")
 
 
+@pytest.mark.grid
 def test_an_app_can_have_the_group_formed_again_after_a_cell(tmp_path: Path) -> None:
     app = (
         APP

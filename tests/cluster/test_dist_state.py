@@ -66,7 +66,7 @@ def train(first, last, raises=lambda number: None):
         state.save(number + 1)
     return losses
 """
-KINDS = ("plain", "fsdp", "tensor_parallel")
+KINDS = ("fsdp", "plain", "tensor_parallel")
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def go_on(group: ddip.Group, kind: str, exactly: bool = True) -> None:
     """)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.grid) for kind in KINDS[1:])])
 def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
     begin(ranks, kind)
     with pytest.raises(ddip.CellError, match="planted"):
@@ -178,6 +178,7 @@ def test_a_fault_within_save_leaves_the_step_before(ranks: ddip.Group) -> None:
     """)
 
 
+@pytest.mark.grid
 def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
     begin(ranks, "fsdp")
     ranks.run("""
@@ -191,6 +192,7 @@ def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
     """)
 
 
+@pytest.mark.grid
 def test_what_an_optimizer_has_no_value_for_is_left_so(ranks: ddip.Group) -> None:
     """SGD has a buffer of momentum that is None; a parameter may be shared, or frozen."""
     ranks.run("""
@@ -245,6 +247,7 @@ def test_a_rank_that_was_killed_gets_its_part_back_from_another() -> None:
             group.run("make(fsdp); state.restore()")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
 def test_two_of_three_ranks_go_on_and_so_do_three_again(kind: str) -> None:
     with ddip.Group(3, failure_grace=0.1) as group:
@@ -259,6 +262,7 @@ def test_two_of_three_ranks_go_on_and_so_do_three_again(kind: str) -> None:
         go_on(group, kind, exactly=False)
 
 
+@pytest.mark.grid
 def test_fully_sharded_tensor_parallel_on_four_ranks_goes_on_on_two() -> None:
     with ddip.Group(4, failure_grace=0.1) as group:
         group.run(CODE)
@@ -271,6 +275,7 @@ def test_fully_sharded_tensor_parallel_on_four_ranks_goes_on_on_two() -> None:
         go_on(group, "both", exactly=False)
 
 
+@pytest.mark.grid
 def test_the_extra_state_of_a_module_is_brought_back(ranks: ddip.Group) -> None:
     ranks.run("""
         class Counting(nn.Linear):

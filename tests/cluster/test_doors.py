@@ -84,6 +84,7 @@ def test_what_no_peer_would_send_is_dropped(cells: ddip.Group) -> None:
     wait_until(lambda: descriptors(family) == before)
 
 
+@pytest.mark.grid
 def test_a_group_starts_where_its_folder_has_an_odd_name_or_too_long_a_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_loss_that_is_neither_is_named_once(group: ddip.Group, capsys: pytest.
     assert "cannot be told" not in capsys.readouterr().out
 
 
+@pytest.mark.grid
 def test_mixup_of_a_sum_stays_a_sum(group: ddip.Group, alone: dict[str, Any]) -> None:  # noqa: F811
     same = "cbs=MixUp(); cbs.distrib = type('One', (), {'sample': lambda self, size: torch.ones(size)})()"
     loss = "CrossEntropyLossFlat(reduction='sum')"
@@ -198,6 +199,7 @@ def test_a_batch_that_a_callback_makes_shorter_counts_what_is_left(
     assert theirs == pytest.approx([float(loss) for loss in ours], rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.grid
 def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, alone: dict[str, Any]) -> None:  # noqa: F811
     group.run(f"{DROPS}\nlearn = learner(loaders(n=96), opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05, cbs=WholeBatch())")
     here = dict(alone)
@@ -208,6 +210,7 @@ def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, al
     assert_same_weights(group, single(here, group, code))
 
 
+@pytest.mark.grid
 def test_what_activation_stats_show_is_a_ranks_own(group: ddip.Group) -> None:
     group.run("""
         stats = ActivationStats(with_hist=True)

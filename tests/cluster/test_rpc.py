@@ -31,6 +31,9 @@ FAILS = {
     "in a collective": (BEGIN, "if rank == 1: raise ValueError\ndist.barrier()"),
 }
 
+SOME = {"before it ends", "before it begins"}
+"""The others are of the grid."""
+
 
 @pytest.fixture
 def ranks(cells: ddip.Group) -> ddip.Group:
@@ -38,7 +41,9 @@ def ranks(cells: ddip.Group) -> ddip.Group:
     return cells
 
 
-@pytest.mark.parametrize("where", FAILS)
+@pytest.mark.parametrize(
+    "where", [where if where in SOME else pytest.param(where, marks=pytest.mark.grid) for where in FAILS]
+)
 def test_rpc_begins_and_ends_again_after_a_rank_has_failed(
     ranks: ddip.Group, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +74,7 @@ def test_a_call_whose_answer_does_not_come_is_released(ranks: ddip.Group) -> Non
     ranks.run(END, timeout=30)
 
 
+@pytest.mark.grid
 def test_a_new_rank_begins_rpc_with_the_others_unless_these_have_ended_one() -> None:
     """torch counts the ends in each process; ranks with different numbers would wait for each other."""
     with ddip.Group(2, failure_grace=0.1) as group:
@@ -87,6 +93,7 @@ def replace(group: ddip.Group, rank: int) -> None:
     group.repair()
 
 
+@pytest.mark.grid
 def test_references_of_a_second_rpc_do_not_hold_up_its_end(ranks: ddip.Group) -> None:
     """torch alone waits for 100 s there, twice."""
     remote = f"{BEGIN}assert rpc.remote(other, torch.add, args=(torch.ones(1), 1)).to_here().item() == 2\n{END}"

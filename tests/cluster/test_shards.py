@@ -61,6 +61,7 @@ def test_ranks_with_parts_of_the_same_shapes_share_a_column(four: ddip.Group) ->
     assert row(four.shards("model.module.0"), "bias") == ["bias", "[12]", "float32", "plain", "[12] 48 B"]
 
 
+@pytest.mark.grid
 def test_ranks_may_have_different_parts_of_a_pipeline(four: ddip.Group) -> None:
     four.run("model = nn.ModuleDict({f'stage{rank // 2}': nn.Linear(2, 1 + rank // 2)})")
     table = four.shards("model")
