@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--no-start", action="store_true", help="do not start any ranks")
     typed = parser.parse_args(words)
-    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP, and shall be told that it is Windows
+    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP, and is told so
         signal.signal(getattr(signal, name), _leave)
     began = time.monotonic()
     checks: list[Check] = []

@@ -26,7 +26,7 @@ SHARED_MEMORY_BYTES = 1 << 30
 MEMORY_BYTES, TIGHT_BYTES = 400 << 20, 1500 << 20
 """That two ranks need for themselves, and with which a small network can be trained."""
 MANY_RANKS = 8
-"""The limits shall do for so many, or for one on each GPU."""
+"""The limits must do for so many, or for one on each GPU."""
 BOUND_THREADS = 200
 """Processes and threads that a control group should have free: those of a few ranks."""
 LOOPBACK_SECONDS = 3.0
