@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import ddip
@@ -187,12 +188,24 @@ class Loader:
 """
 
 
+LEAVES_A_FILE = """
+from ddip.rank import process_group
+leave = process_group.leave
+def leave_and_tell():
+    going = leave()
+    if rank == 0: open(f"{folder}/left", "w").close()
+    return going
+process_group.leave = leave_and_tell
+"""
+
+
 @pytest.mark.grid
 def test_the_next_cell_waits_for_a_rank_that_sleeps_while_it_takes_apart_what_a_cell_left(
     cells: ddip.Group, tmp_path: Path
 ) -> None:
     """torch waits 5 s for each worker of a data loader then."""
     cells.run(TAKEN_APART_SLOWLY.format(folder=tmp_path))
+    cells.run(LEAVES_A_FILE.format(folder=tmp_path))
     with pytest.raises(ddip.CellError):
         cells.run("""
             import gc
@@ -201,10 +214,10 @@ def test_the_next_cell_waits_for_a_rank_that_sleeps_while_it_takes_apart_what_a_
             loader = Loader(); loader.me = loader; del loader
             dist.barrier()
         """)
-    asked = cells.cluster.client.outstanding
-    assert not asked
-    thread = meanwhile(lambda: begun(tmp_path, 1)() and bool(asked), press_stop)
+    first = psutil.Process(cells.members[0].pid)
+    rest = (tmp_path / "left").exists, lambda: first.status() == psutil.STATUS_SLEEPING, begun(tmp_path, 1)
+    thread = meanwhile(lambda: all(is_so() for is_so in rest), press_stop)
     with pytest.raises(RequestInterrupted, match="rank 1 did not stop:"):
         cells.run("pass")
     thread.join()
-    cells.run(f"gc.enable()\n{PROOF}")
+    cells.run(f"gc.enable(); process_group.leave = leave\n{PROOF}")
