@@ -2,6 +2,7 @@
 # make check   ruff, format, mypy, imports              make bench   the benchmarks
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons,
 #                    frameworks, grids
+# make test-hosts    several hosts, as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
 # make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
 # make notebooks     runs the notebooks, and stores them with what they show; NAMES="01_quickstart" these only
@@ -25,7 +26,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system docs pictures notebooks check format bench soak fuzz wheelhouse dist clean
+.PHONY: demo test test-ten test-system test-hosts docs pictures notebooks check format bench soak fuzz wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
@@ -43,6 +44,13 @@ test-system: $(SYSTEM)
 	$(BIN)/python -m pytest tests/system $(ARGS)
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 	$(BIN)/python -m pytest tests/cluster -m grid $(ARGS)
+
+# Debian's packages come without their services being started.
+HOSTS := $(BIN)/python -m tests.hosts.network
+INSTALL := SYSTEMD_OFFLINE=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
+test-hosts: $(READY)
+	missing="$$($(HOSTS) missing)"; test -z "$$missing" || { apt-get -qq update && $(INSTALL) $$missing; } > /dev/null
+	$(HOSTS) run -- $(BIN)/python -m pytest tests/hosts $(ARGS)
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures
@@ -85,6 +93,7 @@ dist: $(READY)
 bench: $(READY) $(PEERS)
 	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
+	$(BIN)/python benchmarks/push.py
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/output.py

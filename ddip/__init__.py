@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.call.torchddp import in_torchddp
+    from ddip.cluster.hosts import Reach
     from ddip.errors import (
         BadInput,
         CellError,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from ddip.group.group import Group
-    from ddip.group.placement import Request
+    from ddip.group.placement import HostRequest, Request
     from ddip.group.session import current_group
     from ddip.sharded.state import dist_state
 
@@ -40,9 +41,11 @@ __all__ = [
     "DipUsageError",
     "Group",
     "GroupError",
+    "HostRequest",
     "LocalCellFailed",
     "NoGroup",
     "RankError",
+    "Reach",
     "Request",
     "RequestFailed",
     "RequestInterrupted",
@@ -86,6 +89,8 @@ def __dir__() -> list[str]:
 
 _HOME = {
     "Group": "ddip.group.group",
+    "HostRequest": "ddip.group.placement",
+    "Reach": "ddip.cluster.hosts",
     "Request": "ddip.group.placement",
     "current_group": "ddip.group.session",
     "dist_state": "ddip.sharded.state",

@@ -41,4 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> str:
     """What the test has in common with others that is dear to start."""
-    return "notebook" if "shared_notebook" in getattr(item, "fixturenames", ()) else item.path.name
+    for name in ("notebook", "bare_notebook"):
+        if f"shared_{name}" in getattr(item, "fixturenames", ()):
+            return name
+    return "fastai" if item.path.name.startswith("test_fastai") else item.path.name  # one warm process imports it

@@ -10,30 +10,38 @@ import concurrent.futures
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 from ipyparallel.cluster import launcher
+from traitlets import Any as AnyTrait
 from traitlets import Bool, List, Unicode
 
-from ddip.cluster import preload_client
-from ddip.cluster.processes import Proc, end_processes
+from ddip.cluster import agent, on_host, preload_client
+from ddip.cluster.children import CannotFork, Child
+from ddip.cluster.host import Host, HostLost
+from ddip.cluster.processes import Proc, end_processes, existing
+from ddip.errors import GroupError
 
 POLL_SECONDS = 0.005
 GONE_SECONDS = 0.25
 """How long a start that is given up waits until the process is gone. The warm process may import something meanwhile:
 then none has been forked, or it has been told of and killed by then."""
+END_SECONDS = 5.0
+"""How long another host may take to end its ranks."""
 
 
 class _Forked:
-    """What a launcher uses of ``psutil.Process``, for a child of the warm process, which tells its end."""
+    """What a launcher uses of ``psutil.Process``, for a child of a warm process, which tells its end."""
 
-    def __init__(self, child: preload_client.Child) -> None:
+    def __init__(self, child: Child, signal: Callable[[int, int], object]) -> None:
         self.pid = child.pid.result()
         self.forget = child.end
         self._exit = child.exit
+        self._signal = signal
 
     def wait(self, timeout: float | None = None) -> int | None:
         try:
@@ -46,8 +54,7 @@ class _Forked:
 
     def send_signal(self, number: int) -> None:
         if self.is_running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            self._signal(self.pid, number)
 
 
 class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
@@ -79,21 +86,28 @@ class Launcher(launcher.LocalProcessLauncher):  # type: ignore[misc]
         child = warm.fork(
             module, needs=self.needs, imports=self.also, argv=arguments, env=environment, log=self.output_file
         )
+        try:
+            await self._take(child, on_host.send_signal)
+        except CannotFork as error:
+            self.why_spawned = str(error)
+            return False
+        self.warm = warm
+        return True
+
+    async def _take(self, child: Child, signal: Callable[[int, int], object]) -> None:
+        """Wait until `child` is there, and then for its end. Raises CannotFork."""
         pid = asyncio.wrap_future(child.pid)
         pid.add_done_callback(lambda done: done.exception())  # nobody asks for it when the start is given up
         try:
             self.pid = await asyncio.shield(pid)  # only `end` may cancel it
-        except preload_client.CannotFork as error:
-            self.why_spawned = str(error)
-            return False
+        except CannotFork:
+            raise
         except BaseException:  # the start is given up
             await asyncio.wait([asyncio.wrap_future(child.end())], timeout=GONE_SECONDS)
             raise
-        self.warm = warm
-        self.process = _Forked(child)
+        self.process = _Forked(child, signal)
         self.notify_start(self.pid)
         self._start_waiting()
-        return True
 
     def ended(self) -> None:
         """Somebody has seen that the process is gone: do not wait for word of it."""
@@ -126,29 +140,67 @@ class EngineLauncher(Launcher, launcher.LocalEngineLauncher):  # type: ignore[mi
         await super().start()
 
 
+class RemoteEngineLauncher(EngineLauncher):
+    """Starts one on another host, by the agent there."""
+
+    host: Host
+    _child: Child
+
+    async def start(self) -> None:
+        self.host, self.also = self.parent.host, self.parent.also
+        module, *arguments = self.args[len(preload_client.START) :]
+        log = Path(self.output_file).name
+        self.output_file = ""  # it is there
+        profile = str(self.host.run_folder / agent.PROFILE)
+        self._child = self.host.fork(
+            module,
+            needs=self.needs,
+            imports=self.also,
+            argv=arguments,
+            env={**self.get_env(), "IPP_PROFILE_DIR": profile},
+            log=log,
+        )
+        try:
+            await self._take(self._child, lambda pid, number: self.host.begin(on_host.send_signal, pid, number))
+        except CannotFork as error:
+            raise GroupError(f"{self.host.name}: no rank can be there: {error}") from None
+
+    def get_output(self, remove: bool = False) -> str:
+        """What it had logged when it ended."""
+        return self._child.log
+
+
 class EngineSetLauncher(launcher.LocalEngineSetLauncher):  # type: ignore[misc]
-    """Starts engines side by side."""
+    """Starts engines side by side, on this host or on another."""
 
     entrypoint_name = "ddip.cluster.launchers.EngineSetLauncher"
     launcher_class = EngineLauncher
     fork = Bool(True)
     also = List(Unicode())
+    host = AnyTrait(None, help="Another host; None: this one.")
 
     async def start(self, n: int) -> list[None]:
+        if self.host is not None:
+            self.launcher_class = RemoteEngineLauncher
         return list(await asyncio.gather(*super().start(n)))
 
 
 def processes_of(launchers: Iterable[Launcher]) -> list[Proc]:
-    """Their processes that live."""
-    found = []
-    for one in launchers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(Proc.of(one.pid))
-    return found
+    """Their processes that live on this host."""
+    return existing(one.pid for one in launchers if not isinstance(one, RemoteEngineLauncher))
 
 
 def end_launched(launchers: Iterable[Launcher]) -> None:
     """End their processes side by side; ipyparallel would do it in turns, and wait 5 s for a busy one."""
+    launchers = list(launchers)
+    remote: dict[str, tuple[Host, list[int]]] = {}
+    for one in launchers:
+        if isinstance(one, RemoteEngineLauncher):
+            remote.setdefault(one.host.name, (one.host, []))[1].append(one.pid)
+    ending: list[Future[None]] = [host.begin(on_host.end, pids) for host, pids in remote.values()]
     end_processes(processes_of(launchers))
+    for end in ending:
+        with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
+            end.result(END_SECONDS)
     for one in launchers:
         one.ended()

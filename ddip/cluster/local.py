@@ -1,4 +1,4 @@
-"""An ipyparallel cluster on this host, one engine at a time; nothing here is about torch's group.
+"""An ipyparallel cluster of our own, one engine at a time, here or on other hosts; nothing here is about torch's group.
 
     notebook (client)  --zmq-->  controller (ddip.cluster.controller)  --zmq-->  engine (ddip.rank.engine), one a rank
          |                             |                                    |
@@ -6,15 +6,15 @@
 
 Both are forked from the warm process, which dies with the notebook, or spawned: then the notebook is their parent.
 All of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster:
-exits of processes are then noticed at once, and the parent-death signal of spawned engines, which is bound to the
-thread that started them, means the notebook.
+exits are then noticed at once, and the parent-death signal of spawned engines, which is bound to the thread that
+started them, means the notebook.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
-import inspect
 import logging
 import os
 import threading
@@ -23,24 +23,22 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from ipyparallel import Cluster as IppCluster
 
 from ddip.cluster import greeting, ipp_private, ownership, preload_client, processes, registry
 from ddip.cluster.channels import Channels
 from ddip.cluster.exit_diagnosis import LOG_LINES, exit_text
-from ddip.cluster.ipp_private import RankClient
+from ddip.cluster.host import Host, environment
+from ddip.cluster.hosts import Hosts, Reach
+from ddip.cluster.launch import controller_arguments, engine_arguments, make_client
 from ddip.cluster.launchers import ControllerLauncher, EngineSetLauncher, Launcher, end_launched, processes_of
 from ddip.cluster.loop import Loop, all_of, others_end, without_exit
+from ddip.cluster.remote_host import RemoteHost
+from ddip.cluster.seam import EngineSpec
 from ddip.errors import GroupError
 from ddip.protocol.reports import Hello
 
 T = TypeVar("T")
-
-HEARTBEAT_MS = 1000
-MISSED_BEATS = 1_000_000_000
-"""After which the Hub takes an engine for dead: never, since its parent tells when it ends. A process that was stopped
-for a while, by a debugger or with the whole machine, lives and has its variables."""
 
 
 class LocalCluster(Channels):
@@ -49,7 +47,7 @@ class LocalCluster(Channels):
     `ddip.cluster.seam.Cluster` says what each method is for.
     """
 
-    def __init__(self, log: logging.Logger, *, fork: bool) -> None:
+    def __init__(self, log: logging.Logger, fork: bool, hosts: Sequence[str] = (), reach: Reach | None = None) -> None:
         super().__init__()
         self._fork = fork and preload_client.possible()
         if self._fork:
@@ -57,7 +55,7 @@ class LocalCluster(Channels):
         self.spawned = ""
         self._wanted: set[int] = set()
         """Engines that nobody has ended."""
-        self._processes: dict[int, processes.Proc] = {}
+        self._processes: dict[int, list[processes.Proc]] = {}
         self._engines_started = 0
         self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._stopping = False
@@ -70,15 +68,13 @@ class LocalCluster(Channels):
                 f"there is no place for the sockets of the group, which must be in a folder that only you can enter "
                 f"({error}); set TMPDIR to a folder of yours with a short path"
             ) from None
+        self._hosts = Hosts(hosts, reach or Reach(), self.run_folder)
+        self._places: dict[int, int] = {}
+        """Number of each engine's host."""
         self._profile = self._name = ""
         self._loop = Loop("ddip-cluster")
-        self._environment = {
-            "DDIP_RUN_FOLDER": str(self.run_folder),
-            "DDIP_NOTEBOOK": preload_client.notebook(),
-            processes.MARKED: processes.MARK,
-            "SPT_NOENV": "1",
-            **preload_client.python_path(),
-        }
+        mark = {processes.MARKED: processes.MARK}
+        self._environment = environment(self.run_folder, preload_client.notebook(), mark)
         try:
             self._ipp: IppCluster = self._on_loop(self._make(log))
             self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
@@ -99,6 +95,21 @@ class LocalCluster(Channels):
             shutdown_atexit=False,
             delay=0,
         )
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """Where engines can be."""
+        return self._hosts.all
+
+    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
+        """Until each has told what it is."""
+        self._hosts.wait(deadline, progress)
+        self._record()
+
+    def replace_host(self, number: int, name: str, deadline: float) -> None:
+        """Have another host in place of one that was lost."""
+        self._hosts.reopen(number, name, deadline)
+        self._record()
 
     def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self._loop.run(without_exit(work), timeout)
@@ -121,43 +132,37 @@ class LocalCluster(Channels):
         """Nothing can reach the engines any more: let them not hold memory and GPUs."""
         self._controller_exit.append(data.get("exit_code"))
         if not self._stopping:
-            engines = processes_of(self._launchers(self._ipp.engines))
-            threading.Thread(target=processes.end_processes, args=(engines,), name="ddip-end").start()
+            engines = self._launchers(self._ipp.engines)
+            threading.Thread(target=end_launched, args=(engines,), name="ddip-end").start()
 
     # -- start
 
     def start(
         self,
-        count: int,
-        environment: Mapping[str, str],
+        engines: Sequence[EngineSpec],
         also: Sequence[str],
         deadline: float,
         on_up: Callable[[int], None],
     ) -> dict[int, Hello]:
-        """Start `count` engines, and before the first of all the controller; they import torch while it starts."""
+        """Start `engines`, and before the first of all the controller; they import torch while it starts."""
         timeout = max(0.1, deadline - time.monotonic())
         first = not self.connected
         if first:
             self._start_controller(timeout)
-        engines = self._start_engines(count, environment, also, timeout)
+        for number in sorted({engine.host for engine in engines}):
+            if self.hosts[number].lost:
+                self._hosts.reopen(number, self.hosts[number].name, deadline)
+        numbers = self._start_engines(engines, also, timeout)
         if first:
             ipp_private.import_numpy()  # while the processes start
             self._connect(deadline)
-        return dict(zip(engines, self._wait_for(engines, deadline, on_up), strict=True))
+        return dict(zip(numbers, self._wait_for(numbers, deadline, on_up), strict=True))
 
     def _start_controller(self, timeout: float) -> None:
         """Start the controller process; returns before it is ready, for which `timeout` seconds are allowed."""
-        arguments = [
-            "--IPController.transport=ipc",
-            "--IPController.log_level=WARN",
-            "--IPController.use_threads=True",  # two processes instead of nine
-            "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else the Hub keeps what passes
-            f"--HeartMonitor.period={HEARTBEAT_MS}",
-            f"--HeartMonitor.max_heartmonitor_misses={MISSED_BEATS}",
-        ]
         starting = self._ipp.start_controller(
             controller_cmd=preload_client.command("ddip.cluster.controller"),
-            controller_args=arguments,
+            controller_args=controller_arguments(encrypt=bool(self._hosts.remote)),
             connection_info_timeout=timeout,
             environment=self._environment,
             fork=self._fork,
@@ -171,54 +176,59 @@ class LocalCluster(Channels):
         self._ipp.controller.on_stop(self._controller_ended)
         self._record()
 
-    def _start_engines(
-        self, count: int, environment: Mapping[str, str], also: Sequence[str], timeout: float
-    ) -> list[int]:
-        """Have `count` engines started, with `environment` added to that of this process; returns their ids at once.
+    def _start_engines(self, specs: Sequence[EngineSpec], also: Sequence[str], timeout: float) -> list[int]:
+        """Have engines started; returns their numbers at once.
 
-        Modules `also` are imported before, once for all, where engines are forked.
+        Modules `also` are imported before, once for all of a host, where engines are forked.
         """
         if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
             raise GroupError(
                 f"no new process can reach the group: the folder of its sockets, {self.run_folder}, has been emptied; "
                 "the ranks that live can be used as before; %makedip -r starts the group afresh"
             )
-        engines = list(range(self._engines_started, self._engines_started + count))
-        self._engines_started += count
+        engines = list(range(self._engines_started, self._engines_started + len(specs)))
+        self._engines_started += len(specs)
         self._wanted.update(engines)
-        environment = {**self._environment, **environment}
-        starting = (self._start_engine(engine, environment, also, timeout) for engine in engines)
+        self._places.update({engine: spec.host for engine, spec in zip(engines, specs, strict=True)})
+        starting = (
+            self._start_engine(engine, spec.environment, also, timeout)
+            for engine, spec in zip(engines, specs, strict=True)
+        )
         self._starting = self._loop.begin(all_of(starting))
         return engines
 
     async def _start_engine(
-        self, engine: int, environment: dict[str, str], also: Sequence[str], timeout: float
+        self, engine: int, environment: Mapping[str, str], also: Sequence[str], timeout: float
     ) -> None:
-        arguments = [
-            f"--IPEngine.id={engine}",
-            "--IPEngine.log_level=ERROR",  # what it warns of is no news
-            "--IPEngine.enable_nanny=False",
-            "--HistoryManager.enabled=False",  # it keeps a database and a thread
-            "--IPEngine.max_heartbeat_misses=0",  # it dies with its parent instead
-            f"--IPEngine.wait_for_url_file={timeout}",
-            f"--IPEngine.timeout={timeout}",
-        ]
+        host = self.host_of(engine)
+        remote = isinstance(host, RemoteHost)
+        told = {"IPP_CONNECTION_INFO": await self._way_to_us(engine)} if remote else self._environment
         await self._ipp.start_engines(
             1,
             engine_set_id=_set_name(engine),
             engine_cmd=preload_client.command("ddip.rank.engine"),
-            engine_args=arguments,
-            environment=environment,
+            engine_args=engine_arguments(engine, timeout),
+            environment={**told, **environment},
             fork=self._fork,
             also=list(also),
+            host=host if remote else None,
         )
         launched = self._ipp.engines[_set_name(engine)]
         for launcher in launched.launchers.values():  # none if it has ended already
-            self._logs.opened(engine, Path(launcher.output_file))
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._processes[engine] = processes.Proc.of(launcher.pid)
+            if not remote:
+                self._logs.opened(engine, Path(launcher.output_file))
+                self._processes[engine] = processes.existing([launcher.pid])
             self.spawned = launcher.why_spawned or self.spawned
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
+
+    async def _way_to_us(self, engine: int) -> str:
+        """What an engine on another host is told of the controller, once that is there."""
+        await self._ipp.controller.get_connection_info()
+        file = Path(self._ipp.controller.connection_files["engine"])
+        return await asyncio.to_thread(self._hosts.connect, self._places[engine], file)
+
+    def host_of(self, engine: int) -> Host:
+        return self.hosts[self._places[engine]]
 
     def _connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
@@ -232,13 +242,7 @@ class LocalCluster(Channels):
             raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
     async def _make_client(self, timeout: float) -> None:
-        """What ``ipyparallel.Cluster.connect_client`` does, with a client of our own.
-
-        Who waits for it may give up meanwhile, by the stop button or for lack of time; the client is ours all the same.
-        """
-        info = self._ipp.controller.get_connection_info()
-        files = await info if inspect.isawaitable(info) else info
-        self._client = RankClient(files["client"], cluster=self._ipp, timeout=timeout)
+        self._client = await make_client(self._ipp, timeout)  # ours, also if who waits for it has given up meanwhile
 
     def _disconnect(self) -> None:
         if self.connected:
@@ -265,7 +269,10 @@ class LocalCluster(Channels):
         ended = [engine for engine in engines if engine in self.exits]
         if ended:
             code = self.exits[ended[0]]
-            raise GroupError(f"an engine ended while it started ({exit_text(code)}){self._logs.text(ended[0])}")
+            host = self.host_of(ended[0])
+            where = f" on {host.name}" if host.name else ""
+            why = host.lost or exit_text(code)
+            raise GroupError(f"an engine ended while it started{where} ({why}){self._logs.text(ended[0])}")
         self.ensure_controller()
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
@@ -279,14 +286,15 @@ class LocalCluster(Channels):
         self.exits[engine] = data.get("exit_code")
         if engine in self._wanted and self.connected and not self._stopping:
             ipp_private.unregister(self.client, engine)
-            gone = self._processes.get(engine)
-            if gone is not None:  # what it had forked holds its connections, and the other ranks would wait for them
-                threading.Thread(target=processes.end_processes, args=([gone],), name="ddip-end").start()
+            gone = self._processes.get(engine, [])
+            if gone:  # what it had forked holds its connections, and the other ranks would wait for them
+                threading.Thread(target=processes.end_processes, args=(gone,), name="ddip-end").start()
 
     def _record(self) -> None:
         """Write down what to clear up if this process dies."""
         launchers = self._launchers(self._ipp.engines)
         recorded = processes_of([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
+        recorded += processes.existing(host.pid for host in self._hosts.remote)
         me = processes.Proc.of(os.getpid())
         with contextlib.suppress(FileNotFoundError):  # the controller has lost its parent, and has tidied up
             ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
@@ -332,6 +340,7 @@ class LocalCluster(Channels):
         self._end_loop()
 
     def _end_loop(self) -> None:
+        self._hosts.close()
         ownership.remove_files(self.run_folder, self._profile, self._name)
         self._loop.close()
         self._disconnect()  # it may have connected until now

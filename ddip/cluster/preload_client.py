@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -17,12 +16,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ddip.cluster import processes
+from ddip.cluster.children import Child, Children
 
 CONTROLLER = ("ddip.cluster.controller", "ipyparallel.controller.app")
 """What a controller needs imported."""
@@ -65,36 +64,6 @@ START = (
 """What starts a process of ddip's own; a module and its arguments follow."""
 
 
-class CannotFork(RuntimeError):
-    """The warm process cannot fork this; the message says why."""
-
-
-class Child:
-    """A process that the warm process forked for us."""
-
-    def __init__(self, warm: WarmProcess, number: int) -> None:
-        self.warm = warm
-        self.number = number
-        self.pid: Future[int] = Future()
-        """Raises CannotFork."""
-        self.exit: Future[int | None] = Future()
-        """The exit code, negative: the signal; None: unknown, since the warm process ended first."""
-
-    def end(self) -> Future[None]:
-        """Kill it, or do not start it; done when there is no such process, and will be none."""
-        forked = self.pid.done() and self.pid.exception() is None
-        gone = self.warm.cancel(self.number)
-        if forked:  # the warm process may be importing something
-            processes.kill(self.pid.result())
-        return gone
-
-    def over(self, outcome: int | CannotFork | None) -> None:
-        """It has ended with this exit code, or was never there."""
-        if not self.pid.done():
-            self.pid.set_exception(outcome if isinstance(outcome, CannotFork) else CannotFork("not wanted any more"))
-        self.exit.set_result(None if isinstance(outcome, CannotFork) else outcome)
-
-
 class WarmProcess:
     """A warm process with what it has imported, and the children that it forked."""
 
@@ -106,9 +75,7 @@ class WarmProcess:
         self.ended = False
         self._retired = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
-        self._numbers = itertools.count()
-        self._children: dict[int, Child] = {}
-        self._cancelled: dict[int, Future[None]] = {}
+        self._children = Children(self.send, processes.kill, self._end_if_retired)
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
         later = () if os.environ.get(ONLY_ENGINES[0]) == ONLY_ENGINES[1] else BACKGROUND_PRELOAD
@@ -157,17 +124,18 @@ class WarmProcess:
 
         It ends at once if one of `needs` cannot be imported.
         """
-        child = Child(self, next(self._numbers))
-        with self._lock:
-            ended = self.ended
-            self._children[child.number] = child
-        if ended:
-            self._over(child.number, CannotFork("the warm process ended"))
-        request = {"fork": child.number, "module": module, "needs": list(needs), "imports": list(imports)}
-        self.send({**request, "argv": list(argv), "env": dict(env), "path": _path(), "cwd": os.getcwd(), "log": log})
-        return child
+        return self._children.ask(
+            module=module,
+            needs=list(needs),
+            imports=list(imports),
+            argv=list(argv),
+            env=dict(env),
+            path=_path(),
+            cwd=os.getcwd(),
+            log=log,
+        )
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, **message: Any) -> None:
         with self._lock, contextlib.suppress(OSError):  # it ended: _read tells everybody
             self._link.send(message)
 
@@ -177,62 +145,23 @@ class WarmProcess:
                 self._heard(self._link.recv())
         with self._lock:
             self.ended = True
-            children = list(self._children.values())
             self._link.close()
         self._process.wait()
         with self._log as log:
             log.seek(0)
             last = "".join(f"\n  {line}" for line in log.read().decode(errors="replace").splitlines()[-12:])
-        for child in children:
-            self._over(child.number, None if child.pid.done() else CannotFork(f"the warm process ended{last}"))
-        for number in list(self._cancelled):
-            self._gone(number)
+        self._children.end_all(f"the warm process ended{last}")
         self.asleep.set()
 
     def _heard(self, message: dict[str, Any]) -> None:
-        match message:
-            case {"forked": number, "pid": pid}:
-                child = self._children.get(number)
-                if child is not None:
-                    child.pid.set_result(pid)
-                else:  # it was not wanted any more when this was on its way
-                    processes.kill(pid)
-                    self._gone(number)
-            case {"refused": number, "why": why}:
-                self._over(number, CannotFork(why))
-                self._gone(number)
-            case {"exited": number, "code": code}:
-                self._over(number, code)
-                self._gone(number)
-            case {"warm": True}:
-                self.asleep.set()
+        if message.get("warm"):
+            self.asleep.set()
+        else:
+            self._children.heard(message)
 
-    def _over(self, number: int, outcome: int | CannotFork | None) -> None:
-        """Tell the end of a child, once."""
-        with self._lock:
-            child = self._children.pop(number, None)
-            last = not self._children
-        if child is not None:
-            child.over(outcome)
-        if last and self._retired:
+    def _end_if_retired(self) -> None:
+        if self._retired:
             self._process.kill()
-
-    def cancel(self, number: int) -> Future[None]:
-        """Kill the child if it has been forked, and do not fork it if not; done when that is so."""
-        gone: Future[None] = Future()
-        with self._lock:
-            self._cancelled[number] = gone
-        self.send({"end": number})
-        self._over(number, None)
-        if self.ended:
-            self._gone(number)
-        return gone
-
-    def _gone(self, number: int) -> None:
-        with self._lock:
-            gone = self._cancelled.pop(number, None)
-        if gone is not None:
-            gone.set_result(None)
 
     def retire(self) -> None:
         """End it as soon as its last child has ended."""

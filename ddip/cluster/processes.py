@@ -52,6 +52,15 @@ class Proc:
         return process if same else None
 
 
+def existing(pids: Iterable[int]) -> list[Proc]:
+    """Those of the processes that there are."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(Proc.of(pid))
+    return found
+
+
 def stopped_text(pid: int) -> str:
     """What to say of a process that a signal or a debugger has stopped; empty for one that runs, or has ended."""
     with contextlib.suppress(psutil.Error):

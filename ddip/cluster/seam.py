@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from ddip.cluster.host import Host
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Hello
 
@@ -68,12 +69,32 @@ class Request(concurrent.futures.Future[Reply]):
         return request
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine to be started."""
+
+    host: int
+    """On which of the cluster's hosts."""
+    environment: Mapping[str, str]
+    """Added to that of the host."""
+
+
 class Cluster(Protocol):
     """Engines that are started and stopped one by one, each with a number of its own; owned by this process."""
 
     @property
     def run_folder(self) -> Path:
-        """A folder that only this user can enter, on the engines' host."""
+        """A folder on this machine that only this user can enter."""
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """Where engines can be, in the order in which ranks are placed."""
+
+    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
+        """Until each host has told what it is and has; `deadline` on ``time.monotonic``. Raises GroupError."""
+
+    def replace_host(self, number: int, name: str, deadline: float) -> None:
+        """Have the host `name` in place of one that was lost, with its number. Raises GroupError."""
 
     @property
     def spawned(self) -> str:
@@ -94,6 +115,9 @@ class Cluster(Protocol):
     def ensure_controller(self) -> None:
         """Raise GroupError if there is no way to the engines any more."""
 
+    def host_of(self, engine: int) -> Host:
+        """Where `engine` is, or was."""
+
     def stopped(self) -> str:
         """Which of the processes on the way to the engines a signal has stopped; empty for none."""
 
@@ -103,16 +127,15 @@ class Cluster(Protocol):
 
     def start(
         self,
-        count: int,
-        environment: Mapping[str, str],
+        engines: Sequence[EngineSpec],
         also: Sequence[str],
         deadline: float,
         on_up: Callable[[int], None],
     ) -> dict[int, Hello]:
-        """Start `count` engines, until `deadline` on ``time.monotonic``; returns what each tells of itself, in order.
+        """Start `engines`, until `deadline` on ``time.monotonic``; returns what each tells of itself, in order.
 
-        `environment` is added to that of this process, and modules `also` are imported before anything else. `on_up` is
-        told how many of the engines can be reached. Raises GroupError; `stop_engines_but` then ends what was begun.
+        Modules `also` are imported before anything else. `on_up` is told how many of the engines can be reached. Raises
+        GroupError; `stop_engines_but` then ends what was begun.
         """
 
     def stop_engines_but(self, keep: Collection[int]) -> None:

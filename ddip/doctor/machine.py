@@ -34,10 +34,10 @@ LOOPBACK_SECONDS = 3.0
 
 def check_platform() -> Check:
     """Operating system and cores."""
-    from ddip.group import host
+    from ddip.cluster import on_host
 
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    return judge_platform(sys.platform, text, host.cores())
+    return judge_platform(sys.platform, text, on_host.cores())
 
 
 def judge_platform(name: str, text: str, cores: int) -> Check:

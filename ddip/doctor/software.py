@@ -123,6 +123,7 @@ def judge_front_end(version_of: VersionOf, environment: Mapping[str, str], has_c
 
 def check_environment() -> Check:
     """Variables to which ddip, torch or the ranks react."""
+    from ddip.cluster.on_host import cores
     from ddip.group.engines import WATCHDOG
     from ddip.group.host import loopback, threads
     from ddip.group.placement import SHARES
@@ -131,7 +132,7 @@ def check_environment() -> Check:
     return judge_environment(
         os.environ,
         interfaces={name: loopback() for name in INTERFACE_VARIABLES},
-        threads=threads(2),
+        threads=threads(cores(), 2),
         watchdog=WATCHDOG,
         shares=SHARES,
     )

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 
 from ddip import apps
-from ddip.cluster import devices, folder, limits
+from ddip.cluster import folder, limits
+from ddip.cluster.on_host import Facts
+from ddip.cluster.seam import EngineSpec
 from ddip.errors import BadInput, GroupError
 from ddip.group import host, placement
 from ddip.group.members import Member
@@ -78,33 +80,42 @@ class Engines:
             self._progress(f"ddip: {here + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(ranks))
 
         also = [apps.find(app)] if app else []
-        hellos = cluster.start(len(ranks), _environment(spec), also, deadline, tell)
+        environments = {number: _environment(spec, number, cluster.hosts[number].facts) for number in spec.hosts}
+        wanted = [EngineSpec(spec.host(rank), environments[spec.host(rank)]) for rank in ranks]
+        hellos = cluster.start(wanted, also, deadline, tell)
         _check_version([*hellos.values()])
         _check_torch(spec, next(iter(hellos.values())))
         return [
-            Member(engine, hello["pid"], hello["host"], DeviceBinding(spec.visible, spec.gpus[rank]))
+            Member(engine, hello["pid"], hello["host"], _binding(spec, rank))
             for rank, (engine, hello) in zip(ranks, hellos.items(), strict=True)
         ]
 
 
-def _environment(spec: GroupSpec) -> dict[str, str]:
-    """What must be set before torch loads: threads, and the GPUs that the rank sees."""
-    environment = {}
+def _binding(spec: GroupSpec, rank: int) -> DeviceBinding:
+    host = spec.host(rank)
+    return DeviceBinding(spec.visible(host), spec.gpus[rank], host)
+
+
+def _environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
+    """What must be set before torch loads, on the host of this `number`: threads, and the GPUs that the ranks see."""
+    environment, ranks = {}, spec.ranks_on(number)
     if "OMP_NUM_THREADS" not in os.environ:
-        environment = {name: str(host.threads(spec.size)) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        threads = str(host.threads(facts["cores"], len(ranks)))
+        environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+    visible = spec.visible(number)
     if has_nccl(spec.backend):
-        environment.update({name: value for name, value in _nccl(spec).items() if name not in os.environ})
+        told = _nccl(shared=len(visible) < len(ranks))
+        environment.update({name: value for name, value in told.items() if name not in os.environ})
     if spec.on_gpus:
-        names = devices.gpu_names()
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in spec.visible)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(facts["gpus"][gpu] for gpu in visible)
     return environment
 
 
-def _nccl(spec: GroupSpec) -> dict[str, str]:
+def _nccl(shared: bool) -> dict[str, str]:
     """What nccl is told where the user has not: a rank that waits is freed by ddip, and its process must not be ended
-    by a watchdog of torch's meanwhile."""
+    by a watchdog of torch's meanwhile. `shared`: several ranks have the same GPU."""
     told = dict(WATCHDOG)
-    if len(spec.visible) < spec.size:  # as NCCL asks for, where ranks share a GPU
+    if shared:  # as NCCL asks for
         told |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
     return told
 

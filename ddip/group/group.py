@@ -19,12 +19,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ddip import apps
-from ddip.cluster import devices, processes
+from ddip.cluster import devices
+from ddip.cluster.hosts import Reach
 from ddip.errors import BadInput
-from ddip.group import placement, shards, stopping, transfer
+from ddip.group import modules, placement, shards, stopping, transfer, wanted
 from ddip.group.cell_state import Limits
 from ddip.group.lifecycle import nobody
-from ddip.group.placement import Request
+from ddip.group.modules import ModulesPushed
+from ddip.group.placement import HostRequest, Request
 from ddip.group.repair import Repairable
 from ddip.output import tables
 from ddip.output.differing import Differing
@@ -60,6 +62,10 @@ class Group(Repairable):
         Of ``torch.distributed``. Default: ``gloo``, or ``cpu:gloo,cuda:nccl`` on GPUs.
     app
         Name of a framework adapter to prepare on every rank.
+    hosts
+        Other hosts, by ssh: ``"h1:4,h2:4"``, or a list of `HostRequest`. `n` and `gpus` are then those of each host.
+    reach
+        How they are reached, and where their ranks begin.
     timeout
         Seconds to wait for the group to form.
     collect
@@ -92,6 +98,8 @@ class Group(Repairable):
         *,
         backend: str | None = None,
         app: str | None = None,
+        hosts: Sequence[HostRequest] | str = (),
+        reach: Reach | None = None,
         timeout: float = DEFAULTS.timeout,
         collect: bool = DEFAULTS.collect,
         spawn: bool = DEFAULTS.spawn,
@@ -105,9 +113,12 @@ class Group(Repairable):
         self.display = display or DisplayOptions()
         self.transferred = 0
         """Size of what the last push sent to each rank, or the last pull brought, bytes."""
-        if gpus == "all":
+        if isinstance(hosts, str):
+            hosts = placement.parse_hosts(hosts)
+        if gpus == "all" and not hosts:
             gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
-        request = Request(n, None if gpus is None else tuple(gpus), backend, app)
+        chosen = gpus if gpus is None or gpus == "all" else tuple(gpus)
+        request = Request(n, chosen, backend, app, tuple(hosts), reach or Reach())
         super().__init__(request, timeout, collect, spawn, progress)
 
     def __enter__(self) -> Group:
@@ -265,7 +276,30 @@ class Group(Repairable):
         values, moved, self.transferred = transfer.pull(self.ranks, names, of, progress)
         return values, moved
 
+    # -- the notebook's modules
+
+    def push_modules(
+        self, names: str | Sequence[str], *, reload: bool = False, progress: Report = nobody
+    ) -> ModulesPushed:
+        """Let ranks on hosts without the notebook's folder import its modules, by name: ``"utils, models"``, or a list.
+
+        The source files of each, a ``.py`` file or a package's folder, are sent once a host; again when they have
+        changed. Ranks look there first. A module that a rank has imported stays as it is there, or is loaded again, by
+        `reload`, as IPython's autoreload does it. Ranks beside the notebook have the files.
+
+        Raises BadInput for a module that is not the notebook's own, such as an installed one, and what `push` raises.
+        """
+        sources = modules.find(names)
+        with self._told(progress):
+            self.ensure_ready()
+            return self._modules.push(self.ranks, sources, reload, progress)
+
     # -- figures
+
+    @property
+    def notices(self) -> list[str]:
+        """What is to be known of how the group lies on its machines."""
+        return [*filter(None, [self.spec.notice, wanted.folders_notice(self.cluster.hosts)])]
 
     def shards(self, name: str) -> ShardsTable:
         """How the model in the variable `name`, or a part of it (``model.encoder``), is divided among the ranks.
@@ -287,8 +321,8 @@ class Group(Repairable):
             state, doing = "ended" if rank in ended else "no answer", figures.get("doing") or abandoned.get(rank, "")
             if figures:
                 state = "busy" if figures["busy"] else "GPU lost" if rank in self.ranks.gpu_lost else "idle"
-            elif rank not in ended and processes.stopped_text(member.pid):
-                state, doing = "stopped", processes.stopped_text(member.pid)
+            elif rank not in ended and self.ranks.stopped_text(rank):
+                state, doing = "stopped", self.ranks.stopped_text(rank)
             gpu = figures.get("gpu") or {}
             infos.append(
                 tables.RankInfo(

@@ -18,11 +18,12 @@ from dataclasses import replace
 from IPython.core.getipython import get_ipython
 
 from ddip import apps
-from ddip.cluster import devices, folder, limits, ownership
+from ddip.cluster import limits, ownership
+from ddip.cluster.host import Host
 from ddip.cluster.local import LocalCluster
 from ddip.cluster.seam import Cluster
 from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestFailed, RequestInterrupted
-from ddip.group import placement, revival, stopping
+from ddip.group import revival, stopping, wanted
 from ddip.group.cells import Cells
 from ddip.group.comms import Comms
 from ddip.group.engines import Engines
@@ -78,9 +79,8 @@ class Lifecycle:
         if getattr(get_ipython(), "is_rank", False):
             raise BadInput("ddip.Group: this process is a rank of a group; start groups in the notebook or a script")
         self.request = request
-        self.spec = self._resolve(request)
         with self._told(progress):
-            self._start(self.spec)
+            self._start(request)
 
     @contextlib.contextmanager
     def _told(self, progress: Report) -> Iterator[None]:
@@ -93,38 +93,36 @@ class Lifecycle:
 
     # -- life cycle
 
-    def _resolve(self, request: Request) -> GroupSpec:
-        """The group that `request` describes; raises BadInput or GroupError before anything is touched."""
-        folder.ensure_ready()
-        apps.find(request.app)
-        names = devices.gpu_names()
-        spec = placement.resolve(request, len(names), os.environ.get(placement.SHARES) == "1")
-        devices.ensure_one_slice([names[gpu] for gpu in spec.visible])
-        limits.ensure_room(spec.size, 0 if self._ranks is None else len(self._ranks.members))
-        return spec
+    def _resolve(self, request: Request, hosts: Sequence[Host] = ()) -> GroupSpec:
+        return wanted.resolve(request, hosts, 0 if self._ranks is None else len(self._ranks.members))
 
-    def _start(self, spec: GroupSpec) -> None:
+    def _start(self, request: Request) -> None:
+        if not request.hosts:
+            self.spec = self._resolve(request)
         atexit.register(self.shutdown)
         try:
-            self._ranks = Ranks(self._new_cluster())
+            self._ranks = Ranks(self._new_cluster(request))
             self._engines = Engines(self._ranks, lambda text, share=None: self._progress(text, share))
             self._manager = ProcessGroupManager(self._ranks)
             self._cells = Cells(self._ranks, self._manager)
             self._fitness = Fitness(self._ranks, self._manager, self._engines)
             self._comms = Comms(self._ranks)
-            self._form(spec, self.request)
+            if request.hosts:
+                self.cluster.wait_for_hosts(time.monotonic() + self.timeout, self._progress)
+                self.spec = self._resolve(request, self.cluster.hosts)
+            self._form(self.spec, request)
         except BaseException as error:
             self.shutdown()
             if isinstance(error, KeyboardInterrupt):
                 raise RequestInterrupted("the start was interrupted; there is no group") from None
             raise
 
-    def _new_cluster(self) -> Cluster:
+    def _new_cluster(self, request: Request) -> Cluster:
         """The processes that the ranks will be, of which none runs yet."""
         if self.clears_up:
             ownership.clear_up_orphans()
         with limits.named():
-            return LocalCluster(ipp_log, fork=not self.spawn)
+            return LocalCluster(ipp_log, not self.spawn, [host.name for host in request.hosts], request.reach)
 
     def change(self, request: Request, progress: Report = nobody) -> bool:
         """Make it the group that `request` asks for; returns False if it is that already.
@@ -136,7 +134,8 @@ class Lifecycle:
         try:
             self.ensure_ready()
             request = request.after(self.request)
-            spec = self._resolve(request)
+            wanted.ensure_same_hosts(request, self.request)
+            spec = self._resolve(request, self.cluster.hosts if request.hosts else ())
             if spec == self.spec and request.app == self._app:
                 return False
             with self._told(progress):
@@ -151,13 +150,14 @@ class Lifecycle:
     def restart(self, request: Request = SAME, progress: Report = nobody) -> None:
         """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
         request = request.after(self.request)
-        spec = self._resolve(request)
-        if self.alive:
-            self._engines.check_torch(spec)
+        if not request.hosts:
+            spec = self._resolve(request)
+            if self.alive:
+                self._engines.check_torch(spec)
         self.shutdown()
         self.request = request
         with self._told(progress):
-            self._start(spec)
+            self._start(request)
 
     def shutdown(self) -> None:
         """End all processes and remove all files; the group is empty then. May be called twice."""
@@ -170,6 +170,7 @@ class Lifecycle:
         self._came_later = set()
         if ranks is not None:
             with stopping.button(f"{stop_name()} was pressed while the group ended; there is no group any more"):
+                self._manager.close()
                 ranks.cluster.stop()
 
     close = shutdown
@@ -229,7 +230,8 @@ class Lifecycle:
         count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         gpus = [str(gpu) for gpu in self.spec.gpus]
         where = "GPU " + ", ".join(gpus) if self.spec.on_gpus else "the CPU"
-        return f"ddip: {count} on {where}, {self.spec.backend}"
+        hosts = ", ".join(host.name for host in self.request.hosts)
+        return f"ddip: {count} on {where}{f' of {hosts}' if hosts else ''}, {self.spec.backend}"
 
     # -- forming
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import psutil
-
+from ddip.cluster import on_host
 from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text
+from ddip.cluster.host import Host, HostLost
 from ddip.cluster.seam import Cluster, Reply
 from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, clauses
-from ddip.group import outside, stopping
+from ddip.group import stopping
 from ddip.group.placement import DeviceBinding
 from ddip.output.area import notify
 from ddip.protocol import on_rank
@@ -22,6 +22,7 @@ from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import CellReport
 
+V = TypeVar("V")
 ANSWER_SECONDS = 0.4
 """How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
 
@@ -70,19 +71,46 @@ class Members:
 
     def watch_memory(self, ranks: Sequence[int]) -> None:
         """Remember how much memory `ranks` hold: when one of them has ended it is too late to ask."""
+        for rank, held in self._ask_hosts(on_host.memory, ranks).items():
+            if held is not None:
+                self._held[self.members[rank].engine] = held
+
+    def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
+        """Seconds of CPU that the processes of `ranks` have used, and whether one runs; without those that ended."""
+        return {rank: use for rank, use in self._ask_hosts(on_host.uses, ranks).items() if use is not None}
+
+    def _ask_hosts(self, function: Callable[[Sequence[int]], Sequence[V]], ranks: Sequence[int]) -> dict[int, V]:
+        """What `function` of the hosts says of the processes of `ranks`; a host that does not answer says nothing."""
+        by_host: dict[int, list[int]] = {}
         for rank in ranks:
-            member = self.members[rank]
-            with contextlib.suppress(psutil.Error):
-                self._held[member.engine] = psutil.Process(member.pid).memory_info().rss
+            by_host.setdefault(self.members[rank].binding.host, []).append(rank)
+        asked = {
+            host: self.cluster.hosts[host].begin(function, [self.members[rank].pid for rank in its])
+            for host, its in by_host.items()
+        }
+        found: dict[int, V] = {}
+        for host, its in by_host.items():
+            with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
+                found |= dict(zip(its, asked[host].result(ANSWER_SECONDS), strict=True))
+        return found
+
+    def host(self, rank: int) -> Host:
+        """Where the process of `rank` is, or was."""
+        return self.cluster.host_of(self.members[rank].engine)
 
     def end_of(self, rank: int) -> RankError:
         """What is known of the end of `rank`: its pid, how and why it ended, and the last lines of its log."""
-        member = self.members[rank]
+        member, host = self.members[rank], self.host(rank)
         if member.engine not in self.cluster.exits:
             text = f"pid {member.pid} lost its heartbeat, and the controller has unregistered it"
             return RankError(RANK_ENDED, text, "", at=time.time(), pid=member.pid)
         code = self.cluster.exits[member.engine]
-        why = cause_text(code, self._held.get(member.engine), self._memory, HostMemory.now())
+        if code is None and host.lost:
+            return RankError(RANK_ENDED, f"pid {member.pid} is lost with {host.name}: {host.lost}", "", at=time.time())
+        now = self._memory
+        with contextlib.suppress(HostLost):
+            now = HostMemory(*host.ask(on_host.host_memory))
+        why = cause_text(code, self._held.get(member.engine), self._memory, now)
         log = self.cluster.log_tail(member.engine)
         text = f"pid {member.pid} ended ({exit_text(code)}): {why}"
         traceback = "\n".join(["end of its log:", *log]) if log else ""
@@ -141,7 +169,9 @@ class Members:
         found = {}
         for rank, answer in answers.items():
             if answer is None:
-                answer = outside.connections(self.members[rank].pid)
+                answer = []
+                with contextlib.suppress(HostLost):
+                    answer = [tuple(ends) for ends in self.host(rank).ask(on_host.connections, self.members[rank].pid)]
             found[rank] = [tuple(ends) for ends in answer]
         return found
 
@@ -155,11 +185,26 @@ class Members:
 
     def place_from_outside(self, rank: int) -> StackLocation | None:
         """Where `rank` is, though it cannot answer; None if it does not even take a signal."""
-        return None if rank in self.ended else outside.place(self.members[rank].pid, self.cluster.run_folder)
+        if rank in self.ended:
+            return None
+        host = self.host(rank)
+        with contextlib.suppress(HostLost):
+            place = host.ask(on_host.place, self.members[rank].pid, str(host.run_folder))
+            return None if place is None else StackLocation(**place)
+        return None
+
+    def stopped_text(self, rank: int) -> str:
+        """What to say of a rank that a signal or a debugger has stopped; empty for one that runs, or has ended."""
+        with contextlib.suppress(HostLost):
+            return self.host(rank).ask(on_host.stopped_text, self.members[rank].pid)
+        return ""
 
     def carry_on(self) -> None:
         """Continue the ranks that a signal has stopped."""
-        outside.carry_on(self.members[rank].pid for rank in self.live)
+        for number, host in enumerate(self.cluster.hosts):
+            live = [self.members[rank] for rank in self.live]
+            with contextlib.suppress(HostLost):
+                host.ask(on_host.carry_on, [member.pid for member in live if member.binding.host == number])
 
     def interrupt(self, cells: Mapping[int, str]) -> None:
         """Interrupt one cell on each rank, by its message id, whether it runs or is still on its way; and no other."""

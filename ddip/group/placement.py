@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from ddip.cluster.hosts import Reach
 from ddip.errors import BadInput
 from ddip.protocol.rank_spec import has_nccl
 
@@ -15,21 +18,53 @@ SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True)
+class HostRequest:
+    """A host that somebody asked for, as ssh knows it."""
+
+    name: str
+    count: int | None = None
+    """Ranks on it; None: not said."""
+
+    def __str__(self) -> str:
+        return self.name if self.count is None else f"{self.name}:{self.count}"
+
+
+ALL: Literal["all"] = "all"
+"""All GPUs of a host."""
+
+
+@dataclass(frozen=True)
 class Request:
     """What somebody asked for; None: not said."""
 
     n: int | None = None
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[int, ...] | Literal["all"] | None = None
     backend: str | None = None
     app: str | None = None
+    hosts: tuple[HostRequest, ...] = ()
+    """None: the machine that the notebook is on."""
+    reach: Reach = Reach()
+    """How the hosts are reached."""
 
     def after(self, old: Request) -> Request:
-        """This request to a group that `old` made: the app stays unless another is named, and where neither ranks nor
-        GPUs are asked for, they and the backend stay too."""
+        """This request to a group that `old` made: the app stays unless another is named, where neither ranks nor
+        GPUs nor hosts are asked for, they and the backend stay too, and hosts stay unless others are named."""
         app = self.app or old.app
-        if self.n is None and self.gpus is None:
-            return Request(old.n, old.gpus, self.backend or old.backend, app)
-        return Request(self.n, self.gpus, self.backend, app)
+        hosts, reach = (self.hosts, self.reach) if self.hosts else (old.hosts, old.reach)
+        if self.n is None and self.gpus is None and not self.hosts:
+            return Request(old.n, old.gpus, self.backend or old.backend, app, hosts, reach)
+        if self.n is not None or self.gpus is not None:  # the counts of hosts that were asked for before are over
+            hosts = self.hosts or tuple(HostRequest(host.name) for host in hosts)
+        return Request(self.n, self.gpus, self.backend, app, hosts, reach)
+
+
+@dataclass(frozen=True)
+class HostHas:
+    """What a host has for ranks."""
+
+    name: str
+    """For messages; empty for the machine that the notebook is on."""
+    gpus: int
 
 
 @dataclass(frozen=True)
@@ -37,10 +72,25 @@ class GroupSpec:
     """A group as somebody asked for it: one entry a rank."""
 
     gpus: tuple[int | None, ...]
-    """GPU of each rank as the notebook counts GPUs, or None for the CPU."""
+    """GPU of each rank as its host counts GPUs, or None for the CPU."""
     backend: str
     notice: str = ""
     """What the user should be told about it; may be empty."""
+    on: tuple[int, ...] = ()
+    """Number of each rank's host, rising; empty: all are on host 0."""
+
+    def host(self, rank: int) -> int:
+        """Number of the host that `rank` is on."""
+        return self.on[rank] if self.on else 0
+
+    @property
+    def hosts(self) -> list[int]:
+        """Numbers of the hosts that have ranks."""
+        return sorted(set(self.on)) or [0]
+
+    def ranks_on(self, host: int) -> list[int]:
+        """The ranks of a host; its ``LOCAL_RANK`` is a rank's place among them."""
+        return [rank for rank in range(self.size) if self.host(rank) == host]
 
     @property
     def size(self) -> int:
@@ -54,15 +104,15 @@ class GroupSpec:
         """``cpu`` or ``GPU 2``: for messages to users."""
         return CPU if self.gpus[rank] is None else f"GPU {self.gpus[rank]}"
 
-    @property
-    def visible(self) -> tuple[int, ...]:
-        """The GPUs that its ranks shall see, in this order: ``cuda:LOCAL_RANK`` is then a rank's own GPU."""
-        return tuple(dict.fromkeys(gpu for gpu in self.gpus if gpu is not None))
+    def visible(self, host: int = 0) -> tuple[int, ...]:
+        """The GPUs that ranks on `host` shall see, in this order: ``cuda:LOCAL_RANK`` is then a rank's own GPU."""
+        gpus = [self.gpus[rank] for rank in self.ranks_on(host)]
+        return tuple(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
 
     def device(self, rank: int) -> str:
         """torch's name of the rank's device, as the rank counts devices."""
         gpu = self.gpus[rank]
-        return CPU if gpu is None else f"cuda:{self.visible.index(gpu)}"
+        return CPU if gpu is None else f"cuda:{self.visible(self.host(rank)).index(gpu)}"
 
 
 def parse_count(typed: str) -> int:
@@ -72,14 +122,18 @@ def parse_count(typed: str) -> int:
     return int(typed)
 
 
-def parse_gpus(words: Sequence[str], available: int) -> list[int]:
-    """The GPUs of ``-g all``, ``-g 0,2,3`` or ``-g 3 1``, in the order given; a GPU may come twice."""
-    typed = "-g " + " ".join(words)
-    have = f"this machine has GPU 0 to {available - 1}" if available > 1 else "this machine has only GPU 0"
+def parse_gpus(words: Sequence[str], available: int, host: str = "") -> list[int]:
+    """The GPUs of ``-g all``, ``-g 0,2,3`` or ``-g 3 1``, in the order given; a GPU may come twice.
+
+    `available` are on the `host`; empty: this machine.
+    """
+    typed, machine = "-g " + " ".join(words), host or "this machine"
+    have = f"{machine} has GPU 0 to {available - 1}" if available > 1 else f"{machine} has only GPU 0"
     if not available:
-        raise BadInput(f"{typed}: there is no GPU here; type %makedip -n 2 for two ranks on the CPU")
+        where = f"on {host}" if host else "here"
+        raise BadInput(f"{typed}: there is no GPU {where}; type %makedip -n 2 for two ranks on the CPU")
     items = [item for word in words for item in word.split(",") if item]
-    if items == ["all"]:
+    if items == [ALL]:
         return list(range(available))
     for item in items:
         if not item.isdecimal():
@@ -133,28 +187,80 @@ def check_ranks(ranks: object, world_size: int, what: str) -> list[int]:
     return found
 
 
+def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
+    """The hosts of ``--hosts h1:4,h2:4``, in the order given."""
+    hosts = []
+    for item in filter(None, typed.split(",")):
+        name, colon, count = item.rpartition(":")
+        if not colon or not count.isdecimal():
+            name, count = item, ""
+        if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-") or count == "0":
+            raise BadInput(
+                f"--hosts {typed}: {item!r} is no host; type names as ssh knows them, such as --hosts h1:4,h2:4"
+            )
+        hosts.append(HostRequest(name, int(count) if count else None))
+    names = [host.name for host in hosts]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise BadInput(f"--hosts {typed}: {twice[0]} is there twice; type it once, with the number of all its ranks")
+    if not hosts:
+        raise BadInput(f"--hosts {typed}: type names as ssh knows them, such as --hosts h1:4,h2:4")
+    return tuple(hosts)
+
+
 def resolve(request: Request, available: int, nccl_shares: bool = False) -> GroupSpec:
     """The group that is asked for, on a machine with `available` GPUs. `nccl_shares`: it may be told to share a GPU."""
-    n, gpus, backend = request.n, request.gpus, request.backend
-    if gpus is not None:
-        parse_gpus([str(gpu) for gpu in gpus], available)
-        if n is not None and n != len(gpus):
-            raise BadInput(f"-n {n} and -g with {len(gpus)} GPUs: leave out -n, there is one rank on each GPU of -g")
-    elif n is None and available:
-        gpus = tuple(range(available))
-    if gpus is None:
+    return resolve_on(request, [HostHas("", available)], nccl_shares)
+
+
+def resolve_on(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = False) -> GroupSpec:
+    """The same on `hosts`, in this order."""
+    counts = [host.count for host in request.hosts] or [None] * len(hosts)
+    placed = [_place(request, count, host) for count, host in zip(counts, hosts, strict=True)]
+    on_gpus = {gpus[0] is not None: host for gpus, host in zip(placed, hosts, strict=True)}
+    if len(on_gpus) > 1:
+        with_gpus, without = on_gpus[True].name or "this machine", on_gpus[False].name or "this machine"
+        raise BadInput(f"{with_gpus} has GPUs and {without} none: type -n for ranks on the CPU of each, or other hosts")
+    gpus = tuple(gpu for one in placed for gpu in one)
+    on = tuple(number for number, one in enumerate(placed) for _ in one) if len(hosts) > 1 else ()
+    backend = request.backend
+    if False in on_gpus:
         if backend is not None and has_nccl(backend):
             raise BadInput(f"-b {backend}: nccl needs GPUs; leave out -b, and ranks on the CPU use gloo")
-        return GroupSpec((None,) * parse_count(str(2 if n is None else n)), backend or "gloo")
-    if len(set(gpus)) < len(gpus):
+        return GroupSpec(gpus, backend or "gloo", on=on)
+    if any(len(set(one)) < len(one) for one in placed):
         if backend is not None and has_nccl(backend) and not nccl_shares:
             raise BadInput(
                 f"-b {backend}: two ranks share a GPU, which nccl does only with {SHARES}=1 in the environment of the "
                 "notebook (NCCL 2.30 and later; for tests, it is slow); leave out -b, and they use gloo"
             )
         if backend is None:
-            return GroupSpec(gpus, "gloo", "two ranks share a GPU, which nccl does not do: the backend is gloo")
-    return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl")
+            return GroupSpec(gpus, "gloo", "two ranks share a GPU, which nccl does not do: the backend is gloo", on)
+    return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl", on=on)
+
+
+def _place(request: Request, count: int | None, host: HostHas) -> tuple[int | None, ...]:
+    """The GPU of each rank on one `host`, of which `count` were asked for there."""
+    n, gpus, available = request.n, request.gpus, host.gpus
+    if gpus is not None:
+        chosen = tuple(parse_gpus([ALL] if isinstance(gpus, str) else list(map(str, gpus)), available, host.name))
+        for option, asked in ((f"-n {n}", n), (f"{host.name}:{count}", count)):
+            if asked is not None and asked != len(chosen):
+                raise BadInput(
+                    f"{option} and -g with {len(chosen)} GPUs: leave out {'-n' if asked is n else 'the number'}, "
+                    "there is one rank on each GPU of -g"
+                )
+        return chosen
+    if n is not None and count is not None and n != count:
+        raise BadInput(f"-n {n} and {host.name}:{count}: leave out one of them; -n is the number of ranks on each host")
+    if n is None and count is not None and available:
+        if count > available:
+            has = f"{host.name} has {available} GPU{'s' * (available > 1)}"
+            raise BadInput(f"{host.name}:{count}: {has}; type -n {count} for ranks on the CPU of each host")
+        return tuple(range(count))
+    if n is None and count is None and available:
+        return tuple(range(available))
+    return (None,) * parse_count(str(next((asked for asked in (n, count) if asked is not None), 2)))
 
 
 @dataclass(frozen=True)
@@ -163,6 +269,8 @@ class DeviceBinding:
 
     visible: tuple[int, ...]
     gpu: int | None
+    host: int = 0
+    """Number of the host that it is on."""
 
 
 def keep(berths: Sequence[DeviceBinding], new: GroupSpec) -> list[int | None]:
@@ -173,12 +281,13 @@ def keep(berths: Sequence[DeviceBinding], new: GroupSpec) -> list[int | None]:
     free = dict(enumerate(berths))
     chosen: list[int | None] = []
     for rank, gpu in enumerate(new.gpus):
-        position = rank if gpu is None else new.visible.index(gpu)
+        host = new.host(rank)
+        position = rank if gpu is None else new.visible(host).index(gpu)
         fit = next(
             (
                 i
                 for i, b in free.items()
-                if b.gpu == gpu and (gpu is None or b.visible[position : position + 1] == (gpu,))
+                if b.host == host and b.gpu == gpu and (gpu is None or b.visible[position : position + 1] == (gpu,))
             ),
             None,
         )

@@ -10,18 +10,14 @@ the next cell
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddip.cluster import preload_client
 from ddip.errors import GroupError
 from ddip.group import connections, host
+from ddip.group.meeting import Meeting, Meetings
 from ddip.group.placement import GroupSpec
 from ddip.group.ranks import Ranks
 from ddip.group.steps import Steps, Uneven
@@ -30,7 +26,6 @@ from ddip.output.tables import cut_off_text, places_text
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.rank_spec import RankSpec
 from ddip.protocol.reports import Begun, CellReport, Going
 
 log = logging.getLogger("ddip")
@@ -55,9 +50,9 @@ class ProcessGroupManager:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._formed = 0
-        self._store: Path | None = None
-        self._port: host.HeldPort | None = None
-        """What the ranks were told last as MASTER_PORT."""
+        self._meetings = Meetings(ranks)
+        self._meeting: Meeting | None = None
+        """Where the ranks met last."""
         self._made: list[tuple[Any, ...]] = []
         """Connections that were made when the group was formed: of a rank that has ended nobody can tell them any more,
         and a process that it has forked may keep them open."""
@@ -89,16 +84,16 @@ class ProcessGroupManager:
     def _form(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
         self.healthy, self._made = False, []
         self._steps.forget()
-        if not self._formed:
+        if not self._formed and len(spec.hosts) == 1:
             host.tell_interfaces()
-        former, self._store = self._store, self._new_store()
+        former, self._meeting = self._meeting, self._prepare(range(spec.size))
         self._groups = self._first_group
-        made = self._join({self._store: range(spec.size)}, spec, collect, deadline, SET_UP_SHARE)
+        made = self._join([self._meeting], spec, collect, deadline, SET_UP_SHARE)
         if connections.is_spoilt(made):
             self.release()
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
-            former.unlink(missing_ok=True)
+            self._meetings.over(former)
         self._made = connections.shared(
             {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
         )
@@ -110,56 +105,32 @@ class ProcessGroupManager:
         """How many groups count as made when the cells begin to make some."""
         return (self._formed - 1) * GROUPS_EACH + 1
 
-    def _new_store(self) -> Path:
+    def _prepare(self, ranks: Sequence[int]) -> Meeting:
         self._formed += 1
-        return self._ranks.cluster.run_folder / f"store-{self._formed}"
+        return self._meetings.prepare(self._formed, ranks)
 
     def _join(
         self,
-        groups: Mapping[Path, Sequence[int]],
+        meetings: Sequence[Meeting],
         spec: GroupSpec,
         collect: bool,
         deadline: float,
         share: float = 1.0,
         together: bool = True,
     ) -> list[Any]:
-        """Have the ranks of each of `groups`, by their stores, join a group, as its ranks 0, 1 and so on.
+        """Have the ranks of each meeting join a group, as its ranks 0, 1 and so on.
 
         Connecting them gets a `share` of the time. Returns what ``process_group.join`` does, by rank.
         """
-        port = self._port = host.HeldPort()
         seconds = max(1.0, (deadline - time.monotonic()) * share)
-        rank_specs = {
-            rank: RankSpec(
-                rank=number,
-                world_size=len(ranks),
-                local_rank=number,
-                local_world_size=len(ranks),
-                group_rank=0,
-                run_id=self._ranks.cluster.run_folder.name,
-                master_addr="127.0.0.1",
-                master_port=port.number,
-                device=spec.device(number if rank >= spec.size else rank),
-                backend=spec.backend,
-                store=str(store),
-                groups=self._first_group,
-                seconds=seconds,
-                interface=host.loopback(),
-                threads=None if "OMP_NUM_THREADS" in os.environ else host.threads(spec.size),
-                notebook=preload_client.notebook(),
-                collect=collect,
-                directory=host.directory(),
-                path=tuple(sys.path),
-            )
-            for store, ranks in groups.items()
-            for number, rank in enumerate(ranks)
-        }
-        self._ranks.cluster.run_folder.mkdir(mode=0o700, exist_ok=True)  # a cell may have removed it, or its rights
-        self._ranks.cluster.run_folder.chmod(0o700)
+        calls: dict[int, RemoteCall[object]] = {}
+        for meeting in meetings:
+            specs = self._meetings.specs(meeting, spec, collect=collect, groups=self._first_group, seconds=seconds)
+            calls |= {rank: on_rank.join(rank_spec) for rank, rank_spec in specs.items()}
         return self._ranks.ask_each(
-            {rank: on_rank.join(rank_spec) for rank, rank_spec in rank_specs.items()},
+            calls,
             deadline,
-            release=(lambda: self._release(groups)) if together else None,  # who waits for one that does not come
+            release=(lambda: self._release(meetings)) if together else None,  # who waits for one that does not come
             together=together,
         )
 
@@ -170,16 +141,16 @@ class ProcessGroupManager:
         """
         self.healthy = False
         ranks = [rank for group in groups for rank in group]
-        stores = {self._new_store(): group for group in groups}
+        meetings = [self._prepare(group) for group in groups]
         together = len(groups) < len(ranks)
         try:
             self._of(ranks, on_rank.leave(), seconds, together)
-            self._join(stores, spec, collect, time.monotonic() + seconds, together=together)
-            self._of(ranks, on_rank.check(), seconds, together, stores)
+            self._join(meetings, spec, collect, time.monotonic() + seconds, together=together)
+            self._of(ranks, on_rank.check(), seconds, together, meetings)
             self._of(ranks, on_rank.leave(), seconds, together)
         finally:
-            for store in stores:
-                store.unlink(missing_ok=True)
+            for meeting in meetings:
+                self._meetings.over(meeting)
 
     def check(self, deadline: float) -> None:
         """Have all ranks use the group once; raises GroupError, and then it must be formed again.
@@ -204,11 +175,11 @@ class ProcessGroupManager:
         call: RemoteCall[object],
         seconds: float,
         together: bool,
-        stores: Collection[Path] = (),
+        meetings: Sequence[Meeting] = (),
     ) -> None:
         """Ask `ranks` for something, for at most `seconds`; those that wait for others are freed."""
         deadline = time.monotonic() + seconds
-        release = (lambda: self._release(stores)) if stores else self.release
+        release = (lambda: self._release(meetings)) if meetings else self.release
         calls = dict.fromkeys(ranks, call)
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
@@ -225,20 +196,24 @@ class ProcessGroupManager:
             "rpc": any(one["rpc"] for one in going),
         }
 
+    def close(self) -> None:
+        """There will be no group any more."""
+        self._meetings.close()
+
     def release(self) -> None:
         """Make every collective that waits fail, on every rank, now."""
         self.healthy = False
-        self._release([] if self._store is None else [self._store])
+        self._release([] if self._meeting is None else [self._meeting])
 
-    def _release(self, stores: Collection[Path]) -> None:
-        """The same in the groups that were formed through `stores`."""
+    def _release(self, meetings: Sequence[Meeting]) -> None:
+        """The same in the groups of these `meetings`."""
         live = self._ranks.live
-        for store in stores:
-            poison_store(store)
+        for meeting in meetings:
+            self._meetings.poison(meeting)
         ours = [*connections.shared(self._ranks.connections(live)), *self._made]
         cut_off: dict[int, bool] = {}
-        for store in stores:
-            answers = self._ranks.call_on_control_channel(live, on_rank.release(str(store), ours))
+        for meeting in meetings:
+            answers = self._ranks.call_on_control_channel(live, on_rank.release(meeting.store, ours))
             cut_off |= {
                 rank: answer or cut_off.get(rank, False) for rank, answer in answers.items() if answer is not None
             }
@@ -259,7 +234,7 @@ class ProcessGroupManager:
         elif all(report["state"] == "ours" for report in told.values()):
             self._level_groups([report["groups"] for report in told.values()])
             self._take_steps({rank: report["begun"] for rank, report in told.items()}, failed, unmatched)
-            if failed and len(told) == size and len({report["changes"] for report in told.values()}) > 1:
+            if failed and len(told) == size and _differ([report["changes"] for report in told.values()]):
                 self.healthy = False  # one rank has taken a step that another has not
         else:
             self.healthy = len(told) == size and all(_fits(report, rank, size) for rank, report in told.items())
@@ -268,8 +243,8 @@ class ProcessGroupManager:
 
     def _adopt(self) -> None:
         """The group that a cell has formed in place of ours is ours from now on; it may listen at our port."""
-        ranks, former, self._port = range(len(self._ranks.members)), self._port, host.HeldPort()
-        adopt = on_rank.adopt(0 if former is None else former.number, self._port.number)
+        ranks = range(len(self._ranks.members))
+        adopt = on_rank.adopt(*self._meetings.hold_port())
         answers = self._ranks.call_on_control_channel(ranks, adopt, seconds=ADOPT_SECONDS)
         self.healthy = all(answer is not None for answer in answers.values())
         self.generation += 1
@@ -323,18 +298,13 @@ class ProcessGroupManager:
         notify(OUT_OF_STEP.format(uneven=uneven.text(), where=where))
 
 
+def _differ(changes: Sequence[Mapping[str, int]]) -> bool:
+    """Have ranks written unequally often to anything that all of them have?"""
+    first, *others = changes
+    shared = set(first).intersection(*others)
+    return any(one[owner] != first[owner] for one in others for owner in shared)
+
+
 def _fits(report: CellReport, rank: int, size: int) -> bool:
     """Has the cell formed a group in which `rank` is what it is in ours?"""
     return report["state"] == "other" and (report["rank"], report["size"]) == (rank, size)
-
-
-def poison_store(store: Path) -> None:
-    """Replace the file `store` by a link to itself: whoever waits for a key in it fails with "too many links" now.
-
-    ``FileStore`` would wait for a file that is missing, and no thread can interrupt it.
-    """
-    loop = store.with_name(f"{store.name}-broken")
-    with contextlib.suppress(OSError):  # the run folder is gone, and every rank with it
-        loop.unlink(missing_ok=True)
-        loop.symlink_to(store)
-        loop.replace(store)

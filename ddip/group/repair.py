@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
-from ddip.group import placement, stopping, transfer
-from ddip.group.lifecycle import Lifecycle, nobody
+from ddip.group import delivery, placement, stopping, transfer, wanted
+from ddip.group.lifecycle import SAME, Lifecycle, nobody
+from ddip.group.modules import Modules
+from ddip.group.placement import HostRequest, Request
 from ddip.output.progress import Report
 
 
 class Repairable(Lifecycle):
     """A group that can be repaired."""
 
-    def repair(self, names: Sequence[str] = (), source: int | None = None, progress: Report = nobody) -> list[int]:
+    def __init__(self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report) -> None:
+        self._modules = Modules()
+        super().__init__(request, timeout, collect, spawn, progress)
+
+    def restart(self, request: Request = SAME, progress: Report = nobody) -> None:
+        """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
+        super().restart(request, progress)
+        self._modules.send_again(self.ranks, progress)
+
+    def repair(
+        self,
+        names: Sequence[str] = (),
+        source: int | None = None,
+        progress: Report = nobody,
+        hosts: Sequence[HostRequest] = (),
+    ) -> list[int]:
         """Put new processes in place of ranks that ended, that do not stop, or that can run no cell or be in no group.
 
         Those are asked to stop once more, and kept if they do. The others keep their variables, too. `names` are copied
-        from the rank `source` to the new ones. Returns the ranks that were replaced. Raises GroupError or
-        TransferError; if a name cannot be pickled, or the new processes do not come, nothing has changed.
+        from the rank `source` to the new ones. `hosts`: all hosts of the group, with others in place of those that are
+        lost; a host that was lost, and is there again, is used again. Returns the ranks that were replaced.
+
+        Raises GroupError or TransferError; if a name cannot be pickled, or the new processes do not come, nothing has
+        changed.
         """
         with self._told(progress):
+            self._replace_hosts(hosts)
             return self._repair(names, source)
+
+    def _replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
+        """Reach other hosts in place of those that are lost; raises BadInput, or GroupError."""
+        for number in wanted.replaced_hosts(hosts, self.request, [bool(host.lost) for host in self.cluster.hosts]):
+            self._progress(f"ddip: reaching {hosts[number].name}", 0.0)
+            self.cluster.replace_host(number, hosts[number].name, time.monotonic() + self.timeout)
+            now = list(self.request.hosts)
+            now[number] = replace(now[number], name=hosts[number].name)
+            self.request = replace(self.request, hosts=tuple(now))
 
     def _repair(self, names: Sequence[str], source: int | None) -> list[int]:
         if source is not None:
@@ -45,6 +76,7 @@ class Repairable(Lifecycle):
         if self._unfit.intersection(replaced) and self._unprepared:
             raise self._without_the_app(f"{self._app} cannot be prepared in a new process either")
         self.ensure_ready()
+        self._modules.send_again(self.ranks, self._progress)  # first: what is copied may be of them
         if packed:
             self._unpack(packed, replaced)
         self.seconds = time.monotonic() - began
@@ -95,7 +127,7 @@ class Repairable(Lifecycle):
 
     def _unpack(self, packed: Mapping[str, bytes | bytearray], ranks: Sequence[int]) -> None:
         try:
-            transfer.deliver(self.ranks, packed, ranks, self._progress)
+            delivery.deliver(self.ranks, packed, ranks, self._progress)
         except TransferError as error:
             raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
 

@@ -32,6 +32,7 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
     text = _text(revived, going["wrappers"] - revived, going)
     if text:
         notify(AGAIN + text)
+        ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_gone())
     names = _different(optimizers)
     if names:
         notify(STEPS.format(names=" and ".join(names)))

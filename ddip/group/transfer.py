@@ -7,18 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
-from ddip.group import stopping
+from ddip.errors import BadInput, RequestInterrupted, TransferError
+from ddip.group import delivery, modules, stopping
+from ddip.group.delivery import PART, reasons
 from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
 from ddip.output.sizes import size_text
 from ddip.protocol import on_rank, pickling
 from ddip.protocol.rank_spec import STANDING_VARIABLES
 from ddip.protocol.reports import Packed
-
-PART = 1 << 24
-"""Bytes of an object that travel at once."""
-
 
 DDP = "DistributedDataParallel"
 FSDP = (
@@ -66,36 +63,15 @@ def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: R
     """
     packed, errors, moved = pickling.dump_all(dict(values))
     if errors:
-        raise TransferError(f"nothing was pushed: {_reasons(errors, 'cannot be pickled')}")
-    deliver(ranks, packed, to, progress)
-    return moved, sum(map(len, packed.values()))
-
-
-def deliver(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
-    """Put pickled objects into the namespaces of the ranks `to`: all of them, or none."""
-    with stopping.button():
-        try:
-            _send_parts(ranks, packed, to, progress)
-            small = {name: data if len(data) <= PART else None for name, data in packed.items()}
-            errors = ranks.ask(to, on_rank.stage(small))
-            staged(dict(zip(to, errors, strict=True)))
-        except BaseException as error:
-            ranks.tell(to, on_rank.drop())
-            if isinstance(error, RequestInterrupted):
-                raise RequestInterrupted(f"nothing was pushed: {error}") from None
+        raise TransferError(f"nothing was pushed: {reasons(errors, 'cannot be pickled')}")
+    try:
+        delivery.deliver(ranks, packed, to, progress)
+    except TransferError as error:
+        hint = modules.hint(str(error), ranks)
+        if not hint:
             raise
-        ranks.ask(to, on_rank.commit(), stoppable=False)
-
-
-def _send_parts(ranks: Ranks, packed: Mapping[str, bytes | bytearray], to: Sequence[int], progress: Report) -> None:
-    """Send what is large ahead."""
-    large = {name: data for name, data in packed.items() if len(data) > PART}
-    whole, done = sum(map(len, large.values())), 0
-    for name, data in large.items():
-        for begin, end in _parts(len(data)):
-            progress(f"ddip: pushing {name}, {size_text(len(data))}", done / whole)
-            ranks.ask(to, on_rank.add(name, bytes(data[begin:end]), begin == 0))
-            done += end - begin
+        raise TransferError(f"{error}; {hint}") from None
+    return moved, sum(map(len, packed.values()))
 
 
 def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Packed]:
@@ -144,21 +120,6 @@ def pull(
     return values, moved, sum(len(data) for reply in replies for data in reply["values"].values())
 
 
-def staged(errors_by_rank: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise TransferError if a rank could not unpickle what was pushed."""
-    errors = {
-        name: f"{error} ({_where(errors_by_rank, name)})"
-        for rank in errors_by_rank
-        for name, error in errors_by_rank[rank].items()
-    }
-    if errors:
-        raise TransferError(f"nothing was pushed: {_reasons(errors, 'cannot be unpickled there')}")
-
-
-def _where(errors_by_rank: Mapping[int, Mapping[str, str]], name: str) -> str:
-    return ranks_text([rank for rank, errors in errors_by_rank.items() if name in errors])
-
-
 def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]:
     """The pickled objects in a rank's answer to ``transfer.pack``; raises TransferError that names what did not come.
 
@@ -174,7 +135,7 @@ def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]
         if sharded:
             raise TransferError(f"nothing was pulled: {'; '.join(sharded)}")
     if reply["errors"]:
-        raise TransferError(f"nothing was {what}: {_reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
+        raise TransferError(f"nothing was {what}: {reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
     return dict(reply["values"])
 
 
@@ -191,7 +152,7 @@ def unpack(rank: int, reply: Packed) -> dict[str, Any]:
     if wrapped:
         raise TransferError(f"nothing was pulled: {'; '.join(wrapped)}")
     if errors:
-        raise TransferError(f"nothing was pulled: {_reasons(errors, 'cannot be unpickled in the notebook')}")
+        raise TransferError(f"nothing was pulled: {reasons(errors, 'cannot be unpickled in the notebook')}")
     return values
 
 
@@ -201,7 +162,3 @@ def _unwrap(name: str, itself: bool) -> str:
         cure = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"
         return f"{name} is a {DDP}, which lives on ranks only: {cure}"
     return f"{name} holds a {DDP}, which lives on ranks only: put its .module there instead, in a %%dip cell"
-
-
-def _reasons(errors: Mapping[str, str], what: str) -> str:
-    return "; ".join(f"{name} {what}: {error}" for name, error in errors.items())

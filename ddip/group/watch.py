@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import psutil
 
 from ddip.group.members import Members
 from ddip.protocol import on_rank
@@ -103,31 +100,4 @@ class Ending:
         return phase == "ending" or use.seconds - self._first.get(rank, use).seconds < CODE_SECONDS
 
     def _uses(self, ranks: Sequence[int]) -> dict[int, _Use]:
-        children: dict[int, list[psutil.Process]] = {}
-        for process in psutil.process_iter(["ppid"]):
-            children.setdefault(process.info["ppid"], []).append(process)
-        found = {}
-        for rank in ranks:
-            with contextlib.suppress(psutil.Error):
-                family = list(_family(psutil.Process(self._ranks.members[rank].pid), children))
-                found[rank] = _Use(sum(map(_seconds, family)), any(map(_runs, family)))
-        return found
-
-
-def _family(process: psutil.Process, children: dict[int, list[psutil.Process]]) -> Iterator[psutil.Process]:
-    yield process
-    for child in children.get(process.pid, ()):
-        yield from _family(child, children)
-
-
-def _seconds(process: psutil.Process) -> float:
-    with contextlib.suppress(psutil.Error):
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    return 0.0
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-    return False
+        return {rank: _Use(*use) for rank, use in self._ranks.uses(ranks).items()}

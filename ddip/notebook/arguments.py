@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import parse_argstring
 
-from ddip.cluster import folder
+from ddip.cluster import folder, on_host
+from ddip.cluster.hosts import Reach
 from ddip.errors import BadInput
-from ddip.group import host, placement
+from ddip.group import placement
 from ddip.notebook import mistakes
 
 COMMENT = re.compile(r"""(?:^|\s+)#[^"']*$""")
@@ -18,6 +19,8 @@ COMMENT = re.compile(r"""(?:^|\s+)#[^"']*$""")
 CODE_BELOW = "type %%dip alone in the first line of a cell, and the code below it"
 RANKS_A_CORE = 8
 """More than that are asked back for."""
+MOST_GPUS = 64
+"""That a host may have."""
 
 
 def parse(magic: Any, name: str, line: str) -> Any:
@@ -69,20 +72,30 @@ def seconds(typed: str, option: str, least: float) -> float:
 
 def request(args: Any) -> placement.Request:
     """The group that was asked for after ``%makedip``."""
+    hosts = () if args.hosts is None else placement.parse_hosts(args.hosts)
+    return placement.Request(
+        None if args.n is None else placement.parse_count(args.n) if hosts else _count(args.n, args.yes),
+        None if args.gpus is None else _gpus(args.gpus, bool(hosts)),
+        args.backend,
+        args.app,
+        hosts,
+        Reach(args.cd, args.python or "", args.setup or ""),
+    )
+
+
+def _gpus(words: list[str], elsewhere: bool) -> tuple[int, ...] | Literal["all"]:
+    """The GPUs of ``-g``; of hosts that are `elsewhere` nobody knows yet which there are."""
+    if elsewhere:
+        return placement.ALL if words == [placement.ALL] else tuple(placement.parse_gpus(words, MOST_GPUS, "a host"))
     with folder.left_out():
         from ddip.cluster.devices import gpu_names
 
-    return placement.Request(
-        None if args.n is None else _count(args.n, args.yes),
-        None if args.gpus is None else tuple(placement.parse_gpus(args.gpus, len(gpu_names()))),
-        args.backend,
-        args.app,
-    )
+    return tuple(placement.parse_gpus(words, len(gpu_names())))
 
 
 def _count(typed: str, yes: bool) -> int:
     """The N of ``-n N``; raises BadInput if that may bring the machine to its knees, unless `yes`, it is meant."""
-    count, cores = placement.parse_count(typed), host.cores()
+    count, cores = placement.parse_count(typed), on_host.cores()
     if count > RANKS_A_CORE * cores and not yes:
         machine = f"{cores} core{'s' * (cores != 1)}"
         raise BadInput(f"-n {count}: {count} processes on {machine}; if you mean it, type %makedip -n {count} --yes")
@@ -91,7 +104,7 @@ def _count(typed: str, yes: bool) -> int:
 
 def asks_for_a_group(args: Any) -> bool:
     """Does what was typed after ``%makedip`` say which group there shall be?"""
-    return bool(args.n or args.gpus or args.backend or args.app or args.restart)
+    return bool(args.n or args.gpus or args.backend or args.app or args.restart or args.hosts)
 
 
 def names_and_ranks(

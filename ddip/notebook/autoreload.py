@@ -28,7 +28,7 @@ class Autoreload:
         """Has the user been told since?"""
 
     @property
-    def _is_on(self) -> bool:
+    def is_on(self) -> bool:
         """Is it on in the notebook?"""
         magics = self._shell.magics_manager.registry.get("AutoreloadMagics")
         return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
@@ -41,7 +41,7 @@ class Autoreload:
 
     def after_cell(self, group: Group) -> None:
         """Say once that ranks lack what the notebook has."""
-        if self._told or not self._is_on:
+        if self._told or not self.is_on:
             return
         lack = [rank for rank, member in enumerate(group.members) if member.pid not in self._pids]
         if lack:

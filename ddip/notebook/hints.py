@@ -145,7 +145,17 @@ class Hints:
             sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those")
         if any(_worker_ended_itself(problem) for problem in error.by_rank.values()):
             sentences.append(SPAWNED)
+        sentences += self._of_modules(error)
         error.args = ("; ".join([error.args[0], *sentences]), *error.args[1:])
+
+    def _of_modules(self, error: CellError) -> list[str]:
+        group, missing = self._group(), ("ModuleNotFoundError", "ImportError")
+        text = "\n".join(problem.message for problem in error.by_rank.values() if problem.name in missing)
+        if not text or group is None or not group.alive:
+            return []
+        from ddip.group import modules
+
+        return [*filter(None, [modules.hint(text, group.ranks)])]
 
     def _of_names(self, error: CellError) -> list[str]:
         unknown: dict[str, list[int]] = {}

@@ -69,6 +69,14 @@ class DipMagics(Traits):
     )
     @argument("-b", "--backend", help="Backend of torch.distributed; default gloo, or cpu:gloo,cuda:nccl on GPUs.")
     @argument("-a", "--app", help="Framework to prepare on every rank, such as fastai.")
+    @argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="Other hosts, by ssh: h1:4,h2:4 are four ranks on each; with -n or -g: so many, or these, on each host.",
+    )
+    @argument("--cd", metavar="FOLDER", help="With --hosts: where ranks begin; default: where the notebook is.")
+    @argument("--python", help="With --hosts: which Python to take there; default: the notebook's, else python3.")
+    @argument("--setup", metavar="LINE", help="With --hosts: a line of bash to run there before, in quotes.")
     @argument("-r", "--restart", action="store_true", help="End every rank first, and start afresh.")
     @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
     @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")
@@ -140,14 +148,7 @@ class DipMagics(Traits):
         new = True
         try:
             if self.group is None or not self.group.alive:
-                self.group = Group(
-                    request.n,
-                    request.gpus,
-                    backend=request.backend,
-                    app=request.app,
-                    progress=progress,
-                    **self.settings(),
-                )
+                self.group = Group(**vars(request), progress=progress, **self.settings())
             else:
                 self.group.timeout, self.group.collect = self.timeout, self.collect
                 self.group.spawn = self.spawn
@@ -162,14 +163,16 @@ class DipMagics(Traits):
             raise
         self._asked = self.group.request
         progress.end(f"{self.group.describe()}, {f'{self.group.seconds:.1f} s' if new else 'unchanged'}")
-        if self.group.spec.notice:
-            print(f"ddip: {self.group.spec.notice}")
+        for notice in self.group.notices:
+            print(f"ddip: {notice}")
         if self.group.cluster.spawned:
             self._say(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
 
     def _repair(self, args: Any, line: str) -> None:
         from ddip.output.progress import Progress
 
+        hosts = placement.parse_hosts(args.hosts) if args.hosts else ()
+        args.hosts = None
         if not args.repair or args.kill or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
         group = self.require_group("%makedip --repair")
@@ -177,7 +180,7 @@ class DipMagics(Traits):
         group.timeout = self.timeout
         progress = Progress()
         try:
-            replaced = group.repair(names, source, progress)
+            replaced = group.repair(names, source, progress, hosts)
         except BaseException:
             progress.end("")
             raise

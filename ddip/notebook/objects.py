@@ -48,14 +48,26 @@ class ObjectMagics(Magics):
         check_names(names, magic)
         return group, names, chosen
 
-    @examples("%dipush ratings path", "%dipush model -r 1")
+    @examples("%dipush ratings path", "%dipush model -r 1", "%dipush --modules utils,models")
     @magic_arguments()
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Push to these ranks only.")
+    @argument(
+        "--modules",
+        metavar="MODULES",
+        help="Modules of the notebook's own, such as utils,models: let ranks on hosts without its folder import them.",
+    )
     @argument("names", nargs="*", help="Variables of the notebook.")
     @line_magic
     def dipush(self, line: str = "") -> None:
-        """Copy variables of the notebook to every rank: all arrive, or none does."""
+        """Copy variables of the notebook to every rank: all arrive, or none does.
+
+        What is large crosses the network once a host.
+        """
         args = arguments.parse(self.dipush, "%dipush", line)
+        if args.modules is not None:
+            self._push_modules(args.modules)
+            if not args.names and args.ranks is None:
+                return
         group, names, ranks = self._typed("%dipush", args.names, args.ranks)
         with folder.left_out():
             from ddip.group.transfer import check_own
@@ -69,6 +81,17 @@ class ObjectMagics(Magics):
         with self._shown(group, lambda size: f"pushed {', '.join(names)}: {size} to {ranks_text(to)}") as progress:
             moved = group.push(values, ranks, progress)
         _tell_moved(moved)
+
+    def _push_modules(self, typed: str) -> None:
+        group = self._main.require_group("%dipush")
+        with self._shown(group) as progress:
+            pushed = group.push_modules(typed, reload=self._main.hints.autoreload.is_on, progress=progress)
+        if pushed.hosts:
+            self._main.confirm_done(str(pushed))
+        else:
+            print(f"ddip: {pushed}")
+        for notice in pushed.notices:
+            print(f"ddip: {notice}")
 
     @examples("%dipull model losses", "%dipull losses -r all")
     @magic_arguments()
@@ -114,7 +137,7 @@ class ObjectMagics(Magics):
         display({"text/plain": str(table), "text/html": table.html()}, raw=True)
 
     @contextlib.contextmanager
-    def _shown(self, group: Group, done: Callable[[str], str]) -> Iterator[Progress]:
+    def _shown(self, group: Group, done: Callable[[str], str] | None = None) -> Iterator[Progress]:
         """Show how far objects are on their way, if that takes long; and then, with their size, what was `done`."""
         from ddip.output.progress import Progress
         from ddip.output.sizes import size_text
@@ -126,6 +149,9 @@ class ObjectMagics(Magics):
         except BaseException:
             bar.end("")
             raise
+        if done is None:
+            bar.end("")
+            return
         text = done(size_text(group.transferred))
         if bar.shown:
             bar.end(f"ddip: {text}, {time.monotonic() - began:.1f} s")

@@ -1,7 +1,7 @@
 """Every function of ``ddip.rank`` that the notebook calls, a row each: its types, and what it is called for people.
 
-    notebook    ranks.ask(to, on_rank.stage(small))  -->  RemoteCall("transfer.stage", (small,))  -->  message
-    rank        message  -->  call("transfer.stage", small)  -->  ddip.rank.transfer.stage(small)
+    notebook    ranks.ask(to, on_rank.add(part, ...))  -->  RemoteCall("transfer.add", (part, ...))  -->  message
+    rank        message  -->  call("transfer.add", part, ...)  -->  ddip.rank.transfer.add(part, ...)
 
 ``tests/unit/test_on_rank.py`` compares the types with those of the functions. What goes over the control channel is
 JSON: a tuple arrives as a list.
@@ -18,9 +18,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from ddip.protocol.rank_spec import RankSpec
 from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Revived, ShardsReport
 
-VERSION = 5
+VERSION = 7
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
+IMPORTED = "is imported already"
+"""What `take_modules` says of a module that stays as it is."""
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -75,11 +77,15 @@ def check() -> None: ...
 
 
 @remote("transfer.stage", "pushing")
-def stage(packed: dict[str, bytes | bytearray | None]) -> dict[str, str]: ...
+def stage(packed: dict[str, bytes | bytearray], places: dict[str, tuple[int, int]]) -> dict[str, str]: ...
 
 
 @remote("transfer.add", "pushing")
-def add(name: str, part: bytes, first: bool) -> None: ...
+def add(part: bytes, first: bool, share: bool) -> str: ...
+
+
+@remote("transfer.attach", "pushing")
+def attach(path: str, size: int) -> bool: ...
 
 
 @remote("transfer.commit", "pushing")
@@ -88,6 +94,14 @@ def commit() -> None: ...
 
 @remote("transfer.drop", "pushing")
 def drop() -> None: ...
+
+
+@remote("modules.write", "pushing modules")
+def write_modules(folder: str, name: str, files: dict[str, bytes]) -> None: ...
+
+
+@remote("modules.take", "pushing modules")
+def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]: ...
 
 
 @remote("transfer.pack", "pulling")
@@ -163,6 +177,14 @@ def connections() -> list[Ends]: ...
 
 @remote("process_group.release")
 def release(store: str, connections: list[Ends]) -> bool: ...
+
+
+@remote("stores.listen")
+def listen(address: str) -> int: ...
+
+
+@remote("process_group.forget_gone")
+def forget_gone() -> None: ...
 
 
 @remote("process_group.adopt")

@@ -31,6 +31,9 @@ class RankSpec:
     local_rank: int
     local_world_size: int
     group_rank: int
+    """Number of its host, among those of the group."""
+    group_world_size: int
+    """How many hosts there are."""
     run_id: str
     """Of the job, as ``torchrun --rdzv-id``: that of the ranks, also of those that join them later."""
     master_addr: str
@@ -39,14 +42,14 @@ class RankSpec:
     """``cpu``, or ``cuda:I`` as this process counts its devices."""
     backend: str
     store: str
-    """Path of the file store that forms the group."""
+    """Path of the file store that forms the group, or ``tcp://address:port/number`` of the TCPStore of rank 0."""
     groups: int
     """How many groups are counted as made before those of the cells: a name that a former group had, by which device
     meshes and functional collectives find theirs, must not come again for other ranks."""
     seconds: float
     """Until gloo gives up to form the group, where a stranger may have taken a rank's connection."""
-    interface: str
-    """Network interface of the group's own traffic; empty: let the backend choose."""
+    interfaces: dict[str, str]
+    """Network interface of the group's own traffic, by the variable that tells a backend; empty: let them choose."""
     threads: int | None
     """For torch's operations on the CPU; None: the user has set them in the environment."""
     notebook: str
@@ -71,7 +74,7 @@ class RankSpec:
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.group_rank),
-            "GROUP_WORLD_SIZE": str(self.world_size // self.local_world_size),
+            "GROUP_WORLD_SIZE": str(self.group_world_size),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(self.rank),
             "ROLE_WORLD_SIZE": str(self.world_size),

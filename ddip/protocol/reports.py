@@ -70,7 +70,7 @@ class Packed(TypedDict):
 
 
 class Going(TypedDict):
-    """What goes with the group that a rank leaves."""
+    """What goes with the groups that a rank leaves, until the user has been told."""
 
     wrappers: int
     """DDP, FSDP."""
@@ -160,8 +160,8 @@ class CellReport(Released, total=False):
     begun: Begun
     groups: int
     """How many groups it has made."""
-    changes: int
-    """How often the cell has written to parameters of DDPs."""
+    changes: dict[str, int]
+    """How often the cell has written to the parameters of what the ranks share: DDPs, sharded models' optimizers."""
     fault: str
     """Why it cannot tell."""
     at: float

@@ -60,6 +60,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts shall find what the user has set
     if not os.environ["PYTHONPATH"]:
         del os.environ["PYTHONPATH"]
+    connection_info = os.environ.pop("IPP_CONNECTION_INFO", "")
     gc.disable()  # imports make no garbage worth a collection
     import torch.distributed  # noqa: F401
 
@@ -76,6 +77,7 @@ def main() -> None:
     log = os.fdopen(os.dup(2), "w")  # ipykernel puts a pipe in place of 2
     faulthandler.enable(log)  # a crash tells in the log where it was
     RankEngine.start_log = log
+    RankEngine.connection_info = connection_info
     code: object = 1
     try:
         RankEngine.launch_instance(sys.argv[1:])

@@ -27,6 +27,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
     out_stream_factory = Type(RankStream)
     start_log: TextIO = sys.stderr
     """Where a start that fails says why: once it has streams of its own, nobody sees what it writes there."""
+    connection_info = ""
+    """How to reach the controller, on another host than its; a secret, and in no file."""
     is_over = False
     """Has it been told to end?"""
 
@@ -57,6 +59,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
 
     def initialize(self, argv: list[str] | None = None) -> None:
         app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
+        self.connection_info_env = self.connection_info
         super().initialize(argv)
 
     def find_connection_file(self) -> None:
@@ -64,6 +67,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         while "" in sys.path:  # ipyparallel has put it there: not before the rank has its place in the group
             sys.path.remove("")
         super().find_connection_file()
+        if self.connection_info:
+            return
         deadline = time.monotonic() + self.wait_for_url_file
         while not Path(self.url_file).exists() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

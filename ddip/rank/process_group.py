@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from IPython.core.getipython import get_ipython
 
-from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec, has_nccl
+from ddip.protocol.rank_spec import RankSpec, has_nccl
 from ddip.protocol.reports import CellReport, Ends, Going
 from ddip.rank import (
     c10d,
@@ -66,8 +66,9 @@ _formed: dist.ProcessGroup | None = None
 _released = False
 _is_given_up = False
 """Has an app asked for the group to be formed again, in the cell that runs?"""
-_gone: Going | None = None
-"""What went with the groups that this rank has left since its last cell; the next one may have failed to form."""
+NOTHING = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
+_gone = NOTHING
+"""What went with the groups that this rank has left, until the user has been told: the next one may fail to form."""
 _joins = threading.Event()
 """Has this rank begun to join another group since the last release?"""
 _is_cut_off = False
@@ -85,6 +86,7 @@ def watch() -> None:
     setup.watch()
     stores.watch(lambda: _released)
     wrappers.watch()
+    changes.watch()
     rpc.watch()
 
 
@@ -98,9 +100,9 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     _store, _released = rank_spec.store, False
     _joins.set()
     wrappers.begin_group()
+    changes.begin_group(rank_spec.store)
     os.environ.update(rank_spec.environment)
-    if rank_spec.interface:  # whatever the notebook, or a cell, has set
-        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, rank_spec.interface))
+    os.environ.update(rank_spec.interfaces)  # whatever the notebook, or a cell, has set
     first = not _seated  # also after one that was interrupted: all of this may be done again
     if first:
         os.chdir(rank_spec.directory)
@@ -132,9 +134,11 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     before = set(sockets.connections())
     nccl, at_once = has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
     timed = nccl or rank_spec.backend == dist.Backend.GLOO
+    served = rank_spec.store.startswith("tcp:")
     dist.init_process_group(
         rank_spec.backend,
-        init_method=f"file://{rank_spec.store}",
+        init_method=None if served else f"file://{rank_spec.store}",
+        store=stores.client(rank_spec.store, rank_spec.rank, rank_spec.seconds) if served else None,
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
         timeout=timedelta(seconds=rank_spec.seconds) if timed else None,
@@ -149,8 +153,8 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 
 def begin_cell() -> None:
     """Put back what is missing of the names that a cell may use: ``%reset -f`` has taken them away."""
-    global _is_cut_off, _is_given_up, _gone
-    _is_cut_off, _is_given_up, _gone = False, False, None
+    global _is_cut_off, _is_given_up
+    _is_cut_off = _is_given_up = False
     gpu.begin_cell()
     changes.begin_cell()
     names = namespace()
@@ -271,21 +275,28 @@ def _disconnect(connections: list[Ends]) -> None:
 def leave() -> Going:
     """Leave the group, if this rank is in one; the variables stay.
 
-    Returns what goes with it. Raises RuntimeError if nccl does not let go of the GPU.
+    Returns what has gone with this group and those before that the user has not been told. Raises RuntimeError if nccl
+    does not let go of the GPU.
     """
     global _formed, _gone
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
     _formed = None
-    before = _gone or {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
     _gone = {
         "wrappers": wrappers.retire(),
-        "meshes": before["meshes"] + meshes.retire(),
-        "subgroups": before["subgroups"] + c10d.subgroups(),
-        "rpc": rpc.leave() or before["rpc"],
+        "meshes": _gone["meshes"] + meshes.retire(),
+        "subgroups": _gone["subgroups"] + c10d.subgroups(),
+        "rpc": rpc.leave() or _gone["rpc"],
     }
     c10d.forget()
     return _gone
+
+
+def forget_gone() -> None:
+    """The user has been told what has gone."""
+    global _gone
+    _gone = NOTHING
+    wrappers.forget_gone()
 
 
 def give_up() -> None:
@@ -300,7 +311,7 @@ def report() -> CellReport:
     ``released``: whether the notebook has released it, or an app has given it up. ``state``: ``ours`` if it is the
     group that this rank has joined, ``none``, or ``other``, formed by the cell; then ``rank`` and ``size`` tell this
     rank's place in it. ``begun``: what this rank has begun since, by group (``collectives.py``). ``groups``: how many
-    groups it has made. ``changes``: how often DDPs' parameters were written to.
+    groups it has made. ``changes``: how often it has written to parameters that the ranks share.
     """
     now = c10d.world()
     told: CellReport = {"released": _released or _is_given_up, "state": "none"}

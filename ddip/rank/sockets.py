@@ -16,6 +16,8 @@ from ddip.protocol.reports import Ends
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 """Of Linux; Python has no names for them."""
+V4 = "::ffff:"
+"""How an IPv6 socket names an IPv4 address."""
 REJECT = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A program of the classic Berkeley packet filter: ``ret 0``, take no packet."""
 
@@ -37,7 +39,9 @@ def _connected() -> Iterator[tuple[socket.socket, Ends]]:
     """Each connected TCP socket, as a duplicate to be used before the next is asked for."""
     for _, ours in _tcp():
         with contextlib.suppress(OSError):  # not connected
-            yield ours, (*ours.getsockname()[:2], *ours.getpeername()[:2])
+            (our_host, our_port), (their_host, their_port) = ours.getsockname()[:2], ours.getpeername()[:2]
+            # a client of a TCPStore is an IPv6 socket, whose server may be an IPv4 one
+            yield ours, (our_host.removeprefix(V4), our_port, their_host.removeprefix(V4), their_port)
 
 
 def listeners() -> dict[int, tuple[Any, ...]]:

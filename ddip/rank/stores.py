@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -29,6 +30,10 @@ POLL_SECONDS = 0.01
 CONNECT_SECONDS = 1.0
 TCP_TIMEOUT = timedelta(seconds=300)
 """torch's default."""
+BACKLOG = 1024
+"""Ranks that may connect at once."""
+_servers: dict[int, Any] = {}
+"""Stores that are served for a group to be, by port."""
 _served: set[int] = set()
 """Ports at which this rank has served a TCPStore."""
 
@@ -39,6 +44,36 @@ def watch(released: Callable[[], bool]) -> None:
     _torch.Store.wait = _wait(_torch.Store.wait, released)
     _torch.Store.get = _get(_torch.Store.get)
     _torch.TCPStore.__init__ = _connect(_torch.TCPStore.__init__, released)
+
+
+def listen(address: str) -> int:
+    """Serve the store of the next group, on a free port of `address` and nowhere else; returns the port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+    port = int(listener.getsockname()[1])
+    _servers.clear()  # of a group that nobody has joined
+    # a rank that was released may serve, on its control thread, what it will join next
+    served = _torch.TCPStore.__new__(_torch.TCPStore)
+    own = getattr(_torch.TCPStore.__init__, "__wrapped__", _torch.TCPStore.__init__)
+    own(served, address, port, None, True, TCP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    _servers[port] = served
+    _served.add(port)
+    return port
+
+
+def client(store: str, rank: int, seconds: float) -> Any:
+    """The store ``tcp://address:port/number``, as `rank` uses it; rank 0 serves it already.
+
+    Raises DistStoreError if it cannot be reached for so many `seconds`, or is released.
+    """
+    parts = urlsplit(store)
+    assert parts.port is not None
+    if rank == 0:
+        return _servers.pop(parts.port)
+    timeout = timedelta(seconds=seconds)
+    reached = _torch.TCPStore(parts.hostname, parts.port, None, False, timeout, wait_for_workers=False)
+    reached.set_timeout(TCP_TIMEOUT)
+    return reached
 
 
 def _wait(method: Method, released: Callable[[], bool]) -> Method:

@@ -73,6 +73,8 @@ _retired: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDicti
 """Those of a former group, with the handle of the hook that refuses."""
 _revivable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Of those, the ones that can go on in the next group."""
+_untold: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Of those, or of those that have gone on since, the ones of which the user has not been told."""
 _dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 share_also: Callable[[], None] | None = None
 """An app's: called on all ranks when wrappers were revived; gives all of them rank 0's state of optimizers it knows."""
@@ -88,7 +90,7 @@ def _number(module: torch.nn.Module, name: str, part: Any) -> None:
     if name == "module" and isinstance(module, DistributedDataParallel) and _is_over_the_world(module):
         trained = frozenset(name for name, parameter in part.named_parameters() if parameter.requires_grad)
         _made[module] = _Made(next(_next), trained)
-        changes.watch(module, part)
+        changes.watch_wrapper(module, part)
 
 
 def _is_over_the_world(wrapper: torch.nn.Module) -> bool:
@@ -101,13 +103,12 @@ def _is_over_the_world(wrapper: torch.nn.Module) -> bool:
 def retire() -> int:
     """Have each wrapper of the group that is left say so when it is used.
 
-    Returns how many there are, with those of a former group that wait for one that can be formed.
+    Returns how many there are, with those of former groups of which the user has not been told.
 
     DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
     """
-    still, retired = sum(wrapper in _retired for wrapper in _revivable), 0
     if not _all():
-        return still
+        return 0
     collect_garbage()  # it may hold some, on one rank or the other
     compiled = _compiled()
     for wrapper in _all():
@@ -119,8 +120,13 @@ def retire() -> int:
             if name in wrapper.__dict__:
                 wrapper.__dict__[name] = None
         _retired[wrapper] = wrapper.register_forward_pre_hook(_refuse, prepend=True)
-        retired += 1
-    return retired + still
+        _untold.add(wrapper)
+    return len(_untold)
+
+
+def forget_gone() -> None:
+    """The user has been told of those that were retired."""
+    _untold.clear()
 
 
 def _all() -> list[torch.nn.Module]:
@@ -142,6 +148,7 @@ def is_lost(module: torch.nn.Module) -> bool:
 def drop(wrapper: torch.nn.Module) -> None:
     """Be done with a wrapper of ddip's own: its hooks on the parameters go now, and not when it is collected."""
     _dropped.add(wrapper)
+    _untold.discard(wrapper)
     changes.forget(wrapper)
     for name in ("reducer", "logger"):
         wrapper.__dict__.pop(name, None)

@@ -16,6 +16,8 @@ from ddip.cluster import preload_client
 from .leftovers import assert_nothing_left, family_of, run_folders, same_shared_memory
 from .notebook import Notebook
 
+FORGET = "%reset_selective -f ^(?!rank$|world_size$|device$).*"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
@@ -58,11 +60,21 @@ def group(warmed_up: None) -> Iterator[ddip.Group]:
 
 
 @pytest.fixture
-def cells(group: ddip.Group) -> ddip.Group:
+def cells(group: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
     """The two ranks, without the variables of former tests."""
-    group.repair()  # what a test that failed has left
-    group.run("%reset_selective -f ^(?!rank$|world_size$|device$).*", quiet=True, show_ranks=[])
+    begin_test(group, request.session, FORGET)
     return group
+
+
+def begin_test(group: ddip.Group, session: pytest.Session, code: str) -> None:
+    """Run `code` on a group that tests share; it is repaired where it is no more what it was."""
+    if session.testsfailed:  # anything may be left
+        group.repair()
+    try:
+        group.run(code, quiet=True, show_ranks=[], timeout=10)
+    except (ddip.CellError, ddip.GroupError):  # such as ranks that ended
+        group.repair()
+        group.run(code, quiet=True, show_ranks=[])
 
 
 @pytest.fixture

@@ -30,6 +30,26 @@ FAIL = "import torch.distributed as dist\nif rank == 0: raise ValueError('mine')
 USE = "import torch, torch.distributed as dist, toy_app\nx = torch.ones(1)\ndist.all_reduce(x, group=toy_app.pair)"
 
 
+CELLS = """
+import os, time
+def begin_cell():
+    print("begins")
+    waits = os.environ["TOY_APP"] + "/waits"
+    if os.path.exists(waits):
+        open(waits + os.environ["RANK"], "w").close()
+        while True: time.sleep(0.01)
+def end_cell(error): print("ended", repr(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
+    """Two ranks with an app that asks for all of it, and its folder."""
+    folder = tmp_path_factory.mktemp("app")
+    with an_app(folder, APP + CELLS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+        yield group, folder
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[ddip.Group]:
     with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
@@ -42,7 +62,8 @@ def calls(group: ddip.Group) -> list[list[str]]:
     return [found["_calls"] for found in group.pull_all(["_calls"], range(group.world_size))[0]]
 
 
-def test_an_app_hears_of_it_when_a_collective_was_released(group: ddip.Group) -> None:
+def test_an_app_hears_of_it_when_a_collective_was_released(shared: tuple[ddip.Group, Path]) -> None:
+    group, _ = shared
     assert calls(group) == [["prepare"]] * 2
     for count in (1, 2):
         with pytest.raises(CellError, match="mine"):
@@ -98,35 +119,23 @@ def test_an_error_in_what_an_app_does_then_is_said_and_the_group_is_there(
         assert capsys.readouterr().err == ""
 
 
-CELLS = """
-import os, time
-def begin_cell():
-    print("begins")
-    waits = os.environ["TOY_APP"] + "/waits"
-    if os.path.exists(waits):
-        open(waits + os.environ["RANK"], "w").close()
-        while True: time.sleep(0.01)
-def end_cell(error): print("ended", repr(error))
-"""
-
-
-def test_an_app_is_called_around_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with an_app(tmp_path, CELLS), ddip.Group(2, app="toy") as group:
+def test_an_app_is_called_around_cells(shared: tuple[ddip.Group, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    group, folder = shared
+    group.run("print('runs')", show_ranks=[0])
+    assert capsys.readouterr().out == "begins\nruns\nended None\n"
+    with pytest.raises(CellError, match="mine"):
+        group.run("raise ValueError('mine')", show_ranks=[0])
+    assert capsys.readouterr().out == "begins\nended ValueError('mine')\n"
+    (folder / "waits").touch()
+    thread = meanwhile(lambda: len(list(folder.glob("waits?"))) == 2, press_stop)
+    with pytest.raises(CellInterrupted):
         group.run("print('runs')", show_ranks=[0])
-        assert capsys.readouterr().out == "begins\nruns\nended None\n"
-        with pytest.raises(CellError, match="mine"):
-            group.run("raise ValueError('mine')", show_ranks=[0])
-        assert capsys.readouterr().out == "begins\nended ValueError('mine')\n"
-        (tmp_path / "waits").touch()
-        thread = meanwhile(lambda: len(list(tmp_path.glob("waits?"))) == 2, press_stop)
-        with pytest.raises(CellInterrupted):
-            group.run("print('runs')", show_ranks=[0])
-        thread.join()
-        assert capsys.readouterr().out == "begins\n"
-        (tmp_path / "waits").unlink()
-        group.change(ddip.Request(n=1))
-        group.run("print('runs')")
-        assert capsys.readouterr().out == "begins\nruns\nended None\n"
+    thread.join()
+    assert capsys.readouterr().out == "begins\n"
+    (folder / "waits").unlink()
+    group.change(ddip.Request(n=1))
+    group.run("print('runs')")
+    assert capsys.readouterr().out == "begins\nruns\nended None\n"
 
 
 @pytest.mark.grid

@@ -13,6 +13,7 @@ import ddip
 from ddip.errors import GroupError
 
 from .leftovers import lives, wait_until
+from .variants import few
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
@@ -49,6 +50,7 @@ LEFT = {
     "    sys.exit(3)\n"
     "task = asyncio.ensure_future(leave())",
 }
+SOME = ("a handler of SIGALRM", "a handler of SIGCHLD", "a stopped loop", "a callback that exits", "a task that exits")
 
 
 def test_workers_of_a_data_loader_that_is_garbage_hold_up_no_cell(cells: ddip.Group) -> None:
@@ -94,7 +96,7 @@ def test_a_worker_that_is_ended_while_it_shares_a_tensor_leaves_no_file(cells: d
     wait_until(lambda: not any(Path(answer["path"]).exists() for answer in answers))
 
 
-@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("left", few(LEFT, *SOME))
 def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: str) -> None:
     pids = [member.pid for member in cells.members]
     cells.run("""

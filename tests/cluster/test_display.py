@@ -558,9 +558,9 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     bars = [bundle for bundle in notebook.ok("%makedip -n 3").data if "<progress" in bundle.get("text/html", "")]
     assert bars and "━" in bars[-1]["text/plain"]
     notebook.ok("""
-        from ddip.group import transfer
+        from ddip.group import delivery, transfer
         from ddip.notebook import objects
-        transfer.PART, objects.QUIET_SECONDS = 1000, -1
+        transfer.PART, delivery.PART, delivery.LARGE, objects.QUIET_SECONDS = 1000, 1000, 1000, -1
     """)
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
     assert [bundle["text/plain"].count("━") for bundle in shown.data[:-1]] == list(range(0, 21, 2))
@@ -570,7 +570,10 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
         r"ddip: pulled big: 10 KB from rank 0, \d\.\d s", notebook.ok("%dipull big").data[-1]["text/plain"]
     )
     assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # of no cell's business but its own
-    notebook.ok("assert big == bytes(10_000) + b'1'\ntransfer.PART, objects.QUIET_SECONDS = 1 << 24, 0.5")
+    notebook.ok("""
+        assert big == bytes(10_000) + b'1'
+        transfer.PART, delivery.PART, delivery.LARGE, objects.QUIET_SECONDS = 1 << 24, 1 << 24, 1 << 21, 0.5
+    """)
 
 
 @pytest.mark.parametrize("options", ["", "-S all", "-S 1", "-q", "-q -S all"])

@@ -24,7 +24,7 @@ SIZES = [pytest.param(4, marks=pytest.mark.grid), 3, pytest.param(2, marks=pytes
 
 @pytest.fixture(scope="module")
 def group_with_app(warmed_up: None) -> Iterator[ddip.Group]:
-    with ddip.Group(4, app="fastai", timeout=120) as group:
+    with ddip.Group(3, app="fastai", timeout=120) as group:
         yield group
 
 

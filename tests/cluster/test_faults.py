@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,10 @@ from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
 from ddip.group import cell_state, cells
 from ddip.protocol import on_rank
 
+from .conftest import begin_test
 from .leftovers import wait_until
 from .meanwhile import meanwhile, press_stop
+from .variants import few
 
 STAGES = {
     "all_reduce": "dist.all_reduce(x)",
@@ -86,11 +88,10 @@ def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
 
 
 @pytest.fixture
-def four(shared_four: ddip.Group) -> ddip.Group:
+def four(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
     """Four ranks with what the stages need."""
     shared_four.failure_grace, shared_four.stall_timeout = 0.1, 10.0
-    shared_four.repair()  # what a test that failed has left
-    shared_four.run(SET_UP)
+    begin_test(shared_four, request.session, SET_UP)
     return shared_four
 
 
@@ -121,16 +122,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-every_stage = pytest.mark.parametrize("stage", STAGES, indirect=True)
-some_stages = pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(name, marks=[] if name in ("all_reduce", "new_group", "DDP backward") else pytest.mark.grid)
-        for name in STAGES
-    ],
-    indirect=True,
-)
-"""The others with the system tests."""
+def stages(*names: str, of: Collection[str] = STAGES) -> pytest.MarkDecorator:
+    """Of the stages, or of some, these on each change."""
+    return pytest.mark.parametrize("stage", few(of, *(name for name in names if name in of)), indirect=True)
 
 
 def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Thread:
@@ -155,7 +149,7 @@ def waiting_in(stage: str) -> str:
     return rf"{name}, cell \[\d+\] line 2" if name else r"cell \[\d+\] line 2"
 
 
-@every_stage
+@stages("all_reduce", "send", "new_group", "DDP backward", "FSDP forward")
 def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
@@ -169,7 +163,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
     prove(four)
 
 
-@some_stages
+@stages("all_reduce", "DDP backward")
 def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
     thread = when_they_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
@@ -178,7 +172,7 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
     prove(four)
 
 
-@pytest.mark.parametrize("stage", ["all_reduce", "new_group", "DDP backward"], indirect=True)  # the rest is as above
+@stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the rest is as above
 def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
     four: ddip.Group, stage: str, clock: Clock
 ) -> None:
@@ -191,7 +185,7 @@ def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
     prove(four)
 
 
-@some_stages
+@stages("all_reduce", "DDP backward")
 def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     pid = four.members[0].pid
     with pytest.raises(ddip.CellError) as caught:
@@ -209,8 +203,9 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
     prove(four, lost=(0,))
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(300)  # spawned on a loaded machine, eight ranks take their time
-@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("size", [2, 8])
 def test_groups_of_other_sizes(size: int) -> None:
     with ddip.Group(size, failure_grace=0.1) as group:
         for stage in ("all_reduce",) if size == 2 else ("all_reduce", "DDP backward"):
@@ -228,7 +223,7 @@ def test_groups_of_other_sizes(size: int) -> None:
     ("death", "told"),
     [
         ("import ctypes; ctypes.string_at(0)", r"\(SIGSEGV\): a crash in C code"),
-        ("os.abort()", r"\(SIGABRT\): a crash in C code"),
+        pytest.param("os.abort()", r"\(SIGABRT\): a crash in C code", marks=pytest.mark.grid),
         ("os._exit(3)", r"\(exit code 3\): the cell, or a library, ended the process, as os._exit does"),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(it was last seen to hold"),
     ],
@@ -371,11 +366,11 @@ def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Pat
     ("ranks", "lists"),
     [
         ([0, 1, 2, 3], "[0, 1] if rank == 0 else [1, 2]"),
-        ([0, 1, 2, 3], "[rank, (rank + 1) % 4]"),
-        ([0, 1, 2], "[0, 1, 2] if rank else [0, 2, 3]"),
         *(
             pytest.param(ranks, lists, marks=pytest.mark.grid)
             for ranks, lists in [
+                ([0, 1, 2, 3], "[rank, (rank + 1) % 4]"),
+                ([0, 1, 2], "[0, 1, 2] if rank else [0, 2, 3]"),
                 ([0, 1, 2, 3], "[0, 1] if rank == 0 else [0, 2]"),
                 ([0, 1, 2, 3], "[0, 1] if rank == 0 else [2, 3]"),
                 ([0, 1, 2, 3], "[0, 1] if rank < 2 else [1, 2, 3]"),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import ddip
 
 from .environment import environment
+from .variants import few
 
 PROOF = "y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 SETUP = "import os, torch, torch.distributed as dist\nx = torch.ones(1)"
@@ -26,13 +27,13 @@ count, *ports = map(int, sys.argv[1:])
 if os.getuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
 accepted = 0
-for port in ports:
+for some in [ports[number::len(ports) // 5 + 1] for number in range(len(ports) // 5 + 1)]:
     for _ in range(count // 100):
-        sockets = [socket.socket() for _ in range(100)]
-        for one in sockets:
+        sockets = [socket.socket() for _ in range(100 * len(some))]
+        for number, one in enumerate(sockets):
             one.setblocking(False)
-            one.connect_ex(("127.0.0.1", port))
-        accepted += len(select.select([], sockets, [], 0.02)[1])
+            one.connect_ex(("127.0.0.1", some[number % len(some)]))
+        accepted += len(select.select([], sockets, [], 0.02)[1]) if sockets else 0
         for one in sockets: one.close()
 print(accepted)
 """
@@ -84,7 +85,7 @@ MAKE = {
 
 
 @linux
-@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a mesh", "a group that was formed again"))
 def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: str, tmp_path: Path) -> None:
     if "split" in make and not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch cannot split a group")

@@ -73,6 +73,11 @@ BAD_INPUT = [
     ("%autodip off -a x", r"%autodip off -a x: -a goes with on"),
     ('%autodip on -a "--loud"', r"%%dip --loud: unrecognized arguments: --loud"),
     ("%dipush", r"%dipush: type the names of variables"),
+    ("%dipush --modules torch", r"%dipush --modules torch: torch is not a module of your own, but installed; install"),
+    (
+        "%dipush --modules nowhere marker",
+        r"the notebook finds no module nowhere, neither in its folder nor on sys.path",
+    ),
     ("%dipush nowhere", r"%dipush: the notebook has no variable nowhere; nothing was pushed"),
     ("%dipush marker, nowhere", r"%dipush: the notebook has no variable nowhere; nothing was pushed"),
     ("%dipush a.b", r"%dipush a.b: 'a.b' is not a name; type `b = a.b`, then %dipush b$"),
@@ -103,19 +108,22 @@ BEFORE_ANY_GROUP = [
 ]
 
 
+@pytest.fixture(scope="module")
+def marked(shared_notebook: Notebook) -> Notebook:
+    """The shared notebook; each test proves that it has changed nothing of it."""
+    shared_notebook.ok("%%dip everywhere\nmarker = 7")
+    shared_notebook.ok("%%dip\nfrom torch.distributed import get_world_size")
+    shared_notebook.ok("def get_world_size(): return 3")
+    return shared_notebook
+
+
 @pytest.mark.parametrize(("cell", "message"), BAD_INPUT, ids=[cell.replace("\n", "|") for cell, _ in BAD_INPUT])
-def test_bad_input_is_one_clear_line_and_changes_nothing(notebook: Notebook, cell: str, message: str) -> None:
-    notebook.ok("%%dip everywhere\nmarker = 7")
-    shown = notebook.fails(cell)
+def test_bad_input_is_one_clear_line_and_changes_nothing(marked: Notebook, cell: str, message: str) -> None:
+    shown = marked.fails(cell)
     assert re.search(message, shown.message), shown.message
     assert shown.traceback == f"UsageError: {shown.message}"
     assert "\n" not in shown.message
-    notebook.ok("""
-        %%dip
-        import torch.distributed as dist
-        assert marker == 7 and dist.get_world_size() == 3
-    """)
-    notebook.ok("assert marker == 7")
+    marked.ok("%%dip everywhere\nassert marker == 7 and get_world_size() == 3")
 
 
 @pytest.mark.parametrize("cell", BEFORE_ANY_GROUP, ids=[cell.replace("\n", "|") for cell in BEFORE_ANY_GROUP])
@@ -310,13 +318,13 @@ def test_an_error_that_is_caught_tells_what_each_rank_raised(notebook: Notebook)
 
 def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
     shown = notebook.fails("""
-        %%dip --timeout 2
+        %%dip --timeout 1
         import torch.distributed as dist
         if rank: dist.barrier()
     """)
     assert shown.error == "CellTimeout"
     assert shown.traceback == (
-        "CellTimeout: the cell took longer than 2 s and was stopped; the ranks were here:\n"
+        "CellTimeout: the cell took longer than 1 s and was stopped; the ranks were here:\n"
         f"  ranks 1, 2: barrier, cell [{shown.number}] line 2: if rank: dist.barrier()"
     )
     notebook.ok("%%dip\ndist.barrier()")

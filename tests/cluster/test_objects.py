@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import os
+import signal
 import threading
 import tracemalloc
+import types
 from pathlib import Path
 
 import comm
@@ -14,13 +18,15 @@ import pytest
 import torch
 
 import ddip
-from ddip.errors import BadInput, TransferError
+from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
+from ddip.group import delivery
 from ddip.group.cells import LATE_CELLS
 from ddip.group.comms import KEPT, _Widget
 from ddip.output.router import CellOutput
-from ddip.protocol import on_rank
+from ddip.protocol import on_rank, shared
 
 from .leftovers import wait_until
+from .notebook import Notebook
 
 
 def double(x: float) -> float:
@@ -100,6 +106,107 @@ def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: 
         cells.run(code)
         assert cells.pull([code.split()[0]])
     cells.run("del ddp, old, new, inside")
+
+
+LARGE = 2 * delivery.LARGE
+HELD = """
+    from pathlib import Path
+    open_files = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    held = [name for name in [*open_files, *Path("/proc/self/maps").open()] if "ddip-push" in name]
+"""
+
+
+def held_here() -> list[str]:
+    """What this process has of memory that it shares with ranks."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [str(link) for link in links if "ddip-push" in str(link)]
+
+
+def held_there(cells: ddip.Group) -> list[str]:
+    """The same of all ranks."""
+    cells.run(HELD)
+    return [name for values in cells.pull_all(["held"], range(cells.world_size))[0] for name in values["held"]]
+
+
+@pytest.mark.parametrize("way", ["memory", "file", "parts"])
+def test_what_is_large_arrives_on_all_ranks_and_leaves_nothing(
+    cells: ddip.Group, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "memory":
+        monkeypatch.delattr(os, "memfd_create")
+    if way == "parts":
+        monkeypatch.setattr(shared.tempfile, "mkstemp", no_room)
+    before = sorted(path.name for path in cells.cluster.run_folder.iterdir())
+    large = np.random.default_rng(0).integers(0, 256, LARGE, np.uint8)
+    cells.push({"large": large, "small": 1})
+    cells.run("large[rank] = 0; total = int(large.sum()) + small")  # each has its own
+    totals = [values["total"] for values in cells.pull_all(["total"], [0, 1])[0]]
+    assert totals == [int(large.sum()) - int(large[rank]) + 1 for rank in (0, 1)]
+    assert held_here() == held_there(cells) == []
+    assert sorted(path.name for path in cells.cluster.run_folder.iterdir()) == before
+
+
+def no_room(**asked: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def arrive(how: str) -> object:
+    """What an object does when a rank unpickles it."""
+    import os
+    import signal
+    import sys
+
+    rank = sys.modules["__main__"].__dict__["rank"]
+    if how == "raise" and rank == 1:
+        raise ValueError("no way")
+    if how == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while how == "sleep":
+        pass
+    return how
+
+
+class Arrives:
+    """An object that does something when it arrives."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return types.FunctionType(arrive.__code__, {"__builtins__": builtins}), (self.how,)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("raise", TransferError, r"nothing was pushed: odd cannot be unpickled there: ValueError: no way \(rank 1\)"),
+        ("die", GroupError, "pushing failed: .*rank 1.*SIGKILL"),
+        ("sleep", RequestInterrupted, "nothing was pushed: pushing was interrupted"),
+    ],
+)
+def test_a_large_push_that_fails_changes_nothing_and_leaves_nothing(
+    cells: ddip.Group, how: str, error: type[Exception], text: str
+) -> None:
+    cells.push({"large": 1})
+    timer = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
+    if how == "sleep":
+        timer.start()
+    with pytest.raises(error, match=text):
+        cells.push({"large": bytes(LARGE), "odd": Arrives(how)})
+    timer.cancel()
+    assert held_here() == []
+    cells.repair(["large"] if how == "die" else [], 0 if how == "die" else None)
+    assert [values["large"] for values in cells.pull_all(["large"], [0, 1])[0]] == [1, 1]
+    assert held_there(cells) == []
+
+
+def test_a_repair_brings_what_is_large(cells: ddip.Group) -> None:
+    cells.push({"large": bytes(LARGE)})
+    with pytest.raises(CellError):
+        cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert cells.repair(["large"], 0) == [1]
+    assert cells.pull(["large"], 1) == {"large": bytes(LARGE)}
+    assert held_here() == held_there(cells) == []
 
 
 def test_all_ranks_in_a_list_in_rank_order(cells: ddip.Group) -> None:
@@ -223,3 +330,11 @@ def test_names_are_names() -> None:
 
     with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is not a name"):
         check_names(["model.weight"], "%dipush")
+
+
+def test_modules_beside_the_notebook_need_no_push(notebook: Notebook) -> None:
+    notebook.ok("%makedip -n 2\nopen('mine_beside.py', 'w').write('x = 1')")
+    told = "ddip: the ranks are beside the notebook, and import mine_beside where it does; nothing was sent\n"
+    assert notebook.ok("%dipush --modules mine_beside").text == told
+    assert notebook.ok("y = 2\n%dipush --modules mine_beside y").text.startswith(f"{told}ddip: pushed y: ")
+    notebook.ok("%%dip\nimport mine_beside\nassert mine_beside.x + y == 3")

@@ -27,6 +27,7 @@ from .leftovers import controllers_of, lives, wait_until
 from .meanwhile import Told, meanwhile, press_stop
 from .notebook import ANSI
 from .self_harm import DIES_CONNECTING, KINDS, SET_UP, prove_repair
+from .variants import few
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 DDP = """
@@ -134,6 +135,40 @@ def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
     cells.run("pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)")
 
 
+def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        import torch, torch.distributed as dist, torch.distributed.rpc as rpc
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        from ddip.rank import process_group
+        mesh, pair = init_device_mesh("cpu", (2,)), dist.new_group([0, 1])
+        wrapper, lost = DDP(torch.nn.Linear(1, 1)), DDP(torch.nn.Linear(1, 1), process_group=pair)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
+        form, failures = process_group._form, [1, 2]
+        def fails_at_first(rank_spec):
+            if rank_spec.world_size > 1 and failures: raise OSError(f"planted, {failures.pop()}")
+            return form(rank_spec)
+        if rank == 1: process_group._form = fails_at_first
+    """)
+    with pytest.raises(ddip.CellError, match="rank 0 was blocked in barrier"):
+        cells.run("if rank == 1: raise ValueError\ndist.barrier()")
+    with pytest.raises(ddip.GroupError, match="planted"):
+        cells.run("pass")
+    assert "the group was formed again" not in capsys.readouterr().err
+    cells.run("process_group._form = form\nwrapper(torch.ones(1, 1)).sum().backward()")
+    told = (
+        "the DDP wrapper goes on, with rank 0's parameters and buffers on every rank; other wrappers (DDP, FSDP), "
+        "device meshes and subgroups that were made before must be made again; RPC was shut down: call init_rpc again"
+    )
+    assert told in capsys.readouterr().err
+    for size in (3, 2):
+        cells.change(ddip.Request(n=size))
+    said = capsys.readouterr().err
+    assert "mesh" not in said and "RPC" not in said
+
+
 def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> None:
     """Functional collectives, and with them device meshes and DTensors, find their group by its name: it was another
     group's, of other ranks, and the sum was wrong."""
@@ -167,26 +202,26 @@ def test_a_cell_may_catch_what_released_it(cells: ddip.Group) -> None:
     cells.run("assert rank == 0 or caught\n" + PROOF)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "dist.destroy_process_group()",
-        "dist.destroy_process_group() if rank else None",
-        "dist.destroy_process_group(); dist.init_process_group('gloo')",
-        "dist.destroy_process_group()\n"
-        "if rank: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
-        "dist.destroy_process_group(); dist.init_process_group('gloo', rank=1 - rank, world_size=2)",
-    ],
-    ids=["destroyed", "destroyed on one rank", "formed anew", "formed by each alone", "formed in another order"],
-)
-def test_a_cell_may_destroy_or_form_the_group_itself(cells: ddip.Group, code: str) -> None:
-    cells.run(f"import torch.distributed as dist\nkept = rank\n{code}\nhere = dist.group.WORLD")
+ITSELF = {
+    "destroyed": "dist.destroy_process_group()",
+    "destroyed on one rank": "dist.destroy_process_group() if rank else None",
+    "formed anew": "dist.destroy_process_group(); dist.init_process_group('gloo')",
+    "formed by each alone": "dist.destroy_process_group()\n"
+    "if rank: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+    "formed in another order": "dist.destroy_process_group()\n"
+    "dist.init_process_group('gloo', rank=1 - rank, world_size=2)",
+}
+
+
+@pytest.mark.parametrize("how", few(ITSELF, "destroyed on one rank", "formed anew", "formed in another order"))
+def test_a_cell_may_destroy_or_form_the_group_itself(cells: ddip.Group, how: str) -> None:
+    cells.run(f"import torch.distributed as dist\nkept = rank\n{ITSELF[how]}\nhere = dist.group.WORLD")
     cells.run(f"{PROOF}\nassert kept == rank == dist.get_rank()")
-    adopted = "formed anew" if code.endswith("('gloo')") else ""
-    if adopted:
+    if how == "formed anew":
         cells.run("assert dist.group.WORLD is here")
 
 
+@pytest.mark.grid
 def test_groups_that_cells_form_one_after_the_other_do_not_meet_at_their_port(cells: ddip.Group) -> None:
     """The first one's listener may be there still when another rank begins to listen for the second."""
     for _ in range(4):
@@ -248,7 +283,12 @@ def no_interrupts_here() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("business", "presses"),
-    [*((business, 1) for business in BUSINESS), ("a Python loop", 3), ("a collective", 3), ("data loader workers", 3)],
+    [
+        *((business, 1) for business in BUSINESS),
+        ("a collective", 3),
+        pytest.param("a Python loop", 3, marks=pytest.mark.grid),
+        pytest.param("data loader workers", 3, marks=pytest.mark.grid),
+    ],
 )
 def test_the_stop_button_ends_every_cell(
     cells: ddip.Group, business: str, presses: int, tmp_path: Path, no_interrupts_here: None
@@ -503,7 +543,7 @@ raise Odd('x')
 """
 
 
-@pytest.mark.parametrize("method", ["str", "repr", "reduce", "reduce_ex", "getattr"])
+@pytest.mark.parametrize("method", few(["str", "repr", "reduce", "reduce_ex", "getattr"], "str", "reduce_ex"))
 def test_an_exception_that_cannot_be_told_does_not_break_the_next_cell(cells: ddip.Group, method: str) -> None:
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: Odd"):
         cells.run(ODD.format(method=method))
@@ -638,13 +678,10 @@ def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) 
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "interface",
+    few(
+        ["interface", "no builtins", "sockets shut down", "it dies while gloo connects", "SIGKILL"],
         "no builtins",
-        "sockets shut down",
-        "it dies while gloo connects",
-        "SIGKILL",
-    ],
+    ),
 )
 def test_a_repair_suffices_whatever_a_rank_has_done_to_itself(cells: ddip.Group, kind: str) -> None:
     """All kinds: ``tests/system/test_self_harm.py``."""

@@ -60,13 +60,14 @@ def test_rpc_begins_and_ends_again_after_a_rank_has_failed(
 
 def test_a_call_whose_answer_does_not_come_is_released(ranks: ddip.Group) -> None:
     """And it goes on there; until it returns, RPC is refused with a word."""
-    ranks.run(BEGIN + SLOW)
+    ranks.run(BEGIN + SLOW + "from ddip.rank import rpc as ours; usual, ours.SECONDS = ours.SECONDS, 0.5")
     with pytest.raises(ddip.CellError, match="rank 1: ValueError; rank 0 was blocked in rpc_sync"):
         ranks.run("if rank == 0: rpc.rpc_sync(other, slow, timeout=0)\nraise ValueError", timeout=30)
     with pytest.raises(ddip.CellError, match="rank 1: RuntimeError: a function .* still runs .* %makedip --repair"):
         ranks.run(BEGIN, timeout=30)
     ranks.run("""
         let_go.set()
+        ours.SECONDS = usual
         for thread in threading.enumerate():
             if thread.name == "ddip-rpc": thread.join()
     """)

@@ -9,6 +9,7 @@ import pytest
 import ddip
 
 from .notebook import Notebook
+from .variants import few
 
 PROOF = "y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 SETUP = "import threading, time, torch, torch.distributed as dist\nx = torch.ones(1)"
@@ -54,20 +55,29 @@ def test_an_old_tensor_of_another_size_ends_no_rank(cells: ddip.Group, told: pyt
     assert [member.pid for member in cells.members] == pids
 
 
-@pytest.mark.parametrize(
-    ("begin", "line"),
-    [
-        ("from torch.distributed import all_reduce as mine\nif rank: mine(x, async_op=True)", "if rank: mine("),
-        ("if rank: threading.Thread(target=lambda: dist.all_reduce(x, async_op=True)).start(); time.sleep(0.1)", ""),
-        ("for i in range(3):\n    if rank:\n        dist.broadcast(x, 1, async_op=True)", "dist.broadcast(x, 1"),
-        ("if rank:\n    pair = dist.group.WORLD\n    pair.allreduce([x])", "pair.allreduce([x])"),
-        ("try:\n    if rank: dist.all_reduce(x, async_op=True); 1 / 0\nexcept Exception: pass", "if rank: dist.all"),
-    ],
-    ids=["under another name", "by a thread that has ended", "three", "a method", "an error that was caught"],
-)
+SURPLUS = {
+    "under another name": (
+        "from torch.distributed import all_reduce as mine\nif rank: mine(x, async_op=True)",
+        "if rank: mine(",
+    ),
+    "by a thread that has ended": (
+        "if rank: threading.Thread(target=lambda: dist.all_reduce(x, async_op=True)).start(); time.sleep(0.1)",
+        "",
+    ),
+    "three": ("for i in range(3):\n    if rank:\n        dist.broadcast(x, 1, async_op=True)", "dist.broadcast(x, 1"),
+    "a method": ("if rank:\n    pair = dist.group.WORLD\n    pair.allreduce([x])", "pair.allreduce([x])"),
+    "an error that was caught": (
+        "try:\n    if rank: dist.all_reduce(x, async_op=True); 1 / 0\nexcept Exception: pass",
+        "if rank: dist.all",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", few(SURPLUS, "by a thread that has ended", "a method"))
 def test_whatever_began_the_surplus_it_is_told_where(
-    cells: ddip.Group, told: pytest.CaptureFixture[str], begin: str, line: str
+    cells: ddip.Group, told: pytest.CaptureFixture[str], what: str
 ) -> None:
+    begin, line = SURPLUS[what]
     cells.run(begin)
     text = told.readouterr().err
     assert "different numbers of collectives in the default group" in text and line in text

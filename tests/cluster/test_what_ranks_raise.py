@@ -13,6 +13,7 @@ from ddip.errors import CellInterrupted, TransferError
 
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
+from .variants import few
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
@@ -55,9 +56,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", [*list(SLOW)[:2], *(pytest.param(what, marks=pytest.mark.grid) for what in list(SLOW)[2:])]
-)
+@pytest.mark.parametrize("what", few(SLOW, "sleeps"))
 def test_an_error_that_is_slow_to_tell_costs_no_rank(cells: ddip.Group, what: str) -> None:
     cells.run("import time\nkept = rank")
     began = time.monotonic()
@@ -110,7 +109,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("magic", HIDDEN)
+@pytest.mark.parametrize("magic", few(HIDDEN, "%%capture, nested", "%%time"))
 def test_an_error_within_a_magic_fails_the_cell_and_the_others_are_released(
     cells: ddip.Group, magic: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from .notebook import Messages, Notebook, Shown
+from .variants import few
 
 PLOTLY = "application/vnd.plotly.v1+json"
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -79,7 +80,7 @@ def click(notebook: Notebook, button: str) -> None:
     notebook.send_comm(button, {"method": "custom", "content": {"event": "click"}})
 
 
-@pytest.fixture(params=["tabs", "labels", "grouped"])
+@pytest.fixture(params=few(["tabs", "labels", "grouped"], "tabs"))
 def style(request: pytest.FixtureRequest, notebook: Notebook) -> Any:
     """Each of them."""
     notebook.ok(f"%config DipMagics.style = {request.param!r}")

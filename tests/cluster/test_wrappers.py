@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
-from _pytest.mark import ParameterSet
 
 import ddip
 from ddip.errors import RequestFailed
 
 from .leftovers import collections, wait_until
+from .variants import few
 
 CODE = """
 import copy, torch, torch.distributed as dist
@@ -74,6 +72,7 @@ def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
     assert said.count(GOES_ON) == 2 and "differs" not in said and "made again" not in said
 
 
+@pytest.mark.grid
 def test_workers_of_a_loader_that_the_failed_cell_has_left_hold_up_no_group(cells: ddip.Group) -> None:
     """In a cycle; they look for the end of their loader once an hour."""
     cells.run("""
@@ -124,11 +123,6 @@ WAYS = {
 }
 
 
-def few(cases: Iterable[str], *kept: str) -> list[ParameterSet]:
-    """All run with the grids, and those that are `kept` by default."""
-    return [pytest.param(case, marks=[] if case in kept else pytest.mark.grid) for case in cases]
-
-
 @pytest.mark.parametrize("way", few(WAYS, "a static graph", "a hook of the group"))
 def test_a_wrapper_goes_on_with_what_it_was_told(cells: ddip.Group, way: str) -> None:
     make, then = WAYS[way]
@@ -169,6 +163,7 @@ def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Gr
     cells.run("step(third, opt, 0); first(torch.ones(2, 2))\nassert same(first, third)")
 
 
+@pytest.mark.grid
 def test_a_rank_that_has_failed_to_make_one_does_not_count_it(cells: ddip.Group) -> None:
     before = collections(cells)
     fails(cells, "if rank == 1: raise ValueError\nDDP(network(1))")

@@ -492,7 +492,6 @@ def test_what_of_lightning_is_private_is_as_it_was_known(app: Any) -> None:
     import inspect
 
     import lightning
-    from lightning.fabric.wrappers import _FabricOptimizer
     from lightning.pytorch.trainer import call
     from lightning.pytorch.tuner import lr_finder
 
@@ -503,5 +502,4 @@ def test_what_of_lightning_is_private_is_as_it_was_known(app: Any) -> None:
     assert "_try_loop_run(trainer, params)" in inspect.getsource(lr_finder._lr_find)
     assert "progress_bar_refresh_rate" in inspect.getsource(lr_finder._LRCallback.on_train_batch_start)
     assert callable(vars(lr_finder)["__lr_finder_restore_params"])
-    assert "step" in vars(_FabricOptimizer)
     assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(lightning.Trainer._run)

@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 from playwright.sync_api import Locator, Page, sync_playwright
 
-from ddip.group.host import HeldPort
+from ddip.cluster.on_host import hold_port
 
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 CHROMIUM += ("--disable-component-update", "--disable-sync")
@@ -139,7 +139,7 @@ class Lab:
 @contextlib.contextmanager
 def open_lab(folder: Path) -> Iterator[Lab]:
     """Start a server and a browser, and end both."""
-    port = HeldPort()
+    port = hold_port()
     settings = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_DATA_DIR": str(folder / "data")}
     settings |= {"JUPYTER_RUNTIME_DIR": str(folder / "runtime"), "IPYTHONDIR": str(folder / "ipython")}
     settings |= {f"JUPYTERLAB_{kind}_DIR": str(folder / kind) for kind in ("SETTINGS", "WORKSPACES")}
@@ -149,9 +149,9 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     work = folder / "notebooks"
     work.mkdir()
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root"]
-    command += [f"--port={port.number}", "--ServerApp.port_retries=0"]
+    command += [f"--port={port}", "--ServerApp.port_retries=0"]
     command += ["--ServerApp.token=", "--ServerApp.password=", f"--ServerApp.root_dir={work}"]
-    url = f"http://127.0.0.1:{port.number}"
+    url = f"http://127.0.0.1:{port}"
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=work)
         try:

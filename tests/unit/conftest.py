@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,7 +48,9 @@ def shell(ipython_of_the_module: InteractiveShell) -> Iterator[InteractiveShell]
             del named[name]
     shell.events.callbacks.update(callbacks)
     shell.input_transformers_cleanup[:] = transformers
-    shell.reset(new_session=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)  # of all that the process has, once a test
+        shell.reset(new_session=False)
 
 
 @pytest.fixture

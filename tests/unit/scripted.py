@@ -20,10 +20,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddip.cluster.seam import Listener, Message, Raised, Reply, Request
+from ddip.cluster.host import LocalHost
+from ddip.cluster.seam import EngineSpec, Listener, Message, Raised, Reply, Request
 from ddip.errors import GroupError
+from ddip.group import placement
 from ddip.group.group import Group
-from ddip.protocol import on_rank
+from ddip.protocol import on_rank, shared
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Going, Hello
 
@@ -75,6 +77,7 @@ class ScriptedEngine:
             on_rank.revive.target: lambda: {"wrappers": 0, "optimizers": []},
             on_rank.check.target: lambda: None,
             on_rank.add.target: self._add,
+            on_rank.attach.target: self._attach,
             on_rank.stage.target: self._stage,
             on_rank.commit.target: lambda: self.names.update(self._staged),
             on_rank.drop.target: lambda: None,
@@ -92,6 +95,7 @@ class ScriptedEngine:
             on_rank.phase.target: lambda: "code" if self.running else "idle",
             on_rank.connections.target: lambda: [],
             on_rank.release.target: self._release,
+            on_rank.forget_gone.target: lambda: None,
             on_rank.adopt.target: lambda former_port, port: True,
             on_rank.begun.target: lambda: self.begun,
             on_rank.line_of.target: lambda key, number: {"place": {"cell": 1, "line": 2}, "goes_on": False},
@@ -101,7 +105,7 @@ class ScriptedEngine:
         }
         """What it does when it is called, by the target of the call."""
         self._staged: dict[str, Any] = {}
-        self._parts: dict[str, bytearray] = {}
+        self._came = b""
         self._began = 0.0
 
     def answer(self, call: RemoteCall[Any]) -> dict[str, Any]:
@@ -120,14 +124,19 @@ class ScriptedEngine:
     def _leave(self) -> Going:
         return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
-    def _add(self, name: str, part: bytes, first: bool) -> None:
-        self._parts[name] = self._parts[name] + part if not first else bytearray(part)
+    def _add(self, part: bytes, first: bool, share: bool) -> str:
+        self._came = part if first else self._came + part
+        return ""
 
-    def _stage(self, packed: dict[str, Any]) -> dict[str, str]:
+    def _attach(self, path: str, size: int) -> bool:
+        self._came = bytes(shared.view(path))
+        return len(self._came) == size
+
+    def _stage(self, packed: dict[str, Any], places: dict[str, tuple[int, int]]) -> dict[str, str]:
         errors = {}
-        for name, data in packed.items():
+        for name, data in {**packed, **{name: self._came[slice(*place)] for name, place in places.items()}}.items():
             try:
-                self._staged[name] = pickle.loads(self._parts.pop(name) if data is None else data)
+                self._staged[name] = pickle.loads(data)
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {error}"
         return errors
@@ -213,7 +222,7 @@ class ScriptedEngine:
             "size": self.size,
             "begun": self.begun,  # type: ignore[typeddict-item]
             "groups": self.groups,
-            "changes": 0,
+            "changes": {},
             "at": time.time(),
             "seconds": time.time() - self._began,
         }
@@ -260,6 +269,7 @@ class ScriptedCluster:
         self._on_start = on_start
         self._folder = tempfile.TemporaryDirectory(prefix="ddip-scripted-")
         self.run_folder = Path(self._folder.name)
+        self.hosts = [LocalHost(self.run_folder)]
         self.spawned = ""
         self.exits: dict[int, int | None] = {}
         self.engines: dict[int, ScriptedEngine] = {}
@@ -278,6 +288,15 @@ class ScriptedCluster:
         if self.controller_ended:
             raise GroupError("the controller process ended; %makedip -r starts the group afresh")
 
+    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
+        pass
+
+    def replace_host(self, number: int, name: str, deadline: float) -> None:
+        raise AssertionError("scripts have one host")
+
+    def host_of(self, engine: int) -> LocalHost:
+        return self.hosts[0]
+
     def stopped(self) -> str:
         return ""
 
@@ -286,19 +305,18 @@ class ScriptedCluster:
 
     def start(
         self,
-        count: int,
-        environment: Mapping[str, str],
+        engines: Sequence[EngineSpec],
         also: Sequence[str],
         deadline: float,
         on_up: Callable[[int], None],
     ) -> dict[int, Hello]:
         self.connected = True
         first = max(self.engines, default=-1) + 1
-        for number in range(first, first + count):
-            self.engines[number] = engine = ScriptedEngine(number, environment, also)
+        for number, spec in enumerate(engines, first):
+            self.engines[number] = engine = ScriptedEngine(number, spec.environment, also)
             self._on_start(engine)
             on_up(number - first + 1)
-        return {number: self.engines[number].hello for number in range(first, first + count)}
+        return {number: self.engines[number].hello for number in range(first, first + len(engines))}
 
     def stop_engines_but(self, keep: Collection[int]) -> None:
         for number in self.live - set(keep):
@@ -387,7 +405,7 @@ class ScriptedGroup(Group):
         self.script = script
         super().__init__(n, **options)
 
-    def _new_cluster(self) -> ScriptedCluster:
+    def _new_cluster(self, request: placement.Request) -> ScriptedCluster:
         return ScriptedCluster(lambda engine: self.script(engine))
 
     @property

@@ -8,7 +8,7 @@ import comm
 import pytest
 
 from ddip.errors import BadInput, RequestInterrupted, TransferError
-from ddip.group import transfer
+from ddip.group import delivery, transfer
 from ddip.group.group import Group
 from ddip.output.area import CellOutputArea
 from ddip.output.display_options import DisplayOptions
@@ -16,6 +16,7 @@ from ddip.output.router import CellOutput
 from ddip.output.transcript import WIDGET, plain_of
 from ddip.output.widget_state import merge
 from ddip.protocol import on_rank
+from ddip.protocol.shared import SharedBytes
 
 from .conftest import NewGroup
 from .scripted import press_stop
@@ -50,7 +51,9 @@ def test_names_go_to_all_ranks_and_come_back(new_group: NewGroup) -> None:
 
 
 def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PART", 100)
+    for module in (transfer, delivery):
+        monkeypatch.setattr(module, "PART", 100)
+    monkeypatch.setattr(delivery, "LARGE", 100)
     group = new_group(2)
     told: list[tuple[str, float | None]] = []
     text = "x" * 1000
@@ -63,6 +66,53 @@ def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest
     pulled = [share for text, share in told if text.startswith("ddip: pulling text from rank 1")]
     assert len(pushed) == len(pulled) == 11 and pushed[0] == 0 < (pushed[-1] or 0) < 1
     assert group.engine(1).calls.count(on_rank.drop.target) == 1
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "PART", 100)
+    monkeypatch.setattr(delivery, "LARGE", 100)
+
+
+def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewGroup, small_parts: None) -> None:
+    group = new_group(3)
+    values = {"text": "x" * 1000, "none": None, **{f"n{i}": i for i in range(200)}}
+    group.push(values, [0, 2])
+    assert group.pull([*values], 2) == values
+    calls = [target for engine in (0, 2) for target in group.engine(engine).calls if target.startswith("transfer.")]
+    push = [on_rank.attach.target, on_rank.stage.target, on_rank.commit.target]
+    assert calls == [*push, *push, on_rank.pack.target]
+    assert on_rank.stage.target not in group.engine(1).calls
+
+
+def test_who_cannot_read_it_gets_it_in_parts(new_group: NewGroup, small_parts: None) -> None:
+    group = new_group(3)
+    group.engine(1).answers[on_rank.attach.target] = lambda path, size: False
+    told: list[float] = []
+    group.push({"text": "x" * 1000}, progress=lambda text, share=None: told.append(share or 0.0))
+    assert [values["text"] for values in group.pull_all(["text"], range(3))[0]] == ["x" * 1000] * 3
+    assert [group.engine(rank).calls.count(on_rank.add.target) for rank in range(3)] == [0, 11, 0]
+    assert all(0 <= share < 1 for share in told)
+
+
+def test_without_room_in_memory_everybody_gets_it_in_parts(
+    new_group: NewGroup, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SharedBytes, part: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SharedBytes, "write", full)
+    group = new_group(2)
+    group.push({"text": "x" * 1000})
+    assert [values["text"] for values in group.pull_all(["text"], range(2))[0]] == ["x" * 1000] * 2
+
+
+def test_a_stop_while_the_notebook_writes_changes_nothing(new_group: NewGroup, small_parts: None) -> None:
+    group = new_group(2)
+    with pytest.raises(RequestInterrupted, match="^nothing was pushed: pushing was interrupted$"):
+        group.push({"text": "x" * 1000}, progress=lambda text, share=None: press_stop())
+    assert not group.has_name("text")
+    assert group.engine(0).calls[-2:] == [on_rank.drop.target, on_rank.has_name.target]
 
 
 @pytest.mark.parametrize(

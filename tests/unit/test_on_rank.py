@@ -18,7 +18,9 @@ from ddip.protocol.on_rank import Remote
 from ddip.protocol.reports import Hello
 
 ROWS = {name: row for name, row in vars(on_rank).items() if isinstance(row, Remote)}
-TARGET = re.compile(r'"(?:process_group|stacks|sockets|transfer|apps|names|housekeeping|collectives|c10d|calls)\.\w+"')
+TARGET = re.compile(
+    r'"(?:process_group|stacks|sockets|transfer|modules|apps|names|housekeeping|collectives|c10d|calls)\.\w+"'
+)
 
 
 @pytest.mark.parametrize("name", ROWS)

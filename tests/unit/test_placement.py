@@ -29,7 +29,7 @@ def on_gpus(*gpus: int) -> GroupSpec:
 
 def berths(made: GroupSpec) -> list[DeviceBinding]:
     """The engines that a fresh group of this kind starts."""
-    return [DeviceBinding(made.visible, gpu) for gpu in made.gpus]
+    return [DeviceBinding(made.visible(), gpu) for gpu in made.gpus]
 
 
 def test_a_count_is_a_number_from_1() -> None:
@@ -149,11 +149,11 @@ def test_python_callers_are_checked_too() -> None:
 
 def test_a_ranks_gpu_is_cuda_local_rank_in_what_it_sees() -> None:
     gaps = on_gpus(0, 2, 3)
-    assert gaps.visible == (0, 2, 3)
+    assert gaps.visible() == (0, 2, 3)
     assert [gaps.device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
     assert [gaps.device_name(rank) for rank in range(3)] == ["GPU 0", "GPU 2", "GPU 3"]
     order = on_gpus(3, 1)
-    assert (order.visible, order.device(0), order.device_name(0)) == ((3, 1), "cuda:0", "GPU 3")
+    assert (order.visible(), order.device(0), order.device_name(0)) == ((3, 1), "cuda:0", "GPU 3")
     shared = on_gpus(1, 1, 0)
     assert [shared.device(rank) for rank in range(3)] == ["cuda:0", "cuda:0", "cuda:1"]
     assert on_cpu(1).device(0) == on_cpu(1).device_name(0) == "cpu"

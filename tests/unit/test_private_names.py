@@ -32,7 +32,6 @@ from IPython.core import ultratb
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from torch._C._distributed_c10d import Backend
-from torch._dynamo import eval_frame
 from torch.distributed import ProcessGroup, distributed_c10d, fsdp, rpc
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _sync_module_states
@@ -210,6 +209,8 @@ def test_a_wrapper_keeps_its_reducer_under_the_name_that_ddip_drops() -> None:
 
 
 def test_a_wrapper_can_be_revived() -> None:
+    from torch._dynamo import eval_frame  # here: it takes a second, which each process of the tests would need
+
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
     assert source.index("self.process_group = _get_default_group()") < source.index("self.module = module")
     for name in ("mixed_precision", "device_mesh", "_delay_all_reduce_params", "_use_python_reducer", "_comm_hooks"):

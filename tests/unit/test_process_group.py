@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ddip.cluster import on_host
+from ddip.cluster.host import LocalHost
 from ddip.group.connections import is_spoilt, shared
-from ddip.group.process_group import ProcessGroupManager, poison_store
+from ddip.group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
 
@@ -17,6 +20,7 @@ class _Ranks:
     """What `ProcessGroupManager.update_health` asks of ranks."""
 
     members = [None, None]
+    cluster = SimpleNamespace(hosts=[LocalHost(Path())])
 
     def __init__(self) -> None:
         self.adopted = False
@@ -28,14 +32,14 @@ class _Ranks:
 
 
 def report(
-    state: str = "ours", released: bool = False, begun: int = 0, sends: int = 0, changes: int = 0
+    state: str = "ours", released: bool = False, begun: int = 0, sends: int = 0, changes: int | None = None
 ) -> dict[str, Any]:
     return {
         "state": state,
         "released": released,
         "begun": {"default cpu": (begun, sends, None)},
         "groups": 1,
-        "changes": changes,
+        "changes": {} if changes is None else {"model": changes},
         "rank": 0,
         "size": 2,
     }
@@ -57,6 +61,7 @@ OTHER = [report("other"), {**report("other"), "rank": 1}]
         ([report(sends=1)], True, False, False),
         ([report(changes=4), report(changes=8)], True, False, False),
         ([report(changes=4), report(changes=8)], False, True, False),
+        ([report(changes=4), report()], True, True, False),  # gone from one rank
         ([report(changes=4)], True, True, False),
         ([report(), report(released=True)], True, False, False),
         ([report(), None], True, False, False),
@@ -115,7 +120,7 @@ def test_a_broken_store_cannot_be_read_by_anybody(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.write_text("keys")
     for _ in range(2):
-        poison_store(store)
+        on_host.poison(str(store))
         with pytest.raises(OSError, match="symbolic links"):
             store.open()
     assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ddip.cluster import on_host
 from ddip.group import watch
 from ddip.group.watch import Ending, Watch
 from ddip.protocol import on_rank
@@ -28,6 +29,10 @@ class Ranks:
     def call_on_control_channel(self, ranks: Sequence[int], call: RemoteCall[Any]) -> dict[int, Any]:
         self.asked.append(call)
         return {rank: self.answers[rank] for rank in ranks}
+
+    def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
+        found = dict(zip(ranks, on_host.uses([self.members[rank].pid for rank in ranks]), strict=True))
+        return {rank: use for rank, use in found.items() if use is not None}
 
 
 class Clock:

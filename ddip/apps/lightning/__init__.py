@@ -2,7 +2,7 @@
 
 Lightning finds the ranks by its own means: it takes them for processes of torchrun (``TorchElasticEnvironment``),
 starts none, and finds the process group there. What it is told besides is in ``PATCHES``: by its public names, but in
-``faults``, ``fabrics`` and ``tuner``. ``release`` takes everything out again.
+``faults`` and ``tuner``. ``release`` takes everything out again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ddip.apps import patches
-from ddip.apps.lightning import fabrics, faults, runs, trainers, tuner
+from ddip.apps.lightning import faults, runs, trainers, tuner
 from ddip.rank import current
 
-PATCHES = (trainers, runs, faults, fabrics, tuner)
+PATCHES = (trainers, runs, faults, tuner)
 
 
 def prepare() -> None:
@@ -36,12 +36,6 @@ def begin_cell() -> None:
     ranks = current.ranks()
     if ranks:
         _set_rank(sorted(ranks).index(dist.get_rank()))
-    fabrics.begin_cell()
-
-
-def end_cell(error: BaseException | None) -> None:
-    """What it has left half done is mended."""
-    fabrics.end_cell(error)
 
 
 def command(text: str) -> str:

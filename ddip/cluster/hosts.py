@@ -1,0 +1,162 @@
+"""The hosts of a cluster: reached all at once, compared with the notebook, and given the way to its controller."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddip.cluster import on_host, ssh
+from ddip.cluster.host import Host, HostLost, LocalHost
+from ddip.cluster.on_host import Facts
+from ddip.cluster.remote_host import RemoteHost
+from ddip.errors import GroupError
+
+HERE = ("localhost", "127.0.0.1", "::1")
+"""Names of the machine that the notebook is on, which needs no ssh."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How hosts are reached, and what their ranks begin with."""
+
+    directory: str | None = None
+    """Where ranks begin, on every host; None: where the notebook is, if the host has that folder, else at home."""
+    python: str = ""
+    """Which Python the hosts take; empty: the notebook's, where they have it, else ``python3``."""
+    setup: str = ""
+    """A line of bash that prepares each host: ``module load cuda; source env/bin/activate``."""
+
+
+class Hosts:
+    """Those of one cluster, by number, in the order given; without names, this machine alone."""
+
+    def __init__(self, names: Sequence[str], reach: Reach, run_folder: Path) -> None:
+        self.reach = reach
+        self._run_folder = run_folder
+        self._controls: dict[int, Path] = {}
+        self._lock = threading.Lock()
+        self._connected: dict[int, str] = {}
+        """What engines of a host are told of the controller, where they are not beside it."""
+        self.all: list[Host] = [self._open(number, name) for number, name in enumerate(names or [HERE[0]])]
+
+    def _open(self, number: int, name: str) -> Host:
+        if name in HERE:
+            return LocalHost(self._run_folder)
+        control = self._controls[number] = self._run_folder / f"ssh-{number}"
+        control.unlink(missing_ok=True)  # of a host that was lost
+        directory = on_host.directory() if self.reach.directory is None else self.reach.directory
+        return RemoteHost(name, ssh.command(name, control, self.reach.python, self.reach.setup), directory)
+
+    @property
+    def remote(self) -> list[RemoteHost]:
+        """Those that are not this machine."""
+        return [host for host in self.all if isinstance(host, RemoteHost)]
+
+    def wait(self, deadline: float, progress: Callable[[str], None]) -> None:
+        """Until every one has told what it is, or `deadline` on ``time.monotonic``.
+
+        Raises GroupError, which says of each host that cannot be used why, and what to do.
+        """
+        faults, remote = [], self.remote
+        for count, host in enumerate(remote):
+            progress(f"ddip: {count} of {len(remote)} hosts are reached")
+            faults += self._faults(host, deadline)
+        if faults:
+            raise GroupError("\n".join(faults))
+
+    def _faults(self, host: RemoteHost, deadline: float) -> list[str]:
+        """Wait for a host; returns why it cannot be used, or nothing."""
+        try:
+            host.wait(max(0.1, deadline - time.monotonic()))
+        except HostLost:
+            return [ssh.reason(host.name, host.said, self.reach.python)]
+        except concurrent.futures.TimeoutError:
+            return [f"{host.name}: it has not answered in time; -t SECONDS waits longer"]
+        fault = compare(on_host.facts(), host.facts) or self._folder_fault(host)
+        return [f"{host.name}: {fault}"] if fault else []
+
+    def _folder_fault(self, host: RemoteHost) -> str:
+        """What to say where the folder that was asked for is not on a host; another than that is no fault."""
+        if self.reach.directory is None or not host.missing:
+            return ""
+        return f"{host.missing}; make that folder there, or name another with --cd"
+
+    def reopen(self, number: int, name: str, deadline: float) -> None:
+        """Reach a host that was lost once more, or another one in its place. Raises GroupError."""
+        former = self.all[number]
+        if isinstance(former, RemoteHost):
+            former.kill()
+        self._connected.pop(number, None)
+        host = self.all[number] = self._open(number, name)
+        faults = self._faults(host, deadline) if isinstance(host, RemoteHost) else []
+        if faults:
+            raise GroupError("\n".join(faults))
+
+    def connect(self, number: int, engine_file: Path) -> str:
+        """Let the engines of a host reach the controller; returns what they are told of it.
+
+        It is a secret: with it, anybody can have the ranks run code. Raises GroupError.
+        """
+        with self._lock:
+            return self._connect(number, engine_file)
+
+    def _connect(self, number: int, engine_file: Path) -> str:
+        if number not in self._connected:
+            told: dict[str, Any] = json.loads(engine_file.read_text())
+            host = self.all[number]
+            here = Path(told["interface"].removeprefix("ipc://"))
+            there = host.run_folder / here.name
+            ports = sorted(_ports(told.values()))
+            sockets = {Path(f"{there}:{port}"): Path(f"{here}:{port}") for port in ports}
+            ssh.forward(host.name, self._controls[number], sockets)
+            self._connected[number] = json.dumps({**told, "interface": f"ipc://{there}"})
+        return self._connected[number]
+
+    def close(self) -> None:
+        """Have each host end everything; returns when they have."""
+        for host in self.remote:
+            host.hang_up()
+        for host in self.remote:
+            host.close()
+
+
+def _ports(values: Any) -> set[int]:
+    """All numbers in `values`, and in lists and tables of them."""
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, int) and not isinstance(value, bool):
+            found.add(value)
+        elif isinstance(value, list):
+            found |= _ports(value)
+        elif isinstance(value, dict):
+            found |= _ports(value.values())
+    return found
+
+
+def compare(ours: Facts, theirs: Facts) -> str:
+    """Why ranks of a host cannot be in a group with a notebook of `ours`; empty if they can."""
+    if not theirs["torch"]:
+        return (
+            f"its Python {theirs['python']} has no torch; install torch {ours['torch']} there, or name another --python"
+        )
+    if ours["torch"] and _release(theirs["torch"]) != _release(ours["torch"]):
+        return f"it has torch {theirs['torch']}, the notebook {ours['torch']}; install the same torch on both"
+    if theirs["ddip"] != ours["ddip"]:
+        return f"it has ddip {theirs['ddip']}, the notebook {ours['ddip']}; install the same ddip on both"
+    if theirs["python"].split(".")[:2] != ours["python"].split(".")[:2]:
+        return (
+            f"it has Python {theirs['python']}, the notebook {ours['python']}: what travels between them is pickled by "
+            "one and read by the other; name the same Python with --python"
+        )
+    return ""
+
+
+def _release(version: str) -> str:
+    """Without the build: ``2.15.0+cpu`` and ``2.15.0+cu130`` can be in one group."""
+    return version.partition("+")[0]

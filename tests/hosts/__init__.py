@@ -1,0 +1,1 @@
+"""Several hosts, on one machine: their network, and what ddip does in it."""

@@ -1,0 +1,348 @@
+"""One host: namespaces of its own, in which its sshd is the first process, and links to the bridges of the network.
+
+network's first process (pid 1), in the namespaces of the switch: br0, br1, and each host's end of its links
+|-- unshare -> h1's sshd, pid 1 there: own pid, mount, uts, ipc and net namespaces
+|-- unshare -> h2's sshd ...
+`-- nb's sshd: own mount, uts, ipc and net namespaces; the tests run beside it, and see the processes of all hosts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import first_process
+
+REPO = Path(__file__).parents[2]
+STATE = Path("/proc/1/root/run/ddip-hosts")  # of the network's first process
+PATH = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+BARE = "/run/bare/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # its python has neither torch nor ddip
+NUMBERS = {"nb": 10, "h1": 11, "h2": 12, "h3": 13}
+OTHERS = ("/tmp/pytest-of-", "/tmp/torchinductor_", "/root/.ipython")  # what pytest, torch and IPython keep for a user
+SWITCH = ("nsenter", "--target=1", "--net", "--mount", "--uts", "--ipc", "--wd=/proc/1/root/")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One more link of a host; without a bridge it leads nowhere, as that of Docker does."""
+
+    name: str
+    address: str  # with its prefix: 10.79.0.11/24
+    bridge: str | None = None
+
+
+DOCKER = Interface("docker0", "172.17.0.1/16")  # the same address on every host
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a host differs from a plain one."""
+
+    hostname: str = ""  # its own name; others know it as h1 all the same
+    names: Mapping[str, str | None] = field(default_factory=dict)  # in its /etc/hosts; None: it does not know that name
+    interface: str = "eth0"
+    interfaces: Sequence[Interface] = ()
+    sshd: Sequence[str] = ()  # lines of sshd_config
+    bashrc: str = ""
+    path: str = PATH  # of what sshd starts
+    environment: Mapping[str, str] = field(default_factory=dict)  # also of what sshd starts
+    files: Mapping[str, str] = field(default_factory=dict)  # path -> text; ~ is its home
+
+
+@dataclass(frozen=True)
+class Socket:
+    state: str
+    local: tuple[str, int]
+    remote: tuple[str, int]
+
+
+class Host:
+    """A host as the tests see it, from outside. Paths are the host's own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.address = f"10.78.0.{NUMBERS[name]}"
+        self._started: subprocess.Popen[str] | None = None
+        self._others: set[int] = set()  # processes that are not of the tests
+
+    def __repr__(self) -> str:
+        return f"<host {self.name}: {'up' if self.is_up() else 'down'}>"
+
+    # Power
+
+    def boot(self, **options: Any) -> None:
+        """Power on, with new folders; `options` are those of `Options`. A host that is up loses its power first."""
+        self.begin_boot(**options)
+        self.end_boot()
+
+    def begin_boot(self, **options: Any) -> None:
+        if self.is_up():
+            self.lose_power()
+        self._options = Options(**options)
+        kinds = ["--net", "--mount", "--uts", "--ipc"]
+        if self.name != "nb":
+            kinds += ["--pid", "--fork", "--kill-child", "--mount-proc"]
+        command = [*SWITCH, "unshare", *kinds, sys.executable, str(Path(first_process.__file__))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._started = subprocess.Popen(command, **pipes, text=True, env={"PATH": PATH}, start_new_session=True)
+
+    def end_boot(self) -> None:
+        started = self._started
+        assert started and started.stdin and started.stdout and started.stderr
+        assert started.stdout.readline(), f"{self.name} did not boot: {started.stderr.read()}"
+        for interface in self._all_interfaces():
+            self._plug_in(interface, started.pid)
+        started.stdin.write(json.dumps(self._configuration()))
+        started.stdin.close()
+        pid = started.pid
+        if self.name != "nb":
+            pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        names = [interface.name for interface in self._all_interfaces()]
+        self._write_state({"first": pid, "top": started.pid, "interfaces": names})
+        wait_for(lambda: started.poll() is not None or self._all_sockets(), f"sshd of {self.name}")
+        assert started.poll() is None, f"{self.name} did not boot: {started.stderr.read()}"
+        started.stdout.close()
+        started.stderr.close()
+        self._write_state(
+            {**self._state, "files": self._all_files(), "sockets": [asdict(found) for found in self._all_sockets()]}
+        )
+
+    def lose_power(self) -> None:
+        """Everything in it dies at once, and nobody is told: its link is cut first."""
+        assert self.name != "nb", "the tests run in nb"
+        state = self._state
+        self.cut()
+        descriptor = os.pidfd_open(state["top"])
+        os.kill(state["first"], signal.SIGKILL)
+        assert select.select([descriptor], [], [], 10)[0], f"{self.name} still has power"
+        os.close(descriptor)
+        if self._started:  # otherwise the first process of the network has
+            self._started.wait()
+            self._started = None
+        wait_for(lambda: not self._remove_links(), f"the end of the links of {self.name}")
+        self._state_file.unlink()
+
+    def is_up(self) -> bool:
+        return self._state_file.exists() and Path(f"/proc/{self.first}/ns/net").exists()
+
+    @contextlib.contextmanager
+    def booted(self, **options: Any) -> Iterator[Host]:
+        """The same host with other options, while the block runs; a plain one again afterwards."""
+        self.boot(**options)
+        try:
+            yield self
+        finally:
+            self.boot()
+
+    # Links
+
+    def cut(self) -> None:
+        """Its frames are lost at the switch; the host sees a link that is up."""
+        ip("".join(f"link set {link} nomaster\n" for link in self._links()))
+
+    def mend(self) -> None:
+        ip("".join(f"link set {self.name}-{i.name} master {i.bridge}\n" for i in self._all_interfaces() if i.bridge))
+
+    @contextlib.contextmanager
+    def blocks(self, other: Host, ports: str = "1-65535", answer: str = "drop") -> Iterator[None]:
+        """Its firewall lets no new TCP connection of `other` in, to `ports` as nft writes them, while the block runs.
+        `answer="reject with tcp reset"` tells the other so."""
+        rule = f"ip saddr {other.address} tcp dport {{ {ports} }} tcp flags & (syn | ack) == syn {answer}"
+        chain = f"chain input {{ type filter hook input priority 0; {rule}; }};"
+        self.run(["nft", f"table inet from-{other.name} {{ {chain} }}"])
+        try:
+            yield
+        finally:
+            if self.is_up():
+                self.run(["nft", f"delete table inet from-{other.name}"])
+
+    # What it runs
+
+    def command(self, arguments: Sequence[str], folder: str = first_process.HOME) -> list[str]:
+        """The command that runs `arguments` in this host."""
+        kinds = ["--net", "--mount", "--uts", "--ipc", *(["--pid"] if self.name != "nb" else [])]
+        return ["nsenter", f"--target={self.first}", *kinds, f"--wd=/proc/{self.first}/root{folder}", *arguments]
+
+    def run(self, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command in it, and wait for it: subprocess.run with its output as text, and an error that is raised."""
+        more = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, **more}
+        more["env"] = {"PATH": PATH, "HOME": first_process.HOME, **more.get("env", {})}
+        check = more.pop("check", True)
+        done = subprocess.run(self.command(arguments), **more)
+        assert not check or not done.returncode, f"{arguments} on {self.name}: {done.returncode}\n{done.stderr}"
+        return done
+
+    def processes(self) -> list[tuple[int, str]]:
+        """The pid, as the tests see it, and the command line of each of its processes, zombies and its own sshd left
+        out; in nb, without the process of the tests and those that have started it."""
+        found = []
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    found.append((pid, line))
+        return found
+
+    def _pids(self) -> list[int]:
+        if not self.is_up():
+            return []
+        kind = "net" if self.name == "nb" else "pid"
+        mine = os.readlink(f"/proc/{self.first}/ns/{kind}")
+        pids = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(path / "ns" / kind) == mine:
+                    pids.append(int(path.name))
+        return sorted({*pids} - {self.first} - (_ancestors() if self.name == "nb" else set()))
+
+    # What it holds
+
+    def path(self, path: str) -> Path:
+        """A file of it, as the tests can open it."""
+        return Path(f"/proc/{self.first}/root{path.replace('~', first_process.HOME)}")
+
+    def files(self) -> list[str]:
+        """All files in its home, /tmp, /var/tmp, /dev/shm and /run that were not there when it had booted."""
+        return sorted({*self._all_files()} - {*self._state["files"]}) if self.is_up() else []
+
+    def sockets(self) -> list[Socket]:
+        """TCP sockets, listening or connected, that processes of it have and that were not there when it had booted."""
+        before = [Socket(s["state"], tuple(s["local"]), tuple(s["remote"])) for s in self._state.get("sockets", ())]
+        return [found for found in self._all_sockets() if found not in before] if self.is_up() else []
+
+    def _all_files(self) -> list[str]:
+        found = []
+        for private in first_process.PRIVATE:
+            top = self.path(private)
+            device = top.stat().st_dev
+            for folder, folders, files in os.walk(top):
+                # Not into what is mounted there: the Python environment, this checkout.
+                folders[:] = [name for name in folders if (Path(folder) / name).lstat().st_dev == device]
+                found += [os.path.join(folder, name) for name in folders + files]
+        root = len(f"/proc/{self.first}/root")
+        return [name[root:] for name in found if not name[root:].startswith(OTHERS)]
+
+    def _all_sockets(self) -> list[Socket]:
+        found = []
+        for kind in ("tcp", "tcp6"):
+            table = ""
+            with contextlib.suppress(OSError):  # it has just lost its power
+                table = Path(f"/proc/{self.first}/net/{kind}").read_text()
+            for line in table.splitlines()[1:]:
+                words = line.split()
+                state = {"01": "ESTABLISHED", "02": "SYN_SENT", "08": "CLOSE_WAIT", "0A": "LISTEN"}.get(words[3])
+                if state and words[9] != "0":  # some process has it
+                    found.append(Socket(state, _address(words[1]), _address(words[2])))
+        return found
+
+    # What is known of it by all who look at the network
+
+    @property
+    def first(self) -> int:
+        """Its first process, as the tests see it."""
+        return int(self._state["first"])
+
+    @property
+    def _state_file(self) -> Path:
+        return STATE / f"{self.name}.json"
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        assert self._state_file.exists(), f"{self.name} is down"
+        return json.loads(self._state_file.read_text())  # type: ignore[no-any-return]
+
+    def _write_state(self, state: dict[str, Any]) -> None:
+        self._state_file.write_text(json.dumps(state))
+
+    # Its start
+
+    def _all_interfaces(self) -> list[Interface]:
+        options = getattr(self, "_options", Options())
+        return [Interface(options.interface, f"{self.address}/24", "br0"), *options.interfaces]
+
+    def _links(self) -> list[str]:
+        return [f"{self.name}-{name}" for name in self._state["interfaces"]]
+
+    def _remove_links(self) -> list[str]:
+        """Those that were still there: they end with the host's namespace, too, some time after its processes."""
+        present = Path("/proc/1/net/dev").read_text()
+        links = [link for link in self._links() if f"{link}:" in present]
+        for link in links:
+            subprocess.run([*SWITCH, "ip", "link", "del", link], capture_output=True)
+        return links
+
+    def _plug_in(self, interface: Interface, pid: int) -> None:
+        link = f"{self.name}-{interface.name}"
+        master = f"link set {link} master {interface.bridge}\n" if interface.bridge else ""
+        # The same after each boot: the others remember it.
+        name = "main" if interface.name == self._options.interface else interface.name
+        mac = bytes([2, 0, NUMBERS[self.name], *name.encode()[-3:]]).hex(":")
+        link_add = f"link add {link} type veth peer name {interface.name} address {mac} netns {pid}\n"
+        ip(f"{link_add}{master}link set {link} up\n")
+
+    def _configuration(self) -> dict[str, Any]:
+        options = self._options
+        hostname = options.hostname or self.name
+        names: dict[str, str | None] = {"localhost": "127.0.0.1"}
+        names |= {name: f"10.78.0.{number}" for name, number in NUMBERS.items()} | dict(options.names)
+        key, host_key, known = ((STATE / name).read_text() for name in ("key", "host_key", "host_key.pub"))
+        files = {
+            "/run/host_key": host_key,
+            "~/.ssh/authorized_keys": (STATE / "key.pub").read_text(),
+            "~/.ssh/known_hosts": f"* {known}",
+            "~/.bashrc": options.bashrc,
+            **options.files,
+        }
+        if self.name == "nb":
+            files["~/.ssh/id_ed25519"] = key
+        also = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        return {
+            "hostname": hostname,
+            "hosts": "".join(f"{address} {name}\n" for name, address in names.items() if address),
+            "interfaces": {i.name: i.address for i in self._all_interfaces()},
+            "sshd": list(options.sshd),
+            "files": files,
+            "environment": {**also, "PATH": options.path, **options.environment},
+            "kept": sorted({str(REPO), sys.prefix, sys.base_prefix}),
+            "base_python": str(Path(sys.base_prefix) / "bin"),
+        }
+
+
+def ip(commands: str) -> None:
+    """iproute2's commands, one a line, at the switch."""
+    subprocess.run([*SWITCH, "ip", "-batch", "-"], input=commands, text=True, check=True)
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come in {seconds} s"
+        time.sleep(0.005)
+
+
+def _ancestors() -> set[int]:
+    pids = set()
+    pid = os.getpid()
+    while pid:
+        pids.add(pid)
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pids
+
+
+def _address(text: str) -> tuple[str, int]:
+    """An address as /proc/net/tcp writes it: words of four bytes in this machine's order."""
+    words, _, port = text.partition(":")
+    packed = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
+    address = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    return address.removeprefix("::ffff:"), int(port, 16)

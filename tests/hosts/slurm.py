@@ -1,0 +1,127 @@
+"""Slurm on the hosts: the controller on nb, two nodes; each daemon in the foreground, as a child of the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Sequence
+
+from .host import PATH, Host, wait_for
+from .network import Network
+
+CONFIGURATION = """
+ClusterName=ddip
+SlurmctldHost=nb({address})
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+StateSaveLocation=/run/slurm/state
+SlurmdSpoolDir=/run/slurm/spool
+SlurmctldPidFile=/run/slurm/slurmctld.pid
+SlurmdPidFile=/run/slurm/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait=5
+SlurmdTimeout=10
+SchedulerParameters=sched_interval=2,batch_sched_delay=0
+{nodes}
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = "NodeName={name} NodeAddr={address} CPUs=8 RealMemory=2000 Gres=gpu:2\n"
+CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # neither is used
+GPUS = "Name=gpu File=/run/slurm/gpu[0-1]\n"  # copies of /dev/null
+MUNGED = ["munged", "--foreground", "--force", "--key-file=/run/munge.key", "--seed-file=/run/munge/seed"]
+MUNGED += ["--log-file=/run/munge/log", "--pid-file=/run/munge/pid"]
+
+
+class Slurm:
+    """srun, salloc, squeue and the others work in nb, and in jobs; `stop` leaves nodes that have booted anew."""
+
+    def __init__(self, hosts: Network, nodes: Sequence[str] = ("h1", "h2")) -> None:
+        self._hosts = hosts
+        self._nodes = nodes
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._key = os.urandom(1024)
+
+    def start(self) -> None:
+        self._configure(self._hosts["nb"])
+        self._run(self._hosts["nb"], "slurmctld", "-D")
+        for name in self._nodes:
+            self.start_node(name)
+        self.wait(lambda: self.states() == dict.fromkeys(self._nodes, "idle"), "idle nodes")
+
+    def start_node(self, name: str) -> None:
+        """The daemons of a node; again, after the host has booted."""
+        self._configure(self._hosts[name])
+        self._run(self._hosts[name], "slurmd", "-D", "-N", name)
+
+    def states(self) -> dict[str, str]:
+        """What Slurm says of each node: idle, allocated, mixed, down."""
+        found = self._hosts["nb"].run(["sinfo", "--noheader", "--Node", "--format=%N %T"], check=False).stdout
+        return {name: state.rstrip("*") for name, state in (line.split() for line in found.splitlines())}
+
+    def jobs(self) -> dict[int, str]:
+        """The jobs in the queue, by id, with their states: PENDING, RUNNING, COMPLETING."""
+        found = self._hosts["nb"].run(["squeue", "--noheader", "--format=%A %T"]).stdout
+        return {int(job): state for job, state in (line.split() for line in found.splitlines())}
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for a condition while all daemons run."""
+
+        def fulfilled() -> object:
+            ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            assert not ended, f"{ended} ended"
+            return condition()
+
+        try:
+            wait_for(fulfilled, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def logs(self) -> str:
+        """The end of what each daemon has said."""
+        up = [host for host in self._hosts.values() if host.is_up()]
+        logs = {f"{h.name} {path.name}": path for h in up for path in sorted(h.path("/run/slurm").glob("*.log"))}
+        return "\n".join(f"--- {name}\n{path.read_text()[-3000:]}" for name, path in logs.items())
+
+    def stop(self) -> None:
+        for name in self._nodes:
+            self._hosts[name].boot()
+        for daemon in reversed(self._daemons):
+            daemon.terminate()  # what ran on the nodes has ended with them
+            daemon.wait()
+        nb = self._hosts["nb"]
+        for path in ("/run/slurm", "/run/munge"):
+            shutil.rmtree(nb.path(path))
+        for path in ("/run/munge.key", *(f"/etc/slurm/{name}.conf" for name in ("slurm", "cgroup", "gres"))):
+            nb.path(path).unlink()
+
+    def _configure(self, host: Host) -> None:
+        nodes = "".join(NODE.format(name=name, address=self._hosts[name].address) for name in self._nodes)
+        address = self._hosts["nb"].address
+        configuration = CONFIGURATION.format(address=address, nodes=nodes, names=",".join(self._nodes))
+        for name, text in (("slurm", configuration), ("cgroup", CGROUP), ("gres", GPUS)):
+            host.path(f"/etc/slurm/{name}.conf").write_text(text)
+        for folder in ("/run/munge", "/run/slurm/state", "/run/slurm/spool"):
+            host.path(folder).mkdir(parents=True)
+        for number in (0, 1):
+            os.mknod(host.path(f"/run/slurm/gpu{number}"), stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        key = host.path("/run/munge.key")
+        key.touch(0o600)
+        key.write_bytes(self._key)
+        self._run(host, *MUNGED)
+        wait_for(host.path("/run/munge/munge.socket.2").exists, f"munged of {host.name}")
+
+    def _run(self, host: Host, *command: str) -> None:
+        with host.path(f"/run/slurm/{command[0]}.log").open("ab") as log:
+            variables = {"PATH": PATH}
+            self._daemons.append(subprocess.Popen(host.command(command), stdout=log, stderr=log, env=variables))

@@ -1,0 +1,100 @@
+"""Whatever ends the network of hosts leaves nothing of it: tried with one that is started within another's host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..cluster.leftovers import wait_until
+from .network import KINDS, Network
+
+NETWORK = [sys.executable, "-m", "tests.hosts.network", "run", "--"]
+
+
+def everything() -> dict[str, set[str]]:
+    """The processes, namespaces, mounts, interfaces and temporary files that this host can see."""
+    processes, namespaces = set(), set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            processes.add(f"{path.name} {(path / 'cmdline').read_text()}")
+            namespaces |= {os.readlink(path / "ns" / kind) for kind in KINDS}
+    return {
+        "processes": processes,
+        "namespaces": namespaces,
+        "mounts": set(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "interfaces": {name for _, name in socket.if_nameindex()},
+        "files": {str(path) for folder in ("/tmp", "/run", "/dev/shm") for path in Path(folder).iterdir()},
+    }
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[dict[str, set[str]]]:
+    before = everything()
+    yield before
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: everything() == before, 10)
+    assert everything() == before
+
+
+@contextlib.contextmanager
+def running_network() -> Iterator[subprocess.Popen[str]]:
+    """A network of hosts whose command has reached another host, and goes on."""
+    command = ["sh", "-c", "ssh h1 hostname && exec ssh h2 sleep 1000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*NETWORK, *command], text=True, **pipes) as running:
+        try:
+            assert running.stdout and running.stdout.readline() == "h1\n"
+            yield running
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize(("command", "status"), [("exit 3", 3), ("kill -9 $$", 137), ("ssh h1 exit 4", 4)])
+def test_its_command_ends(hosts: Network, command: str, status: int) -> None:
+    with nothing_left():
+        done = subprocess.run([*NETWORK, "sh", "-c", command], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_is_told_to_end(hosts: Network, number: signal.Signals) -> None:
+    with nothing_left() as before, running_network() as running:
+        assert len(everything()["namespaces"] - before["namespaces"]) == 4 * len(hosts) + len(hosts) - 1 + len(KINDS)
+        running.send_signal(number)
+        assert running.wait(10) == 128 + number
+        assert running.stderr and running.stderr.read() == ""
+
+
+def test_it_is_told_to_end_before_it_is_there(hosts: Network) -> None:
+    with nothing_left() as before, subprocess.Popen([*NETWORK, "sleep", "1000"]) as starting:
+        wait_until(lambda: len(everything()["namespaces"] - before["namespaces"]) > len(KINDS))
+        starting.terminate()
+        assert starting.wait(10) not in (0, None)
+
+
+def test_it_is_killed(hosts: Network) -> None:
+    with nothing_left(), running_network() as running:
+        running.kill()
+
+
+def test_it_cannot_start(hosts: Network) -> None:
+    """Somebody has taken what it needs: there is no sshd for its hosts."""
+    program = """
+import os, sys
+from tests.hosts.first_process import bind
+bind("/bin/false", "/usr/sbin/sshd")
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+    command = ["unshare", "--mount", sys.executable, "-c", program, *NETWORK, "true"]
+    with nothing_left():
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "nb did not boot" in done.stderr

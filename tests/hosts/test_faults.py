@@ -1,0 +1,167 @@
+"""What becomes of a group on several hosts when a rank, a process of ddip's, a host or a link is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import ddip
+from ddip.errors import BadInput, CellError, CellInterrupted, GroupError
+from ddip.group.placement import parse_hosts
+
+from ..cluster.leftovers import wait_until
+from .host import Host
+from .network import Network
+from .test_ssh import of_all, sums
+
+BEGIN = "import os, time, torch, torch.distributed as dist\nx = torch.ones(2)\ndist.all_reduce(x)\nkept = rank"
+BUSY = "while True: dist.all_reduce(x)"
+BUSY_ALONE = "while True: pass"
+NOTEBOOK = """
+import ddip
+group = ddip.Group(1, hosts="h1,h2")
+group.run({begin!r})
+print("ready", flush=True)
+input()
+group.run({code!r})
+"""
+
+
+@pytest.fixture
+def group(hosts: Network) -> Iterator[ddip.Group]:
+    """Two ranks on h1, two on h2."""
+    with ddip.Group(2, hosts="h1,h2") as group:
+        group.run(BEGIN)
+        yield group
+
+
+def ours(host: Host) -> list[str]:
+    """What of ddip runs there."""
+    return [line for _, line in host.processes() if "ddip" in line]
+
+
+def pid_of(host: Host, what: str) -> int:
+    """Of the only process there with these words in its line."""
+    (pid,) = [pid for pid, line in host.processes() if what in line]
+    return pid
+
+
+def soon(do: object) -> None:
+    """Do it while a cell runs: after all ranks have begun to wait for each other."""
+    threading.Timer(1.0, do).start()  # type: ignore[arg-type]
+
+
+def assert_goes_on(group: ddip.Group) -> None:
+    assert sums(group) == [10.0] * 4
+
+
+def test_a_rank_that_is_killed_is_known_at_once_and_replaced_there(group: ddip.Group) -> None:
+    with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(SIGKILL\).*ranks 0-2 were blocked"):
+        group.run("if rank == 3: os.kill(os.getpid(), 9)\ndist.all_reduce(x)")
+    assert group.repair() == [3]
+    assert_goes_on(group)
+    assert group.pull(["kept"], 2) == {"kept": 2}
+
+
+def test_a_failure_on_one_host_releases_the_others(group: ddip.Group) -> None:
+    with pytest.raises(CellError, match=r"rank 0: ValueError: no; ranks 1-3 were blocked in all_reduce"):
+        group.run("if rank == 0: raise ValueError('no')\ndist.all_reduce(x)")
+    assert_goes_on(group)
+    with pytest.raises(CellError, match=r"rank 3: ValueError: no; ranks 0-2 were blocked in recv"):
+        group.run("if rank == 3: raise ValueError('no')\ndist.recv(x, 3)")
+    assert_goes_on(group)
+    with pytest.raises(CellError, match=r"rank 3: ValueError: no; rank 0 was blocked in new_group"):
+        group.run("if rank == 3: raise ValueError('no')\ndist.new_group([0, 3])")
+    assert_goes_on(group)
+
+
+@pytest.mark.parametrize("code", ["time.sleep(1000)", BUSY, BUSY_ALONE], ids=["sleep", "all_reduce", "loop"])
+def test_a_stop_reaches_every_host(group: ddip.Group, code: str) -> None:
+    soon(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(CellInterrupted):
+        group.run(code)
+    assert_goes_on(group)
+
+
+def test_a_link_that_is_cut_for_five_seconds_changes_nothing(group: ddip.Group, hosts: Network) -> None:
+    hosts["h2"].cut()
+    time.sleep(5)  # that is what it is about
+    hosts["h2"].mend()
+    assert_goes_on(group)
+    assert of_all(group, "kept") == [0, 1, 2, 3]
+
+
+def test_a_host_without_power_is_known_and_another_takes_its_place(group: ddip.Group, hosts: Network) -> None:
+    soon(hosts["h2"].lose_power)
+    began = time.monotonic()
+    with pytest.raises(CellError, match=r"rank 2: RankEnded: pid \d+ is lost with h2: nothing has come from h2 .*"):
+        group.run(BUSY)
+    assert time.monotonic() - began < 20
+    with pytest.raises(GroupError, match=r"lost with h2.*%makedip --repair"):
+        group.run("pass")
+    with pytest.raises(BadInput, match="h1 is not lost, and keeps its place"):
+        group.repair(hosts=parse_hosts("h3,h2"))
+    with pytest.raises(GroupError, match=r"^h2: ssh: connect to host h2 port 22"):
+        group.repair()
+    assert group.repair(hosts=parse_hosts("h1,h3")) == [2, 3]
+    assert_goes_on(group)
+    assert group.pull(["kept"], 1) == {"kept": 1}
+    assert [info.host for info in group.info()] == ["h1", "h1", "h3", "h3"]
+    assert group.describe() == "ddip: 4 ranks on the CPU of h1, h3, gloo"
+
+
+def test_a_link_that_is_cut_for_good_ends_what_is_behind_it(group: ddip.Group, hosts: Network) -> None:
+    soon(hosts["h2"].cut)
+    with pytest.raises(CellError, match="is lost with h2"):
+        group.run(BUSY)
+    wait_until(lambda: not ours(hosts["h2"]), 15, "the end of the ranks behind the link")
+    hosts["h2"].mend()
+    assert group.repair() == [2, 3]
+    assert_goes_on(group)
+
+
+@pytest.mark.parametrize("which", ["ssh", "agent", "warm process"])
+def test_a_host_whose_processes_end_is_used_again(group: ddip.Group, hosts: Network, which: str) -> None:
+    pids = {
+        "ssh": lambda: group.cluster.hosts[1].pid,  # type: ignore[attr-defined]
+        "agent": lambda: pid_of(hosts["h2"], "ddip.cluster.agent"),
+        "warm process": lambda: pid_of(hosts["h2"], "ddip warm process"),
+    }
+    soon(lambda: os.kill(pids[which](), signal.SIGKILL))
+    with pytest.raises(CellError, match=r"RankEnded: .*ranks 0, 1 were blocked"):
+        group.run(BUSY)
+    if which != "warm process":
+        wait_until(lambda: not ours(hosts["h2"]), 10, "the end of the ranks there")
+    assert group.repair() == [2, 3]
+    assert_goes_on(group)
+    assert group.pull(["kept"], 1) == {"kept": 1}
+
+
+@pytest.mark.parametrize("code", ["", BUSY, BUSY_ALONE], ids=["idle", "all_reduce", "loop"])
+@pytest.mark.parametrize("which", ["notebook", "controller"])
+def test_nothing_outlives_the_notebook_or_its_controller(hosts: Network, which: str, code: str) -> None:
+    script = NOTEBOOK.format(begin=BEGIN, code=code)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as notebook:
+        assert notebook.stdout is not None and notebook.stdin is not None
+        assert notebook.stdout.readline() == "ready\n", notebook.communicate()
+        assert ours(hosts["h1"]) and ours(hosts["h2"])
+        if code:
+            notebook.stdin.write("\n")
+            notebook.stdin.flush()
+        # the first of them: it has forked its heart monitor
+        controller = min(pid for pid, line in hosts["nb"].processes() if "ddip controller" in line)
+        os.kill(notebook.pid if which == "notebook" else controller, signal.SIGKILL)
+        both = hosts["h1"], hosts["h2"]
+        wait_until(
+            lambda: not any("ddip rank" in line for host in both for line in ours(host)), 15, "the end of all ranks"
+        )
+        notebook.communicate(timeout=60)  # without its controller it ends by itself, and then so do the agents
+        wait_until(lambda: not any(map(ours, both)), 15, "the end of all that the hosts ran")

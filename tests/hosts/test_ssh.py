@@ -1,0 +1,152 @@
+"""`%makedip --hosts`: one process a host by ssh, whatever the hosts are called, print or lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ddip
+from ddip.cluster.hosts import Reach
+from ddip.errors import BadInput, GroupError
+from ddip.group.placement import Request, parse_hosts
+
+from .host import BARE, DOCKER, Interface
+from .network import Network
+
+SUM = "import torch, torch.distributed as dist\nx = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)\ntotal = x[0].item()"
+WHERE = """
+import os, socket
+where = {name: os.environ.get(name) for name in (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} | {"host": socket.gethostname(), "cwd": os.getcwd()}
+"""
+TRAIN = """
+import torch, torch.nn as nn
+torch.manual_seed(1)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+opt = torch.optim.Adam(model.parameters(), 1e-2)
+draw = torch.Generator().manual_seed(rank)
+for step in range(10):
+    opt.zero_grad()
+    x = torch.randn(16, 8, generator=draw)
+    nn.functional.cross_entropy(model(x), x.argmax(1) % 3).backward()
+    opt.step()
+trained = {name: value.clone() for name, value in model.module.state_dict().items()}
+"""
+
+
+def sums(group: ddip.Group) -> list[float]:
+    """What each rank has for the sum of 1, 2, ... of all ranks."""
+    group.run(SUM)
+    return of_all(group, "total")
+
+
+def of_all(group: ddip.Group, name: str) -> list[Any]:
+    """The variable of each rank."""
+    return [values[name] for values in group.pull_all([name], range(group.world_size))[0]]
+
+
+def test_ranks_are_grouped_by_host_and_know_their_places(hosts: Network) -> None:
+    with ddip.Group(hosts="h2:2,h1:1") as group:
+        assert sums(group) == [6.0] * 3
+        group.run(WHERE)
+        where = of_all(group, "where")
+        assert [one["host"] for one in where] == ["h2", "h2", "h1"]
+        assert [one["LOCAL_RANK"] for one in where] == ["0", "1", "0"]
+        assert [one["LOCAL_WORLD_SIZE"] for one in where] == ["2", "2", "1"]
+        assert [one["GROUP_RANK"] for one in where] == ["0", "0", "1"]
+        assert {one["GROUP_WORLD_SIZE"] for one in where} == {"2"}
+        assert {one["MASTER_ADDR"] for one in where} == {hosts["h2"].address}
+        assert {one["GLOO_SOCKET_IFNAME"] for one in where} == {one["NCCL_SOCKET_IFNAME"] for one in where} == {"eth0"}
+        assert [info.host for info in group.info()] == ["h2", "h2", "h1"]
+        assert group.describe() == "ddip: 3 ranks on the CPU of h2, h1, gloo"
+        group.restart()
+        group.run(WHERE)
+        assert [one["host"] for one in of_all(group, "where")] == ["h2", "h2", "h1"]
+
+
+def test_this_machine_can_be_one_of_the_hosts(hosts: Network) -> None:
+    with ddip.Group(hosts="localhost:1,h1:2") as group:
+        assert sums(group) == [6.0] * 3
+        group.run(WHERE)
+        where = of_all(group, "where")
+        assert [one["host"] for one in where] == ["nb", "h1", "h1"]
+        assert {one["MASTER_ADDR"] for one in where} == {hosts["nb"].address}
+
+
+def test_training_on_two_hosts_is_the_same_as_on_one(hosts: Network) -> None:
+    trained = []
+    for arguments in ({"n": 4}, {"n": 2, "hosts": "h1,h2"}):
+        with ddip.Group(**arguments) as group:  # type: ignore[arg-type]
+            group.run(TRAIN)
+            trained.append(of_all(group, "trained"))
+    here, there = trained
+    for rank in range(4):
+        for name, value in here[0].items():
+            assert (there[rank][name] == value).all(), (rank, name)
+
+
+def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
+    with ddip.Group(1, hosts="h1,h2") as group:
+        group.run("import socket; mine = socket.gethostname()")
+        group.change(Request(n=2))
+        assert sums(group) == [10.0] * 4
+        group.run("mine = globals().get('mine')")
+        assert of_all(group, "mine") == ["h1", None, "h2", None]
+        with pytest.raises(BadInput, match=r"the group is on h1,h2; to start afresh on other hosts, .* type -r, too"):
+            group.change(Request(hosts=parse_hosts("h1,h3")))
+        assert sums(group) == [10.0] * 4
+        group.restart(Request(hosts=parse_hosts("h3:2")))
+        assert sums(group) == [3.0] * 2
+        group.run(WHERE)
+        assert [one["host"] for one in of_all(group, "where")] == ["h3"] * 2
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        {"hostname": "h1"},
+        {"names": {"h2": "127.0.1.1"}},
+        {"hostname": "nowhere", "names": {"nowhere": None}},
+        {"interfaces": [DOCKER]},
+        {"interface": "net7", "interfaces": [Interface("eth0", "10.99.0.12/24")]},
+        {"bashrc": "echo hello; echo world >&2"},
+    ],
+    ids=["same name", "127.0.1.1", "unresolvable", "docker", "two interfaces", "bashrc"],
+)
+def test_traps_of_hosts(hosts: Network, trap: dict[str, object]) -> None:
+    with hosts["h2"].booted(**trap), ddip.Group(hosts="h1:1,h2:1") as group:
+        assert sums(group) == [3.0] * 2
+        group.run(WHERE)
+        there = of_all(group, "where")[1]
+        assert there["GLOO_SOCKET_IFNAME"] == trap.get("interface", "eth0")
+        assert there["MASTER_ADDR"] == hosts["h1"].address
+
+
+@pytest.mark.parametrize(
+    ("names", "trap", "text"),
+    [
+        ("nosuchhost", {}, r"nosuchhost: .*[Rr]esolve.*is that its name"),
+        ("h2", {"sshd": ["DenyUsers *"]}, r"h2: .*Permission denied.*without a question"),
+        ("h2", {"path": BARE, "python": "python3"}, r"h2: .*No module named 'ddip'\); install ddip there, in the same"),
+        ("h2", {"python": "/no/such/python"}, r"h2: .*no such program there; name its Python with --python"),
+        ("h2", {"setup": "module load cuda"}, r"h2: .*module: .*not found; there is no such program there"),
+        (
+            "h2",
+            {"sshd": ["AllowStreamLocalForwarding no", "AllowTcpForwarding no"]},
+            r"h2: its ssh server takes no .*--ip",
+        ),
+    ],
+    ids=["no such host", "no permission", "no ddip", "no python", "set up", "no forwarding"],
+)
+def test_a_host_that_cannot_be_used_says_why(hosts: Network, names: str, trap: dict[str, Any], text: str) -> None:
+    reach = Reach(python=trap.pop("python", ""), setup=trap.pop("setup", ""))
+    with hosts["h2"].booted(**trap), pytest.raises(GroupError, match=text):
+        ddip.Group(1, hosts=f"h1,{names}", reach=reach)
+
+
+def test_each_host_that_cannot_be_used_is_named(hosts: Network) -> None:
+    with pytest.raises(GroupError) as raised:
+        ddip.Group(1, hosts="nosuchhost,h1,norsuch")
+    assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["nosuchhost", "norsuch"]

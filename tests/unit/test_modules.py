@@ -1,0 +1,191 @@
+"""Modules of the notebook's own: which can be sent, what is sent of them, and where it may be written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddip.errors import BadInput
+from ddip.group import modules
+from ddip.protocol.on_rank import IMPORTED
+from ddip.rank import modules as on_rank
+
+from .conftest import NewGroup
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the notebook is."""
+    there = tmp_path / "notebook"
+    there.mkdir()
+    monkeypatch.syspath_prepend(there)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    return there
+
+
+def put(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_module_is_its_file(folder: Path) -> None:
+    put(folder, {"mine_a.py": "x = 1\n"})
+    (source,) = modules.find(" mine_a, mine_a,")
+    assert (source.name, source.files, source.size) == ("mine_a", {"mine_a.py": b"x = 1\n"}, 6)
+
+
+@pytest.mark.parametrize("init", ["__init__.py", "later.py"])
+def test_a_package_is_its_folder_without_what_python_and_editors_leave_there(folder: Path, init: str) -> None:
+    kept = {f"mine_b/{init}": "", "mine_b/sub/deep.py": "y = 2", "mine_b/words.json": "{}"}
+    left_out = ["mine_b/__pycache__/deep.pyc", "mine_b/.git/config", "mine_b/.hidden", "mine_b/sub/old.pyc"]
+    put(folder, kept | dict.fromkeys(left_out, "no"))
+    (folder / "mine_b" / "sub" / "same.py").symlink_to(folder / "mine_b" / "sub" / "deep.py")
+    os.mkfifo(folder / "mine_b" / "pipe")
+    (source,) = modules.find(["mine_b"])
+    assert source.files == {name: text.encode() for name, text in kept.items()} | {"mine_b/sub/same.py": b"y = 2"}
+
+
+def test_a_digest_tells_whether_anything_has_changed() -> None:
+    made = [{"m/a.py": b"1", "m/b.py": b"2"}, {"m/a.py": b"12", "m/b.py": b""}, {"m/a.py": b"1", "m/c.py": b"2"}]
+    assert len({modules.Source("m", files).digest for files in made}) == 3
+    assert modules.Source("m", made[0]).digest == modules.Source("m", dict(reversed(made[0].items()))).digest
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        ("", "type the names of modules, such as %dipush --modules utils,models"),
+        ("torch", "torch is not a module of your own, but installed; install it on the hosts"),
+        ("json", "json is not a module of your own, but installed"),
+        ("ddip", "ddip is not a module of your own, but installed"),
+        ("sys", "sys is a part of Python, which every host has"),
+        ("mine_nowhere", "the notebook finds no module mine_nowhere, neither in its folder nor on sys.path"),
+        ("__main__", "that is the notebook; %dipush copies its variables, functions and classes"),
+        ("pkg.sub", "a package is pushed as a whole; type %dipush --modules pkg"),
+        ("folder/utils.py", "'folder/utils.py' is not the name of a module; type %dipush --modules utils"),
+        ("utils.py", "'utils.py' is not the name of a module; type %dipush --modules utils"),
+        ("a b", "'a b' is not the name of a module"),
+    ],
+)
+def test_what_is_not_a_module_of_the_notebooks_own_is_refused(typed: str, text: str) -> None:
+    with pytest.raises(BadInput) as error:
+        modules.find(typed)
+    assert str(error.value).startswith(f"%dipush --modules {typed}".rstrip()) and text in str(error.value)
+
+
+def test_compiled_modules_are_refused(folder: Path) -> None:
+    put(
+        folder, {f"mine_c{modules.COMPILED[0]}": "", "mine_d/__init__.py": "", f"mine_d/fast{modules.COMPILED[-1]}": ""}
+    )
+    with pytest.raises(BadInput, match=r"mine_c is compiled \(mine_c.*\); install it on the hosts"):
+        modules.find("mine_c")
+    with pytest.raises(BadInput, match="mine_d: it has a compiled part, fast.*; install it on the hosts"):
+        modules.find("mine_d")
+
+
+@pytest.mark.parametrize("target", ["secret.txt", "elsewhere", "mine_e/sub"])
+def test_links_out_of_a_package_and_to_folders_are_refused(folder: Path, target: str) -> None:
+    put(folder, {"mine_e/__init__.py": "", "mine_e/sub/a.py": "", "secret.txt": "key", "elsewhere/b.py": ""})
+    (folder / "mine_e" / "link").symlink_to(folder / target)
+    with pytest.raises(BadInput, match=f"mine_e/link is a link to .*/{target}; put what it needs into"):
+        modules.find("mine_e")
+
+
+def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
+    put(folder, {"mine_n/__init__.py": ""})
+    (folder / "mine_n" / "link").symlink_to("gone.py")
+    with pytest.raises(BadInput, match="link is a link to .*gone.py, which is not there"):
+        modules.find("mine_n")
+
+
+def test_what_is_large_is_refused_before_all_of_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder, {"mine_f/__init__.py": "", "mine_f/data.bin": "", "mine_g.py": "x" * 200})
+    os.truncate(folder / "mine_f" / "data.bin", 1 << 40)
+    with pytest.raises(BadInput, match="mine_f has more than 16 MB or 2000 files; keep data elsewhere"):
+        modules.find("mine_f")
+    monkeypatch.setattr(modules, "MOST_BYTES", 100)
+    with pytest.raises(BadInput, match="mine_g.py has more than 100 B"):
+        modules.find("mine_g")
+
+
+def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGroup) -> None:
+    put(folder, {"mine_h.py": ""})
+    group = new_group(2)
+    pushed = group.push_modules("mine_h")
+    assert str(pushed) == "the ranks are beside the notebook, and import mine_h where it does; nothing was sent"
+    assert pushed.beside and not pushed.hosts and not pushed.notices
+    assert "modules.write" not in group.engine(0).calls
+
+
+def test_what_is_told_of_a_push() -> None:
+    told = {"a": {0: IMPORTED, 1: IMPORTED}, "b": {2: "SyntaxError: no"}}
+    pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, told=told)
+    assert str(pushed) == "pushed a, b: 30 B to h2"
+    first, second = pushed.notices
+    assert first.startswith("a is imported already on ranks 0, 1, and stays as it was there: run import importlib, a;")
+    assert second == "b could not be loaded again on rank 2, and stays as it was there: SyntaxError: no"
+
+
+# -- on a rank
+
+
+def written(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_module_replaces_the_former_one_whole(tmp_path: Path) -> None:
+    there = tmp_path / "modules"
+    on_rank.write(str(there), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
+    on_rank.write(str(there), "other", {"other.py": b"3"})
+    on_rank.write(str(there), "m", {"m/__init__.py": b"4"})
+    assert written(there) == {"m/__init__.py": "4", "other.py": "3"}
+    on_rank.write(str(there), "m", {"m.py": b"5"})
+    assert written(there) == {"m.py": "5", "other.py": "3"}
+    assert there.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "path", ["../m.py", "m/../../x.py", "/m/x.py", "//m/x.py", "m", "x.py", "m/./x.py", "m//x.py", "m/..", "m/a\0", ""]
+)
+def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
+    there = tmp_path / "modules"
+    on_rank.write(str(there), "m", {"m.py": b"before"})
+    with pytest.raises(ValueError, match="is no path of a file of the module"):
+        on_rank.write(str(there), "m", {"m/__init__.py": b"", path: b"bad"})
+    assert written(tmp_path) == {"modules/m.py": "before"}
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", "."])
+def test_a_module_has_a_plain_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="is no path of a file of the module"):
+        on_rank.write(str(tmp_path), name, {f"{name}/x.py": b""})
+
+
+def test_ranks_look_there_first_and_load_again_if_they_shall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "others"), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    put(tmp_path / "others", {"mine_k.py": "x = 'another'"})
+    there = str(tmp_path / "modules")
+    try:
+        on_rank.write(there, "mine_k", {"mine_k.py": b"def f(): return 1"})
+        assert on_rank.take(there, ["mine_k"], False) == {}
+        import mine_k  # type: ignore[import-not-found]
+
+        former = mine_k.f
+        for number in (2, 3):  # of the same size, in the same second
+            on_rank.write(there, "mine_k", {"mine_k.py": b"def f(): return %d" % number})
+            assert on_rank.take(there, ["mine_k"], False) == {"mine_k": IMPORTED}
+            assert mine_k.f() == (1 if number == 2 else 2)
+            assert on_rank.take(there, ["mine_k"], True) == {}
+            assert mine_k.f() == former() == number
+        on_rank.write(there, "mine_k", {"mine_k.py": b"def f(:"})
+        assert on_rank.take(there, ["mine_k"], True)["mine_k"].startswith("SyntaxError: ")
+        assert mine_k.f() == 3
+        assert sys.path.count(there) == 1
+    finally:
+        sys.modules.pop("mine_k", None)
