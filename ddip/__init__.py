@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.call.torchddp import in_torchddp
-    from ddip.cluster.hosts import Reach
+    from ddip.cluster.ways import Reach
     from ddip.errors import (
         BadInput,
         CellError,
@@ -90,7 +90,7 @@ def __dir__() -> list[str]:
 _HOME = {
     "Group": "ddip.group.group",
     "HostRequest": "ddip.group.placement",
-    "Reach": "ddip.cluster.hosts",
+    "Reach": "ddip.cluster.ways",
     "Request": "ddip.group.placement",
     "current_group": "ddip.group.session",
     "dist_state": "ddip.sharded.state",

@@ -7,30 +7,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ddip.cluster import on_host, ssh
+from ddip.cluster import on_host, ways
 from ddip.cluster.host import Host, HostLost, LocalHost
 from ddip.cluster.on_host import Facts
 from ddip.cluster.remote_host import RemoteHost
+from ddip.cluster.ways import Reach
 from ddip.errors import GroupError
 
 HERE = ("localhost", "127.0.0.1", "::1")
 """Names of the machine that the notebook is on, which needs no ssh."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How hosts are reached, and what their ranks begin with."""
-
-    directory: str | None = None
-    """Where ranks begin, on every host; None: where the notebook is, if the host has that folder, else at home."""
-    python: str = ""
-    """Which Python the hosts take; empty: the notebook's, where they have it, else ``python3``."""
-    setup: str = ""
-    """A line of bash that prepares each host: ``module load cuda; source env/bin/activate``."""
 
 
 class Hosts:
@@ -39,7 +26,7 @@ class Hosts:
     def __init__(self, names: Sequence[str], reach: Reach, run_folder: Path) -> None:
         self.reach = reach
         self._run_folder = run_folder
-        self._controls: dict[int, Path] = {}
+        self._way = ways.of(reach, run_folder)
         self._lock = threading.Lock()
         self._connected: dict[int, str] = {}
         """What engines of a host are told of the controller, where they are not beside it."""
@@ -48,10 +35,8 @@ class Hosts:
     def _open(self, number: int, name: str) -> Host:
         if name in HERE:
             return LocalHost(self._run_folder)
-        control = self._controls[number] = self._run_folder / f"ssh-{number}"
-        control.unlink(missing_ok=True)  # of a host that was lost
         directory = on_host.directory() if self.reach.directory is None else self.reach.directory
-        return RemoteHost(name, ssh.command(name, control, self.reach.python, self.reach.setup), directory)
+        return RemoteHost(name, self._way.command(number, name), directory)
 
     @property
     def remote(self) -> list[RemoteHost]:
@@ -75,7 +60,7 @@ class Hosts:
         try:
             host.wait(max(0.1, deadline - time.monotonic()))
         except HostLost:
-            return [ssh.reason(host.name, host.said, self.reach.python)]
+            return [self._way.why_lost(host.name, host.said)]
         except concurrent.futures.TimeoutError:
             return [f"{host.name}: it has not answered in time; -t SECONDS waits longer"]
         fault = compare(on_host.facts(), host.facts) or self._folder_fault(host)
@@ -108,14 +93,7 @@ class Hosts:
 
     def _connect(self, number: int, engine_file: Path) -> str:
         if number not in self._connected:
-            told: dict[str, Any] = json.loads(engine_file.read_text())
-            host = self.all[number]
-            here = Path(told["interface"].removeprefix("ipc://"))
-            there = host.run_folder / here.name
-            ports = sorted(_ports(told.values()))
-            sockets = {Path(f"{there}:{port}"): Path(f"{here}:{port}") for port in ports}
-            ssh.forward(host.name, self._controls[number], sockets)
-            self._connected[number] = json.dumps({**told, "interface": f"ipc://{there}"})
+            self._connected[number] = json.dumps(self._way.connect(number, self.all[number], engine_file))
         return self._connected[number]
 
     def close(self) -> None:
@@ -124,19 +102,40 @@ class Hosts:
             host.hang_up()
         for host in self.remote:
             host.close()
+        self._way.close()
 
 
-def _ports(values: Any) -> set[int]:
-    """All numbers in `values`, and in lists and tables of them."""
-    found: set[int] = set()
-    for value in values:
-        if isinstance(value, int) and not isinstance(value, bool):
-            found.add(value)
-        elif isinstance(value, list):
-            found |= _ports(value)
-        elif isinstance(value, dict):
-            found |= _ports(value.values())
-    return found
+class OnHosts:
+    """The part of a cluster that says where its engines are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hosts: Hosts
+        self._places: dict[int, int] = {}
+        """Number of each engine's host."""
+
+    def _record(self) -> None:
+        """Write down what to clear up if this process dies."""
+        raise NotImplementedError
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """Where engines can be."""
+        return self._hosts.all
+
+    def host_of(self, engine: int) -> Host:
+        """Where `engine` is, or was."""
+        return self.hosts[self._places[engine]]
+
+    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
+        """Until each has told what it is."""
+        self._hosts.wait(deadline, progress)
+        self._record()
+
+    def replace_host(self, number: int, name: str, deadline: float) -> None:
+        """Have another host in place of one that was lost."""
+        self._hosts.reopen(number, name, deadline)
+        self._record()
 
 
 def compare(ours: Facts, theirs: Facts) -> str:

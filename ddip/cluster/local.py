@@ -28,20 +28,21 @@ from ipyparallel import Cluster as IppCluster
 from ddip.cluster import greeting, ipp_private, ownership, preload_client, processes, registry
 from ddip.cluster.channels import Channels
 from ddip.cluster.exit_diagnosis import LOG_LINES, exit_text
-from ddip.cluster.host import Host, environment
-from ddip.cluster.hosts import Hosts, Reach
+from ddip.cluster.host import environment
+from ddip.cluster.hosts import Hosts, OnHosts
 from ddip.cluster.launch import controller_arguments, engine_arguments, make_client
 from ddip.cluster.launchers import ControllerLauncher, EngineSetLauncher, Launcher, end_launched, processes_of
 from ddip.cluster.loop import Loop, all_of, others_end, without_exit
 from ddip.cluster.remote_host import RemoteHost
 from ddip.cluster.seam import EngineSpec
+from ddip.cluster.ways import Reach
 from ddip.errors import GroupError
 from ddip.protocol.reports import Hello
 
 T = TypeVar("T")
 
 
-class LocalCluster(Channels):
+class LocalCluster(OnHosts, Channels):
     """A controller, a client, and engines that are started and stopped one by one; owned by this process.
 
     `ddip.cluster.seam.Cluster` says what each method is for.
@@ -69,8 +70,6 @@ class LocalCluster(Channels):
                 f"({error}); set TMPDIR to a folder of yours with a short path"
             ) from None
         self._hosts = Hosts(hosts, reach or Reach(), self.run_folder)
-        self._places: dict[int, int] = {}
-        """Number of each engine's host."""
         self._profile = self._name = ""
         self._loop = Loop("ddip-cluster")
         mark = {processes.MARKED: processes.MARK}
@@ -95,21 +94,6 @@ class LocalCluster(Channels):
             shutdown_atexit=False,
             delay=0,
         )
-
-    @property
-    def hosts(self) -> Sequence[Host]:
-        """Where engines can be."""
-        return self._hosts.all
-
-    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Until each has told what it is."""
-        self._hosts.wait(deadline, progress)
-        self._record()
-
-    def replace_host(self, number: int, name: str, deadline: float) -> None:
-        """Have another host in place of one that was lost."""
-        self._hosts.reopen(number, name, deadline)
-        self._record()
 
     def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self._loop.run(without_exit(work), timeout)
@@ -226,9 +210,6 @@ class LocalCluster(Channels):
         await self._ipp.controller.get_connection_info()
         file = Path(self._ipp.controller.connection_files["engine"])
         return await asyncio.to_thread(self._hosts.connect, self._places[engine], file)
-
-    def host_of(self, engine: int) -> Host:
-        return self.hosts[self._places[engine]]
 
     def _connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ddip import apps
 from ddip.cluster import devices
-from ddip.cluster.hosts import Reach
+from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
 from ddip.group import modules, placement, shards, stopping, transfer, wanted
 from ddip.group.cell_state import Limits

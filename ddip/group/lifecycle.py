@@ -23,7 +23,7 @@ from ddip.cluster.host import Host
 from ddip.cluster.local import LocalCluster
 from ddip.cluster.seam import Cluster
 from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestFailed, RequestInterrupted
-from ddip.group import revival, stopping, wanted
+from ddip.group import places, revival, stopping, wanted
 from ddip.group.cells import Cells
 from ddip.group.comms import Comms
 from ddip.group.engines import Engines
@@ -97,6 +97,7 @@ class Lifecycle:
         return wanted.resolve(request, hosts, 0 if self._ranks is None else len(self._ranks.members))
 
     def _start(self, request: Request) -> None:
+        request = places.found(request, time.monotonic() + self.timeout, self._progress)
         if not request.hosts:
             self.spec = self._resolve(request)
         atexit.register(self.shutdown)
@@ -227,11 +228,7 @@ class Lifecycle:
 
     def describe(self) -> str:
         """Ranks, devices and backend in one line."""
-        count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        gpus = [str(gpu) for gpu in self.spec.gpus]
-        where = "GPU " + ", ".join(gpus) if self.spec.on_gpus else "the CPU"
-        hosts = ", ".join(host.name for host in self.request.hosts)
-        return f"ddip: {count} on {where}{f' of {hosts}' if hosts else ''}, {self.spec.backend}"
+        return f"ddip: {self.spec.describe(self.request.hosts)}"
 
     # -- forming
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddip.cluster.hosts import Reach
+from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
 from ddip.protocol.rank_spec import has_nccl
 
@@ -103,6 +103,12 @@ class GroupSpec:
     def device_name(self, rank: int) -> str:
         """``cpu`` or ``GPU 2``: for messages to users."""
         return CPU if self.gpus[rank] is None else f"GPU {self.gpus[rank]}"
+
+    def describe(self, hosts: Sequence[HostRequest] = ()) -> str:
+        """Ranks, devices and backend in one line; on `hosts`, or this machine."""
+        where = "GPU " + ", ".join(map(str, self.gpus)) if self.on_gpus else "the CPU"
+        of = f" of {', '.join(host.name for host in hosts)}" if hosts else ""
+        return f"{self.size} rank{'s' * (self.size > 1)} on {where}{of}, {self.backend}"
 
     def visible(self, host: int = 0) -> tuple[int, ...]:
         """The GPUs that ranks on `host` shall see, in this order: ``cuda:LOCAL_RANK`` is then a rank's own GPU."""

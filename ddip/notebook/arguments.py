@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import parse_argstring
 
 from ddip.cluster import folder, on_host
-from ddip.cluster.hosts import Reach
+from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
 from ddip.group import placement
 from ddip.notebook import mistakes

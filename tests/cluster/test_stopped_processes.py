@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster import local, preload_client
+from ddip.cluster import launch, preload_client
 from ddip.errors import CellInterrupted, GroupError
 from ddip.group.placement import Request
 
@@ -49,7 +49,7 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
 
 @pytest.mark.grid
 def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "HEARTBEAT_MS", 20)
+    monkeypatch.setattr(launch, "HEARTBEAT_MS", 20)
     with ddip.Group(2) as group:
         group.run("kept = rank")
         pid = group.members[1].pid

@@ -15,7 +15,7 @@ import pytest
 
 import ddip
 from ddip.cluster import on_host
-from ddip.cluster.hosts import Reach
+from ddip.cluster.ways import Reach
 from ddip.errors import GroupError, RequestInterrupted, TransferError
 from ddip.group import delivery
 

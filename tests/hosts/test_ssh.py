@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip.cluster.hosts import Reach
+from ddip.cluster.ways import Reach
 from ddip.errors import BadInput, GroupError
 from ddip.group.placement import Request, parse_hosts
 
