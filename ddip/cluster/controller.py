@@ -60,19 +60,20 @@ def _schedulers_die_with_us() -> None:
     os.register_at_fork(after_in_child=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
+READ_BY_HUB = (b"heartmonitor", b"intask", b"outtask", b"tracktask", b"inbcast", b"outbcast")
+"""Topics of what passes the schedulers; not ``in``, ``out`` and ``iopub``: what goes to one engine and comes from it is
+most of it, and the client itself ends what an engine that has ended will not answer."""
+
+
 class Hub(hub.Hub):  # type: ignore[misc]
-    """Takes an engine in when it says that it is ready; ipyparallel's waits for a heartbeat."""
+    """Takes an engine in when it says that it is ready; ipyparallel's waits for a heartbeat, and reads all messages."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.query_handlers["ready_request"] = self.engine_ready
-
-    def save_queue_result(self, idents: Any, message: Any) -> None:
-        """A request has been answered: nobody will ask the Hub for it, which keeps the ids of all there ever were."""
-        super().save_queue_result(idents, message)
-        self.all_completed.clear()
-        for completed in self.completed.values():
-            completed.clear()
+        self.monitor.socket.unsubscribe(b"")
+        for topic in READ_BY_HUB:
+            self.monitor.socket.subscribe(topic)
 
     def engine_ready(self, ident: Any, message: dict[str, Any]) -> None:
         heart = message["content"]["uuid"].encode()

@@ -123,6 +123,7 @@ def execute(
     def listen(future: MessageFuture) -> None:
         if not silent:
             client.listeners[future.msg_id] = on_message
+        future.add_done_callback(lambda done: _end_output(done, _was_silent(done.result())))
 
     try:
         identity = _identity(client, engine)
@@ -149,7 +150,20 @@ def apply(client: Client, engine: int, function: Callable[..., Any], args: Seque
     except KeyError:
         return _ended()
     metadata = {"doing": doing}
-    return client.send_apply_request(client._mux_stream, function, list(args), ident=identity, metadata=metadata)
+    future = client.send_apply_request(client._mux_stream, function, list(args), ident=identity, metadata=metadata)
+    future.add_done_callback(lambda done: _end_output(done, True))
+    return future
+
+
+def _was_silent(reply: Any) -> bool:
+    told = report(reply)
+    return told is not None and told.get("silent", False)
+
+
+def _end_output(future: MessageFuture, ended: bool) -> None:
+    """Of a request that is done; if its output has `ended`, ddip's kernel sends no message that says so."""
+    if ended and not future.output.done():
+        future.output.set_result(None)
 
 
 def payload(reply: Any) -> list[dict[str, Any]]:

@@ -174,5 +174,7 @@ class CellReport(Released, total=False):
     gpu_lost: str
     """What the GPU said, if its context is lost."""
     caught: Caught
+    silent: bool
+    """Has it shown nothing? Then no message follows that its output has ended."""
     replaced: dict[str, str]
     """What ``rank`` or ``world_size`` is now, in words, if the cell has given it another value."""

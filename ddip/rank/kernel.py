@@ -17,7 +17,6 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from ipyparallel.engine.kernel import IPythonParallelKernel
 from IPython.core.error import StdinNotImplementedError
 from traitlets import Type
 
@@ -29,6 +28,7 @@ from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
 from ddip.rank.report import of_the_cell
 from ddip.rank.shell import RankShell
+from ddip.rank.silent import SilentKernel
 from ddip.rank.stacks import is_users
 from ddip.rank.streams import RankStream, mend, threads_belong_to_their_cells
 
@@ -51,10 +51,10 @@ class _NoShellThread:
         return False
 
 
-class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
+class RankKernel(SilentKernel):
     """Serves the requests of the notebook to one rank."""
 
-    control_msg_types = [*IPythonParallelKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
+    control_msg_types = [*SilentKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
     shell_class = Type(RankShell)
 
@@ -186,6 +186,7 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
     def _begin_output(self) -> dict[str, Any]:
         """What is written and begun from here on is the cell's that has come; returns the header of its request."""
         request = self.get_parent("shell")
+        self.listen()
         asked = request["content"].get("ddip", {})
         self._number_cell(asked.get("number"))
         for stream in self._streams:
@@ -240,6 +241,9 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
         report["seconds"] = cells.seconds or 0.0
         for stream in self._streams:
             stream.end_cell(header)
+        for stream in self._streams:
+            stream.flush()  # what is kept back where nobody looks is silence, too
+        report["silent"] = self.was_silent(header["msg_id"])
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}
 

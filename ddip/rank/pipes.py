@@ -69,6 +69,10 @@ class Lines:
         if end < len(text):
             self._begun[key] = Written(new.writer, new.stream, new.request, text[end:])
 
+    def __bool__(self) -> bool:
+        """Has a line been begun?"""
+        return bool(self._begun)
+
     def rest(self) -> list[Written]:
         """What has been begun, whole or not."""
         begun, self._begun = self._begun, {}
@@ -196,6 +200,10 @@ class Pipes:
         for pipe in self._pipes:
             poll.register(pipe.reads, select.POLLIN)
         return bool(poll.poll(0))
+
+    def has_begun(self) -> bool:
+        """Has a line been taken of which the end is missing?"""
+        return bool(self._lines)
 
     def take(self) -> Iterator[Written]:
         """What can be shown of what has come."""

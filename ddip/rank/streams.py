@@ -73,6 +73,8 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     """What others write; of both."""
     _wrote = 0.0
     """When it was written to last; not of both, since to change a class costs all that is looked up there next."""
+    _flushing = False
+    """Does the output thread send what was written? Of both, and set before it takes that."""
     _process = 0
     """In what a cell has forked: its pid. Asked with each write, and quicker than to ask the system."""
 
@@ -181,6 +183,8 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 
     def end_cell(self, header: dict[str, Any]) -> None:
         """Send the end of what the cell wrote, with the next flush: ipykernel flushes before it answers."""
+        if self.is_quiet() and self._budgets[header["msg_id"]].rest() is None:
+            return
         self._ended.append(header)
         if getattr(sys, self.name) is not self:
             self.pub_thread.schedule(self._flush)
@@ -197,9 +201,29 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     def _ended(self) -> deque[dict[str, Any]]:
         return deque()
 
+    def flush(self) -> None:
+        """A turn of the output thread, where there is something to be sent."""
+        if self._process or not self.is_quiet():
+            super().flush()
+
+    @classmethod
+    def is_quiet(cls) -> bool:
+        """Has all that was written until now been sent? Of both."""
+        with cls._in_order:  # what has been taken from a pipe is in the line
+            streams = list(cls._streams.values())
+            begun = any(one._flush_pending or one._ended for one in streams) or cls._line or cls._flushing
+            return not begun and not cls._pipes.has_come() and not cls._pipes.has_begun()
+
     def _flush(self) -> None:
         if not self._is_master_process():
             return  # what the buffers hold is the parent's, which sends it
+        RankStream._flushing = True
+        try:
+            self._flush_both()
+        finally:
+            RankStream._flushing = False
+
+    def _flush_both(self) -> None:
         self._flush_pending = False
         self._subprocess_flush_pending = False
         self._take()
@@ -281,12 +305,21 @@ class _OfACell:
                 raise
 
 
+def _is_untouched(ours: RankStream) -> bool:
+    """Has nobody put something in place of its methods? IPython does in each cell, and then puts these back."""
+    for name in ("write", "flush"):
+        found = vars(ours).get(name)
+        if getattr(found, "__self__", None) is ours and found.__func__ is getattr(RankStream, name):  # type: ignore[union-attr]
+            del vars(ours)[name]
+    return not vars(ours).keys() & {"write", "flush"}
+
+
 def mend(stdout: RankStream, stderr: RankStream) -> None:
     """Put these back where a cell has left a stream in their place that cannot be written to."""
     for name, ours in (("stdout", stdout), ("stderr", stderr)):
         left = getattr(sys, name)
         known = isinstance(left, _OfACell) and not getattr(left, "closed", False)
-        if known or (left is ours and not vars(ours).keys() & {"write", "flush"}):
+        if known or (left is ours and _is_untouched(ours)):
             continue  # as it was; to try it would cost a turn of the output thread
         try:
             left.write("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
 import ddip
 from ddip.errors import BadInput, CellInterrupted
@@ -580,3 +582,24 @@ def test_an_optimizer_works_after_the_first_one_was_interrupted() -> None:
         with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
             group.run(f"{PRESS}{OPTIMIZE}\nwhile True: pass", timeout=60)
         group.run(f"{OPTIMIZE}\nassert parameter.item() < 1")
+
+
+def test_a_cell_that_shows_nothing_sends_its_answer_and_nothing_else(cells: ddip.Group) -> None:
+    client = cells.cluster.client  # type: ignore[attr-defined]
+    heard: list[str] = []
+    hear = client._dispatch_iopub
+
+    def count(frames: list[zmq.Frame]) -> None:
+        _, parts = client.session.feed_identities(frames, copy=False)
+        heard.append(json.loads(parts[1].bytes)["msg_type"])
+        hear(frames)
+
+    client._io_loop.add_callback(client._iopub_stream.on_recv, count, copy=False)
+    try:
+        cells.run("x = 1")
+        cells.run("print(rank)", show_ranks=[])
+        assert heard == []
+        cells.run("print(rank)")
+        assert heard == ["stream", "status"]
+    finally:
+        client._io_loop.add_callback(client._iopub_stream.on_recv, hear, copy=False)

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import importlib
 import inspect
+import re
 import sys
 
 import executing
@@ -13,7 +14,7 @@ import ipyparallel
 import pytest
 import torch
 import zmq
-from ipykernel.iostream import OutStream
+from ipykernel.iostream import IOPubThread, OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
@@ -38,6 +39,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
+from ddip.cluster.controller import READ_BY_HUB
 from ddip.rank import c10d, collectives, lost_waits, wrappers
 from ddip.rank import rpc as ddip_rpc
 from ddip.sharded import layout
@@ -62,12 +64,34 @@ def test_the_client_closes_its_sockets_on_its_own_thread_before_it_would_tell_th
     assert "if self._closed:" in close and "self._io_loop.add_callback" in inspect.getsource(ipyparallel.Client)
 
 
-def test_the_client_and_the_hub_keep_ids_where_ddip_forgets_them() -> None:
+def test_the_client_keeps_ids_where_ddip_forgets_them() -> None:
     send = inspect.getsource(ipyparallel.Client._send)
     assert send.index("self.history.append(msg_id)") < send.index("self.create_message_futures(")
-    answered = inspect.getsource(Hub.save_queue_result)
-    assert "self.all_completed.add(msg_id)" in answered and "self.completed[eid].append(msg_id)" in answered
-    assert list(inspect.signature(Hub.save_queue_result).parameters) == ["self", "idents", "msg"]
+
+
+def test_the_hub_reads_what_passes_by_topics() -> None:
+    topics = {f"b'{name}'" for name in ("in", "out", "iopub", *(topic.decode() for topic in READ_BY_HUB))}
+    handlers = inspect.getsource(Hub.__init__).partition("self.monitor_handlers = {")[2].partition("}")[0]
+    others = {"b'incontrol'", "b'outcontrol'"}  # it does nothing with these
+    assert set(re.findall(r"b'\w+'", handlers)) == topics | others
+    assert 'sub.setsockopt(zmq.SUBSCRIBE, b"")' in inspect.getsource(controller_app)
+
+
+def test_the_client_itself_ends_requests_to_an_engine_that_has_ended() -> None:
+    assert "self._handle_stranded_msgs(" in inspect.getsource(ipyparallel.Client._unregister_engine)
+
+
+def test_the_kernel_sends_states_and_input_where_ddip_keeps_them_back() -> None:
+    assert list(inspect.signature(Kernel._publish_status).parameters) == ["self", "status", "channel", "parent"]
+    assert list(inspect.signature(Kernel._publish_execute_input).parameters) == [
+        "self",
+        "code",
+        "parent",
+        "execution_count",
+    ]
+    assert "iopub_socket = IOPubThread(iopub_socket" in inspect.getsource(app.IPEngine.complete_registration)
+    send = inspect.getsource(IOPubThread.send_multipart)
+    assert "self.schedule(lambda: self._really_send(*args, **kwargs))" in send
 
 
 def test_the_hub_answers_what_ddip_asks() -> None:
