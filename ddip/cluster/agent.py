@@ -12,6 +12,7 @@ big, so it always answers. First it says MARKER, since the shell that starts it 
     {"facts": {...}}                what this host is, with the folder of this run
     {"fork": id, ...}, {"end": id}  and what comes back: ``children.py``
     {"ask": id, "function": ..., "args": [...]}     ->  {"answer": id, "value": ...} or {"answer": id, "error": ...}
+    {"listen": [path...], "ask": id}    sockets here that lead to the controller's (``relay.py``)
     {"beat": n}                     both ways, every so often
 
 It leaves, and takes everything with it, when its stdin ends, on SIGTERM or SIGHUP, and when the notebook's host has
@@ -28,6 +29,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -35,6 +37,7 @@ from typing import Any, NoReturn, TypedDict
 from ddip.cluster import host, links, on_host, ownership, preload_client, processes
 from ddip.cluster.children import Child
 from ddip.cluster.processes import Proc
+from ddip.cluster.relay import FRAME, Relay
 
 MARKER = b"\n#ddip agent 1\n"
 """Its number is the version of what travels after it."""
@@ -67,6 +70,7 @@ class Agent:
         self._lock = threading.Lock()
         self._once = threading.Lock()
         self._watch = links.Watch(_ports)
+        self._relay = Relay(self._send, "ddip-relay")
         self._children: dict[int, Child] = {}
         self._started: dict[int, list[Proc]] = {}
         begin: Begin = json.loads(near.recv_bytes())["begin"]
@@ -100,14 +104,21 @@ class Agent:
         threading.Thread(target=self._beat, name="ddip-beat", daemon=True).start()
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._heard(json.loads(self._near.recv_bytes()))
+                message = self._near.recv_bytes()
                 self._watch.heard()
+                if message[0] == FRAME:
+                    self._relay.heard(message)
+                else:
+                    self._heard(json.loads(message))
         self.leave()
 
     def say(self, **message: Any) -> None:
         """Tell the notebook."""
+        self._send(json.dumps(message).encode())
+
+    def _send(self, message: bytes) -> None:
         with self._lock, contextlib.suppress(OSError):  # it is gone: stdin tells
-            self._far.send_bytes(json.dumps(message).encode())
+            self._far.send_bytes(message)
 
     def _heard(self, message: dict[str, Any]) -> None:
         match message:
@@ -119,8 +130,11 @@ class Agent:
                     self.say(exited=number, code=None)
                 else:
                     child.end()
+            case {"listen": paths, "ask": number}:
+                self._answer(number, lambda: self._relay.listen(paths))
             case {"ask": number, "function": name, "args": args}:
-                threading.Thread(target=self._answer, args=(number, name, args), daemon=True).start()
+                called = lambda: getattr(on_host, name)(*args)  # noqa: E731
+                threading.Thread(target=self._answer, args=(number, called), daemon=True).start()
 
     def _fork(self, number: int, request: dict[str, Any]) -> None:
         if not preload_client.possible():
@@ -151,9 +165,9 @@ class Agent:
         started = self._started.pop(number, [])
         threading.Thread(target=processes.end_processes, args=(started,), daemon=True).start()
 
-    def _answer(self, number: int, name: str, args: list[Any]) -> None:
+    def _answer(self, number: int, function: Callable[[], object]) -> None:
         try:
-            self.say(answer=number, value=getattr(on_host, name)(*args))
+            self.say(answer=number, value=function())
         except Exception as error:
             self.say(answer=number, error=f"{type(error).__name__}: {error}")
 

@@ -26,7 +26,7 @@ class Hosts:
     def __init__(self, names: Sequence[str], reach: Reach, run_folder: Path) -> None:
         self.reach = reach
         self._run_folder = run_folder
-        self._way = ways.of(reach, run_folder)
+        self._way = ways.of(reach)
         self._lock = threading.Lock()
         self._connected: dict[int, str] = {}
         """What engines of a host are told of the controller, where they are not beside it."""
@@ -92,8 +92,10 @@ class Hosts:
             return self._connect(number, engine_file)
 
     def _connect(self, number: int, engine_file: Path) -> str:
+        host = self.all[number]
+        assert isinstance(host, RemoteHost)
         if number not in self._connected:
-            self._connected[number] = json.dumps(self._way.connect(number, self.all[number], engine_file))
+            self._connected[number] = json.dumps(ways.relayed(host, engine_file))
         return self._connected[number]
 
     def close(self) -> None:
@@ -102,7 +104,6 @@ class Hosts:
             host.hang_up()
         for host in self.remote:
             host.close()
-        self._way.close()
 
 
 class OnHosts:

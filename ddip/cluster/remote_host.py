@@ -1,8 +1,4 @@
-"""Another host, as the notebook sees it: a process that talks with the agent there (``agent.py``), and what it says.
-
-ssh     one connection a host; the controller's sockets, which are files that only this user can open, are forwarded
-        into the run folder there, so nothing listens on a network
-"""
+"""Another host, as the notebook sees it: a process that talks with the agent there (``agent.py``), and what it says."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ from ddip.cluster import agent, links, on_host, preload_client, processes
 from ddip.cluster.children import Child, Children
 from ddip.cluster.host import ASK_SECONDS, HostLost
 from ddip.cluster.on_host import Facts
+from ddip.cluster.relay import FRAME, Relay
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,6 +62,7 @@ class RemoteHost:
         self._in = Connection(os.dup(self._process.stdout.fileno()), writable=False)
         self._process.stdin.close()
         self._process.stdout.close()
+        self._relay = Relay(self._send_bytes, f"ddip-relay-{name}")
         self._link = links.Watch(lambda: on_host.ports_of(self.pid))
         self.children = Children(self._send, lambda pid: None)  # the agent kills
         begin: agent.Begin = {
@@ -118,6 +116,18 @@ class RemoteHost:
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Have the agent call `function`."""
         assert not kwargs, "arguments travel by position"
+        return self._begin(function=function.__name__, args=list(args))
+
+    def relay(self, sockets: Mapping[str, str]) -> None:
+        """Have each of these sockets there, by its path, lead to one here. Raises HostLost, or RuntimeError."""
+        self._relay.targets = list(sockets.values())
+        answer: Future[None] = self._begin(listen=list(sockets))
+        try:
+            answer.result(ASK_SECONDS)
+        except TimeoutError:
+            raise HostLost(f"{self.name} has not answered for {ASK_SECONDS:g} s") from None
+
+    def _begin(self, **request: Any) -> Future[R]:
         answer: Future[R] = Future()
         number = next(self._numbers)
         with self._lock:
@@ -125,7 +135,7 @@ class RemoteHost:
             self._asked[number] = answer
         if lost:
             self._end_asked()
-        self._send(ask=number, function=function.__name__, args=list(args))
+        self._send(ask=number, **request)
         return answer
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -156,16 +166,24 @@ class RemoteHost:
     # -- the agent
 
     def _send(self, **message: Any) -> None:
+        self._send_bytes(json.dumps(message).encode())
+
+    def _send_bytes(self, message: bytes) -> None:
         with self._sending, contextlib.suppress(OSError):  # it is gone: _read tells everybody
-            self._out.send_bytes(json.dumps(message).encode())
+            self._out.send_bytes(message)
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             if self._skip_noise():
                 while True:
-                    self._heard(json.loads(self._in.recv_bytes()))
+                    message = self._in.recv_bytes()
                     self._link.heard()
+                    if message[0] == FRAME:
+                        self._relay.heard(message)
+                    else:
+                        self._heard(json.loads(message))
         self._in.close()
+        self._relay.close()
         code = self._process.wait()
         self._ended.set()
         self._noise.join(1)

@@ -1,28 +1,20 @@
-"""How ssh starts a host's agent, and takes the controller's sockets there: the user's own ssh, with its configuration.
-
-One connection a host. It can be used again by whoever can open its socket in the run folder (ssh's ControlPath).
-"""
+"""How ssh starts a host's agent: the user's own ssh, with its configuration. One connection a host."""
 
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from ddip.cluster import links
-from ddip.errors import GroupError
 
 MISSED_BEATS = 40
 """How many of its own heartbeats ssh may miss: what is silent for so long, though its kernel acknowledges, is of no
 use. A link that is cut is seen before (``links.py``)."""
-FORWARD_SECONDS = 10.0
-QUIET = ("-o", "LogLevel=ERROR")
 
 
-def command(host: str, control: Path, python: str, setup: str) -> list[str]:
-    """What starts the agent of `host`; its connection can be used again through `control`.
+def command(host: str, python: str, setup: str) -> list[str]:
+    """What starts the agent of `host`.
 
     `python`: which one to take there; empty: the notebook's, where the host has it at the same place, else its
     ``python3``. `setup`: a line for the host's bash that runs before, as a login shell has it.
@@ -32,9 +24,9 @@ def command(host: str, control: Path, python: str, setup: str) -> list[str]:
         "ConnectTimeout": "10",
         "ServerAliveInterval": f"{links.BEAT_SECONDS:.0f}",
         "ServerAliveCountMax": str(MISSED_BEATS),
-        "ControlMaster": "yes",
-        "ControlPersist": "no",
-        "ControlPath": str(control),
+        "ControlMaster": "no",
+        "ControlPath": "none",
+        "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -51,33 +43,6 @@ def agent_line(python: str, setup: str) -> str:
         return f"exec {shlex.quote(python)} {agent}"
     ours = shlex.quote(sys.executable)
     return f"exec sh -c {shlex.quote(f'if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi')}"
-
-
-def forward(host: str, control: Path, sockets: Mapping[Path, Path]) -> None:
-    """Have each of `sockets` there, by its path, lead to one here. Raises GroupError."""
-    pairs = [word for there, here in sockets.items() for word in ("-R", f"{_escaped(there)}:{_escaped(here)}")]
-    done = _control(host, control, "-O", "forward", *pairs)
-    if done.returncode:
-        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise GroupError(
-            f"{host}: its ssh server takes no sockets of the controller there ({why}); allow it "
-            "(AllowStreamLocalForwarding yes, AllowTcpForwarding yes), or type --ip with the address at which the "
-            "hosts reach this machine"
-        )
-
-
-def _control(host: str, control: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Speak to the connection of `host`."""
-    command = ["ssh", *QUIET, "-S", str(control), *words, "--", host]
-    try:
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FORWARD_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise GroupError(f"{host}: ssh has not forwarded the controller's sockets for {FORWARD_SECONDS:g} s") from None
-
-
-def _escaped(path: Path) -> str:
-    """A colon in a path would begin the next one."""
-    return str(path).replace("\\", "\\\\").replace(":", "\\:")
 
 
 def reason(host: str, said: str, python: str) -> str:

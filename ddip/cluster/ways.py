@@ -1,18 +1,24 @@
 """How hosts are reached: what starts their agents, and how their engines get to the controller.
 
-A way speaks of hosts by their number and name. `Hosts` asks it; nothing above knows which one it is.
+    Ssh     one ssh a host                         --hosts h1:4,h2:4
+    Srun    one step a node, in a job of Slurm's   --slurm "nodes=2", --here
+
+Nothing above `Hosts` knows which one it is.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddip.cluster import ssh
-from ddip.cluster.host import Host
+from ddip.cluster import slurm, ssh
+from ddip.cluster.host import HostLost
+from ddip.cluster.remote_host import RemoteHost
+from ddip.errors import GroupError
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,17 @@ class Reach:
     """Which Python the hosts take; empty: the notebook's, where they have it, else ``python3``."""
     setup: str = ""
     """A line of bash that prepares each host: ``module load cuda; source env/bin/activate``."""
+    slurm: str = ""
+    """The hosts are the nodes of a job that is submitted: ``nodes=2 gpus=4 time=2:00:00``, with sbatch's options."""
+    here: bool = False
+    """The hosts are those of the allocation that this process is in."""
+    job: int = 0
+    """Slurm's id of the job that has the hosts; found."""
+
+    @property
+    def finds(self) -> bool:
+        """Does it say where the hosts come from, whose names are not known yet?"""
+        return bool(self.slurm) or self.here
 
 
 class Way(Protocol):
@@ -36,49 +53,57 @@ class Way(Protocol):
     def why_lost(self, name: str, said: str) -> str:
         """What to tell the user of a host whose agent did not start, but `said` something."""
 
-    def connect(self, number: int, host: Host, engine_file: Path) -> dict[str, Any]:
-        """Let engines of `host` reach the controller, which has written `engine_file`; returns what they are told
-        of it instead. Raises GroupError."""
-
-    def close(self) -> None:
-        """Give back what was taken to reach the hosts, once their agents have ended."""
-
 
 class Ssh:
-    """One ssh a host, started by this process; the controller's sockets, which are files, go with it."""
+    """One ssh a host, started by this process."""
 
-    def __init__(self, reach: Reach, run_folder: Path) -> None:
+    def __init__(self, reach: Reach) -> None:
         self._reach = reach
-        self._run_folder = run_folder
 
     def command(self, number: int, name: str) -> list[str]:
         """What starts the agent of host `number`."""
-        self._control(number).unlink(missing_ok=True)  # of a host that was lost
-        return ssh.command(name, self._control(number), self._reach.python, self._reach.setup)
+        return ssh.command(name, self._reach.python, self._reach.setup)
 
     def why_lost(self, name: str, said: str) -> str:
         """What to tell the user."""
         return ssh.reason(name, said, self._reach.python)
 
-    def connect(self, number: int, host: Host, engine_file: Path) -> dict[str, Any]:
-        """Forward the controller's sockets into the run folder of `host`."""
-        told: dict[str, Any] = json.loads(engine_file.read_text())
-        here = Path(told["interface"].removeprefix("ipc://"))
-        there = host.run_folder / here.name
-        sockets = {Path(f"{there}:{port}"): Path(f"{here}:{port}") for port in sorted(ports(told))}
-        ssh.forward(host.name, self._control(number), sockets)
-        return {**told, "interface": f"ipc://{there}"}
 
-    def close(self) -> None:
-        """There is nothing to give back."""
+class Srun:
+    """One step a node, in a job of Slurm's."""
 
-    def _control(self, number: int) -> Path:
-        return self._run_folder / f"ssh-{number}"
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+
+    def command(self, number: int, name: str) -> list[str]:
+        """What starts the agent of node `number`."""
+        without = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
+        line = ssh.agent_line(self._reach.python, self._reach.setup)
+        return ["env", *without, *slurm.step(self._reach.job, name), "sh", "-c", line]
+
+    def why_lost(self, name: str, said: str) -> str:
+        """What to tell the user."""
+        return ssh.reason(name, said or f"srun has ended; job {self._reach.job} may be over", self._reach.python)
 
 
-def of(reach: Reach, run_folder: Path) -> Way:
+def of(reach: Reach) -> Way:
     """The way that `reach` means."""
-    return Ssh(reach, run_folder)
+    return Srun(reach) if reach.job else Ssh(reach)
+
+
+def relayed(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
+    """Let engines of `host` reach the controller, which has written `engine_file`; returns what they are told of it.
+
+    Raises GroupError.
+    """
+    told: dict[str, Any] = json.loads(engine_file.read_text())
+    here = told["interface"].removeprefix("ipc://")
+    there = f"{host.run_folder}/{Path(here).name}"
+    try:
+        host.relay({f"{there}:{port}": f"{here}:{port}" for port in sorted(ports(told))})
+    except (HostLost, RuntimeError) as error:
+        raise GroupError(f"{host.name}: the controller's sockets cannot be had there: {error}") from None
+    return {**told, "interface": f"ipc://{there}"}
 
 
 def ports(told: Mapping[str, Any]) -> set[int]:

@@ -67,6 +67,7 @@ class Lifecycle:
         self._progress: Report = nobody
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
+        self._placed = SAME
         self._app: str | None = None
         self._came_later: set[int] = set()
         """Engines that were not there when the group started."""
@@ -97,7 +98,7 @@ class Lifecycle:
         return wanted.resolve(request, hosts, 0 if self._ranks is None else len(self._ranks.members))
 
     def _start(self, request: Request) -> None:
-        request = places.found(request, time.monotonic() + self.timeout, self._progress)
+        request = self._placed = places.found(request, self._progress)
         if not request.hosts:
             self.spec = self._resolve(request)
         atexit.register(self.shutdown)
@@ -155,9 +156,9 @@ class Lifecycle:
             spec = self._resolve(request)
             if self.alive:
                 self._engines.check_torch(spec)
-        self.shutdown()
-        self.request = request
-        with self._told(progress):
+        with self._told(progress), places.kept(request):
+            self.shutdown()
+            self.request = request
             self._start(request)
 
     def shutdown(self) -> None:
@@ -167,12 +168,13 @@ class Lifecycle:
         atexit.unregister(self.shutdown)
         ranks, self._ranks = self._ranks, None
         self._app = None
-        self._unprepared = set()
-        self._came_later = set()
+        self._unprepared, self._came_later = set(), set()
         if ranks is not None:
             with stopping.button(f"{stop_name()} was pressed while the group ended; there is no group any more"):
                 self._manager.close()
                 ranks.cluster.stop()
+        placed, self._placed = self._placed, SAME
+        places.give_back(placed)
 
     close = shutdown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddip.cluster.ways import Reach
@@ -50,11 +50,13 @@ class Request:
         """This request to a group that `old` made: the app stays unless another is named, where neither ranks nor
         GPUs nor hosts are asked for, they and the backend stay too, and hosts stay unless others are named."""
         app = self.app or old.app
-        hosts, reach = (self.hosts, self.reach) if self.hosts else (old.hosts, old.reach)
-        if self.n is None and self.gpus is None and not self.hosts:
+        same = replace(self.reach, job=old.reach.job) == old.reach
+        elsewhere = bool(self.hosts) or (self.reach.finds and not same)
+        hosts, reach = (self.hosts, self.reach) if elsewhere else (old.hosts, old.reach)
+        if self.n is None and self.gpus is None and not elsewhere:
             return Request(old.n, old.gpus, self.backend or old.backend, app, hosts, reach)
-        if self.n is not None or self.gpus is not None:  # the counts of hosts that were asked for before are over
-            hosts = self.hosts or tuple(HostRequest(host.name) for host in hosts)
+        if not elsewhere:  # the counts of hosts that were asked for before are over
+            hosts = tuple(HostRequest(host.name) for host in hosts)
         return Request(self.n, self.gpus, self.backend, app, hosts, reach)
 
 

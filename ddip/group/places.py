@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
-from ddip.group.placement import Request
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ddip.cluster import slurm
+from ddip.errors import GroupError
+from ddip.group.placement import HostRequest, Request
 from ddip.output.progress import Report
 
+HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
+"""Variables of other schedulers, each the path of a file with a host in each line: PBS, LSF, Grid Engine."""
 
-def found(request: Request, deadline: float, progress: Report) -> Request:
-    """`request` with the hosts that its reach leads to; `deadline` on ``time.monotonic``.
 
-    Raises BadInput or GroupError; nothing is left of what was begun then.
+def found(request: Request, progress: Report) -> Request:
+    """`request` with the hosts that its reach leads to, which are to be given back.
+
+    Raises BadInput, GroupError or RequestInterrupted; nothing is left of what was begun then.
     """
-    return request
+    reach = request.reach
+    if not reach.finds or (reach.job and slurm.hold(reach.job)):
+        return request
+    if reach.slurm:
+        job = slurm.submit(reach.slurm, progress)
+        return _on_nodes(request, job)
+    if slurm.own_job():
+        return _on_nodes(request, slurm.own_job())
+    return replace(request, hosts=tuple(map(HostRequest, _listed())))
+
+
+def _on_nodes(request: Request, job: int) -> Request:
+    names = slurm.nodes(job)
+    if not names:
+        slurm.give_back(job)
+        raise GroupError(f"job {job} of Slurm does not run, so there are no nodes to be had")
+    return replace(request, hosts=tuple(map(HostRequest, names)), reach=replace(request.reach, job=job))
+
+
+def _listed() -> list[str]:
+    """The hosts of an allocation of another scheduler; they are reached by ssh."""
+    for name in HOST_FILES:
+        file = os.environ.get(name)
+        if file:
+            try:
+                lines = Path(file).read_text().splitlines()
+            except OSError as error:
+                raise GroupError(f"--here: {name}={file} cannot be read ({error.strerror})") from None
+            return list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
+    raise GroupError(
+        "--here: this is no allocation: neither SLURM_JOB_ID nor any of " + ", ".join(HOST_FILES) + " is set; type "
+        '--hosts h1,h2, or --slurm "nodes=2 time=1:00:00", which submits a job'
+    )
+
+
+def give_back(request: Request) -> None:
+    """The group that had what was found for `request` has ended."""
+    if request.reach.job:
+        slurm.give_back(request.reach.job)
+
+
+@contextlib.contextmanager
+def kept(request: Request) -> Iterator[None]:
+    """Keep what was found for `request`, while the group that has it ends and another begins."""
+    held = bool(request.reach.job) and slurm.hold(request.reach.job)
+    try:
+        yield
+    finally:
+        if held:
+            give_back(request)

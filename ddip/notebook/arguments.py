@@ -8,7 +8,7 @@ from typing import Any, Literal
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import parse_argstring
 
-from ddip.cluster import folder, on_host
+from ddip.cluster import folder, on_host, slurm
 from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
 from ddip.group import placement
@@ -73,14 +73,33 @@ def seconds(typed: str, option: str, least: float) -> float:
 def request(args: Any) -> placement.Request:
     """The group that was asked for after ``%makedip``."""
     hosts = () if args.hosts is None else placement.parse_hosts(args.hosts)
+    reach = _reach(args)
+    elsewhere = bool(hosts) or reach.finds
     return placement.Request(
-        None if args.n is None else placement.parse_count(args.n) if hosts else _count(args.n, args.yes),
-        None if args.gpus is None else _gpus(args.gpus, bool(hosts)),
+        None if args.n is None else placement.parse_count(args.n) if elsewhere else _count(args.n, args.yes),
+        None if args.gpus is None else _gpus(args.gpus, elsewhere),
         args.backend,
         args.app,
         hosts,
-        Reach(args.cd, args.python or "", args.setup or ""),
+        reach,
     )
+
+
+def _reach(args: Any) -> Reach:
+    """How the hosts are reached, or found; raises BadInput."""
+    ways = [f"--{name}" for name in ("hosts", "slurm", "here") if getattr(args, name)]
+    if len(ways) > 1:
+        raise BadInput(f"{' and '.join(ways)}: type one of them, each says where the ranks are")
+    if args.slurm is not None:
+        slurm.parse(args.slurm)
+    return Reach(args.cd, args.python or "", args.setup or "", args.slurm or "", args.here)
+
+
+def job_script(args: Any) -> str:
+    """For ``--dry-run``: what ``--slurm`` would submit; raises BadInput."""
+    if args.slurm is None:
+        raise BadInput(f"--dry-run: it shows the script of a job; type it with --slurm, {slurm.EXAMPLE}")
+    return slurm.script(args.slurm)
 
 
 def _gpus(words: list[str], elsewhere: bool) -> tuple[int, ...] | Literal["all"]:
@@ -104,7 +123,9 @@ def _count(typed: str, yes: bool) -> int:
 
 def asks_for_a_group(args: Any) -> bool:
     """Does what was typed after ``%makedip`` say which group there shall be?"""
-    return bool(args.n or args.gpus or args.backend or args.app or args.restart or args.hosts)
+    return bool(
+        args.n or args.gpus or args.backend or args.app or args.restart or args.hosts or args.slurm or args.here
+    )
 
 
 def names_and_ranks(

@@ -74,9 +74,17 @@ class DipMagics(Traits):
         metavar="HOSTS",
         help="Other hosts, by ssh: h1:4,h2:4 are four ranks on each; with -n or -g: so many, or these, on each host.",
     )
-    @argument("--cd", metavar="FOLDER", help="With --hosts: where ranks begin; default: where the notebook is.")
-    @argument("--python", help="With --hosts: which Python to take there; default: the notebook's, else python3.")
-    @argument("--setup", metavar="LINE", help="With --hosts: a line of bash to run there before, in quotes.")
+    @argument(
+        "--slurm",
+        metavar="JOB",
+        help="Submit a job to Slurm, with options of sbatch in quotes: nodes=2 gpus=4 time=2:00:00; gpus and cpus are "
+        "those of each node. It ends with the group.",
+    )
+    @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
+    @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
+    @argument("--cd", metavar="FOLDER", help="On other hosts: where ranks begin; default: where the notebook is.")
+    @argument("--python", help="On other hosts: which Python to take there; default: the notebook's, else python3.")
+    @argument("--setup", metavar="LINE", help="On other hosts: a line of bash to run there before, in quotes.")
     @argument("-r", "--restart", action="store_true", help="End every rank first, and start afresh.")
     @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
     @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")
@@ -106,7 +114,9 @@ class DipMagics(Traits):
         """
         args = arguments.parse(self.makedip, "%makedip", line)
         sets = self._set(args)
-        if args.repair or args.source:
+        if args.dry_run:
+            print(arguments.job_script(args))
+        elif args.repair or args.source:
             self._repair(args, line)
         elif args.kill:
             if arguments.asks_for_a_group(args):
