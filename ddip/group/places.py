@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ddip.cluster import slurm
+from ddip.cluster import attached, clusters, slurm
 from ddip.errors import GroupError
 from ddip.group.placement import HostRequest, Request
 from ddip.output.progress import Report
@@ -23,6 +23,8 @@ def found(request: Request, progress: Report) -> Request:
     Raises BadInput, GroupError or RequestInterrupted; nothing is left of what was begun then.
     """
     reach = request.reach
+    if reach.cluster:
+        return _attached(request, progress)
     if not reach.finds or (reach.job and slurm.hold(reach.job)):
         return request
     if reach.slurm:
@@ -31,6 +33,18 @@ def found(request: Request, progress: Report) -> Request:
     if slurm.own_job():
         return _on_nodes(request, slurm.own_job())
     return replace(request, hosts=tuple(map(HostRequest, _listed())))
+
+
+def _attached(request: Request, progress: Report) -> Request:
+    """On the hosts of a cluster that somebody else has started."""
+    reach, former = request.reach, request.reach.attached
+    progress(f"ddip: asking where the engines of {reach.cluster} are", 0.0)
+    n = request.n if former is None else former.n
+    attachment = attached.look(clusters.find(reach.cluster), reach.cluster, n)
+    counts = attachment.counts()
+    each = request.gpus is not None  # -g is about each host
+    hosts = tuple(HostRequest(seat.name, None if each else count) for seat, count in counts)
+    return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
 
 
 def _on_nodes(request: Request, job: int) -> Request:
@@ -65,7 +79,12 @@ def give_back(request: Request) -> None:
 
 @contextlib.contextmanager
 def kept(request: Request) -> Iterator[None]:
-    """Keep what was found for `request`, while the group that has it ends and another begins."""
+    """Keep what was found for `request`, while the group that has it ends and another begins.
+
+    Raises GroupError where a cluster cannot be had.
+    """
+    if request.reach.cluster:
+        _attached(request, lambda text, share=None: None)
     held = bool(request.reach.job) and slurm.hold(request.reach.job)
     try:
         yield
