@@ -1,8 +1,9 @@
 """The process here that stands for the agent of a host which an engine of somebody else's cluster is on.
 
 Run as ``python -P -m ddip.cluster.near_end FILE ENGINES PYTHON SETUP``: the connection file for clients of that
-cluster, its engines on that host, of which one is enough, and what ``ssh.agent_line`` takes. Its stdin and stdout are those of
-the agent: what comes and goes is relayed by the control channel of that cluster (``far_end.py`` is at its other end).
+cluster, its engines on that host, of which one is enough, and what ``ssh.agent_line`` takes. Its stdin and stdout are
+those of the agent: what comes and goes is relayed by the control channel of that cluster, at whose other end
+``far_end.py`` is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 from ddip.cluster import ipp_private, ssh
 from ddip.cluster.attached import ANSWER_SECONDS, ask, connect
-from ddip.cluster.far_end import BEAT_SECONDS, LOST_BEATS, Link
+from ddip.cluster.far_end import BEAT_SECONDS, KIND, LOST_BEATS, Link
 from ddip.errors import GroupError
 
 BUSY_BEATS = 60
@@ -33,7 +34,7 @@ class NearEnd:
     """The link to one engine, which is the first of `engines` that is there and answers. Raises GroupError."""
 
     def __init__(self, file: str, engines: Sequence[int], line: str) -> None:
-        self._kind = f"ddip_link_{uuid.uuid4().hex}"
+        self._kind = f"{KIND}{uuid.uuid4().hex}"
         self._client = connect(file, self._heard)
         self._engine = self._reach(engines)
         self._link = Link(self._send, {"out": 1, "err": 2})
