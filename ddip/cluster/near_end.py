@@ -37,7 +37,11 @@ class NearEnd:
         self._kind = f"{KIND}{uuid.uuid4().hex}"
         self._client = connect(file, self._heard)
         self._engine = self._reach(engines)
-        self._link = Link(self._send, {"out": 1, "err": 2})
+        try:
+            send = ipp_private.sender_on_control_channel(self._client, self._engine)
+        except KeyError:
+            raise GroupError(f"engine {self._engine} of that cluster has just ended") from None
+        self._link = Link(lambda content, data: send(self._kind, content, data), {"out": 1, "err": 2})
         self._link.tell("begin", ["sh", "-c", line])
         self._ended = threading.Event()
         self._code: int | None = None
@@ -58,9 +62,6 @@ class NearEnd:
             else:
                 return engine
         raise fault
-
-    def _send(self, content: dict[str, Any], data: bytes) -> None:
-        ipp_private.send_on_control_channel(self._client, self._engine, self._kind, content, data)
 
     def _heard(self, message: dict[str, Any]) -> None:
         """On the client's own thread."""
