@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +91,7 @@ def test_a_notebook_that_is_killed_takes_its_ranks_along_and_no_engine(cluster: 
     assert_nothing_left(script.pid, 15)
 
 
+@pytest.mark.grid
 def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: Theirs) -> None:
     with attached() as group:
         group.run("import os; pid = os.getpid()")
@@ -105,6 +105,7 @@ def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: The
         group.run(SUM)
 
 
+@pytest.mark.grid
 def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_place() -> None:
     with theirs("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
         cluster.engines[0].kill()
@@ -120,7 +121,7 @@ def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_plac
 @pytest.mark.grid
 def test_a_controller_that_is_killed_is_said() -> None:
     with theirs("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
-        cluster.controller.send_signal(signal.SIGKILL)
+        cluster.kill_controller()
         with pytest.raises((CellError, GroupError), match="the controller of that cluster does not answer any more"):
             group.run("import time; time.sleep(60)")
         with pytest.raises(GroupError, match="does not answer|no controller answers"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import ipyparallel
+import psutil
 
 from .leftovers import wait_until
 
@@ -52,6 +53,11 @@ class Theirs:
     def handlers(self) -> list[object]:
         """What every engine's control channel knows, and how many descriptors the engine has."""
         return list(self.client[:].apply_sync(_handlers))
+
+    def kill_controller(self) -> None:
+        """With its schedulers, which are processes of their own."""
+        for process in [*psutil.Process(self.controller.pid).children(recursive=True), self.controller]:
+            process.kill()
 
     def close(self) -> None:
         """End it."""
