@@ -36,6 +36,7 @@ from typing import Any, NoReturn, TypedDict
 
 from ddip.cluster import host, links, on_host, ownership, preload_client, processes
 from ddip.cluster.children import Child
+from ddip.cluster.far_end import ADDRESS
 from ddip.cluster.processes import Proc
 from ddip.cluster.relay import FRAME, Relay
 
@@ -209,8 +210,8 @@ def _enter(directory: str) -> str:
 
 
 def _address() -> str:
-    """The address of this host at which ssh has come in; empty where it has not."""
-    return (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
+    """The address of this host at which ssh has come in, or that it has for its controller; empty: nobody knows."""
+    return os.environ.pop(ADDRESS, "") or (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
 
 
 def _ports() -> list[tuple[int, int]]:

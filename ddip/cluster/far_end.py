@@ -37,6 +37,8 @@ END_SECONDS = 5.0
 KIND = "ddip_link_"
 """How the types of messages begin; each link has its own."""
 SHORT = "ddip_short_way"
+ADDRESS = "DDIP_ADDRESS"
+"""Variable that tells the agent by which address this host reaches the controller of that cluster."""
 NOT_FOR_THE_AGENT = ("IPP_", "SSH_", "OMPI_", "PMI_", "PMIX_", "JPY_")
 """How variables of an engine begin that are about the engine."""
 
@@ -162,7 +164,7 @@ class FarEnd:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=kept,
+            env={**kept, ADDRESS: _address()},
             start_new_session=True,
         )
         assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
@@ -203,6 +205,18 @@ class FarEnd:
         self._kernel.control_handlers.pop(self._kind, None)
         self._kernel.control_stream.io_loop.add_callback(_lengthen, self._kernel)
         self._over.set()
+
+
+def _address() -> str:
+    """The address from which this engine is connected with its controller; empty: that is on the same host."""
+    try:
+        import psutil  # ipyparallel needs it, too
+
+        connections = psutil.Process().net_connections("tcp4")
+    except Exception:  # an older psutil, or none
+        return ""
+    ends = [(c.laddr.ip, c.raddr.ip) for c in connections if c.raddr]
+    return next((ours for ours, theirs in ends if ours != theirs and not ours.startswith("127.")), "")
 
 
 def _shorten(kernel: Any) -> None:
