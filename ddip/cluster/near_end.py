@@ -22,7 +22,7 @@ from ddip.cluster.attached import ANSWER_SECONDS, ask, connect
 from ddip.cluster.far_end import BEAT_SECONDS, KIND, LOST_BEATS, Link
 from ddip.errors import GroupError
 
-BUSY_BEATS = 60
+BUSY_BEATS = 30
 """An engine may be silent for so long while it is still registered: code that lets no other thread run."""
 START = (
     "(lambda space: (__import__('builtins').exec({text!r}, space), "

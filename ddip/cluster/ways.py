@@ -41,6 +41,10 @@ class Reach:
     """Slurm's id of the job that has the hosts; found."""
     cluster: str = ""
     """The hosts are those of the engines of this ipyparallel cluster: its id, profile, or connection file."""
+    engines: str = ""
+    """The hosts are those of a cluster that is started for the group, with this launcher of ipyparallel's."""
+    profile: str = ""
+    """Whose profile of IPython configures that launcher."""
     attached: Attachment | None = None
     """That cluster, and who is where; found."""
 
@@ -52,7 +56,7 @@ class Reach:
     @property
     def finds(self) -> bool:
         """Does it say where the hosts come from, whose names are not known yet?"""
-        return bool(self.slurm) or self.here or bool(self.cluster)
+        return bool(self.slurm) or self.here or bool(self.cluster) or bool(self.engines)
 
 
 class Way(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ddip.cluster import attached, clusters, slurm
+from ddip.cluster import attached, clusters, engines, slurm
 from ddip.errors import GroupError
 from ddip.group.placement import HostRequest, Request
 from ddip.output.progress import Report
@@ -23,7 +23,7 @@ def found(request: Request, progress: Report) -> Request:
     Raises BadInput, GroupError or RequestInterrupted; nothing is left of what was begun then.
     """
     reach = request.reach
-    if reach.cluster:
+    if reach.cluster or reach.engines:
         return _attached(request, progress)
     if not reach.finds or (reach.job and slurm.hold(reach.job)):
         return request
@@ -38,10 +38,20 @@ def found(request: Request, progress: Report) -> Request:
 def _attached(request: Request, progress: Report) -> Request:
     """On the hosts of a cluster that somebody else has started."""
     reach, former = request.reach, request.reach.attached
-    progress(f"ddip: asking where the engines of {reach.cluster} are", 0.0)
     n = request.n if former is None else former.n
-    attachment = attached.look(clusters.find(reach.cluster), reach.cluster, n)
-    counts = attachment.counts()
+    if reach.cluster:
+        file = clusters.find(reach.cluster)
+    elif former is not None and engines.hold(former.file):
+        file = former.file
+    else:
+        file = engines.start(reach.engines, reach.profile or "default", n, progress)
+    try:
+        progress("ddip: asking where the engines are", 0.0)
+        attachment = attached.look(file, reach.cluster or reach.engines, n)
+        counts = attachment.counts()
+    except BaseException:
+        engines.give_back(file)
+        raise
     each = request.gpus is not None  # -g is about each host
     hosts = tuple(HostRequest(seat.name, None if each else count) for seat, count in counts)
     return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
@@ -75,6 +85,8 @@ def give_back(request: Request) -> None:
     """The group that had what was found for `request` has ended."""
     if request.reach.job:
         slurm.give_back(request.reach.job)
+    if request.reach.attached is not None:
+        engines.give_back(request.reach.attached.file)
 
 
 @contextlib.contextmanager
@@ -85,7 +97,9 @@ def kept(request: Request) -> Iterator[None]:
     """
     if request.reach.cluster:
         _attached(request, lambda text, share=None: None)
+    there = request.reach.attached
     held = bool(request.reach.job) and slurm.hold(request.reach.job)
+    held = held or (there is not None and engines.hold(there.file))
     try:
         yield
     finally:

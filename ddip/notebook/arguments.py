@@ -8,7 +8,7 @@ from typing import Any, Literal
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import parse_argstring
 
-from ddip.cluster import folder, on_host, slurm
+from ddip.cluster import engines, folder, on_host, slurm
 from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
 from ddip.group import placement
@@ -87,12 +87,27 @@ def request(args: Any) -> placement.Request:
 
 def _reach(args: Any) -> Reach:
     """How the hosts are reached, or found; raises BadInput."""
-    ways = [f"--{name}" for name in ("hosts", "slurm", "here", "cluster") if getattr(args, name)]
+    ways = [f"--{name}" for name in ("hosts", "slurm", "here", "cluster", "engines") if getattr(args, name)]
     if len(ways) > 1:
         raise BadInput(f"{' and '.join(ways)}: type one of them, each says where the ranks are")
     if args.slurm is not None:
         slurm.parse(args.slurm)
-    return Reach(args.cd, args.python or "", args.setup or "", args.slurm or "", args.here, cluster=args.cluster or "")
+    if args.engines is not None:
+        engines.check(args.engines)
+    elif args.profile is not None:
+        raise BadInput(
+            f"--profile {args.profile}: it configures a launcher; type it with --engines, such as --engines ssh"
+        )
+    return Reach(
+        args.cd,
+        args.python or "",
+        args.setup or "",
+        args.slurm or "",
+        args.here,
+        cluster=args.cluster or "",
+        engines=args.engines or "",
+        profile=args.profile or "",
+    )
 
 
 def job_script(args: Any) -> str:
@@ -133,6 +148,7 @@ def asks_for_a_group(args: Any) -> bool:
         or args.slurm
         or args.here
         or args.cluster
+        or args.engines
     )
 
 

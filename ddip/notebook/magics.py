@@ -82,6 +82,10 @@ class DipMagics(Traits):
     )
     @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
     @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
+    @argument(
+        "--engines", metavar="LAUNCHER", help="On hosts that a launcher of ipyparallel's starts engines on: ssh, mpi."
+    )
+    @argument("--profile", help="With --engines: the profile of IPython that configures the launcher.")
     @argument("-c", "--cluster", help="On the hosts of a running ipyparallel cluster: its id, profile, or file.")
     @argument("--cd", metavar="FOLDER", help="On other hosts: where ranks begin; default: where the notebook is.")
     @argument("--python", help="On other hosts: which Python to take there; default: the notebook's, else python3.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,3 +128,24 @@ def test_a_controller_that_is_killed_is_said() -> None:
             group.run("import time; time.sleep(60)")
         with pytest.raises(GroupError, match="does not answer|no controller answers"):
             ddip.Group(reach=Reach(cluster="lost"))
+
+
+def test_a_launcher_of_ipyparallels_is_started_for_the_group_and_ended_with_it() -> None:
+    with ddip.Group(2, reach=Reach(engines="local")) as group:
+        group.run("import os; parent = os.getppid()")
+        before = _of_ipyparallel()
+        assert before
+        group.restart()
+        assert _of_ipyparallel() == before
+        group.run(SUM)
+    wait_until(lambda: not _of_ipyparallel(), 10, "the end of the engines")
+
+
+def _of_ipyparallel() -> set[int]:
+    """The engines and controllers that this process has had started."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("IPP_CLUSTER_ID", "").startswith(f"ddip-{os.getpid()}-"):
+                found.add(process.pid)
+    return found
