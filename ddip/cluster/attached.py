@@ -52,12 +52,17 @@ class Attachment:
     n: int | None
     """How many ranks were asked for; None: as many as there are engines."""
 
-    def counts(self) -> list[tuple[Seat, int]]:
-        """How many ranks each host has: those of the first engines. Raises GroupError if there are not so many."""
+    def ensure_enough(self) -> None:
+        """Raise GroupError if there are not so many engines."""
         have = sum(len(seat.engines) for seat in self.seats)
-        left = have if self.n is None else self.n
-        if left > have:
-            raise GroupError(f"-n {left}: that cluster has {have} engine{'s' * (have != 1)}; leave out -n to have all")
+        if self.n is not None and self.n > have:
+            raise GroupError(
+                f"-n {self.n}: that cluster has {have} engine{'s' * (have != 1)}; leave out -n to have all"
+            )
+
+    def counts(self) -> list[tuple[Seat, int]]:
+        """How many ranks each host has: as many as there are engines, or as were asked for, in the order of hosts."""
+        left = sum(len(seat.engines) for seat in self.seats) if self.n is None else self.n
         counts = []
         for seat in self.seats:
             count = min(left, len(seat.engines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddip.cluster.ways import Reach
@@ -57,6 +57,10 @@ class Request:
             return Request(old.n, old.gpus, self.backend or old.backend, app, hosts, reach)
         if not elsewhere:  # the counts of hosts that were asked for before are over
             hosts = tuple(HostRequest(host.name) for host in hosts)
+        if not elsewhere and reach.attached is not None and self.n is not None:  # of the whole cluster
+            attached = replace(reach.attached, n=self.n)
+            hosts = tuple(HostRequest(seat.name, count) for seat, count in attached.counts())
+            return Request(None, self.gpus, self.backend, app, hosts, replace(reach, attached=attached))
         return Request(self.n, self.gpus, self.backend, app, hosts, reach)
 
 

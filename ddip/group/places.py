@@ -48,12 +48,12 @@ def _attached(request: Request, progress: Report) -> Request:
     try:
         progress("ddip: asking where the engines are", 0.0)
         attachment = attached.look(file, reach.cluster or reach.engines, n)
-        counts = attachment.counts()
+        attachment.ensure_enough()
     except BaseException:
         engines.give_back(file)
         raise
     each = request.gpus is not None  # -g is about each host
-    hosts = tuple(HostRequest(seat.name, None if each else count) for seat, count in counts)
+    hosts = tuple(HostRequest(seat.name, None if each else count) for seat, count in attachment.counts())
     return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
 
 

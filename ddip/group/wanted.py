@@ -33,7 +33,9 @@ def resolve(request: Request, hosts: Sequence[Host], there: int) -> GroupSpec:
 def ensure_same_hosts(request: Request, old: Request) -> None:
     """Raise BadInput if `request` is for other hosts than a group that `old` made: no engine can go there."""
     names, there = [host.name for host in request.hosts], [host.name for host in old.hosts]
-    if names != there or request.reach != old.reach:
+    if request.reach.attached is not None:
+        request.reach.attached.ensure_enough()
+    if names != there or request.reach.asked != old.reach.asked:
         where = ",".join(there) or "this machine"
         raise BadInput(f"the group is on {where}; to start afresh on other hosts, or in another way, type -r, too")
 

@@ -14,6 +14,7 @@ import pytest
 import ddip
 from ddip.cluster.ways import Reach
 from ddip.errors import CellError, GroupError
+from ddip.group.placement import Request
 
 from .leftovers import assert_nothing_left, lives, wait_until
 from .theirs import Theirs, theirs
@@ -70,8 +71,13 @@ def test_a_wrong_number_and_a_wrong_name_are_said_before_anything_ends(cluster: 
         assert group.world_size == 1
         group.run("kept = 7")
         with pytest.raises(GroupError, match="there is no such cluster"):
-            group.restart(ddip.group.placement.Request(reach=Reach(cluster="their")))
+            group.restart(Request(reach=Reach(cluster="their")))
+        group.change(Request(n=2))
         assert group.pull(["kept"], 0) == {"kept": 7}
+        with pytest.raises(GroupError, match="-n 3: that cluster has 2 engines"):
+            group.change(Request(n=3))
+        group.restart(Request(n=1))
+        assert group.world_size == 1
 
 
 def test_a_python_without_ddip_is_named(cluster: Theirs) -> None:
@@ -130,6 +136,7 @@ def test_a_controller_that_is_killed_is_said() -> None:
             ddip.Group(reach=Reach(cluster="lost"))
 
 
+@pytest.mark.grid
 def test_a_launcher_of_ipyparallels_is_started_for_the_group_and_ended_with_it() -> None:
     with ddip.Group(2, reach=Reach(engines="local")) as group:
         group.run("import os; parent = os.getppid()")

@@ -56,6 +56,14 @@ def test_the_client_sends_as_ddip_asks() -> None:
     assert MessageFuture("id").iopub_callbacks == []
 
 
+def test_links_to_clusters_of_others_find_what_they_take_the_place_of() -> None:
+    source = inspect.getsource(ipyparallel.Client)
+    for name in ("_control_stream.on_recv(self._dispatch_single_reply", "self._futures", "self._io_loop"):
+        assert name in source
+    assert "self.control_stream.on_recv(self.dispatch_control, copy=False)" in inspect.getsource(Kernel)
+    assert "self.control_handlers.get(msg_type" in inspect.getsource(Kernel)
+
+
 def test_the_client_closes_its_sockets_on_its_own_thread_before_it_would_tell_them_to_keep_nothing() -> None:
     """When this fails, ``RankClient.close`` may be needed no longer."""
     assert "self._io_loop.close(all_fds=True)" in inspect.getsource(ipyparallel.Client._io_main)

@@ -1,0 +1,115 @@
+"""Attaching to clusters of others: which cluster is meant, how many ranks a host has, and what the page shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddip.cluster import clusters, engines, far_end
+from ddip.cluster.attached import Attachment, Seat
+from ddip.cluster.far_end import Link
+from ddip.errors import BadInput, GroupError
+
+SEATS = (Seat("h2", (0, 2), "python"), Seat("h1", (1,), "python"))
+PAGE = Path(__file__).parents[2] / "docs" / "attach.md"
+
+
+@pytest.fixture
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of IPython's with the files of two clusters that do not run."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    for profile, name in (("default", "ipcontroller-client.json"), ("big", "ipcontroller-one-two-client.json")):
+        folder = tmp_path / f"profile_{profile}" / "security"
+        folder.mkdir(parents=True)
+        told = {"interface": "tcp://127.0.0.1", "registration": 1, "location": "here"}
+        (folder / name).write_text(json.dumps(told))
+    return tmp_path
+
+
+def test_clusters_are_known_by_profile_and_id(profiles: Path) -> None:
+    assert [found.name for found in clusters.all_there()] == ["big/one-two", "default"]
+    with pytest.raises(GroupError, match=r"^-c one-two: its controller does not answer; none runs here"):
+        clusters.find("one-two")
+    with pytest.raises(GroupError, match=r"^-c three: there is no such cluster; none runs here; ipcluster start"):
+        clusters.find("three")
+
+
+def test_either_file_of_a_cluster_names_it(profiles: Path) -> None:
+    folder = profiles / "profile_big" / "security"
+    file = str(folder / "ipcontroller-one-two-client.json")
+    assert clusters.find(file) == clusters.find(str(folder / "cluster-one-two.json")) == file
+    with pytest.raises(GroupError, match="there is no file"):
+        clusters.find(str(folder / "none.json"))
+    (folder / "other.json").write_text("[]")
+    with pytest.raises(GroupError, match="that is no connection file for clients"):
+        clusters.find(str(folder / "other.json"))
+
+
+@pytest.mark.parametrize(("n", "counts"), [(None, [2, 1]), (3, [2, 1]), (2, [2]), (1, [1])])
+def test_ranks_are_on_the_first_hosts(n: int | None, counts: list[int]) -> None:
+    attachment = Attachment("file", SEATS, n)
+    attachment.ensure_enough()
+    assert [count for _, count in attachment.counts()] == counts
+
+
+def test_more_ranks_than_engines_are_refused() -> None:
+    with pytest.raises(GroupError, match="^-n 4: that cluster has 3 engines; leave out -n"):
+        Attachment("file", SEATS, 4).ensure_enough()
+
+
+def test_a_launcher_that_is_not_there_is_refused_with_those_that_are() -> None:
+    engines.check("ssh")
+    with pytest.raises(BadInput, match=r"^--engines shh: ipyparallel has no such launcher; type one of .*slurm.*ssh"):
+        engines.check("shh")
+
+
+def test_a_link_carries_more_than_its_window_and_says_when_a_message_is_missing() -> None:
+    out, into = os.pipe()
+    source, feed = os.pipe()
+    near = Link(lambda content, data: far.heard(content, data) and None, {})
+    far = Link(lambda content, data: near.heard(content, data) and None, {"in": into})
+    whole = os.urandom(60_000)
+    for number in range(3 * far_end.WINDOW):
+        os.write(feed, whole[:1000])
+        if number == 0:
+            threading.Thread(target=near.read, args=("in", source), daemon=True).start()
+    os.close(feed)
+    got = b""
+    while data := os.read(out, 1 << 16):
+        got += data
+    assert got == whole[:1000] * 3 * far_end.WINDOW
+    assert far.drain(5)
+    far.heard({"number": 10**6, "what": "beat", "value": None}, b"")
+    assert far.fault == "a message was lost on its way"
+    os.close(out)
+    os.close(source)
+
+
+def test_what_is_sent_to_an_engine_needs_the_standard_library_alone() -> None:
+    assert far_end.__file__ is not None
+    text = Path(far_end.__file__).read_text()
+    modules = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert modules <= sys.stdlib_module_names
+
+
+def test_the_manifest_of_the_page_is_a_jobset() -> None:
+    yaml = pytest.importorskip("yaml")
+    (text,) = [block.partition("```")[0] for block in PAGE.read_text().split("```yaml\n")[1:]]
+    manifest: dict[str, Any] = yaml.safe_load(text)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    jobs = {job["name"]: job["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]}
+    assert set(jobs) == {"controller", "engines"}
+    for name, spec in jobs.items():
+        pod = spec["template"]["spec"]
+        assert pod["restartPolicy"] == "Never"
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert container["command"][0] == {"controller": "ipcontroller", "engines": "ipengine"}[name]
+        assert "--cluster-id=ipp" in container["command"]
+    assert f"--location={manifest['metadata']['name']}-controller-0-0.{manifest['metadata']['name']}" in str(jobs)
