@@ -155,8 +155,8 @@ class Agent:
             self.say(refused=number, why=str(error))
 
     def _exited(self, number: int, child: Child, log: str) -> None:
-        if self._children.pop(number, None) is None:
-            return
+        if self._children.pop(number, None) is None or self._once.locked():
+            return  # or this leaves, and they with it: that the host is lost says more
         text = ""
         with contextlib.suppress(OSError):
             text = Path(self.run_folder, log).read_bytes()[-LOG_BYTES:].decode(errors="replace")
@@ -209,8 +209,12 @@ def _enter(directory: str) -> str:
 
 
 def _address() -> str:
-    """The address of this host at which ssh has come in; empty where it has not."""
-    return (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
+    """The address of this host towards the notebook, as ssh or Slurm knows it; empty where neither has come in."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    if len(words) == 4:
+        return words[2]
+    notebook = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    return on_host.route(notebook)[0] if notebook else ""
 
 
 def _ports() -> list[tuple[int, int]]:
