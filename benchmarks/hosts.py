@@ -65,9 +65,8 @@ def main() -> None:
     print(f"import torch.distributed by ssh, on both at once   {limit:5.2f}")
     for number, ranks in ((1, 2), (2, 4)):
         start, stop = (statistics.median(row[number][which] for row in rows) for which in (0, 1))  # type: ignore[index]
-        print(
-            f"ddip, 2 x {ranks} ranks, to the first all_reduce          {start:5.2f}  {start - limit:+.2f}   stop {stop:.2f}"
-        )
+        print(f"ddip, 2 x {ranks} ranks, to the first all_reduce          {start:5.2f}  ({start - limit:+.2f})")
+        print(f"      and to its end                               {stop:5.2f}")
     pairs = [(cells(n=4), cells(n=2, hosts=",".join(HOSTS))) for _ in range(3)]
     here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
     trip = 1e3 * statistics.median(seconds(connected) for _ in range(CELLS))
