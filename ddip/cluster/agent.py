@@ -36,6 +36,7 @@ from typing import Any, NoReturn, TypedDict
 
 from ddip.cluster import host, links, on_host, ownership, preload_client, processes
 from ddip.cluster.children import Child
+from ddip.cluster.far_end import ADDRESS
 from ddip.cluster.processes import Proc
 from ddip.cluster.relay import FRAME, Relay
 
@@ -209,8 +210,10 @@ def _enter(directory: str) -> str:
 
 
 def _address() -> str:
-    """The address of this host towards the notebook, as ssh or Slurm knows it; empty where neither has come in."""
+    """The address of this host towards the notebook, as ssh, Slurm or its engines know it; empty: nobody does."""
     words = os.environ.get("SSH_CONNECTION", "").split()
+    if ADDRESS in os.environ:
+        return os.environ.pop(ADDRESS)
     if len(words) == 4:
         return words[2]
     notebook = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")

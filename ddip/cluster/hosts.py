@@ -33,7 +33,7 @@ class Hosts:
         self.all: list[Host] = [self._open(number, name) for number, name in enumerate(names or [HERE[0]])]
 
     def _open(self, number: int, name: str) -> Host:
-        if name in HERE:
+        if name in HERE and not self.reach.cluster:
             return LocalHost(self._run_folder)
         directory = on_host.directory() if self.reach.directory is None else self.reach.directory
         return RemoteHost(name, self._way.command(number, name), directory)

@@ -219,3 +219,47 @@ def refresh(client: Client, timeout: float) -> None:
 def unregister(client: Client, engine: int) -> None:
     """Tell the Hub that `engine` ended, as ipyparallel's nanny would; its running requests then fail at once."""
     client._send(client._query_stream, "unregistration_request", content={"id": engine})
+
+
+class LinkClient(Client):  # type: ignore[misc]
+    """A client of somebody else's cluster that gives away what engines send on the control channel without being asked.
+
+    `heard` is called on the client's own thread. ipyparallel passes over what answers none of its requests.
+    """
+
+    def __init__(self, file: str, heard: Callable[[dict[str, Any]], None], seconds: float) -> None:
+        self._heard = heard
+        super().__init__(file, timeout=seconds)
+
+    @unpack_message  # type: ignore[untyped-decorator]
+    def _dispatch_single_reply(self, msg: dict[str, Any]) -> None:
+        future = self._futures.get(msg["parent_header"].get("msg_id"))
+        if future is None:
+            self._heard(msg)
+        elif not future.done():
+            future.set_result(msg)
+
+
+def sender_on_control_channel(client: Client, engine: int) -> Callable[[str, dict[str, Any], bytes], None]:
+    """Sends an engine what it does not answer, also when it has ended; ipyparallel would keep a future for it.
+
+    Raises KeyError for an engine that has ended already.
+    """
+    ident = _identity(client, engine)
+
+    def send(msg_type: str, content: dict[str, Any], data: bytes) -> None:
+        buffers = [data] if data else None
+        client._io_loop.add_callback(_send, client, msg_type, content, ident, buffers)
+
+    return send
+
+
+def _send(client: Client, msg_type: str, content: dict[str, Any], ident: Any, buffers: list[bytes] | None) -> None:
+    """On the client's own thread."""
+    client.session.send(client._control_stream, msg_type, content, ident=ident, buffers=buffers)
+
+
+def asked_again(client: Client) -> Future[Any]:
+    """A future that is done when the Hub answers."""
+    answer: Future[Any] = client._send(client._query_stream, "connection_request")
+    return answer

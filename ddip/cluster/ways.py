@@ -2,6 +2,7 @@
 
     Ssh     one ssh a host                         --hosts h1:4,h2:4
     Srun    one step a node, in a job of Slurm's   --slurm "nodes=2", --here
+    Attached  an engine of somebody else's cluster   --cluster NAME
 
 Nothing above `Hosts` knows which one it is.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ddip.cluster import slurm, ssh
+from ddip.cluster.attached import Attached, Attachment
 from ddip.cluster.host import HostLost
 from ddip.cluster.remote_host import RemoteHost
 from ddip.errors import GroupError
@@ -37,11 +39,20 @@ class Reach:
     """The hosts are those of the allocation that this process is in."""
     job: int = 0
     """Slurm's id of the job that has the hosts; found."""
+    cluster: str = ""
+    """The hosts are those of the engines of this ipyparallel cluster: its id, profile, or connection file."""
+    attached: Attachment | None = None
+    """That cluster, and who is where; found."""
+
+    @property
+    def asked(self) -> Reach:
+        """Without what was found."""
+        return replace(self, job=0, attached=None)
 
     @property
     def finds(self) -> bool:
         """Does it say where the hosts come from, whose names are not known yet?"""
-        return bool(self.slurm) or self.here
+        return bool(self.slurm) or self.here or bool(self.cluster)
 
 
 class Way(Protocol):
@@ -88,6 +99,8 @@ class Srun:
 
 def of(reach: Reach) -> Way:
     """The way that `reach` means."""
+    if reach.attached is not None:
+        return Attached(reach.attached, reach.python, reach.setup)
     return Srun(reach) if reach.job else Ssh(reach)
 
 

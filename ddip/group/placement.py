@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ddip.cluster.ways import Reach
@@ -50,7 +50,7 @@ class Request:
         """This request to a group that `old` made: the app stays unless another is named, where neither ranks nor
         GPUs nor hosts are asked for, they and the backend stay too, and hosts stay unless others are named."""
         app = self.app or old.app
-        same = replace(self.reach, job=old.reach.job) == old.reach
+        same = self.reach.asked == old.reach.asked
         elsewhere = bool(self.hosts) or (self.reach.finds and not same)
         hosts, reach = (self.hosts, self.reach) if elsewhere else (old.hosts, old.reach)
         if self.n is None and self.gpus is None and not elsewhere:

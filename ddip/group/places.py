@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from ddip.cluster import slurm
+from ddip.cluster import attached, clusters, slurm
 from ddip.errors import GroupError
 from ddip.group.placement import HostRequest, Request
 from ddip.output.area import notify
@@ -63,6 +63,8 @@ def found(request: Request, progress: Report) -> Place:
     Raises BadInput, GroupError or RequestInterrupted; nothing is left of what was begun then.
     """
     reach = request.reach
+    if reach.cluster:
+        return Place(_attached(request, progress))
     if not reach.finds or (reach.job and slurm.hold(reach.job)):
         return Place(request)
     if reach.slurm:
@@ -70,6 +72,18 @@ def found(request: Request, progress: Report) -> Place:
     if slurm.own_job():
         return _on_nodes(request, slurm.own_job())
     return Place(replace(request, hosts=tuple(map(HostRequest, _listed()))))
+
+
+def _attached(request: Request, progress: Report) -> Request:
+    """On the hosts of a cluster that somebody else has started."""
+    reach, former = request.reach, request.reach.attached
+    progress(f"ddip: asking where the engines of {reach.cluster} are", 0.0)
+    n = request.n if former is None else former.n
+    attachment = attached.look(clusters.find(reach.cluster), reach.cluster, n)
+    counts = attachment.counts()
+    each = request.gpus is not None  # -g is about each host
+    hosts = tuple(HostRequest(seat.name, None if each else count) for seat, count in counts)
+    return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
 
 
 def _on_nodes(request: Request, job: int) -> Place:
@@ -98,7 +112,12 @@ def _listed() -> list[str]:
 
 @contextlib.contextmanager
 def kept(request: Request) -> Iterator[None]:
-    """Keep what was found for `request`, while the group that has it ends and another begins."""
+    """Keep what was found for `request`, while the group that has it ends and another begins.
+
+    Raises GroupError where a cluster cannot be had.
+    """
+    if request.reach.cluster:
+        _attached(request, lambda text, share=None: None)
     held = bool(request.reach.job) and slurm.hold(request.reach.job)
     try:
         yield

@@ -87,12 +87,12 @@ def request(args: Any) -> placement.Request:
 
 def _reach(args: Any) -> Reach:
     """How the hosts are reached, or found; raises BadInput."""
-    ways = [f"--{name}" for name in ("hosts", "slurm", "here") if getattr(args, name)]
+    ways = [f"--{name}" for name in ("hosts", "slurm", "here", "cluster") if getattr(args, name)]
     if len(ways) > 1:
         raise BadInput(f"{' and '.join(ways)}: type one of them, each says where the ranks are")
     if args.slurm is not None:
         slurm.parse(args.slurm)
-    return Reach(args.cd, args.python or "", args.setup or "", args.slurm or "", args.here)
+    return Reach(args.cd, args.python or "", args.setup or "", args.slurm or "", args.here, cluster=args.cluster or "")
 
 
 def job_script(args: Any) -> str:
@@ -124,7 +124,15 @@ def _count(typed: str, yes: bool) -> int:
 def asks_for_a_group(args: Any) -> bool:
     """Does what was typed after ``%makedip`` say which group there shall be?"""
     return bool(
-        args.n or args.gpus or args.backend or args.app or args.restart or args.hosts or args.slurm or args.here
+        args.n
+        or args.gpus
+        or args.backend
+        or args.app
+        or args.restart
+        or args.hosts
+        or args.slurm
+        or args.here
+        or args.cluster
     )
 
 

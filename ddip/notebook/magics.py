@@ -77,6 +77,7 @@ class DipMagics(Traits):
     @argument("--slurm", metavar="JOB", help='On the nodes of a job that is submitted: "nodes=2 gpus=4 time=2:00:00".')
     @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
     @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
+    @argument("-c", "--cluster", help="On the hosts of a running ipyparallel cluster: its id, profile, or file.")
     @argument("--cd", metavar="FOLDER", help="On other hosts: where ranks begin; default: where the notebook is.")
     @argument("--python", help="On other hosts: which Python to take there; default: the notebook's, else python3.")
     @argument("--setup", metavar="LINE", help="On other hosts: a line of bash to run there before, in quotes.")

@@ -1,0 +1,128 @@
+"""`%makedip --cluster`: ranks on the hosts of an ipyparallel cluster that somebody else has started, and keeps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+import ddip
+from ddip.cluster.ways import Reach
+from ddip.errors import CellError, GroupError
+
+from .leftovers import assert_nothing_left, lives, wait_until
+from .theirs import Theirs, theirs
+
+SUM = "import torch, torch.distributed as dist\nx = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)\ntotal = x[0].item()"
+NOTEBOOK = """
+import ddip
+from ddip.cluster.ways import Reach
+group = ddip.Group(reach=Reach(cluster="theirs"))
+group.run("import os; pid = os.getpid()")
+print(*[values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]], flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Theirs]:
+    """Two engines on this machine."""
+    with theirs("theirs", 2) as cluster:
+        yield cluster
+
+
+def attached(**options: object) -> ddip.Group:
+    return ddip.Group(reach=Reach(cluster="theirs"), **options)  # type: ignore[arg-type]
+
+
+def test_ranks_come_and_go_and_the_cluster_stays_as_it_was(cluster: Theirs) -> None:
+    before, slow = cluster.handlers(), cluster.client[0].apply_async(_busy, 3)
+    with attached() as group:
+        assert not slow.done() or slow.get()  # an engine that is busy is a way, too
+        group.run(SUM)
+        assert [values["total"] for values in group.pull_all(["total"], [0, 1])[0]] == [3.0, 3.0]
+        group.push({"big": bytes(8 << 20)})
+        assert group.pull(["big"], 1) == {"big": bytes(8 << 20)}
+        assert cluster.values("kept") == [5, 5]
+    wait_until(lambda: cluster.handlers() == before, 10, "the end of what was in the engines")
+    assert cluster.values("kept") == [5, 5]
+    assert len(cluster.client.ids) == 2
+
+
+def _busy(seconds: float) -> bool:
+    import time
+
+    time.sleep(seconds)
+    return True
+
+
+def test_a_wrong_number_and_a_wrong_name_are_said_before_anything_ends(cluster: Theirs) -> None:
+    with pytest.raises(GroupError, match=r"-n 3: that cluster has 2 engines"):
+        attached(n=3)
+    with pytest.raises(GroupError, match=r"-c their: there is no such cluster; those that run are default/theirs"):
+        ddip.Group(reach=Reach(cluster="their"))
+    with attached(n=1) as group:
+        assert group.world_size == 1
+        group.run("kept = 7")
+        with pytest.raises(GroupError, match="there is no such cluster"):
+            group.restart(ddip.group.placement.Request(reach=Reach(cluster="their")))
+        assert group.pull(["kept"], 0) == {"kept": 7}
+
+
+def test_a_python_without_ddip_is_named(cluster: Theirs) -> None:
+    with pytest.raises(GroupError, match=r"install ddip there|there is no such program"):
+        ddip.Group(reach=Reach(cluster="theirs", python="/usr/bin/python3"))
+
+
+def test_a_notebook_that_is_killed_takes_its_ranks_along_and_no_engine(cluster: Theirs) -> None:
+    script = subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert script.stdout is not None and script.stdin is not None
+    with script:
+        ranks = list(map(int, script.stdout.readline().split()))
+        assert len(ranks) == 2
+        script.kill()
+    wait_until(lambda: not any(map(lives, ranks)), 15, "the end of the ranks")
+    assert cluster.values("kept") == [5, 5]
+    assert_nothing_left(script.pid, 15)
+
+
+@pytest.mark.grid
+def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: Theirs) -> None:
+    with attached() as group:
+        group.run("import os; pid = os.getpid()")
+        ranks = [values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]]
+        (near,) = [p for p in psutil.Process().children() if "ddip.cluster.near_end" in p.cmdline()]
+        near.kill()
+        with pytest.raises((CellError, GroupError), match="is lost|lost with"):
+            group.run("import time; time.sleep(60)")
+        wait_until(lambda: not any(map(lives, ranks)), 20, "the end of the ranks")
+        assert group.repair() == [0, 1]
+        group.run(SUM)
+
+
+@pytest.mark.grid
+def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_place() -> None:
+    with theirs("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
+        cluster.engines[0].kill()
+        with pytest.raises(
+            (CellError, GroupError), match="engine 0 of that cluster, which was the way there, has ended"
+        ):
+            group.run("import time; time.sleep(60)")
+        assert group.repair() == [0, 1]
+        group.run(SUM)
+        assert cluster.values("kept") == [5]
+
+
+@pytest.mark.grid
+def test_a_controller_that_is_killed_is_said() -> None:
+    with theirs("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
+        cluster.kill_controller()
+        with pytest.raises((CellError, GroupError), match="the controller of that cluster does not answer any more"):
+            group.run("import time; time.sleep(60)")
+        with pytest.raises(GroupError, match="does not answer|no controller answers"):
+            ddip.Group(reach=Reach(cluster="lost"))

@@ -1,0 +1,62 @@
+"""`%makedip --cluster` across hosts: engines on h1 and h2 are somebody else's; only their controller is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import ddip
+from ddip.cluster.ways import Reach
+from ddip.errors import CellError, GroupError
+
+from ..cluster.leftovers import wait_until
+from ..cluster.theirs import Theirs
+from .network import Network
+from .test_faults import ours
+from .test_ssh import of_all, sums
+
+
+@pytest.fixture
+def theirs(hosts: Network) -> Iterator[Theirs]:
+    """A controller on nb, engines 0 and 2 on h2, engine 1 on h1: what they are told is on their stdin."""
+    cluster = Theirs("theirs", hosts["nb"].address)
+    try:
+        told = (cluster.file.parent / "ipcontroller-theirs-engine.json").read_text()
+        for name in ("h2", "h1", "h2"):
+            hosts[name].path("/tmp/engine.json").write_text(told)
+            cluster.add(1, ["--file=/tmp/engine.json"], hosts[name].command)
+        cluster.client[:].push({"kept": 5}, block=True)
+        yield cluster
+    finally:
+        cluster.close()
+        hosts.reset()
+        for name in ("h1", "h2"):
+            for pid, line in hosts[name].processes():
+                if "ipyparallel" in line:
+                    hosts[name].run(["kill", "-9", str(pid)])
+            hosts[name].path("/tmp/engine.json").unlink(missing_ok=True)
+
+
+def test_hosts_come_in_the_order_of_their_engines_and_nothing_stays(theirs: Theirs, hosts: Network) -> None:
+    for _ in range(2):
+        with ddip.Group(reach=Reach(cluster="theirs")) as group:
+            assert sums(group) == [6.0] * 3
+            assert [info.host for info in group.info()] == ["h2", "h2", "h1"]
+            assert group.describe() == "ddip: 3 ranks on the CPU of h2, h1, gloo"
+            group.restart()
+            assert sums(group) == [6.0] * 3
+            group.push({"big": bytes(4 << 20)})
+            assert of_all(group, "big") == [bytes(4 << 20)] * 3
+    for name in ("h1", "h2"):
+        wait_until(lambda name=name: not ours(hosts[name]), 15, "the end of what was on the hosts")
+    assert theirs.values("kept") == [5] * 3
+    with ddip.Group(2, reach=Reach(cluster="theirs")) as group:
+        assert [info.host for info in group.info()] == ["h2", "h2"]
+
+
+def test_a_host_that_is_lost_is_said(theirs: Theirs, hosts: Network) -> None:
+    with ddip.Group(reach=Reach(cluster="theirs")) as group:
+        hosts["h1"].lose_power()
+        with pytest.raises((CellError, GroupError), match="lost with h1"):
+            group.run("import torch.distributed as dist\nwhile True: dist.all_reduce(torch.ones(2))")
