@@ -156,8 +156,8 @@ class Agent:
             self.say(refused=number, why=str(error))
 
     def _exited(self, number: int, child: Child, log: str) -> None:
-        if self._children.pop(number, None) is None:
-            return
+        if self._children.pop(number, None) is None or self._once.locked():
+            return  # or this leaves, and they with it: that the host is lost says more
         text = ""
         with contextlib.suppress(OSError):
             text = Path(self.run_folder, log).read_bytes()[-LOG_BYTES:].decode(errors="replace")
@@ -210,8 +210,14 @@ def _enter(directory: str) -> str:
 
 
 def _address() -> str:
-    """The address of this host at which ssh has come in, or that it has for its controller; empty: nobody knows."""
-    return os.environ.pop(ADDRESS, "") or (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
+    """The address of this host towards the notebook, as ssh, Slurm or its engines know it; empty: nobody does."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    if ADDRESS in os.environ:
+        return os.environ.pop(ADDRESS)
+    if len(words) == 4:
+        return words[2]
+    notebook = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    return on_host.route(notebook)[0] if notebook else ""
 
 
 def _ports() -> list[tuple[int, int]]:

@@ -47,8 +47,12 @@ _holds: dict[int, int] = {}
 
 def parse(typed: str) -> dict[str, str]:
     """Options of sbatch out of ``nodes=2 gpus=4 time=2:00:00 exclusive``; raises BadInput."""
+    try:
+        words = shlex.split(typed)
+    except ValueError:
+        raise BadInput(f"--slurm {typed!r}: a quote is not closed") from None
     found = {}
-    for word in shlex.split(typed):
+    for word in words:
         name, _, value = word.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise BadInput(f"--slurm {typed!r}: {word!r} is no option of sbatch; type name=value, {EXAMPLE}")

@@ -18,7 +18,9 @@ def main() -> None:
     script = json.loads(sys.stdin.readline())
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     job = done.stdout.strip().partition(";")[0]
-    said = {"job": job} if done.returncode == 0 else {"error": done.stderr.strip().rpartition("\n")[2]}
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()]
+    why = "; ".join(line for line in lines if not line.startswith("Try "))
+    said = {"job": job} if done.returncode == 0 else {"error": why}
     print(json.dumps(said), flush=True)
     sys.stdin.read()
     if job:

@@ -67,10 +67,11 @@ class Lifecycle:
         self._progress: Report = nobody
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
-        self._placed = SAME
         self._app: str | None = None
         self._came_later: set[int] = set()
         """Engines that were not there when the group started."""
+        self.place: places.Place
+        """Where it is, or was."""
         self._unprepared: set[int] = set()
         """Ranks on which the app has still to be prepared."""
         self._app_knows = 0
@@ -98,7 +99,8 @@ class Lifecycle:
         return wanted.resolve(request, hosts, 0 if self._ranks is None else len(self._ranks.members))
 
     def _start(self, request: Request) -> None:
-        request = self._placed = places.found(request, self._progress)
+        self.place = places.found(request, self._progress)
+        request = self.place.request
         if not request.hosts:
             self.spec = self._resolve(request)
         atexit.register(self.shutdown)
@@ -173,8 +175,7 @@ class Lifecycle:
             with stopping.button(f"{stop_name()} was pressed while the group ended; there is no group any more"):
                 self._manager.close()
                 ranks.cluster.stop()
-        placed, self._placed = self._placed, SAME
-        places.give_back(placed)
+        self.place.give_back()
 
     close = shutdown
 

@@ -4,35 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from ddip.cluster import attached, clusters, engines, slurm
 from ddip.errors import GroupError
 from ddip.group.placement import HostRequest, Request
+from ddip.output.area import notify
 from ddip.output.progress import Report
 
+WARN_SECONDS = 600.0
+"""Before the end of a job, when its user is told."""
 HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Variables of other schedulers, each the path of a file with a host in each line: PBS, LSF, Grid Engine."""
 
 
-def found(request: Request, progress: Report) -> Request:
-    """`request` with the hosts that its reach leads to, which are to be given back.
+class Place:
+    """Where a group is; `give_back` what was found for it when it has ended."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._job = request.reach.job
+        attachment = request.reach.attached
+        self._file = "" if attachment is None else attachment.file
+        self._timer: threading.Timer | None = None
+        self._look(first=True)
+
+    def _look(self, first: bool = False) -> None:
+        """Tell when the time of the job is nearly over; it may be changed meanwhile."""
+        left = slurm.seconds_left(self._job) if self._job else None
+        if left is None:
+            return
+        if left > WARN_SECONDS:
+            self._timer = threading.Timer(left - WARN_SECONDS, self._look)
+            self._timer.daemon = True
+            self._timer.start()
+        elif not first:
+            notify(f"{self.text()}; save what you need: its ranks end with it")
+
+    def text(self) -> str:
+        """How much of its time is left; empty where it has no end."""
+        left = slurm.seconds_left(self._job) if self._job else None
+        return "" if left is None else f"job {self._job} of Slurm ends in {timedelta(seconds=int(left))}"
+
+    def give_back(self) -> None:
+        """The group has ended; may be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        job, self._job = self._job, 0
+        if job:
+            slurm.give_back(job)
+        file, self._file = self._file, ""
+        engines.give_back(file)
+
+
+def found(request: Request, progress: Report) -> Place:
+    """The place of a group for `request`: with the hosts that its reach leads to, where it does not name them.
 
     Raises BadInput, GroupError or RequestInterrupted; nothing is left of what was begun then.
     """
     reach = request.reach
     if reach.cluster or reach.engines:
-        return _attached(request, progress)
+        return Place(_attached(request, progress))
     if not reach.finds or (reach.job and slurm.hold(reach.job)):
-        return request
+        return Place(request)
     if reach.slurm:
-        job = slurm.submit(reach.slurm, progress)
-        return _on_nodes(request, job)
+        return _on_nodes(request, slurm.submit(reach.slurm, progress))
     if slurm.own_job():
         return _on_nodes(request, slurm.own_job())
-    return replace(request, hosts=tuple(map(HostRequest, _listed())))
+    return Place(replace(request, hosts=tuple(map(HostRequest, _listed()))))
 
 
 def _attached(request: Request, progress: Report) -> Request:
@@ -57,12 +100,12 @@ def _attached(request: Request, progress: Report) -> Request:
     return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
 
 
-def _on_nodes(request: Request, job: int) -> Request:
+def _on_nodes(request: Request, job: int) -> Place:
     names = slurm.nodes(job)
     if not names:
         slurm.give_back(job)
         raise GroupError(f"job {job} of Slurm does not run, so there are no nodes to be had")
-    return replace(request, hosts=tuple(map(HostRequest, names)), reach=replace(request.reach, job=job))
+    return Place(replace(request, hosts=tuple(map(HostRequest, names)), reach=replace(request.reach, job=job)))
 
 
 def _listed() -> list[str]:
@@ -81,14 +124,6 @@ def _listed() -> list[str]:
     )
 
 
-def give_back(request: Request) -> None:
-    """The group that had what was found for `request` has ended."""
-    if request.reach.job:
-        slurm.give_back(request.reach.job)
-    if request.reach.attached is not None:
-        engines.give_back(request.reach.attached.file)
-
-
 @contextlib.contextmanager
 def kept(request: Request) -> Iterator[None]:
     """Keep what was found for `request`, while the group that has it ends and another begins.
@@ -99,9 +134,10 @@ def kept(request: Request) -> Iterator[None]:
         _attached(request, lambda text, share=None: None)
     there = request.reach.attached
     held = bool(request.reach.job) and slurm.hold(request.reach.job)
-    held = held or (there is not None and engines.hold(there.file))
+    file = there.file if there is not None and engines.hold(there.file) else ""
     try:
         yield
     finally:
         if held:
-            give_back(request)
+            slurm.give_back(request.reach.job)
+        engines.give_back(file)

@@ -74,12 +74,7 @@ class DipMagics(Traits):
         metavar="HOSTS",
         help="Other hosts, by ssh: h1:4,h2:4 are four ranks on each; with -n or -g: so many, or these, on each host.",
     )
-    @argument(
-        "--slurm",
-        metavar="JOB",
-        help="Submit a job to Slurm, with options of sbatch in quotes: nodes=2 gpus=4 time=2:00:00; gpus and cpus are "
-        "those of each node. It ends with the group.",
-    )
+    @argument("--slurm", metavar="JOB", help='On the nodes of a job that is submitted: "nodes=2 gpus=4 time=2:00:00".')
     @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
     @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
     @argument(
@@ -210,9 +205,8 @@ class DipMagics(Traits):
 
         group = self.require_group("%makedip -i")
         print(info_table(group.info()))
-        stopped = group.cluster.stopped()
-        if stopped:
-            print(stopped)
+        for text in filter(None, (group.cluster.stopped(), group.place.text())):
+            print(text)
         print(f"automatic %%dip: {self.autodipper.state}")
 
     def end_group(self) -> None:

@@ -1,0 +1,207 @@
+"""What a notebook's cells do is the same on two hosts: what is shown, stopped, completed, clicked and fetched."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import io
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddip
+
+from ..cluster.notebook import Notebook
+from ..cluster.test_display import until_it_answers
+from ..cluster.test_widgets import captured, click, widgets
+from .network import Network
+from .test_ssh import of_all
+
+SECRET = "rosebud-7dc1"
+
+
+@pytest.fixture
+def hosts(network: Network) -> Network:
+    """The tests share a group: what is left of it is looked for when all have run."""
+    return network
+
+
+@pytest.fixture(scope="module")
+def book(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with two ranks on h1 and two on h2."""
+    notebook = Notebook(tmp_path_factory.mktemp("notebook"))
+    try:
+        notebook.ok("%load_ext ddip")
+        notebook.ok("%makedip --hosts h1:2,h2:2")
+        yield notebook
+    finally:
+        notebook.shut_down()
+
+
+def test_each_rank_is_told_apart(book: Notebook) -> None:
+    shown = book.ok("%%dip -S all\nimport socket; print('on', socket.gethostname()); display(rank * 10)")
+    page = "".join(bundle.get("text/html", "") for bundle in shown.outputs)
+    for rank, host in enumerate(["h1", "h1", "h2", "h2"]):
+        assert f"on {host}" in page and str(rank * 10) in page
+    table = book.ok("%makedip -i").stdout.splitlines()
+    assert [line.split()[1] for line in table[1:5]] == ["h1", "h1", "h2", "h2"]
+
+
+def test_an_error_on_the_other_host_is_told_with_its_line(book: Notebook) -> None:
+    failed = book.fails("%%dip\nx = 1\nif rank == 3:\n    1 / 0\nimport torch.distributed as dist; dist.barrier()")
+    assert failed.message.startswith("rank 3: ZeroDivisionError: division by zero")
+    assert "----> 3     1 / 0" in failed.traceback
+    assert book.ok("%%dip\nprint(x)").stdout == "1\n"
+
+
+def test_a_stack_and_a_stop_and_a_timeout_reach_all_hosts(book: Notebook) -> None:
+    hang = "import torch, torch.distributed as dist\nprint('in')\nif rank != 2: dist.all_reduce(torch.ones(1))"
+    cell = book.begin(f"%%dip\nkept = rank\n{hang}\nelse:\n    while True: pass")
+    book.finish(cell, until="in")
+    book.interrupt()
+    assert book.finish(cell).error == "CellInterrupted"
+    assert book.fails(f"%%dip --timeout 2\n{hang}").error == "CellTimeout"
+    assert book.ok("%dipstack").stdout == "  ranks 0-3: idle\n"
+    assert book.ok("%%dip -S all -q\nassert kept == rank").status == "ok"
+
+
+def test_tab_knows_the_names_of_the_ranks(book: Notebook) -> None:
+    book.ok("%%dip\nclass There:\n    def method(self): 'Does it.'\nthing = There()")
+    assert until_it_answers(book, "complete", "%%dip -S all\nthing.me")["matches"] == [".method"]
+    book.ok("%autodip on")
+    assert until_it_answers(book, "complete", "x = thing.me")["matches"] == [".method"]
+    book.ok("%autodip off")
+
+
+def test_a_button_of_a_rank_on_the_other_host_works(book: Notebook) -> None:
+    cell = book.begin("""
+        %%dip -r 3 -S 3
+        import ipywidgets, socket
+        button, out = ipywidgets.Button(), ipywidgets.Output()
+        def clicked(_):
+            with out: print('clicked on', socket.gethostname())
+        button.on_click(clicked)
+        display(button, out)
+    """)
+    shown = book.finish(cell)
+    (button,) = widgets(shown, "ButtonModel")
+    click(book, button)
+    late = book.late_messages(cell, lambda messages: "clicked" in "".join(captured(messages).values()))
+    assert "clicked on h2\n" in captured(late).values()
+
+
+def test_objects_and_functions_of_the_notebook_go_there_and_back(book: Notebook) -> None:
+    book.ok("from ddip import in_torchddp\nimport torch\ndata = torch.arange(12.0)")
+    book.ok("""
+        def total():
+            import torch.distributed as dist
+            x = data[rank::world_size].sum()
+            dist.all_reduce(x)
+            return x.item(), world_size
+        found = in_torchddp(4, total, need='data')
+    """)
+    assert book.ok("print(found)").stdout == "(66.0, 4)\n"
+    book.ok("%dipush data")
+    book.ok("%%dip\nback = data * (rank + 1)")
+    book.ok("%dipull -r 3 back")
+    assert book.ok("print(back.sum().item())").stdout == "264.0\n"
+
+
+def test_no_key_is_in_a_file_a_command_line_or_an_environment(book: Notebook, network: Network) -> None:
+    keys = book.ok("""
+        import json
+        from ddip.group.session import current_group
+        file = current_group().cluster._ipp.controller.connection_files['engine']
+        known = json.load(open(file))
+        print(known['curve_serverkey'])  # who has it is let in
+        print(oct(__import__('os').stat(file).st_mode)[-3:])
+    """).stdout.split()
+    secret, mode = keys
+    assert len(secret) == 40 and mode == "600"
+    for name in ("h1", "h2"):
+        host = network[name]
+        seen = host.run(["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"], check=False).stdout
+        assert seen.count("ddip.cluster.agent") == 1 and "DDIP_" in seen and secret not in seen
+        for path in host.files():
+            if host.path(path).is_file():
+                assert secret.encode() not in host.path(path).read_bytes(), path
+
+
+def test_what_is_typed_printed_and_pushed_is_not_read_on_the_way(book: Notebook, network: Network) -> None:
+    with network.sniffed() as frames:
+        for _ in range(5):
+            book.ok(f"%%dip -S all\ntext = '{SECRET}'; print('{SECRET}')")
+            book.ok(f"told = '{SECRET}'\n%dipush told")
+    assert len(frames) > 100 and SECRET.encode() not in frames
+    with network.sniffed() as frames:  # gloo's own traffic is not encrypted, as the docs say
+        book.ok("%%dip\nimport torch.distributed as dist\nfor _ in range(5): dist.broadcast_object_list([text])")
+    assert SECRET.encode() in frames
+
+
+def test_who_has_no_key_is_not_let_in(book: Notebook) -> None:
+    told = book.ok("""
+        import zmq
+        from zmq.utils.monitor import recv_monitor_message
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            events = stranger.get_monitor_socket()
+            stranger.connect(f"{known['interface']}:{known['registration']}")
+            while (event := recv_monitor_message(events)['event']) not in (
+                zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            ):
+                pass
+            stranger.disable_monitor()
+        print(event != zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    """).stdout
+    assert told == "True\n"
+
+
+class _Counting(http.server.SimpleHTTPRequestHandler):
+    asked: Counter[tuple[str, str]] = Counter()
+
+    def do_GET(self) -> None:
+        self.asked[self.client_address[0], self.path] += 1
+        super().do_GET()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_fastai_fetches_once_a_host_and_trains(hosts: Network, tmp_path: Path) -> None:
+    pytest.importorskip("fastai")
+    with tarfile.open(tmp_path / "tiny.tgz", "w:gz") as archive:
+        info = tarfile.TarInfo("tiny/data.csv")
+        info.size = 4
+        archive.addfile(info, io.BytesIO(b"a,b\n"))
+    handler = functools.partial(_Counting, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer((hosts["nb"].address, 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with ddip.Group(2, hosts="h1,h2", app="fastai", timeout=120) as group:
+                group.run(f"""
+                    import os; os.environ["FASTAI_HOME"] = "/run/fastai"
+                    from fastai.data.external import *
+                    from fastai.distributed import rank0_first
+                    path = untar_data("http://{hosts["nb"].address}:{server.server_port}/tiny.tgz")
+                    told = (path / "data.csv").read_text()
+                    order = rank0_first(lambda: rank)
+                    from fastai.basics import *
+                    x = torch.linspace(-1, 1, 64)[:, None]
+                    set_seed(1)
+                    dls = DataLoaders.from_dsets(list(zip(x, 3 * x)), list(zip(x, 3 * x)), bs=8)
+                    learn = Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat(), lr=0.1)
+                    learn.fit(2)
+                    weight = learn.model.weight.item()
+                """)
+                assert of_all(group, "told") == ["a,b\n"] * 4 and of_all(group, "order") == [0, 1, 2, 3]
+                assert len(set(of_all(group, "weight"))) == 1
+        finally:
+            server.shutdown()
+            for name in ("h1", "h2"):
+                hosts[name].run(["rm", "-rf", "/run/fastai", "/root/.cache", "/root/.config"])  # matplotlib's, too
+    assert dict(_Counting.asked) == {(hosts[name].address, "/tiny.tgz"): 1 for name in ("h1", "h2")}

@@ -1,0 +1,172 @@
+"""`%makedip --slurm` and `--here`: a group on the nodes of a real Slurm's job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.cluster.ways import Reach
+from ddip.errors import CellError, GroupError, RequestInterrupted
+from ddip.group import places
+from ddip.group.placement import Request
+
+from ..cluster.leftovers import wait_until
+from ..cluster.notebook import Notebook
+from .slurm import Slurm
+from .test_slurm import typed
+from .test_ssh import of_all, sums
+
+TWO_NODES = Reach(slurm="nodes=2 time=30")
+WHERE = "import os, socket; where = socket.gethostname(), os.environ.get('CUDA_VISIBLE_DEVICES')"
+NOTEBOOK = """
+import ddip
+from ddip.cluster.ways import Reach
+group = ddip.Group(1, reach=Reach(slurm="nodes=2 time=30"))
+group.run("x = 1")
+print("ready", flush=True)
+input()
+"""
+
+
+def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
+    told: list[str] = []
+    with ddip.Group(2, reach=TWO_NODES, progress=lambda text, share=None: told.append(text)) as group:
+        assert list(slurm.jobs().values()) == ["RUNNING"]
+        assert sums(group) == [10.0] * 4
+        group.run(WHERE)
+        assert [host for host, _ in of_all(group, "where")] == ["h1", "h1", "h2", "h2"]
+        assert group.describe() == "ddip: 4 ranks on the CPU of h1, h2, gloo"
+        jobs = slurm.jobs()
+        group.change(Request(n=1))
+        assert sums(group) == [3.0] * 2
+        group.restart()
+        assert sums(group) == [3.0] * 2
+        assert slurm.jobs() == jobs
+    wait_until(lambda: not slurm.jobs())
+
+
+def test_a_group_is_on_the_nodes_of_the_allocation_that_it_is_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = typed("salloc --no-shell -N2 --gpus-per-node=2 --time=1:00:00")
+    found = re.search(r"Granted job allocation (\d+)", said)
+    assert found, said
+    monkeypatch.setenv("SLURM_JOB_ID", found[1])
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # of the step that the notebook is
+    with ddip.Group(1, reach=Reach(here=True)) as group:
+        assert sums(group) == [3.0] * 2
+        group.run(WHERE)
+        assert of_all(group, "where") == [("h1", "0,1"), ("h2", "0,1")]
+    assert slurm.jobs() == {int(found[1]): "RUNNING"}
+    typed(f"scancel {found[1]}")
+    wait_until(lambda: not slurm.jobs())
+
+
+def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
+    typed("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
+    wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
+    told: list[str] = []
+
+    def stop() -> None:
+        wait_until(lambda: any("Resources" in text or "Priority" in text for text in told))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(RequestInterrupted, match="its job was cancelled, and there is no group"):
+        ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: told.append(text))
+    stopper.join()
+    assert any(re.match(r"ddip: job \d+ is pending \(\w+\); stop cancels it", text) for text in told)
+    assert list(slurm.jobs().values()) == ["RUNNING"]
+    typed("scancel --user=root")
+    wait_until(lambda: not slurm.jobs())
+
+
+def test_what_slurm_does_not_take_is_said(slurm: Slurm) -> None:
+    with pytest.raises(GroupError, match=r"--slurm 'nodes=1 patrition=x': sbatch has not taken the job: .*patrition"):
+        ddip.Group(1, reach=Reach(slurm="nodes=1 patrition=x"))
+    with pytest.raises(GroupError, match="--here: this is no allocation"):
+        ddip.Group(1, reach=Reach(here=True))
+    assert slurm.jobs() == {}
+
+
+@pytest.mark.parametrize("when", ["idle", "in the queue"])
+def test_nothing_is_left_of_a_notebook_that_was_killed(slurm: Slurm, when: str) -> None:
+    if when == "in the queue":
+        typed("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
+        wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
+    before = len(slurm.jobs())
+    notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        if when == "idle":
+            assert notebook.stdout is not None and notebook.stdout.readline() == b"ready\n"
+        else:
+            wait_until(lambda: sorted(slurm.jobs().values()) == ["PENDING", "RUNNING"])
+    finally:
+        notebook.kill()
+        notebook.communicate()
+    wait_until(lambda: len(slurm.jobs()) == before, 15)
+    typed("scancel --user=root")
+    wait_until(lambda: not slurm.jobs())
+
+
+def test_a_job_that_is_taken_back_is_a_host_that_is_lost(slurm: Slurm) -> None:
+    with ddip.Group(1, reach=TWO_NODES) as group:
+        group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
+        (job,) = slurm.jobs()
+        taker = threading.Timer(1, lambda: typed(f"scancel {job}"))
+        taker.start()
+        began = time.monotonic()
+        with pytest.raises(CellError, match=r"is lost with h\d: .*CANCELLED"):
+            group.run("while True: dist.all_reduce(x)")
+        taker.join()
+        assert time.monotonic() - began < 20
+        wait_until(lambda: not slurm.jobs())
+        group.restart()  # the job is over: another one is submitted
+        assert sums(group) == [3.0] * 2
+
+
+def test_the_time_of_a_job_is_told(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(places, "WARN_SECONDS", 50.0)
+    with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")) as group:
+        (job,) = slurm.jobs()
+        assert re.fullmatch(rf"job {job} of Slurm ends in 0:0[01]:\d\d", group.place.text())
+        told = ""
+
+        def is_told() -> bool:
+            nonlocal told
+            told += capsys.readouterr().err
+            return "save what you need: its ranks end with it" in told
+
+        wait_until(is_told)
+
+
+def test_the_magic(slurm: Slurm, tmp_path: Path) -> None:
+    job = '--slurm "nodes=2 time=30" --setup "export PREPARED=yes" --python ' + sys.executable
+    notebook = Notebook(tmp_path)
+    try:
+        notebook.run("%load_ext ddip")
+        script = notebook.run('%makedip --slurm "nodes=2 gpus=2 time=30 mem=100" --dry-run').stdout
+        assert "#SBATCH --gpus-per-node=2\n" in script and slurm.jobs() == {}
+        notebook.run(f"%makedip -n 1 {job}")
+        assert notebook.run("%%dip\nimport os; print(os.environ['PREPARED'], world_size)").stdout == "yes 2\n"
+        jobs = slurm.jobs()
+        assert "unchanged" in notebook.run(f"%makedip -n 1 {job}").text
+        assert slurm.jobs() == jobs
+        assert "type -r, too" in notebook.fails('%makedip --slurm "nodes=1"').message
+        assert "leave out array" in notebook.fails('%makedip -r --slurm "nodes=1 array=3"').message
+        notebook.run("%%dip\nassert world_size == 2")
+        assert re.search(r"job \d+ of Slurm ends in 0:2\d:\d\d", notebook.run("%makedip -i").stdout)
+        notebook.run("%makedip -k")
+    finally:
+        notebook.shut_down()
+    wait_until(lambda: not slurm.jobs())

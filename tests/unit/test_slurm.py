@@ -1,0 +1,74 @@
+"""What `--slurm` submits, and where `--here` looks; no Slurm is needed for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddip.cluster import slurm
+from ddip.cluster.ways import Reach
+from ddip.errors import BadInput, GroupError
+from ddip.group import places
+from ddip.group.placement import HostRequest, Request
+
+
+def test_words_are_options_of_sbatch() -> None:
+    lines = slurm.script("nodes=2 gpus=4 cpus=8 time=2:00:00 partition=x --account=y exclusive").splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
+        "job-name=ddip",
+        "output=/dev/null",
+        "ntasks-per-node=1",
+        "nodes=2",
+        "gpus-per-node=4",
+        "cpus-per-task=8",
+        "time=2:00:00",
+        "partition=x",
+        "account=y",
+        "exclusive",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        ("gpus=4", "type how many nodes"),
+        ("nodes=2 ,x", "',x' is no option of sbatch; type name=value"),
+        ("nodes=2 array=1-3", "leave out array"),
+        ("nodes=2 'time=1", "a quote is not closed"),
+        ("", "type how many nodes"),
+    ],
+)
+def test_what_cannot_be_submitted_is_said(typed: str, text: str) -> None:
+    with pytest.raises(BadInput, match=text):
+        slurm.parse(typed)
+
+
+def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GroupError, match="there is no Slurm here: sbatch and srun are not on the PATH"):
+        places.found(Request(reach=Reach(slurm="nodes=2")), lambda text, share=None: None)
+
+
+def test_here_takes_the_hosts_that_another_scheduler_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [*places.HOST_FILES, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    place = places.found(Request(reach=Reach(here=True)), lambda text, share=None: None)
+    assert place.request.hosts == (HostRequest("n1"), HostRequest("n2")) and place.text() == ""
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nowhere"))
+    with pytest.raises(GroupError, match="cannot be read"):
+        places.found(Request(reach=Reach(here=True)), lambda text, share=None: None)
+
+
+def test_a_request_for_the_same_job_is_none_for_another_place() -> None:
+    found = Request(1, hosts=(HostRequest("n1"), HostRequest("n2")), reach=Reach(slurm="nodes=2", job=7))
+    again = Request(reach=Reach(slurm="nodes=2")).after(found)
+    assert (again.hosts, again.reach, again.n) == (found.hosts, found.reach, 1)
+    other = Request(reach=Reach(slurm="nodes=3")).after(found)
+    assert (other.hosts, other.reach.job) == ((), 0)
+    bigger = Request(4).after(found)
+    assert (bigger.hosts, bigger.reach, bigger.n) == (found.hosts, found.reach, 4)
