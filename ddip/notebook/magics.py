@@ -78,7 +78,7 @@ class DipMagics(Traits):
     @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
     @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
     @argument(
-        "--engines", metavar="LAUNCHER", help="On hosts that a launcher of ipyparallel's starts engines on: ssh, mpi."
+        "--engines", metavar="LAUNCHER", help="On hosts where ipyparallel's launcher of that name starts engines."
     )
     @argument("--profile", help="With --engines: the profile of IPython that configures the launcher.")
     @argument("-c", "--cluster", help="On the hosts of a running ipyparallel cluster: its id, profile, or file.")
@@ -204,9 +204,7 @@ class DipMagics(Traits):
         from ddip.output.tables import info_table
 
         group = self.require_group("%makedip -i")
-        print(info_table(group.info()))
-        for text in filter(None, (group.cluster.stopped(), group.place.text())):
-            print(text)
+        print("\n".join(filter(None, (info_table(group.info()), group.cluster.stopped(), group.place.text()))))
         print(f"automatic %%dip: {self.autodipper.state}")
 
     def end_group(self) -> None:
