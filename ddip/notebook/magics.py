@@ -77,9 +77,7 @@ class DipMagics(Traits):
     @argument("--slurm", metavar="JOB", help='On the nodes of a job that is submitted: "nodes=2 gpus=4 time=2:00:00".')
     @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
     @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
-    @argument(
-        "--engines", metavar="LAUNCHER", help="On hosts where ipyparallel's launcher of that name starts engines."
-    )
+    @argument("--engines", metavar="LAUNCHER", help="On hosts where this launcher of ipyparallel's starts engines.")
     @argument("--profile", help="With --engines: the profile of IPython that configures the launcher.")
     @argument("-c", "--cluster", help="On the hosts of a running ipyparallel cluster: its id, profile, or file.")
     @argument("--cd", metavar="FOLDER", help="On other hosts: where ranks begin; default: where the notebook is.")

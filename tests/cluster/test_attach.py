@@ -19,6 +19,8 @@ from ddip.group.placement import Request
 from .leftovers import assert_nothing_left, lives, wait_until
 from .theirs import Theirs, theirs
 
+pytestmark = pytest.mark.grid
+
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)\ntotal = x[0].item()"
 NOTEBOOK = """
 import ddip
@@ -99,7 +101,6 @@ def test_a_notebook_that_is_killed_takes_its_ranks_along_and_no_engine(cluster: 
     assert_nothing_left(script.pid, 15)
 
 
-@pytest.mark.grid
 def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: Theirs) -> None:
     with attached() as group:
         group.run("import os; pid = os.getpid()")
@@ -113,7 +114,6 @@ def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: The
         group.run(SUM)
 
 
-@pytest.mark.grid
 def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_place() -> None:
     with theirs("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
         cluster.engines[0].kill()
@@ -126,7 +126,6 @@ def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_plac
         assert cluster.values("kept") == [5]
 
 
-@pytest.mark.grid
 def test_a_controller_that_is_killed_is_said() -> None:
     with theirs("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
         cluster.kill_controller()
@@ -136,7 +135,6 @@ def test_a_controller_that_is_killed_is_said() -> None:
             ddip.Group(reach=Reach(cluster="lost"))
 
 
-@pytest.mark.grid
 def test_a_launcher_of_ipyparallels_is_started_for_the_group_and_ended_with_it() -> None:
     with ddip.Group(2, reach=Reach(engines="local")) as group:
         group.run("import os; parent = os.getppid()")
