@@ -38,7 +38,8 @@ def theirs(hosts: Network) -> Iterator[Theirs]:
                 if "ipyparallel" in line:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, 9)
-            hosts[name].path("/tmp/engine.json").unlink(missing_ok=True)
+            wait_until(lambda name=name: not any("ipyparallel" in line for _, line in hosts[name].processes()))
+            hosts[name].run(["sh", "-c", "rm -rf /tmp/engine.json /tmp/tmp*"])
 
 
 def test_hosts_come_in_the_order_of_their_engines_and_nothing_stays(theirs: Theirs, hosts: Network) -> None:
