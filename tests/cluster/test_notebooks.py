@@ -13,6 +13,8 @@ from nbclient import NotebookClient
 
 from ddip.cluster import preload_client
 
+from ..hosts.network import not_here
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -20,8 +22,15 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = {path: path.stem for path in NOTEBOOKS if path.stem.startswith("fastai_")}
 FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith(("hf_", "course_", "lightning"))]
 """They need packages that ``make test`` does not install; ``tests/frameworks`` runs them."""
+HOSTS = FOLDER / "several_hosts.ipynb"
+"""``tests/hosts`` runs it."""
+NO_HOSTS = not_here()
 OTHERS = [
-    pytest.param(path, id=path.stem, marks=pytest.mark.grid)
+    pytest.param(
+        path,
+        id=path.stem,
+        marks=[pytest.mark.grid, pytest.mark.skipif(path == HOSTS and NO_HOSTS is not None, reason=str(NO_HOSTS))],
+    )
     for path in NOTEBOOKS
     if path not in LESSONS and path not in FRAMEWORKS
 ]
