@@ -74,6 +74,9 @@ class Agent:
         self._relay = Relay(self._send, "ddip-relay")
         self._children: dict[int, Child] = {}
         self._started: dict[int, list[Proc]] = {}
+        self._logs: dict[int, Path] = {}
+        self._marks: dict[int, int] = {}
+        """Bytes of each log from before the last cell."""
         begin: Begin = json.loads(near.recv_bytes())["begin"]
         os.environ.update(begin["variables"])
         os.environ["JPY_SESSION_NAME"] = begin["notebook"]
@@ -131,6 +134,9 @@ class Agent:
                     self.say(exited=number, code=None)
                 else:
                     child.end()
+            case {"mark": number}:
+                with contextlib.suppress(KeyError, OSError):  # it has ended
+                    self._marks[number] = self._logs[number].stat().st_size
             case {"listen": paths, "ask": number}:
                 self._answer(number, lambda: self._relay.listen(paths))
             case {"ask": number, "function": name, "args": args}:
@@ -142,9 +148,10 @@ class Agent:
             self.say(refused=number, why=f"{sys.platform} cannot fork; ranks on other hosts need Linux")
             return
         request["env"] = {**self._environment, **request["env"]}
+        self._logs[number] = Path(self.run_folder, request["log"])
         child = self._children[number] = self._host.fork(**request)
         child.pid.add_done_callback(lambda done: self._forked(number, child))
-        child.exit.add_done_callback(lambda done: self._exited(number, child, request["log"]))
+        child.exit.add_done_callback(lambda done: self._exited(number, child))
 
     def _forked(self, number: int, child: Child) -> None:
         error = child.pid.exception()
@@ -155,12 +162,16 @@ class Agent:
             del self._children[number]
             self.say(refused=number, why=str(error))
 
-    def _exited(self, number: int, child: Child, log: str) -> None:
+    def _exited(self, number: int, child: Child) -> None:
         if self._children.pop(number, None) is None or self._once.locked():
             return  # or this leaves, and they with it: that the host is lost says more
         text = ""
         with contextlib.suppress(OSError):
-            text = Path(self.run_folder, log).read_bytes()[-LOG_BYTES:].decode(errors="replace")
+            log = self._logs.pop(number).read_bytes()
+            begin = self._marks.pop(number, 0)
+            if begin <= len(log):  # else it has begun anew within the cell
+                log = log[begin:]
+            text = log[-LOG_BYTES:].decode(errors="replace")
         self.say(exited=number, code=child.exit.result(), log=text)
         # what it had forked holds its connections, and the other ranks would wait for them
         started = self._started.pop(number, [])

@@ -20,15 +20,25 @@ class CannotFork(RuntimeError):
 class Child:
     """A process that was forked for us."""
 
-    def __init__(self, number: int, cancel: Callable[[int], Future[None]], kill: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        cancel: Callable[[int], Future[None]],
+        kill: Callable[[int], None],
+        mark: Callable[[int], None],
+    ) -> None:
         self.number = number
         self.pid: Future[int] = Future()
         """Raises CannotFork."""
         self.exit: Future[int | None] = Future()
         """The exit code, negative: the signal; None: unknown, since who forked it ended first."""
         self.log = ""
-        """What it had logged when it ended, where that is told."""
-        self._cancel, self._kill = cancel, kill
+        """What it had logged when it ended, where that is told; since the last mark."""
+        self._cancel, self._kill, self._mark = cancel, kill, mark
+
+    def mark_log(self) -> None:
+        """What it has logged by now need not be told when it ends; only to who tells that."""
+        self._mark(self.number)
 
     def end(self) -> Future[None]:
         """Kill it, or do not start it; done when there is no such process, and will be none."""
@@ -67,7 +77,7 @@ class Children:
 
     def ask(self, **request: Any) -> Child:
         """Ask for a process."""
-        child = Child(next(self._numbers), self._cancel, self._kill)
+        child = Child(next(self._numbers), self._cancel, self._kill, lambda number: self._send(mark=number))
         with self._lock:
             ended = self._ended
             self._children[child.number] = child

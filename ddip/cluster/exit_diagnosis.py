@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +113,7 @@ class EngineLogs:
     def __init__(self) -> None:
         self._paths: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
+        self._elsewhere: dict[int, Callable[[], None]] = {}
         self._begins: dict[int, int] = {}
         """Bytes of each log from before the last cell."""
 
@@ -119,8 +121,14 @@ class EngineLogs:
         """`engine` has started, and writes to `path`."""
         self._paths[engine] = path
 
+    def opened_elsewhere(self, engine: int, mark: Callable[[], None]) -> None:
+        """`engine` has started on another host; after `mark`, only what it writes from then on is told when it ends."""
+        self._elsewhere[engine] = mark
+
     def cell_begins(self, engine: int) -> None:
         """A cell is sent to `engine`: what is in the log by now has nothing to do with how that ends."""
+        if engine in self._elsewhere:
+            self._elsewhere[engine]()
         with contextlib.suppress(KeyError, OSError):  # not started, or ended
             self._begins[engine] = self._paths[engine].stat().st_size
 

@@ -165,8 +165,12 @@ class RemoteEngineLauncher(EngineLauncher):
         except CannotFork as error:
             raise GroupError(f"{self.host.name}: no rank can be there: {error}") from None
 
+    def mark_log(self) -> None:
+        """A cell is sent to it: what is in its log by now has nothing to do with how that ends."""
+        self._child.mark_log()
+
     def get_output(self, remove: bool = False) -> str:
-        """What it had logged when it ended."""
+        """What it had logged when it ended, since the last mark."""
         return self._child.log
 
 

@@ -202,6 +202,8 @@ class LocalCluster(OnHosts, Channels):
             if not remote:
                 self._logs.opened(engine, Path(launcher.output_file))
                 self._processes[engine] = processes.existing([launcher.pid])
+            else:
+                self._logs.opened_elsewhere(engine, launcher.mark_log)
             self.spawned = launcher.why_spawned or self.spawned
         launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
 
