@@ -79,9 +79,8 @@ def main(names: list[str]) -> None:
             subprocess.run([sys.executable, FOLDER / "fastai_data.py", data], check=True)
         for path in chosen:
             if path == HOSTS and NO_HOSTS is not None:
-                print(
-                    f"{path.stem}: left as it is: python -m tests.hosts.network run -- python -m tests.system.stored {path.stem}"
-                )
+                again = f"python -m tests.hosts.network run -- python -m tests.system.stored {path.stem}"
+                print(f"{path.stem} needs hosts, and is left as it is: {again}")
                 continue
             print(path.stem, flush=True)
             folder = Path(made) / path.stem
