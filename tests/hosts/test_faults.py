@@ -63,13 +63,13 @@ def assert_goes_on(group: ddip.Group) -> None:
 
 
 def test_only_what_the_last_cell_has_logged_is_told_of_a_rank_there(group: ddip.Group) -> None:
-    group.run("if rank == 3: os.write(2, b'an earlier problem\\n')")
+    group.run("if rank == 3: os.write(2, b'an earlier problem\\n'); print()")
     with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(exit code 3\)") as caught:
         group.run("if rank == 3: os._exit(3)")
     assert caught.value.by_rank[3].traceback == ""
     assert group.repair() == [3]
     with pytest.raises(CellError) as caught:
-        group.run("import os\nif rank == 3: os.write(2, b'the cause\\n'); os._exit(3)")
+        group.run("import os\nif rank == 3: os.write(2, b'the cause\\n'); print(); os._exit(3)")
     assert caught.value.by_rank[3].traceback == "end of its log:\nthe cause"
     assert group.repair() == [3]
 
