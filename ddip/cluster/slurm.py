@@ -30,11 +30,12 @@ POLL_SECONDS = 1.0
 ASK_SECONDS = 20.0
 IDLE_LOOKS = 30
 WAITING = f"""
-# holds the nodes for the ranks, which ddip starts as steps; ends when none has run for five minutes
+# holds the nodes for the ranks, which ddip starts as steps; ends when none has run for five minutes, as far as is known
 idle=0
 while [ $idle -lt {IDLE_LOOKS} ]; do
     sleep 10
-    steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -cE '\\.[0-9]+$')
+    listed=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i) || continue
+    steps=$(grep -cE '\\.[0-9]+$' <<< "$listed")
     idle=$((steps ? 0 : idle + 1))
 done
 """
@@ -43,6 +44,10 @@ _keepers: dict[int, subprocess.Popen[bytes]] = {}
 """Of jobs that are not to be cancelled yet."""
 _holds: dict[int, int] = {}
 """How many want that."""
+
+
+class Silent(GroupError):
+    """Slurm has not answered; what it would have said is not known."""
 
 
 def parse(typed: str) -> dict[str, str]:
@@ -116,7 +121,13 @@ def _ensure_there() -> None:
 def _wait(job: int, progress: Callable[[str], None]) -> None:
     """Until it runs."""
     while True:
-        state, _, why = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r").partition("|")
+        try:
+            said = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r")
+        except Silent as error:  # the job keeps its place in the queue
+            progress(f"ddip: job {job}: {error}; stop cancels it")
+            time.sleep(POLL_SECONDS)
+            continue
+        state, _, why = said.partition("|")
         if state == "RUNNING":
             return
         if state not in ("PENDING", "CONFIGURING", "SUSPENDED", "REQUEUED"):
@@ -149,9 +160,7 @@ def _end(keeper: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
         keeper.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        keeper.wait(ASK_SECONDS)
-    keeper.kill()
-    keeper.wait()
+        keeper.wait(ASK_SECONDS)  # one that takes longer has still to cancel it, and ends by itself
     keeper.stdout.close()
 
 
@@ -168,8 +177,11 @@ def nodes(job: int) -> list[str]:
 
 
 def seconds_left(job: int) -> float | None:
-    """Until its time is over; None: there is no limit, or it does not run."""
-    text = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%L")
+    """Until its time is over; None: there is no limit, or it does not run, or Slurm does not say."""
+    try:
+        text = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%L")
+    except Silent:
+        return None
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if not found:
         return None
@@ -198,11 +210,14 @@ def environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _asked(*command: str) -> str:
-    """What a command of Slurm's says; empty if it fails, as it does for jobs that are long over. Raises GroupError."""
+    """What a command of Slurm's says; empty for jobs that are long over. Raises GroupError, Silent."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise GroupError(f"there is no Slurm here: {command[0]} is not on the PATH") from None
     except subprocess.TimeoutExpired:
-        raise GroupError(f"Slurm has not answered {command[0]} for {ASK_SECONDS:g} s") from None
+        raise Silent(f"Slurm has not answered {command[0]} for {ASK_SECONDS:g} s") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise Silent(f"Slurm has not answered {command[0]} ({why})")
     return done.stdout.strip()

@@ -6,6 +6,7 @@ Run as ``python -P -m ddip.cluster.slurm_keeper``; one line of JSON on stdin is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -21,7 +22,8 @@ def main() -> None:
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()]
     why = "; ".join(line for line in lines if not line.startswith("Try "))
     said = {"job": job} if done.returncode == 0 else {"error": why}
-    print(json.dumps(said), flush=True)
+    with contextlib.suppress(BrokenPipeError):  # the notebook was killed meanwhile
+        print(json.dumps(said), flush=True)
     sys.stdin.read()
     if job:
         subprocess.run(["scancel", job], capture_output=True)

@@ -101,7 +101,11 @@ def _attached(request: Request, progress: Report) -> Request:
 
 
 def _on_nodes(request: Request, job: int) -> Place:
-    names = slurm.nodes(job)
+    try:
+        names = slurm.nodes(job)
+    except BaseException:
+        slurm.give_back(job)
+        raise
     if not names:
         slurm.give_back(job)
         raise GroupError(f"job {job} of Slurm does not run, so there are no nodes to be had")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,44 @@ def test_what_slurm_does_not_take_is_said(slurm: Slurm) -> None:
     with pytest.raises(GroupError, match="--here: this is no allocation"):
         ddip.Group(1, reach=Reach(here=True))
     assert slurm.jobs() == {}
+
+
+def _wrapped(folder: Path, command: str, line: str) -> dict[str, str]:
+    """Variables with which `line` of bash is run instead of a command of Slurm's, whose path is in $REAL."""
+    real = shutil.which(command)
+    (folder / command).write_text(f"#!/bin/bash\nREAL={real}\n{line}\n")
+    (folder / command).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_a_job_keeps_its_place_while_slurm_does_not_answer(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f'mkdir {tmp_path}/asked 2> /dev/null && {{ echo "Socket timed out" >&2; exit 1; }}\nexec "$REAL" "$@"'
+    monkeypatch.setenv("PATH", _wrapped(tmp_path, "squeue", line)["PATH"])
+    told: list[str] = []
+    with ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: told.append(text)) as group:
+        assert any("Slurm has not answered squeue (Socket timed out); stop cancels it" in text for text in told)
+        assert sums(group) == [3.0] * 2
+    wait_until(lambda: not slurm.jobs())
+
+
+def test_nothing_is_left_of_a_notebook_that_is_killed_while_it_submits(slurm: Slurm, tmp_path: Path) -> None:
+    line = f'"$REAL" "$@"; touch {tmp_path}/submitted; until [ -e {tmp_path}/go ]; do sleep 0.1; done'
+    notebook = subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_wrapped(tmp_path, "sbatch", line),
+    )
+    try:
+        wait_until((tmp_path / "submitted").exists)
+        assert len(slurm.jobs()) == 1
+    finally:
+        notebook.kill()
+        notebook.communicate()
+        (tmp_path / "go").touch()
+    wait_until(lambda: not slurm.jobs(), 15)
 
 
 @pytest.mark.parametrize("when", ["idle", "in the queue"])

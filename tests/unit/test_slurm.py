@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def test_words_are_options_of_sbatch() -> None:
         "account=y",
         "exclusive",
     ]
+
+
+@pytest.mark.parametrize(("squeue", "ends"), [("echo 7.batch", True), ("exit 1", False), ("echo 7.0", False)])
+def test_a_job_ends_only_when_it_is_known_that_no_step_runs(squeue: str, ends: bool, tmp_path: Path) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\n{squeue}\n")
+    (tmp_path / "sleep").write_text(
+        f"#!/bin/bash\necho >> {tmp_path}/slept\n[ $(wc -l < {tmp_path}/slept) -lt 100 ] || kill $PPID\n"
+    )
+    for name in ("squeue", "sleep"):
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", slurm.script("nodes=1")], env=variables)
+    assert (done.returncode == 0) == ends
+    assert ((tmp_path / "slept").read_text().count("\n") == slurm.IDLE_LOOKS) == ends
 
 
 @pytest.mark.parametrize(
