@@ -14,7 +14,11 @@ def test_up_to_the_limit_everything_is_sent_at_once() -> None:
 def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> None:
     budget = OutputLimiter(1000)
     lines = [f"{number:09}\n" for number in range(100_000)]
-    pieces = [budget.take("".join(lines[begin : begin + 10])) for begin in range(0, len(lines), 10)]
+    texts = ["".join(lines[begin : begin + 10]) for begin in range(0, len(lines), 10)]
+    budget._ticked += 3600  # however long this takes, it is not time for a piece of the end
+    pieces = [budget.take(text) for text in texts[:11]]
+    budget._ticked -= 3600
+    pieces += [budget.take(text) for text in texts[11:]]
     assert pieces[9] == Chunk("".join(lines[90:100])) and pieces[10] is None
     sent = [piece for piece in pieces if piece is not None]
     assert sum(len(piece.text) for piece in sent) < 1000 + TICK_CHARACTERS * len(sent)
