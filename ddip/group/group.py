@@ -301,6 +301,13 @@ class Group(Repairable):
         """What is to be known of how the group lies on its machines."""
         return [*filter(None, [self.spec.notice, wanted.folders_notice(self.cluster.hosts)])]
 
+    def remarks(self) -> list[str]:
+        """What stands below the table of its ranks: its network, what a signal has stopped, and its time."""
+        hosts, networks = self.cluster.hosts, self._manager.networks()
+        ways = [f"{hosts[number].name or 'this machine'} {its}" for number, its in networks.items()]
+        between = f"between the hosts: {', '.join(ways)}" if ways else ""
+        return [*filter(None, (between, self.cluster.stopped(), self.place.text()))]
+
     def shards(self, name: str) -> ShardsTable:
         """How the model in the variable `name`, or a part of it (``model.encoder``), is divided among the ranks.
 

@@ -24,6 +24,9 @@ class Network:
     address: str
     interface: str
 
+    def __str__(self) -> str:
+        return f"{self.address} ({self.interface})"
+
 
 def of_hosts(hosts: Sequence[Host]) -> list[Network]:
     """The network of each of `hosts`, which have ranks of one group; the first is rank 0's.

@@ -18,6 +18,7 @@ from typing import Any
 from ddip.errors import GroupError
 from ddip.group import connections, host
 from ddip.group.meeting import Meeting, Meetings
+from ddip.group.network import Network
 from ddip.group.placement import GroupSpec
 from ddip.group.ranks import Ranks
 from ddip.group.steps import Steps, Uneven
@@ -63,6 +64,11 @@ class ProcessGroupManager:
         """False if the group must be formed (again) before anything can be done with it."""
         self.generation = 0
         """Number of the group that the ranks are in: of those that ddip or a cell has formed."""
+
+    def networks(self) -> dict[int, Network]:
+        """By which address and interface each host of a group on several takes part in it, by the host's number."""
+        found = {} if self._meeting is None else dict(zip(self._meeting.hosts, self._meeting.networks, strict=True))
+        return found if len(found) > 1 else {}
 
     def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
         """Have all ranks join a new group; until `deadline` on ``time.monotonic``. Raises GroupError.

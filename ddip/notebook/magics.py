@@ -202,7 +202,7 @@ class DipMagics(Traits):
         from ddip.output.tables import info_table
 
         group = self.require_group("%makedip -i")
-        print("\n".join(filter(None, (info_table(group.info()), group.cluster.stopped(), group.place.text()))))
+        print("\n".join([info_table(group.info()), *group.remarks()]))
         print(f"automatic %%dip: {self.autodipper.state}")
 
     def end_group(self) -> None:

@@ -60,6 +60,8 @@ def test_ranks_are_grouped_by_host_and_know_their_places(hosts: Network) -> None
         assert {one["MASTER_ADDR"] for one in where} == {hosts["h2"].address}
         assert {one["GLOO_SOCKET_IFNAME"] for one in where} == {one["NCCL_SOCKET_IFNAME"] for one in where} == {"eth0"}
         assert [info.host for info in group.info()] == ["h2", "h2", "h1"]
+        ways = f"h2 {hosts['h2'].address} (eth0), h1 {hosts['h1'].address} (eth0)"
+        assert group.remarks() == [f"between the hosts: {ways}"]
         assert group.describe() == "ddip: 3 ranks on the CPU of h2, h1, gloo"
         group.restart()
         group.run(WHERE)
