@@ -39,6 +39,7 @@ from ddip.cluster.children import Child
 from ddip.cluster.far_end import ADDRESS
 from ddip.cluster.processes import Proc
 from ddip.cluster.relay import FRAME, Relay
+from ddip.cluster.sender import Sender
 
 MARKER = b"\n#ddip agent 1\n"
 """Its number is the version of what travels after it."""
@@ -67,11 +68,10 @@ class Agent:
     """One notebook, its ranks on this host, and the run folder that they share."""
 
     def __init__(self, near: Connection, far: Connection) -> None:
-        self._near, self._far = near, far
-        self._lock = threading.Lock()
+        self._near, self._far = near, Sender(far, "ddip-sender")
         self._once = threading.Lock()
         self._watch = links.Watch(_ports)
-        self._relay = Relay(self._send, "ddip-relay")
+        self._relay = Relay(self._far.send_frame, "ddip-relay")
         self._children: dict[int, Child] = {}
         self._started: dict[int, list[Proc]] = {}
         self._logs: dict[int, Path] = {}
@@ -118,11 +118,7 @@ class Agent:
 
     def say(self, **message: Any) -> None:
         """Tell the notebook."""
-        self._send(json.dumps(message).encode())
-
-    def _send(self, message: bytes) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is gone: stdin tells
-            self._far.send_bytes(message)
+        self._far.say(json.dumps(message).encode())  # if it is gone, stdin tells
 
     def _heard(self, message: dict[str, Any]) -> None:
         match message:

@@ -21,6 +21,7 @@ from ddip.cluster.children import Child, Children
 from ddip.cluster.host import ASK_SECONDS, HostLost
 from ddip.cluster.on_host import Facts
 from ddip.cluster.relay import FRAME, Relay
+from ddip.cluster.sender import Sender
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +46,7 @@ class RemoteHost:
         self._facts: Future[Facts] = Future()
         self._asked: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._said = bytearray()
         """On the agent's stderr, or before it has begun."""
@@ -58,11 +59,11 @@ class RemoteHost:
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._out = Connection(os.dup(self._process.stdin.fileno()), readable=False)
+        self._out = Sender(Connection(os.dup(self._process.stdin.fileno()), readable=False), f"ddip-host-{name}")
         self._in = Connection(os.dup(self._process.stdout.fileno()), writable=False)
         self._process.stdin.close()
         self._process.stdout.close()
-        self._relay = Relay(self._send_bytes, f"ddip-relay-{name}")
+        self._relay = Relay(self._out.send_frame, f"ddip-relay-{name}")
         self._link = links.Watch(lambda: on_host.ports_of(self.pid))
         self.children = Children(self._send, lambda pid: None)  # the agent kills
         begin: agent.Begin = {
@@ -155,8 +156,7 @@ class RemoteHost:
 
     def hang_up(self) -> None:
         """Have the agent end everything there; returns at once."""
-        with self._sending, contextlib.suppress(OSError):
-            self._out.close()
+        self._out.close()
 
     def kill(self) -> None:
         """Have done with it, whatever it does."""
@@ -166,11 +166,7 @@ class RemoteHost:
     # -- the agent
 
     def _send(self, **message: Any) -> None:
-        self._send_bytes(json.dumps(message).encode())
-
-    def _send_bytes(self, message: bytes) -> None:
-        with self._sending, contextlib.suppress(OSError):  # it is gone: _read tells everybody
-            self._out.send_bytes(message)
+        self._out.say(json.dumps(message).encode())  # if it is gone, _read tells everybody
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):

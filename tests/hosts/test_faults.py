@@ -110,6 +110,20 @@ def test_a_link_that_is_cut_for_five_seconds_changes_nothing(group: ddip.Group, 
     assert of_all(group, "kept") == [0, 1, 2, 3]
 
 
+def test_an_agent_that_takes_nothing_holds_nobody_up(group: ddip.Group, hosts: Network) -> None:
+    agent = pid_of(hosts["h2"], "ddip.cluster.agent")
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        soon(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            group.push({"big": os.urandom(64 << 20)})
+        began = time.monotonic()
+        group.shutdown()
+        assert time.monotonic() - began < 30
+    finally:
+        os.kill(agent, signal.SIGCONT)
+
+
 def test_a_host_without_power_is_known_and_another_takes_its_place(group: ddip.Group, hosts: Network) -> None:
     soon(hosts["h2"].lose_power)
     began = time.monotonic()
