@@ -28,6 +28,8 @@ from ddip.protocol import dump
 
 SIGNAL_SECONDS = 0.3
 """How long a rank that does not answer may take to write down where it is."""
+REACH_SECONDS = 4.0
+"""For a TCP connection to another host, which the kernel tries again after 1 s and 3 s."""
 ELSEWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
 
@@ -254,6 +256,15 @@ def route(address: str) -> tuple[str, str]:
         return "", ""
     names = [name for name, all_ in psutil.net_if_addrs().items() if any(_plain(a.address) == ours for a in all_)]
     return ours, names[0] if names else ""
+
+
+def reach(address: str, port: int) -> str:
+    """Why no TCP connection to a port of another host can be made; empty if it can."""
+    try:
+        socket.create_connection((address, port), REACH_SECONDS).close()
+    except OSError as error:
+        return "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
+    return ""
 
 
 def _plain(address: str) -> str:

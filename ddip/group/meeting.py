@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddip.cluster import on_host, preload_client
-from ddip.cluster.host import Host, HostLost, LocalHost
+from ddip.cluster.host import ASK_SECONDS, Host, HostLost, LocalHost
 from ddip.errors import GroupError
 from ddip.group import host as host_module
 from ddip.group import network
@@ -45,6 +45,10 @@ class Meeting:
     master_port: int = 0
 
 
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
 class Meetings:
     """Those of one cluster."""
 
@@ -66,7 +70,9 @@ class Meetings:
                 first.ask(on_host.ensure_private, folder)  # a cell may have removed it, or its rights
                 meeting.store = f"{folder}/store-{number}"
             else:
-                meeting.store = self._serve(ranks[0], meeting.networks[0].address, number)
+                port = self._serve(ranks[0], meeting.networks[0].address)
+                self._ensure_reached(meeting, port)
+                meeting.store = f"tcp://{_bracketed(meeting.networks[0].address)}:{port}/{number}"
             self.hold_port(first)
         except (HostLost, TimeoutError) as error:
             raise GroupError(str(error)) from None
@@ -83,11 +89,27 @@ class Meetings:
     def _host(self, number: int) -> Host:
         return self._ranks.cluster.hosts[number]
 
-    def _serve(self, rank: int, address: str, number: int) -> str:
+    def _serve(self, rank: int, address: str) -> int:
+        """Have `rank` serve the store; returns the port."""
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.listen(address), LISTEN_SECONDS).values()
         if answer is None:
             raise GroupError(f"rank {rank} has not served the group's store at {address} for {LISTEN_SECONDS:g} s")
-        return f"tcp://{f'[{address}]' if ':' in address else address}:{answer}/{number}"
+        return answer
+
+    def _ensure_reached(self, meeting: Meeting, port: int) -> None:
+        """Raise GroupError if a host has no way to the store: as a rule a firewall, for which torch would wait long."""
+        others = list(zip(meeting.hosts, meeting.networks, strict=True))[1:]
+        to = meeting.networks[0]
+        asked = [(self._host(number).begin(on_host.reach, to.address, port), number, own) for number, own in others]
+        for answer, number, own in asked:
+            why = answer.result(ASK_SECONDS)
+            if why:
+                names = [self._host(which).name or "this machine" for which in (number, meeting.hosts[0])]
+                raise GroupError(
+                    f"{names[0]}, {own.address}, does not reach {names[1]}, {to.address}, at port {port}, where the "
+                    f"ranks meet ({why}): the hosts of a group must reach each other at all ports from 1024 on; open "
+                    "the firewall between them, or name another network with GLOO_SOCKET_IFNAME in the notebook"
+                )
 
     def hold_port(self, holder: Host | None = None) -> tuple[int, int]:
         """Hold another MASTER_PORT, on the host that is given, or the same; returns the former one and the new."""

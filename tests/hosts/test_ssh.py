@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -148,3 +150,13 @@ def test_each_host_that_cannot_be_used_is_named(hosts: Network) -> None:
     with pytest.raises(GroupError) as raised:
         ddip.Group(1, hosts="nosuchhost,h1,norsuch")
     assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["nosuchhost", "norsuch"]
+
+
+def test_a_firewall_between_the_hosts_is_said(hosts: Network) -> None:
+    h1, h2 = hosts["h1"], hosts["h2"]
+    began = time.monotonic()
+    with h1.blocks(h2, "1024-65535"), pytest.raises(GroupError) as raised:
+        ddip.Group(1, hosts="h1,h2")
+    assert time.monotonic() - began < 20
+    said = rf"h2, {h2.address}, does not reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
+    assert re.search(said, str(raised.value)) and "firewall" in str(raised.value)
