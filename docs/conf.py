@@ -34,7 +34,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|typing|types|IPython|torch)\..*"),
     ("py:class", r"(ddip\.output\.progress\.)?Report|(ddip\.output\.display_options\.)?DisplayOptions"),
-    ("py:class", r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport"),
+    ("py:class", r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport|ddip\.cluster\.attached\.Attachment"),
 ]
 
 html_theme = "furo"
