@@ -266,6 +266,7 @@ class RankKernel(SilentKernel):
 
     def _error_reply(self, method: str, error: BaseException) -> dict[str, Any]:
         """For an `error` that IPython has not made a reply of."""
+        self.speak()
         told = self.shell.told_of(error) or tracebacks.tell(error, None)
         return {
             "status": "error",

@@ -34,6 +34,10 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
         """A cell begins."""
         self._sent_before = self._sent
 
+    def speak(self) -> None:
+        """The answer will not say that nothing was shown: the last message must."""
+        self._silent = ""
+
     def was_silent(self, msg_id: str) -> bool:
         """Has the cell with this id, which ends now, shown nothing?"""
         silent = self._sent == self._sent_before and RankStream.is_quiet()
@@ -57,4 +61,5 @@ def _is_cell(request: dict[str, Any]) -> bool:
 
 def _is_call(request: dict[str, Any]) -> bool:
     """Only its answer is of use."""
-    return "doing" in request.get("metadata", {})
+    kind = request.get("header", {}).get("msg_type", "")
+    return "doing" in request.get("metadata", {}) or kind.startswith("ddip_")

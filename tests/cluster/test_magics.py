@@ -482,7 +482,8 @@ def test_a_start_that_failed_is_what_a_restart_starts(bare_notebook: Notebook) -
     (bare_notebook.folder / "late" / "torch").mkdir(parents=True)
     (bare_notebook.folder / "late" / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")
     bare_notebook.ok(f"import os; os.environ['PYTHONPATH'] = {str(bare_notebook.folder / 'late')!r}")
-    assert "timed out: 0 of 1 engines started" in bare_notebook.fails("%makedip -n 1 -t 1").message
+    failed = bare_notebook.fails("%makedip -n 1 -t 1").message  # on a loaded machine the controller takes as long
+    assert re.search("timed out: 0 of 1 engines started|the controller did not answer in time", failed), failed
     bare_notebook.ok("del os.environ['PYTHONPATH']")
     assert "1 rank on the CPU" in bare_notebook.ok("%makedip -r -t 60").text
 
