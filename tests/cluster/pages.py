@@ -4,7 +4,7 @@ What stands in front of a fence says what becomes of a block::
 
     python   is a cell, and is run; a text block that follows it is what it shows, where `...` stands for anything
     sh       is for a terminal, and is not run
-    text, toml, and the directives of Sphinx, such as {toctree}, are no code to run
+    text, toml, yaml, and the directives of Sphinx, such as {toctree}, are no code to run
 
 A comment in the line above a fence says what else::
 

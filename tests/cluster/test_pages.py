@@ -14,7 +14,7 @@ import pytest
 from .notebook import Notebook
 from .pages import FILES, MARKS, PAGES, ROOT, Block, blocks_of, pattern_of
 
-KNOWN = {"python", "sh", "text", "toml"}
+KNOWN = {"python", "sh", "text", "toml", "yaml"}
 WITH_CODE = [page for page in PAGES if any(block.is_cell or "terminal" in block.marks for block in blocks_of(page))]
 
 
