@@ -156,8 +156,9 @@ def apply(client: Client, engine: int, function: Callable[..., Any], args: Seque
 
 
 def _was_silent(reply: Any) -> bool:
+    """Does no message follow that says so? Where the rank could not even report, none may, and nobody waits for it."""
     told = report(reply)
-    return told is not None and told.get("silent", False)
+    return bool(_engine_info(reply)) if told is None else told.get("silent", False)
 
 
 def _end_output(future: MessageFuture, ended: bool) -> None:
@@ -192,8 +193,13 @@ def report(reply: Any) -> CellReport | None:
 
     Of a failed request ipyparallel passes on the ``engine_info`` only; of a good one, what it keeps to itself.
     """
+    return _engine_info(reply).get("ddip")  # type: ignore[no-any-return]
+
+
+def _engine_info(reply: Any) -> dict[str, Any]:
+    """Who has made it; empty if no engine has."""
     info = reply.engine_info if isinstance(reply, RemoteError) else getattr(reply, "_content", {}).get("engine_info")
-    return (info or {}).get("ddip")
+    return info or {}
 
 
 def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:

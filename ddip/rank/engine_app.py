@@ -61,6 +61,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
         self.connection_info_env = self.connection_info
         super().initialize(argv)
+        self.log.setLevel(self.log_level)  # traitlets makes a record of each message, and then has no handler take it
 
     def find_connection_file(self) -> None:
         """Wait for the controller's file, and look more often than ipyparallel does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -114,6 +115,17 @@ def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytes
     cells.run("p.report = former")
     cells.run(f"{PROOF}\nassert kept == rank")
     assert "cannot tell" not in capsys.readouterr().err
+
+
+def test_a_cell_after_which_a_rank_cannot_even_report_ends(cells: ddip.Group) -> None:
+    """It has written something, and the message that says that nothing more follows never comes."""
+    cells.run("kept = rank; import time; clock = time.time; get_ipython().kernel.log.setLevel('DEBUG')")
+    with pytest.raises(CellError, match="^rank 1: TypeError: 'NoneType' object is not callable"):
+        cells.run("print('last words')\nif rank == 1: time.time = None")
+    with contextlib.suppress(CellError):  # its logger fails, too
+        cells.run("time.time = clock")
+    cells.repair()
+    cells.run("assert rank == 1 or kept == rank")
 
 
 def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Group) -> None:
