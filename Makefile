@@ -93,7 +93,7 @@ dist: $(READY)
 bench: $(READY) $(PEERS)
 	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
-	$(BIN)/python benchmarks/push.py
+	$(BIN)/python benchmarks/objects.py
 	$(HOSTS) run -- $(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py

@@ -10,6 +10,7 @@ import ast
 import dis
 import io
 import linecache
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -43,8 +44,10 @@ class _Limited(io.BytesIO):
 class _Pickler(pickling.Pickler):
     """Writes functions and classes of the notebook so that the ranks know them for what they are."""
 
-    def __init__(self, file: io.BytesIO, payload: CallPayload) -> None:
-        super().__init__(file)
+    def __init__(
+        self, file: io.BytesIO, payload: CallPayload, buffers: list[pickle.PickleBuffer] | None = None
+    ) -> None:
+        super().__init__(file, buffers)
         self._payload = payload
         self._limited = isinstance(file, _Limited)
 
@@ -124,13 +127,13 @@ class CallPayload:
             numbers: dict[str, int] = getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
             self.sources[file] = calls.Source(lines, numbers.get(file))
 
-    def pack(self, *objects: Any) -> bytes:
-        """Pickle `objects`, one after the other, with what they share."""
-        file = io.BytesIO()
-        pickler = _Pickler(file, self)
+    def pack(self, *objects: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+        """Pickle `objects`, one after the other, with what they share; the memory of large ones stands beside that."""
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        pickler = _Pickler(file, self, buffers)
         for obj in objects:
             pickler.dump(obj)
-        return file.getvalue()
+        return file.getvalue(), buffers
 
     def pack_small(self, obj: Any) -> bytes:
         """Pickle it; raises _TooLarge."""
@@ -195,13 +198,13 @@ def pack(
     to, that is told where it is missed.
     """
     try:
-        packed = payload.pack((fn, args, dict(kwargs), dict(needed)), payload.named)
+        packed, buffers = payload.pack((fn, args, dict(kwargs), dict(needed)), payload.named)
     except Exception as error:
         raise TransferError(f"in_torchddp: {_culprits(fn, args, kwargs, needed, payload, error)}") from None
     carried, left = _carry(payload, {*needed, *payload.named})
     own = {name: data for name, data in carried.items() if payload.is_own(payload.globals[name])}
     others = {name: data for name, data in carried.items() if name not in own}
-    return calls.Call(packed, own, others, left, imports, sorted(payload.modules), payload.sources)
+    return calls.Call(packed, buffers, own, others, left, imports, sorted(payload.modules), payload.sources)
 
 
 def _carry(payload: CallPayload, there: set[str]) -> tuple[dict[str, bytes], dict[str, str]]:

@@ -92,7 +92,7 @@ def _result(answer: calls.Answer, fn: Callable[..., Any], payload: packing.CallP
         hint = "return what can be, such as learn.model.state_dict()"
         raise TransferError(f"{what} cannot be pickled: {answer.error}; {hint}")
     try:
-        return calls.unpack(answer.packed, payload.sent)
+        return calls.unpack(answer, payload.sent)
     except Exception as error:
         raise TransferError(f"{what} cannot be unpickled in the notebook: {type(error).__name__}: {error}") from None
 

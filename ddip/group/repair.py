@@ -12,6 +12,7 @@ from ddip.group.lifecycle import SAME, Lifecycle, nobody
 from ddip.group.modules import Modules
 from ddip.group.placement import HostRequest, Request
 from ddip.output.progress import Report
+from ddip.protocol.pickling import Pickled
 
 
 class Repairable(Lifecycle):
@@ -63,7 +64,7 @@ class Repairable(Lifecycle):
         began = time.monotonic()
         self.ranks.carry_on()
         gone = self._lost() or self._find_lost()
-        packed: dict[str, bytes | bytearray] = {}
+        packed: Mapping[str, Pickled] = {}
         if names:
             packed = self._pack_for_repair(names, 0 if source is None else source, gone)
         replaced: list[int] = []
@@ -125,13 +126,13 @@ class Repairable(Lifecycle):
             if self._app is not None:
                 self._unprepared.update(gone)
 
-    def _unpack(self, packed: Mapping[str, bytes | bytearray], ranks: Sequence[int]) -> None:
+    def _unpack(self, packed: Mapping[str, Pickled], ranks: Sequence[int]) -> None:
         try:
             delivery.deliver(self.ranks, packed, ranks, self._progress)
         except TransferError as error:
             raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
 
-    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> dict[str, bytes | bytearray]:
+    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> Mapping[str, Pickled]:
         what = f"--from {source} {' '.join(names)}"
         if not gone:
             raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
@@ -141,5 +142,5 @@ class Repairable(Lifecycle):
                 raise BadInput(f"{what}: all ranks are gone, with their variables; type %makedip --repair alone")
             others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"
             raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from {others}")
-        (reply,) = transfer.fetch(self.ranks, names, [source], self._progress)
-        return transfer.forward(source, reply, "repaired")
+        (fetched,) = transfer.fetch(self.ranks, names, [source], self._progress)
+        return transfer.forward(fetched, "repaired")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
+import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ddip.errors import BadInput, RequestInterrupted, TransferError
+from ddip.cluster.host import LocalHost
+from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import delivery, modules, stopping
-from ddip.group.delivery import PART, reasons
+from ddip.group.delivery import LARGE, PART, reasons
 from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
 from ddip.output.sizes import size_text
-from ddip.protocol import on_rank, pickling
+from ddip.protocol import on_rank, pickling, shared
+from ddip.protocol.pickling import Pickled
 from ddip.protocol.rank_spec import STANDING_VARIABLES
 from ddip.protocol.reports import Packed
 
@@ -71,11 +74,25 @@ def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: R
         if not hint:
             raise
         raise TransferError(f"{error}; {hint}") from None
-    return moved, sum(map(len, packed.values()))
+    return moved, sum(pickled.size for pickled in packed.values())
 
 
-def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Packed]:
-    """What each of the ranks `of` answers to ``transfer.pack``, with all of its values."""
+@dataclass(frozen=True)
+class Fetched:
+    """What a rank has packed."""
+
+    rank: int
+    reply: Packed
+    values: Mapping[str, Pickled]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(pickled.size for pickled in self.values.values())
+
+
+def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Fetched]:
+    """Have each of the ranks `of` pack these variables, and take what they have packed."""
     with stopping.button():
         try:
             return _fetch(ranks, names, of, progress)
@@ -86,20 +103,41 @@ def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Repor
             raise
 
 
-def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Packed]:
-    replies = ranks.ask(of, on_rank.pack(list(names), PART))
-    whole, done = sum(size for reply in replies for size in reply["sizes"].values()), 0
-    for rank, reply in zip(of, replies, strict=True):
-        for name, size in reply["sizes"].items():
-            data = bytearray()
-            for begin, end in _parts(size):
-                progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", done / whole)
-                data += ranks.ask([rank], on_rank.part(name, begin, end))[0]
-                done += end - begin
-            reply["values"][name] = data
+def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Fetched]:
+    progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
+    beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
+    calls = {rank: on_rank.pack(list(names), LARGE if is_near else PART, is_near) for rank, is_near in beside.items()}
+    replies = ranks.ask_each(calls)
+    sizes = [
+        {name: pickling.size_of(parts) for name, parts in reply["sizes"].items() if name not in reply["values"]}
+        for reply in replies
+    ]
+    whole, done, fetched = sum(size for its in sizes for size in its.values()), 0, []
+    for rank, reply, its in zip(of, replies, sizes, strict=True):
+        memories: dict[str, bytearray | mmap.mmap] = {**reply["values"]}
+        for name, size in its.items():
+            here = _read(reply["paths"].get(name, ""), size)
+            if here is None:
+                here = bytearray()
+                for begin, end in _parts(size):
+                    progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / whole)
+                    here += ranks.ask([rank], on_rank.part(name, begin, end))[0]
+            memories[name] = here
+            done += size
+        values = {name: Pickled.of(memories[name], parts) for name, parts in reply["sizes"].items()}
+        fetched.append(Fetched(rank, reply, values))
     if whole:
         ranks.tell(of, on_rank.drop())
-    return replies
+    return fetched
+
+
+def _read(path: str, size: int) -> bytearray | mmap.mmap | None:
+    """What a rank beside the notebook has packed, where it is; None: it cannot be read."""
+    try:
+        found = shared.view(path) if path else None
+    except (OSError, ValueError):
+        return None
+    return found if found is not None and len(found) == size else None
 
 
 def _parts(size: int) -> list[tuple[int, int]]:
@@ -114,17 +152,18 @@ def pull(
 
     With the names whose tensors moved to the CPU, and the size of all that came, bytes.
     """
-    replies = fetch(ranks, names, of, progress)
-    values = [unpack(rank, reply) for rank, reply in zip(of, replies, strict=True)]
-    moved = [name for name in names if any(name in reply["moved"] for reply in replies)]
-    return values, moved, sum(len(data) for reply in replies for data in reply["values"].values())
+    all_fetched = fetch(ranks, names, of, progress)
+    values = [unpack(fetched) for fetched in all_fetched]
+    moved = [name for name in names if any(name in fetched.reply["moved"] for fetched in all_fetched)]
+    return values, moved, sum(fetched.size for fetched in all_fetched)
 
 
-def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]:
-    """The pickled objects in a rank's answer to ``transfer.pack``; raises TransferError that names what did not come.
+def forward(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
+    """The pickled objects that a rank has packed; raises TransferError that names what did not come.
 
     `what` says what was to be done with them: ``pulled``.
     """
+    rank, reply = fetched.rank, fetched.reply
     if reply["missing"]:
         names = ", ".join(reply["missing"])
         raise TransferError(
@@ -136,19 +175,19 @@ def forward(rank: int, reply: Packed, what: str) -> dict[str, bytes | bytearray]
             raise TransferError(f"nothing was pulled: {'; '.join(sharded)}")
     if reply["errors"]:
         raise TransferError(f"nothing was {what}: {reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
-    return dict(reply["values"])
+    return fetched.values
 
 
-def unpack(rank: int, reply: Packed) -> dict[str, Any]:
+def unpack(fetched: Fetched) -> dict[str, Any]:
     """The objects themselves."""
     values, errors, wrapped = {}, {}, []
-    for name, data in forward(rank, reply, "pulled").items():
+    for name, pickled in forward(fetched, "pulled").items():
         try:
-            values[name] = pickle.loads(data)
+            values[name] = pickled.load()
         except (Exception, SystemExit) as error:  # a script shall not end by what it pulls
             errors[name] = f"{type(error).__name__}: {error}"
-            if DDP.encode() in data and "process group" in str(error):
-                wrapped.append(_unwrap(name, reply["wrappers"].get(name) == DDP))
+            if DDP.encode() in bytes(pickled.parts[0]) and "process group" in str(error):
+                wrapped.append(_unwrap(name, fetched.reply["wrappers"].get(name) == DDP))
     if wrapped:
         raise TransferError(f"nothing was pulled: {'; '.join(wrapped)}")
     if errors:

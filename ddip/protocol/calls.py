@@ -10,7 +10,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 NAME = "_in_torchddp"
@@ -80,6 +80,8 @@ class Call:
 
     packed: bytes
     """The function, its arguments and `need`; after them, by name, the notebook's functions and classes among these."""
+    buffers: list[Any]
+    """Memory of arrays and tensors among these: PickleBuffers, which arrive as what they have become."""
     own: dict[str, bytes]
     """Functions and classes of the notebook that these refer to."""
     others: dict[str, bytes]
@@ -107,14 +109,16 @@ class Answer:
     kind: str
     """Name of its type."""
     packed: bytes = b""
+    buffers: list[Any] = field(default_factory=list)
+    """As those of a `Call`."""
     error: str = ""
     """Why it could not be packed."""
 
 
-def unpack(packed: bytes, sent: Sequence[Any]) -> Any:
+def unpack(answer: Answer, sent: Sequence[Any]) -> Any:
     """In the notebook: the result; functions and classes that were `sent` are the notebook's own again."""
     _own[:] = sent
     try:
-        return pickle.loads(packed)
+        return pickle.loads(answer.packed, buffers=answer.buffers)
     finally:
         _own.clear()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from ddip.protocol.rank_spec import RankSpec
-from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Revived, ShardsReport
+from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Place, Revived, ShardsReport
 
-VERSION = 7
+VERSION = 8
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 IMPORTED = "is imported already"
@@ -77,15 +77,15 @@ def check() -> None: ...
 
 
 @remote("transfer.stage", "pushing")
-def stage(packed: dict[str, bytes | bytearray], places: dict[str, tuple[int, int]]) -> dict[str, str]: ...
+def stage(places: dict[str, Place], small: bytes | bytearray = b"") -> dict[str, str]: ...
 
 
 @remote("transfer.add", "pushing")
-def add(part: bytes, first: bool, share: bool) -> str: ...
+def add(load: int, part: bytes, first: bool, share: bool) -> str: ...
 
 
 @remote("transfer.attach", "pushing")
-def attach(path: str, size: int) -> bool: ...
+def attach(load: int, path: str, size: int) -> bool: ...
 
 
 @remote("transfer.commit", "pushing")
@@ -105,7 +105,7 @@ def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]:
 
 
 @remote("transfer.pack", "pulling")
-def pack(names: list[str], most: int | None = None) -> Packed: ...
+def pack(names: list[str], most: int, share: bool) -> Packed: ...
 
 
 @remote("transfer.part", "pulling")

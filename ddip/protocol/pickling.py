@@ -1,35 +1,110 @@
-"""Pickle what a notebook holds; no torch is imported unless it already is."""
+"""Pickle what a notebook holds; no torch is imported unless it already is.
+
+The memory of arrays and tensors is not copied into the pickle, but stands beside it (protocol 5, PEP 574): it is copied
+once, to where the other side reads it, and is the other side's array or tensor there.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import io
 import pickle
 import sys
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from ddip.protocol.text import readable
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+INLINE = 1 << 14
+"""Bytes of an array or tensor that is in the pickle itself: it is not worth the memory of its own."""
+ALIGNED = 64
+"""Bytes: each part begins at a multiple of it, as torch and NumPy have their memory."""
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """An object as bytes: its pickle, and what the pickle refers to, in order."""
+
+    parts: Sequence[memoryview]
+
+    @classmethod
+    def of(cls, memory: ReadableBuffer, sizes: Iterable[int], begin: int = 0) -> Pickled:
+        """What lies in `memory` from `begin` on, in parts of these sizes; what is loaded from there stays there."""
+        whole, parts = memoryview(memory).cast("B"), []
+        for size in sizes:
+            parts.append(whole[begin : begin + size])
+            begin += size + -size % ALIGNED
+        return cls(parts)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each part."""
+        return [part.nbytes for part in self.parts]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of it, where it lies in one memory."""
+        return size_of(self.sizes)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """What such a memory holds, one after the other."""
+        for part in self.parts:
+            yield part
+            if part.nbytes % ALIGNED:
+                yield memoryview(bytes(-part.nbytes % ALIGNED))
+
+    def joined(self) -> bytearray:
+        """A copy, in one memory."""
+        return bytearray().join(self.pieces())
+
+    def load(self) -> Any:
+        """The object; raises what its classes raise."""
+        data, *buffers = self.parts
+        return pickle.loads(data, buffers=buffers)
+
+
+def size_of(sizes: Iterable[int]) -> int:
+    """Bytes of parts of these `sizes`, where they lie in one memory."""
+    return sum(size + -size % ALIGNED for size in sizes)
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with tensors of an accelerator written as tensors of the CPU."""
+    """cloudpickle, with tensors of an accelerator written as tensors of the CPU.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    The `buffers` of what is large are collected, if it is to stand beside the pickle.
+    """
+
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer] | None = None) -> None:
+        collect = None if buffers is None else functools.partial(_collect, buffers)
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=collect)
         self.moved = False
+        self._storages: dict[int, Any] = {}
+        """By address of what they are to torch: each is written once, however many tensors have it."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor) and is_elsewhere(obj):
+        if torch is None:
+            return super().reducer_override(obj)
+        if isinstance(obj, torch.Tensor) and is_elsewhere(obj):
             self.moved = True
             if not isinstance(obj, torch.nn.Parameter):  # it reduces to its data, a tensor that comes here next
                 there = obj.detach().cpu().requires_grad_(obj.requires_grad)
                 return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if torch is not None and isinstance(obj, torch.UntypedStorage):  # torch 2.15 writes what it cannot read
+        if isinstance(obj, torch.TypedStorage):
+            storage = obj._untyped_storage  # its public twins warn of their age
+            if storage.device.type == "cpu":
+                return typed_storage, (self._storages.setdefault(storage._cdata, storage), obj.dtype)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
             self.moved = self.moved or is_elsewhere(obj)
-            return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8).set_(obj.cpu()),)
-        if torch is not None and isinstance(obj, torch.Generator) and is_elsewhere(obj):
+            return untyped_storage, (pickle.PickleBuffer(_memory_of(obj.cpu())),)
+        if isinstance(obj, torch.Generator) and is_elsewhere(obj):
             where = f"a random generator of {obj.device}"
             raise pickle.PicklingError(
                 f"{where} stays where its device is; send its get_state(), and set_state() it there"
@@ -37,23 +112,64 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+def _collect(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Put it to those that stand beside the pickle; returns whether it is written into the pickle instead."""
+    if buffer.raw().nbytes < INLINE:
+        return True
+    buffers.append(buffer)
+    return False
+
+
+def _memory_of(storage: Any) -> Any:
+    """The bytes of an UntypedStorage, which live as long as they are looked at; NumPy may not be there."""
+    if not storage.nbytes():
+        return b""
+    memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.storage = storage
+    return memory
+
+
+def untyped_storage(memory: ReadableBuffer) -> Any:
+    """The UntypedStorage that was written; what stood beside the pickle is its memory."""
+    import torch
+
+    view = memoryview(memory)
+    if not view.nbytes:
+        return torch.UntypedStorage(0)
+    is_beside = isinstance(memory, memoryview) and not view.readonly
+    here = torch.frombuffer(view if is_beside else bytearray(view), dtype=torch.uint8)
+    return (here if is_beside else here.clone()).untyped_storage()  # a clone's can be resized, as any tensor
+
+
+def typed_storage(storage: Any, dtype: Any) -> Any:
+    """The TypedStorage that was written."""
+    import torch
+
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
 def is_elsewhere(obj: Any) -> bool:
     """Is a tensor, storage or generator of torch on an accelerator, which not every process has or counts alike?"""
     return obj.device.type not in ("cpu", "meta")
 
 
-def dump_all(values: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, str], list[str]]:
-    """Pickle each of `values`; returns the bytes, the errors, and the names whose tensors moved to the CPU."""
+def dump(value: Any) -> tuple[Pickled, bool]:
+    """Pickle `value`; with whether tensors of it have moved to the CPU. Raises what its classes raise."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = Pickler(file, buffers)
+    pickler.dump(value)
+    return Pickled([file.getbuffer(), *(buffer.raw() for buffer in buffers)]), pickler.moved
+
+
+def dump_all(values: dict[str, Any]) -> tuple[dict[str, Pickled], dict[str, str], list[str]]:
+    """Pickle each of `values`; returns what they are, the errors, and the names whose tensors moved to the CPU."""
     packed, errors, moved = {}, {}, []
     for name, value in values.items():
-        file = io.BytesIO()
-        pickler = Pickler(file)
         try:
-            pickler.dump(value)
+            packed[name], has_moved = dump(value)
         except Exception as error:
             errors[name] = readable(f"{type(error).__name__}: {error}")
             continue
-        packed[name] = file.getvalue()
-        if pickler.moved:
+        if has_moved:
             moved.append(name)
     return packed, errors, moved

@@ -55,16 +55,23 @@ class Figures(TypedDict):
     """How often garbage was collected after a cell."""
 
 
+Place: TypeAlias = "tuple[int, int, list[int]]"
+"""Where a pickled object lies: in which load, where it begins there, and the sizes of its parts, bytes."""
+
+
 class Packed(TypedDict):
     """Objects, pickled, by name."""
 
-    values: dict[str, Any]
+    values: dict[str, bytearray]
+    """Those that are small enough to come with this."""
+    sizes: dict[str, list[int]]
+    """Bytes of the parts of each (``pickling.Pickled``)."""
+    paths: dict[str, str]
+    """Where processes of the same host can read some of the others."""
     errors: dict[str, str]
     missing: list[str]
     moved: list[str]
     """Names whose tensors were moved to the CPU."""
-    sizes: dict[str, int]
-    """Bytes of those that are fetched in parts."""
     wrappers: dict[str, str]
     """Which are a model in a wrapper of torch's that belongs to a process group, and the wrapper's name."""
 

@@ -6,8 +6,29 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+
+MOST_PIECES = 1000
+"""Of one call of the system's, which allows 1024."""
+
+
+def portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """What `pieces` hold, in portions of at most `size` bytes, and a full one wherever it can be."""
+    portion: list[memoryview] = []
+    room = size
+    for piece in pieces:
+        left = piece
+        while left:
+            portion.append(left[:room])
+            room -= len(portion[-1])
+            left = left[len(portion[-1]) :]
+            if not room or len(portion) == MOST_PIECES:
+                yield portion
+                portion, room = [], size
+    if portion:
+        yield portion
 
 
 class SharedBytes:
@@ -44,17 +65,21 @@ class SharedBytes:
     ) -> None:
         self.close()
 
-    def write(self, part: bytes | memoryview) -> None:
-        """Add to what is there."""
+    def write(self, portion: Sequence[bytes | memoryview]) -> None:
+        """Add to what is there, which has at most `MOST_PIECES`."""
         assert self._descriptor is not None
-        left = memoryview(part)
+        left = list(portion)
         while left:
-            left = left[os.write(self._descriptor, left) :]
+            written = os.writev(self._descriptor, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = memoryview(left[0])[written:]
 
     def view(self) -> mmap.mmap:
-        """All that is there, to be read; it stays when this is closed."""
+        """All that is there; it stays when this is closed. Who changes it has a copy of what is changed."""
         assert self._descriptor is not None
-        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def close(self) -> None:
         """Let go of it; who has a `view` keeps it. May be called twice."""
@@ -67,9 +92,9 @@ class SharedBytes:
 
 
 def view(path: str) -> mmap.mmap:
-    """What another process has written, to be read, by the path that it told. Raises OSError or ValueError."""
+    """The same of what another process has written, by the path that it told. Raises OSError or ValueError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)

@@ -67,8 +67,8 @@ def _unpack(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any], tupl
             _take(call, names, name, data)
     for name, data in call.own.items():
         _take(call, names, name, data)
-    unpickler = pickle.Unpickler(io.BytesIO(call.packed))
-    call.packed = b""
+    unpickler = pickle.Unpickler(io.BytesIO(call.packed), buffers=call.buffers)
+    call.packed, call.buffers = b"", []
     fn, args, kwargs, needed = unpickler.load()
     names.update(unpickler.load())
     names.update(needed)
@@ -98,12 +98,12 @@ class _Pickler(pickling.Pickler):
 
 
 def _pack(result: Any) -> Answer:
-    file, kind = io.BytesIO(), type(result).__name__
+    file, kind, buffers = io.BytesIO(), type(result).__name__, list[pickle.PickleBuffer]()
     try:
-        _Pickler(file).dump(result)
+        _Pickler(file, buffers).dump(result)
     except Exception as error:
         return Answer(kind, error=f"{type(error).__name__}: {error}")
-    return Answer(kind, file.getvalue())
+    return Answer(kind, file.getvalue(), buffers)
 
 
 def forget() -> None:

@@ -1,7 +1,8 @@
 """Objects in and out of the namespace of this rank.
 
 What is large comes and goes in parts, so that a person sees it go on, and no copy of the whole is made on the way. What
-is pushed to several ranks of one host is in memory once there, where each of them reads it (``protocol/shared.py``).
+is pushed to several ranks of one host is in memory once there: each of them has it as its own, and what a rank changes
+is copied before (``protocol/shared.py``). What the notebook pulls from a rank beside it is in memory once, too.
 
 A push has two steps, so that all names arrive on all ranks or none does: every rank unpickles into a waiting room, and
 only when all could, every rank takes what waits there.
@@ -10,36 +11,43 @@ only when all could, every rank takes what waits there.
 from __future__ import annotations
 
 import mmap
-import pickle
-from typing import Any
+from typing import Any, TypeAlias
 
 from ddip.protocol import pickling, shared
-from ddip.protocol.reports import Packed
+from ddip.protocol.pickling import Pickled
+from ddip.protocol.reports import Packed, Place
 from ddip.protocol.shared import SharedBytes
 from ddip.protocol.text import readable
 from ddip.rank import namespace
 from ddip.rank.wrappers import WRAPPERS
 
+Memory: TypeAlias = "SharedBytes | bytearray | mmap.mmap"
+AT_ONCE = 1 << 24
+"""Bytes of one call of the system's, within which no stop is heard."""
+
 _waiting: dict[str, Any] = {}
-_arriving: SharedBytes | bytearray = bytearray()
-"""What comes in parts: pickled objects, one after the other."""
-_arrived: mmap.mmap | None = None
-"""The same, where another process of this host has it."""
-_leaving: dict[str, bytes] = {}
-"""Pickled objects that leave in parts."""
+_arriving: dict[int, Memory] = {}
+"""What is pushed, by the number of the load: of this rank alone, or shared with others of this host."""
+_leaving: dict[str, SharedBytes | bytearray] = {}
+"""Pickled objects that leave in parts, or that the notebook reads where they are."""
 
 
-def add(part: bytes, first: bool, share: bool) -> str:
-    """The next part of pickled objects; returns where others of this host can `attach` all of it, to `share` it."""
-    global _arriving
+def add(load: int, part: bytes, first: bool, share: bool) -> str:
+    """The next part of a load of pickled objects.
+
+    Returns where others of this host can `attach` all of it, to `share` it; empty: nowhere.
+    """
     if first:
-        drop()
-        _arriving = _shared() if share else bytearray()
-    if isinstance(_arriving, bytearray):
-        _arriving += part
-        return ""
-    _arriving.write(part)
-    return _arriving.path
+        if not load:
+            drop()
+        _arriving[load] = _shared() if share else bytearray()
+    there = _arriving[load]
+    if isinstance(there, SharedBytes):
+        there.write([part])
+        return there.path
+    assert isinstance(there, bytearray)
+    there += part
+    return ""
 
 
 def _shared() -> SharedBytes | bytearray:
@@ -49,56 +57,56 @@ def _shared() -> SharedBytes | bytearray:
         return bytearray()
 
 
-def attach(path: str, size: int) -> bool:
-    """Take `size` bytes of pickled objects from where another process of this host has them; False: that cannot be."""
-    global _arrived
-    drop()
+def attach(load: int, path: str, size: int) -> bool:
+    """Take a load of `size` bytes from where another process of this host has it; False: that cannot be."""
+    if not load:
+        drop()
     try:
         found = shared.view(path)
     except (OSError, ValueError):
         return False
     if len(found) != size:  # the path means something else here
         return False
-    _arrived = found
+    _arriving[load] = found
     return True
 
 
-def stage(packed: dict[str, bytes | bytearray], places: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Unpickle `packed`, and what has come before, of which `places` has begin and end, into the waiting room.
+def stage(places: dict[str, Place], small: bytes | bytearray = b"") -> dict[str, str]:
+    """Unpickle what has come, of which `places` says where it lies, into the waiting room.
 
-    Returns the errors by name.
+    `small` is all of it, as load 0, where it is not worth a way of its own. Returns the errors by name.
     """
     _waiting.clear()
-    errors = {}
-    with _taken() as came:
-        parts = {name: came[begin:end] for name, (begin, end) in places.items()}
-        for name, data in {**packed, **parts}.items():
-            try:
-                _waiting[name] = pickle.loads(data)
-            except KeyboardInterrupt:
-                drop()
-                raise
-            except BaseException as error:
-                errors[name] = readable(f"{type(error).__name__}: {error}")
+    if small:
+        _arriving[0] = bytearray(small)
+    loads, errors = _taken(), {}
+    for name, (load, begin, sizes) in places.items():
+        try:
+            came = Pickled.of(loads[load], sizes, begin)
+            _waiting[name] = (Pickled.of(came.joined(), sizes) if small else came).load()
+        except KeyboardInterrupt:
+            drop()
+            raise
+        except BaseException as error:
+            errors[name] = readable(f"{type(error).__name__}: {error}")
     if errors:
         _waiting.clear()
     return errors
 
 
-def _taken() -> memoryview:
-    """All that has come in parts, which is gone when nobody looks at it any more."""
-    here = _arriving if isinstance(_arriving, bytearray) else _arriving.view()
-    came = memoryview(here if _arrived is None else _arrived)
+def _taken() -> dict[int, bytearray | mmap.mmap]:
+    """All that has come, which is gone when no object has it for its memory any more."""
+    came = {load: there.view() if isinstance(there, SharedBytes) else there for load, there in _arriving.items()}
     _let_go()
     return came
 
 
 def _let_go() -> None:
-    """Of what comes in parts."""
-    global _arriving, _arrived
-    if not isinstance(_arriving, bytearray):
-        _arriving.close()
-    _arriving, _arrived = bytearray(), None
+    """Of what has come."""
+    for there in _arriving.values():
+        if isinstance(there, SharedBytes):
+            there.close()
+    _arriving.clear()
 
 
 def commit() -> None:
@@ -108,35 +116,56 @@ def commit() -> None:
 
 
 def drop() -> None:
-    """Forget the waiting objects, and what has come or was to leave in parts."""
+    """Forget the waiting objects, what has come, and what was to leave."""
     _waiting.clear()
+    for there in _leaving.values():
+        if isinstance(there, SharedBytes):
+            there.close()
     _leaving.clear()
     _let_go()
 
 
-def pack(names: list[str], most: int | None = None) -> Packed:
-    """Pickle `names`: ``values`` and ``errors`` by name, the ``missing`` names, and those ``moved`` to the CPU.
+def pack(names: list[str], most: int, share: bool) -> Packed:
+    """Pickle `names`; with errors by name, the missing names, and those moved to the CPU.
 
-    ``wrappers`` has the name of the wrapper of torch's that a model is in. What is longer than `most` bytes waits for
-    `part`; ``sizes`` has its length by name.
+    What is longer than `most` bytes stays here until `drop`: for the notebook to read in `paths`, to `share` it, or for
+    `part`.
     """
+    drop()
     here = namespace()
     missing = [name for name in names if name not in here]
-    values, errors, moved = pickling.dump_all({name: here[name] for name in names if name in here})
+    packed, errors, moved = pickling.dump_all({name: here[name] for name in names if name in here})
     if errors or missing:
-        values = {}  # nothing is taken
-    sizes = {name: len(data) for name, data in values.items() if most is not None and len(data) > most}
-    _leaving.clear()
-    _leaving.update({name: values.pop(name) for name in sizes})
-    wrappers = {name: kind for name in names if name in here and (kind := _wrapper(here[name]))}
+        packed = {}  # nothing is taken
+    large = [name for name, pickled in packed.items() if pickled.size > most]
+    for name in large:
+        _leaving[name] = _laid(packed[name], share)
     return {
-        "values": values,
+        "values": {name: pickled.joined() for name, pickled in packed.items() if name not in large},
+        "sizes": {name: pickled.sizes for name, pickled in packed.items()},
+        "paths": {name: there.path for name, there in _leaving.items() if isinstance(there, SharedBytes)},
         "errors": errors,
         "missing": missing,
         "moved": moved,
-        "sizes": sizes,
-        "wrappers": wrappers,
+        "wrappers": {name: kind for name in names if name in here and (kind := _wrapper(here[name]))},
     }
+
+
+def _laid(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
+    """Where it lies to be fetched."""
+    there = _shared() if share else bytearray()
+    if isinstance(there, bytearray):
+        return pickled.joined()
+    try:
+        for portion in shared.portions(pickled.pieces(), AT_ONCE):
+            there.write(portion)
+    except OSError:  # there is no room
+        there.close()
+        return pickled.joined()
+    except BaseException:
+        there.close()
+        raise
+    return there
 
 
 def _wrapper(value: object) -> str:
@@ -147,4 +176,5 @@ def _wrapper(value: object) -> str:
 
 def part(name: str, begin: int, end: int) -> bytes:
     """A part of an object that `pack` keeps."""
-    return bytes(memoryview(_leaving[name])[begin:end])
+    there = _leaving[name]
+    return bytes(memoryview(there.view() if isinstance(there, SharedBytes) else there)[begin:end])

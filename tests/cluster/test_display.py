@@ -560,7 +560,8 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("""
         from ddip.group import delivery, transfer
         from ddip.notebook import objects
-        transfer.PART, delivery.PART, delivery.LARGE, objects.QUIET_SECONDS = 1000, 1000, 1000, -1
+        transfer.LARGE = transfer.PART = delivery.PART = delivery.LARGE = 1000
+        objects.QUIET_SECONDS = -1
     """)
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
     assert [bundle["text/plain"].count("━") for bundle in shown.data[:-1]] == list(range(0, 21, 2))
@@ -572,7 +573,9 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # of no cell's business but its own
     notebook.ok("""
         assert big == bytes(10_000) + b'1'
-        transfer.PART, delivery.PART, delivery.LARGE, objects.QUIET_SECONDS = 1 << 24, 1 << 24, 1 << 21, 0.5
+        transfer.PART = delivery.PART = 1 << 24
+        transfer.LARGE = delivery.LARGE = 1 << 21
+        objects.QUIET_SECONDS = 0.5
     """)
 
 

@@ -142,8 +142,74 @@ def test_what_is_large_arrives_on_all_ranks_and_leaves_nothing(
     cells.run("large[rank] = 0; total = int(large.sum()) + small")  # each has its own
     totals = [values["total"] for values in cells.pull_all(["total"], [0, 1])[0]]
     assert totals == [int(large.sum()) - int(large[rank]) + 1 for rank in (0, 1)]
-    assert held_here() == held_there(cells) == []
+    assert held_here() == [] and bool(held_there(cells)) == (way == "memory")
+    cells.run("del large")  # it was the memory of that array
+    assert held_there(cells) == []
     assert sorted(path.name for path in cells.cluster.run_folder.iterdir()) == before
+
+
+def test_what_is_pushed_is_in_memory_once_until_a_rank_changes_it(cells: ddip.Group) -> None:
+    cells.push({"array": np.ones(8 * LARGE, np.uint8), "tensor": torch.ones(8 * LARGE, dtype=torch.uint8), "small": 1})
+    cells.run("""
+        import numpy, torch
+        def own():  # kB of the memory of pushed objects that this rank has alone
+            mine, found = False, 0
+            for first, second, *_ in map(str.split, open("/proc/self/smaps")):
+                if "-" in first:
+                    mine = "ddip-push" in " ".join(_)
+                elif mine and first == "Anonymous:":
+                    found += int(second)
+            return found
+        total = int(array.sum()) + int(tensor.sum())
+        before = own()
+        array[: array.size // 2] = rank
+        after = own()
+        sums = int(array.sum()), int(tensor.sum())
+    """)
+    for rank in (0, 1):
+        found = cells.pull(["total", "before", "after", "sums"], rank)
+        half = 4 * LARGE
+        assert found["total"] == 4 * half and found["sums"] == (half + rank * half, 2 * half)
+        assert found["before"] == 0 and half / 1024 <= found["after"] <= half / 1024 + 64
+    cells.run("del array")
+    assert all("ddip-push" in name for name in held_there(cells))
+    cells.run("del tensor")
+    assert held_there(cells) == []
+
+
+@pytest.mark.parametrize("way", ["memory", "parts"])
+def test_what_is_large_is_pulled_whole_and_leaves_nothing(
+    cells: ddip.Group, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells.run(f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank")
+    if way == "parts":
+        cells.run("import os; memory = os.memfd_create; del os.memfd_create")
+    pulled, _ = cells.pull_all(["large", "tensor"], [0, 1])
+    for rank, values in enumerate(pulled):
+        assert (values["large"] == np.arange(LARGE) + rank).all()
+        assert torch.equal(values["tensor"], torch.arange(LARGE) - rank)
+        values["large"][0] = values["tensor"][0] = 1000  # ours alone
+    if way == "parts":
+        cells.run("os.memfd_create = memory")
+    cells.run("firsts = int(large[0]), int(tensor[0])")
+    assert [values["firsts"] for values in cells.pull_all(["firsts"], [0, 1])[0]] == [(0, 0), (1, -1)]
+    assert held_there(cells) == []
+
+
+def test_a_rank_that_dies_while_it_packs_leaves_nothing(cells: ddip.Group) -> None:
+    cells.push({"kept": 1})
+    cells.run(f"""
+        import os, signal, numpy
+        class Dies:
+            def __reduce__(self):
+                os.kill(os.getpid(), signal.SIGKILL)
+        large, dies = numpy.zeros({LARGE}), Dies()
+    """)
+    with pytest.raises(GroupError, match="pulling failed: .*rank 1.*SIGKILL"):
+        cells.pull_all(["large", "dies"], [1])
+    assert held_here() == []
+    cells.repair(["kept"], 0)
+    assert held_there(cells) == []
 
 
 def no_room(**asked: object) -> None:

@@ -27,7 +27,8 @@ from ddip.group import placement
 from ddip.group.group import Group
 from ddip.protocol import on_rank, shared
 from ddip.protocol.on_rank import RemoteCall
-from ddip.protocol.reports import CellReport, Going, Hello
+from ddip.protocol.pickling import Pickled
+from ddip.protocol.reports import CellReport, Going, Hello, Packed, Place
 
 FIRST_PID = 1 << 28
 """No process has such a number."""
@@ -82,7 +83,7 @@ class ScriptedEngine:
             on_rank.commit.target: lambda: self.names.update(self._staged),
             on_rank.drop.target: lambda: None,
             on_rank.pack.target: self._pack,
-            on_rank.part.target: lambda name, begin, end: pickle.dumps(self.names[name])[begin:end],
+            on_rank.part.target: lambda name, begin, end: self._packed(name).joined()[begin:end],
             on_rank.prepare_app.target: lambda module: None,
             on_rank.release_app.target: lambda module: None,
             on_rank.command_app.target: lambda module, text: f"{module}: {text}",
@@ -105,7 +106,7 @@ class ScriptedEngine:
         }
         """What it does when it is called, by the target of the call."""
         self._staged: dict[str, Any] = {}
-        self._came = b""
+        self._came: dict[int, Any] = {}
         self._began = 0.0
 
     def answer(self, call: RemoteCall[Any]) -> dict[str, Any]:
@@ -124,29 +125,37 @@ class ScriptedEngine:
     def _leave(self) -> Going:
         return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
-    def _add(self, part: bytes, first: bool, share: bool) -> str:
-        self._came = part if first else self._came + part
+    def _add(self, load: int, part: bytes, first: bool, share: bool) -> str:
+        self._came[load] = bytearray(part) if first else self._came[load] + part
         return ""
 
-    def _attach(self, path: str, size: int) -> bool:
-        self._came = bytes(shared.view(path))
-        return len(self._came) == size
+    def _attach(self, load: int, path: str, size: int) -> bool:
+        self._came[load] = shared.view(path)
+        return len(self._came[load]) == size
 
-    def _stage(self, packed: dict[str, Any], places: dict[str, tuple[int, int]]) -> dict[str, str]:
-        errors = {}
-        for name, data in {**packed, **{name: self._came[slice(*place)] for name, place in places.items()}}.items():
+    def _stage(self, places: dict[str, Place], small: bytes = b"") -> dict[str, str]:
+        errors, came = {}, {0: bytearray(small)} if small else self._came
+        for name, (load, begin, sizes) in places.items():
             try:
-                self._staged[name] = pickle.loads(data)
+                self._staged[name] = Pickled.of(came[load], sizes, begin).load()
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {error}"
         return errors
 
-    def _pack(self, names: list[str], most: int | None = None) -> dict[str, Any]:
-        missing = [name for name in names if name not in self.names]
-        data = {name: pickle.dumps(self.names[name]) for name in names if name in self.names}
-        sizes = {name: len(value) for name, value in data.items() if most is not None and len(value) > most}
-        values = {name: value for name, value in data.items() if name not in sizes}
-        return {"values": values, "errors": {}, "missing": missing, "moved": [], "sizes": sizes, "wrappers": {}}
+    def _packed(self, name: str) -> Pickled:
+        return Pickled([memoryview(pickle.dumps(self.names[name]))])
+
+    def _pack(self, names: list[str], most: int, share: bool) -> Packed:
+        packed = {name: self._packed(name) for name in names if name in self.names}
+        return {
+            "values": {name: pickled.joined() for name, pickled in packed.items() if pickled.size <= most},
+            "sizes": {name: pickled.sizes for name, pickled in packed.items()},
+            "paths": {},
+            "errors": {},
+            "missing": [name for name in names if name not in self.names],
+            "moved": [],
+            "wrappers": {},
+        }
 
     def _figures(self) -> dict[str, Any]:
         busy = self.running is not None

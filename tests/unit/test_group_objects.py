@@ -53,7 +53,7 @@ def test_names_go_to_all_ranks_and_come_back(new_group: NewGroup) -> None:
 def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (transfer, delivery):
         monkeypatch.setattr(module, "PART", 100)
-    monkeypatch.setattr(delivery, "LARGE", 100)
+        monkeypatch.setattr(module, "LARGE", 100)
     group = new_group(2)
     told: list[tuple[str, float | None]] = []
     text = "x" * 1000
@@ -64,7 +64,7 @@ def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest
     }
     pushed = [share for text, share in told if text.startswith("ddip: pushing text")]
     pulled = [share for text, share in told if text.startswith("ddip: pulling text from rank 1")]
-    assert len(pushed) == len(pulled) == 11 and pushed[0] == 0 < (pushed[-1] or 0) < 1
+    assert len(pushed) == len(pulled) == 11 and 0 <= (pushed[0] or 0) < (pushed[-1] or 0) < 1
     assert group.engine(1).calls.count(on_rank.drop.target) == 1
 
 
@@ -80,14 +80,14 @@ def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewG
     group.push(values, [0, 2])
     assert group.pull([*values], 2) == values
     calls = [target for engine in (0, 2) for target in group.engine(engine).calls if target.startswith("transfer.")]
-    push = [on_rank.attach.target, on_rank.stage.target, on_rank.commit.target]
+    push = [on_rank.attach.target, on_rank.attach.target, on_rank.stage.target, on_rank.commit.target]  # two loads
     assert calls == [*push, *push, on_rank.pack.target]
     assert on_rank.stage.target not in group.engine(1).calls
 
 
 def test_who_cannot_read_it_gets_it_in_parts(new_group: NewGroup, small_parts: None) -> None:
     group = new_group(3)
-    group.engine(1).answers[on_rank.attach.target] = lambda path, size: False
+    group.engine(1).answers[on_rank.attach.target] = lambda load, path, size: False
     told: list[float] = []
     group.push({"text": "x" * 1000}, progress=lambda text, share=None: told.append(share or 0.0))
     assert [values["text"] for values in group.pull_all(["text"], range(3))[0]] == ["x" * 1000] * 3
@@ -98,7 +98,7 @@ def test_who_cannot_read_it_gets_it_in_parts(new_group: NewGroup, small_parts: N
 def test_without_room_in_memory_everybody_gets_it_in_parts(
     new_group: NewGroup, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: SharedBytes, part: bytes) -> None:
+    def full(self: SharedBytes, portion: list[bytes]) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SharedBytes, "write", full)

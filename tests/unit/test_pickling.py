@@ -1,35 +1,55 @@
-"""What is pickled, and how its failure is told."""
+"""What is pickled, what stands beside the pickle, and how its failure is told."""
 
 from __future__ import annotations
 
+import ctypes
+import io
 import pickle
 import threading
+import warnings
+from typing import Any
 
+import numpy as np
+import pandas as pd
+import pytest
 import torch
 
-from ddip.protocol.pickling import dump_all
+from ddip.protocol.pickling import ALIGNED, INLINE, Pickled, Pickler, dump, dump_all
+
+LARGE = 2 * INLINE
+
+
+def sent(value: Any) -> Any:
+    """What arrives of it."""
+    pickled, _ = dump(value)
+    memory = pickled.joined()
+    assert len(memory) == pickled.size
+    return Pickled.of(memory, pickled.sizes).load()
+
+
+def address(obj: Any) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(obj))
 
 
 def test_each_value_is_packed_or_named() -> None:
     packed, errors, moved = dump_all({"a": [1, 2], "lock": threading.Lock(), "f": lambda x: x + 1})
-    assert pickle.loads(packed["a"]) == [1, 2]
-    assert pickle.loads(packed["f"])(1) == 2
+    assert packed["a"].load() == [1, 2]
+    assert packed["f"].load()(1) == 2
     assert list(errors) == ["lock"] and errors["lock"].startswith("TypeError: cannot pickle '_thread.lock'")
     assert moved == []
 
 
 def test_tensors_keep_gradients_parameters_and_views() -> None:
     values = {"p": torch.nn.Parameter(torch.ones(2)), "g": torch.ones(2, requires_grad=True), "v": torch.arange(6)[::2]}
-    packed, errors, moved = dump_all(values)
-    back = {name: pickle.loads(data) for name, data in packed.items()}
-    assert (errors, moved) == ({}, [])
+    back, moved = {name: sent(value) for name, value in values.items()}, dump(values)[1]
+    assert not moved
     assert isinstance(back["p"], torch.nn.Parameter) and back["g"].requires_grad
     assert back["v"].tolist() == [0, 2, 4]
 
 
 def test_a_tensor_on_meta_stays_there() -> None:
     packed, _, moved = dump_all({"m": torch.ones(2, device="meta")})
-    assert pickle.loads(packed["m"]).device.type == "meta"
+    assert packed["m"].load().device.type == "meta"
     assert moved == []
 
 
@@ -44,4 +64,88 @@ def test_what_raises_while_it_is_pickled_is_named() -> None:
 def test_storages_arrive() -> None:
     packed, errors, moved = dump_all({"s": torch.arange(3, dtype=torch.int16).untyped_storage()})
     assert (errors, moved) == ({}, [])
-    assert pickle.loads(packed["s"]).tolist() == [0, 0, 1, 0, 2, 0]
+    assert packed["s"].load().tolist() == [0, 0, 1, 0, 2, 0]
+    assert sent(torch.UntypedStorage(0)).nbytes() == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(LARGE),
+        torch.arange(float(LARGE)).to(torch.bfloat16),
+        torch.ones(LARGE, dtype=torch.cfloat).conj(),
+        torch.eye(LARGE // 100).to_sparse(),
+        torch.nn.Parameter(torch.ones(LARGE)),
+        torch.ones(LARGE).as_subclass(torch.nn.Buffer),
+        torch.empty(0),
+    ],
+    ids=["long", "bfloat16", "conjugated", "sparse", "parameter", "subclass", "empty"],
+)
+def test_tensors_of_all_kinds_arrive(value: torch.Tensor) -> None:
+    back = sent(value)
+    assert type(back) is type(value) and back.dtype == value.dtype and back.requires_grad == value.requires_grad
+    assert torch.equal(back.to_dense(), value.to_dense())
+
+
+@pytest.mark.parametrize("value", [np.ones(LARGE), np.asfortranarray(np.ones((300, 200))), np.ones((400, 400))[::2]])
+def test_arrays_arrive_and_can_be_written_to(value: np.ndarray) -> None:  # type: ignore[type-arg]
+    back = sent(value)
+    assert (back == value).all() and back.flags.f_contiguous == value.flags.f_contiguous
+    back[:] = 2
+
+
+def test_memory_of_arrays_and_tensors_is_not_copied_into_the_pickle() -> None:
+    array, tensor = np.zeros(LARGE, np.uint8), torch.zeros(LARGE, dtype=torch.uint8)
+    frame = pd.DataFrame({"x": np.zeros(LARGE)})
+    pickled, _ = dump({"array": array, "tensor": tensor, "frame": frame, "small": np.zeros(10)})
+    assert pickled.sizes[1:] == [LARGE, LARGE, 8 * LARGE] and pickled.sizes[0] < LARGE
+    assert address(pickled.parts[1]) == address(array) and address(pickled.parts[2]) == tensor.data_ptr()
+
+
+def test_what_is_large_lies_in_the_memory_that_it_is_loaded_from_aligned() -> None:
+    pickled, _ = dump([torch.zeros(LARGE), np.zeros(LARGE), "odd" * 7, torch.zeros(LARGE)])
+    memory = bytearray(ALIGNED) + pickled.joined()
+    first, second, _, third = Pickled.of(memory, pickled.sizes, begin=ALIGNED).load()
+    begin = address(memory)
+    places = [first.data_ptr() - begin, second.ctypes.data - begin, third.data_ptr() - begin]
+    assert all(0 < place < len(memory) and place % ALIGNED == 0 for place in places)
+
+
+def test_small_tensors_are_as_any_and_large_ones_say_that_they_cannot_grow() -> None:
+    assert sent(torch.zeros(3)).resize_(LARGE).shape == (LARGE,)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        sent(torch.zeros(LARGE)).resize_(2 * LARGE)
+    assert sent(torch.zeros(LARGE)).clone().resize_(2 * LARGE).shape == (2 * LARGE,)
+
+
+def test_tensors_that_share_their_memory_share_it_there_and_it_is_sent_once() -> None:
+    whole = torch.zeros(LARGE)
+    tied = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
+    tied[1].weight = tied[0].weight
+    assert dump({"whole": whole, "part": whole[5:10], "row": whole.detach()})[0].size < 5 * LARGE
+    back = sent({"whole": whole, "part": whole[5:10]})
+    back["whole"][5] = 7
+    assert back["part"][0] == 7
+    there = sent(tied)
+    assert there[1].weight is there[0].weight and there[0].weight.requires_grad
+
+
+def test_an_optimizer_arrives_with_its_model() -> None:
+    net = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    there, its = sent((net, optimizer))
+    assert its.param_groups[0]["params"][0] is there.weight
+    assert torch.equal(its.state[there.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+    there(torch.ones(1, 200)).sum().backward()
+    its.step()
+
+
+def test_without_memory_beside_it_the_pickle_has_all() -> None:
+    file = io.BytesIO()
+    Pickler(file).dump([torch.ones(LARGE), np.ones(LARGE)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor, array = pickle.loads(file.getvalue())
+    assert tensor.sum() == array.sum() == LARGE

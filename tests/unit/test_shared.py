@@ -23,8 +23,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_was_written_can_be_read_as_long_as_somebody_does(folder: Path) -> None:
     with SharedBytes(folder) as made:
-        made.write(b"one ")
-        made.write(memoryview(b"two"))
+        made.write([b"one "])
+        made.write([memoryview(b"t"), b"", b"wo"])
         ours, theirs = made.view(), shared.view(made.path)
         path = made.path
     made.close()
@@ -34,21 +34,46 @@ def test_what_was_written_can_be_read_as_long_as_somebody_does(folder: Path) -> 
     assert not list(folder.iterdir())
 
 
-def test_others_cannot_open_it_and_it_is_read_only(folder: Path) -> None:
+def test_others_cannot_open_it(folder: Path) -> None:
     with SharedBytes(folder) as made:
-        made.write(b"secret")
+        made.write([b"secret"])
         if made.path.startswith(str(folder)):
             assert os.stat(made.path).st_mode & 0o777 == 0o600
         else:
             assert not list(folder.iterdir())
-        with pytest.raises(TypeError):
-            shared.view(made.path)[0] = 0
+
+
+def test_what_one_changes_is_its_own(folder: Path) -> None:
+    with SharedBytes(folder) as made:
+        made.write([b"one"])
+        ours, theirs = made.view(), shared.view(made.path)
+        ours[0:1], theirs[2:3] = b"O", b"E"
+        assert (ours[:], theirs[:], shared.view(made.path)[:]) == (b"One", b"onE", b"one")
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_portions_are_full_and_have_few_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [memoryview(b"abc"), memoryview(b""), memoryview(b"defgh"), memoryview(b"i")]
+    found = [b"".join(portion) for portion in shared.portions(pieces, size)]
+    assert b"".join(found) == b"abcdefghi" and all(len(portion) == size for portion in found[:-1])
+    monkeypatch.setattr(shared, "MOST_PIECES", 2)
+    found_by_two = [*shared.portions(pieces, size)]
+    assert b"".join(b"".join(portion) for portion in found_by_two) == b"abcdefghi"
+    assert all(len(portion) <= 2 for portion in found_by_two)
+
+
+def test_many_pieces_are_written_though_the_system_takes_only_some_at_once(folder: Path) -> None:
+    pieces = [memoryview(bytes([number % 256]) * (number % 7)) for number in range(5000)]
+    with SharedBytes(folder) as made:
+        for portion in shared.portions(pieces, 10_000):
+            made.write(portion)
+        assert made.view()[:] == b"".join(pieces)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_cannot_open_it(folder: Path) -> None:
     with SharedBytes(folder) as made:
-        made.write(b"secret")
+        made.write([b"secret"])
         look = [sys.executable, "-c", "import sys; open(sys.argv[1], 'rb')", made.path]
         assert subprocess.run(look, capture_output=True).returncode == 0
         theirs = subprocess.run(["cat", made.path], user=65534, group=65534, extra_groups=[], capture_output=True)
