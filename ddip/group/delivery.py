@@ -68,7 +68,7 @@ def _places(loads: Sequence[Load]) -> dict[str, Place]:
         begin = 0
         for name, pickled in load.items():
             places[name] = (number, begin, pickled.sizes)
-            begin += pickled.size
+            begin += pickled.room
     return places
 
 
@@ -81,7 +81,7 @@ class _Delivery:
         self._ranks, self._packed, self._button = ranks, packed, button
         self._progress = progress
         self._beside, self._elsewhere = self._by_host(to)
-        self._whole, self._done = sum(pickled.size for pickled in packed.values()), 0
+        self._whole, self._done = sum(pickled.room for pickled in packed.values()), 0
         self._rounds = 1
         """How often all of it is sent, or written."""
         self._sends_again = False
@@ -144,8 +144,8 @@ class _Delivery:
 
     def _attach(self, paths: Mapping[int, str], number: int, load: Load) -> list[int]:
         """Have ranks read what is at these paths, where there is one; returns those that cannot."""
-        size = sum(pickled.size for pickled in load.values())
-        calls = {rank: on_rank.attach(number, path, size) for rank, path in paths.items() if path}
+        room = sum(pickled.room for pickled in load.values())
+        calls = {rank: on_rank.attach(number, path, room) for rank, path in paths.items() if path}
         there = dict(zip(calls, self._ranks.ask_each(calls), strict=True)) if calls else {}
         return [rank for rank in paths if not there.get(rank)]
 

@@ -109,7 +109,7 @@ def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Repo
     calls = {rank: on_rank.pack(list(names), LARGE if is_near else PART, is_near) for rank, is_near in beside.items()}
     replies = ranks.ask_each(calls)
     sizes = [
-        {name: pickling.size_of(parts) for name, parts in reply["sizes"].items() if name not in reply["values"]}
+        {name: pickling.room_of(parts) for name, parts in reply["sizes"].items() if name not in reply["values"]}
         for reply in replies
     ]
     whole, done, fetched = sum(size for its in sizes for size in its.values()), 0, []

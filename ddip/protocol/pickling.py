@@ -50,8 +50,13 @@ class Pickled:
 
     @property
     def size(self) -> int:
-        """Bytes of all of it, where it lies in one memory."""
-        return size_of(self.sizes)
+        """Bytes of all of it."""
+        return sum(self.sizes)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the memory that it needs, where it lies in one."""
+        return room_of(self.sizes)
 
     def pieces(self) -> Iterator[memoryview]:
         """What such a memory holds, one after the other."""
@@ -70,8 +75,8 @@ class Pickled:
         return pickle.loads(data, buffers=buffers)
 
 
-def size_of(sizes: Iterable[int]) -> int:
-    """Bytes of parts of these `sizes`, where they lie in one memory."""
+def room_of(sizes: Iterable[int]) -> int:
+    """Bytes of the memory that parts of these `sizes` need."""
     return sum(size + -size % ALIGNED for size in sizes)
 
 

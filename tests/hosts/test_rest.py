@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import http.server
 import io
+import shlex
+import sys
 import tarfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,3 +208,35 @@ def test_fastai_fetches_once_a_host_and_trains(hosts: Network, tmp_path: Path) -
             for name in ("h1", "h2"):
                 hosts[name].run(["rm", "-rf", "/run/fastai", "/root/.cache", "/root/.config"])  # matplotlib's, too
     assert dict(_Counting.asked) == {(hosts[name].address, "/tiny.tgz"): 1 for name in ("h1", "h2")}
+
+
+ROUND_TRIP = 0.2
+"""Seconds; ranks whose cell takes longer than half a second are asked what they do, which takes more of them."""
+
+
+@pytest.mark.parametrize("code", ["pass", "print(rank)", "dist.all_reduce(x)"])
+def test_a_cell_takes_one_round_trip_of_the_network(far: tuple[ddip.Group, Path], code: str) -> None:
+    group, delay = far
+    group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
+    delay.write_text(f"{ROUND_TRIP / 2}")
+    seconds = []
+    for _ in range(7):
+        began = time.monotonic()
+        group.run(code)
+        seconds.append(time.monotonic() - began)
+    delay.write_text("0")
+    assert ROUND_TRIP <= min(seconds) < 2 * ROUND_TRIP
+
+
+@pytest.fixture(scope="module")
+def far(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
+    """A group on two hosts, and the file with the seconds that a byte takes from here to them, or back."""
+    delay, config = tmp_path_factory.mktemp("far") / "delay", network["nb"].path("~/.ssh/config")
+    delay.write_text("0")
+    proxy = [sys.executable, str(Path(__file__).with_name("slow_link.py")), "%h", "%p", str(delay)]
+    config.write_text(f"Host h1 h2\n    ProxyCommand {shlex.join(proxy)}\n")
+    try:
+        with ddip.Group(1, hosts="h1,h2") as group:
+            yield group, delay
+    finally:
+        config.unlink()
