@@ -3,7 +3,8 @@
     group  --execute, call, call_on_control_channel, interrupt, send_comm-->  Cluster  -->  engines, one a rank
     group  <--a Reply to each request, messages, exits----------------------  Cluster
 
-`ddip.cluster.local.LocalCluster` is the one of this host. The unit tests have another, whose engines fail on command.
+`ddip.cluster.own_cluster.OwnCluster` is the one of real processes, on any hosts. The unit tests have another,
+whose engines fail on command.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from IPython.core.getipython import get_ipython
 from ddip import apps
 from ddip.cluster import limits, ownership
 from ddip.cluster.host import Host
-from ddip.cluster.local import LocalCluster
+from ddip.cluster.own_cluster import OwnCluster
 from ddip.cluster.seam import Cluster
 from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestFailed, RequestInterrupted
 from ddip.group import places, revival, stopping, wanted
@@ -126,7 +126,7 @@ class Lifecycle:
         if self.clears_up:
             ownership.clear_up_orphans()
         with limits.named():
-            return LocalCluster(ipp_log, not self.spawn, [host.name for host in request.hosts], request.reach)
+            return OwnCluster(ipp_log, not self.spawn, [host.name for host in request.hosts], request.reach)
 
     def change(self, request: Request, progress: Report = nobody) -> bool:
         """Make it the group that `request` asks for; returns False if it is that already.

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster.local import LocalCluster
+from ddip.cluster.own_cluster import OwnCluster
 from ddip.errors import BadInput, GroupError
 from ddip.group.placement import Request
 
@@ -277,7 +277,7 @@ def test_an_interrupted_start_leaves_nothing() -> None:
 def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
     """The controller answers the client when nobody waits for the client any more."""
     before = set(threading.enumerate())
-    cluster = LocalCluster(logging.getLogger("ddip"), fork=False)
+    cluster = OwnCluster(logging.getLogger("ddip"), fork=False)
     try:
         cluster._start_controller(60)
         written = Path(cluster._profile).rglob  # the last of what a client waits for, and all of it

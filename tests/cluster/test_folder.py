@@ -15,7 +15,7 @@ import pytest
 
 import ddip
 from ddip.cluster import folder, preload_client
-from ddip.cluster.local import LocalCluster
+from ddip.cluster.own_cluster import OwnCluster
 from ddip.errors import GroupError
 from ddip.group.placement import Request
 
@@ -177,5 +177,5 @@ def test_an_exit_that_ipython_asks_for_does_not_end_the_wait_for_it(in_a_removed
     """IPython's own programs leave where they cannot make their profile; we would wait without end."""
     before = set(threading.enumerate())
     with pytest.raises(GroupError, match="IPython cannot use its profile"):
-        LocalCluster(logging.getLogger("ddip"), fork=False)
+        OwnCluster(logging.getLogger("ddip"), fork=False)
     assert {thread for thread in threading.enumerate() if thread.name == "ddip-cluster"} <= before

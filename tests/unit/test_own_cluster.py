@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from ddip.cluster import local
-from ddip.cluster.local import LocalCluster
+from ddip.cluster import own_cluster
+from ddip.cluster.own_cluster import OwnCluster
 
 
 def test_a_run_folder_that_goes_while_its_record_is_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller whose parent has died removes it, and the notebook may be about to write."""
-    cluster = LocalCluster(logging.getLogger("test"), fork=False)
-    look = local.processes_of
+    cluster = OwnCluster(logging.getLogger("test"), fork=False)
+    look = own_cluster.processes_of
 
     def meanwhile(launchers: Any) -> Any:
         shutil.rmtree(cluster.run_folder)
         return look(launchers)
 
-    monkeypatch.setattr(local, "processes_of", meanwhile)
+    monkeypatch.setattr(own_cluster, "processes_of", meanwhile)
     cluster._record()
     monkeypatch.undo()
     cluster.stop()

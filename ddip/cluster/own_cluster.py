@@ -42,7 +42,7 @@ from ddip.protocol.reports import Hello
 T = TypeVar("T")
 
 
-class LocalCluster(OnHosts, Channels):
+class OwnCluster(OnHosts, Channels):
     """A controller, a client, and engines that are started and stopped one by one; owned by this process.
 
     `ddip.cluster.seam.Cluster` says what each method is for.
