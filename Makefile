@@ -50,7 +50,7 @@ HOSTS := $(BIN)/python -m tests.hosts.network
 INSTALL := SYSTEMD_OFFLINE=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
 test-hosts: $(READY)
 	missing="$$($(HOSTS) missing)"; test -z "$$missing" || { apt-get -qq update && $(INSTALL) $$missing; } > /dev/null
-	$(HOSTS) run -- $(BIN)/python -m pytest tests/hosts $(ARGS)
+	$(BIN)/python -m tests.hosts.two_at_once $(ARGS)
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures

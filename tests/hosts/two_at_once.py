@@ -1,0 +1,38 @@
+"""The files of tests/hosts, two at once, each in a network of hosts of its own: most of them wait most of the time.
+
+Run as ``python -m tests.hosts.two_at_once``, with options of pytest.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NO_TESTS = 5
+"""What pytest returns where the options leave out all of a file."""
+
+
+def run(file: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run its tests, and keep what they say."""
+    pytest = [sys.executable, "-m", "pytest", str(file.relative_to(Path.cwd())), *options]
+    command = [sys.executable, "-m", "tests.hosts.network", "run", "--", *pytest]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def main(options: list[str]) -> int:
+    """Returns 1 if a test has failed, or if there was none."""
+    files = sorted(HERE.glob("test_*.py"), key=lambda file: file.stat().st_size, reverse=True)  # long ones first
+    with ThreadPoolExecutor(2) as pool:
+        codes = []
+        for done in as_completed([pool.submit(run, file, options) for file in files]):
+            codes.append(done.result().returncode)
+            if codes[-1] != NO_TESTS:
+                print(done.result().stdout, flush=True)
+    return int(set(codes) == {NO_TESTS} or bool(set(codes) - {0, NO_TESTS}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
