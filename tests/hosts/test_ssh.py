@@ -157,6 +157,6 @@ def test_a_firewall_between_the_hosts_is_said(hosts: Network) -> None:
     began = time.monotonic()
     with h1.blocks(h2, "1024-65535"), pytest.raises(GroupError) as raised:
         ddip.Group(1, hosts="h1,h2")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 45  # before the end of the time that a start has; after 10 s on a machine at rest
     said = rf"h2, {h2.address}, does not reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
     assert re.search(said, str(raised.value)) and "firewall" in str(raised.value)
