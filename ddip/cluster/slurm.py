@@ -2,7 +2,8 @@
 
 A job of ddip's own runs nothing but a script that waits; the agents are steps in it (``ways.Srun``). Its keeper
 (``slurm_keeper.py``), a process beside the notebook, has submitted it, and cancels it when the group, or the notebook,
-is gone. Should the keeper's host be gone, too, the script ends by itself, when no step has run for a while.
+is gone. Should the keeper's host be gone, too, the script ends by itself, when no step has run for a while. The job
+outlives the node of its script: nothing but that last resort is missing then.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ WORDS = {"gpus": "gpus-per-node", "cpus": "cpus-per-task"}
 """Those of ours that Slurm calls otherwise; all others are options of sbatch."""
 TAKEN = ("job-name", "output", "ntasks", "ntasks-per-node", "wrap", "array", "parsable")
 """Options of sbatch that ddip sets, or that would make another kind of job."""
+KEPT = {"no-kill": "", "no-requeue": ""}
+"""With them, a job whose node is lost goes on with the others, and one that ends does not begin again, without ranks."""
 POLL_SECONDS = 1.0
 ASK_SECONDS = 20.0
 IDLE_LOOKS = 30
@@ -71,7 +74,7 @@ def parse(typed: str) -> dict[str, str]:
 
 def script(typed: str) -> str:
     """What is submitted for ``--slurm typed``; raises BadInput."""
-    own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1"}
+    own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1", **KEPT}
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in (own | parse(typed)).items()]
     return "\n".join(["#!/bin/bash", *lines, WAITING])
 

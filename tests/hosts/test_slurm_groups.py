@@ -22,7 +22,9 @@ from ddip.group.placement import Request
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
+from .network import Network
 from .slurm import Slurm
+from .test_faults import soon
 from .test_slurm import typed
 from .test_ssh import of_all, sums
 
@@ -170,6 +172,22 @@ def test_a_job_that_is_taken_back_is_a_host_that_is_lost(slurm: Slurm) -> None:
         wait_until(lambda: not slurm.jobs())
         group.restart()  # the job is over: another one is submitted
         assert sums(group) == [3.0] * 2
+
+
+@pytest.mark.parametrize("lost", ["h1", "h2"], ids=["that of the script", "another"])
+def test_a_node_without_power_takes_neither_the_job_nor_the_other_rank_along(
+    slurm: Slurm, hosts: Network, lost: str
+) -> None:
+    with ddip.Group(1, reach=TWO_NODES) as group:
+        group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
+        jobs = slurm.jobs()
+        soon(hosts[lost].lose_power)
+        with pytest.raises(CellError, match=f"is lost with {lost}"):
+            group.run("while True: dist.all_reduce(x)")
+        wait_until(lambda: slurm.states()[lost] == "down", 60)
+        assert slurm.jobs() == jobs
+        assert {info.host: info.state for info in group.info()} == {"h1": "idle", "h2": "idle", lost: "ended"}
+    wait_until(lambda: not slurm.jobs())
 
 
 def test_the_time_of_a_job_is_told(

@@ -22,6 +22,8 @@ def test_words_are_options_of_sbatch() -> None:
         "job-name=ddip",
         "output=/dev/null",
         "ntasks-per-node=1",
+        "no-kill",
+        "no-requeue",
         "nodes=2",
         "gpus-per-node=4",
         "cpus-per-task=8",
