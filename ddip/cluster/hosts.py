@@ -24,9 +24,8 @@ class Hosts:
     """Those of one cluster, by number, in the order given; without names, this machine alone."""
 
     def __init__(self, names: Sequence[str], reach: Reach, run_folder: Path) -> None:
-        self.reach = reach
+        self._go_by(reach)
         self._run_folder = run_folder
-        self._way = ways.of(reach)
         self._lock = threading.Lock()
         self._connected: dict[int, str] = {}
         """What engines of a host are told of the controller, where they are not beside it."""
@@ -72,16 +71,30 @@ class Hosts:
             return ""
         return f"{host.missing}; make that folder there, or name another with --cd"
 
-    def reopen(self, number: int, name: str, deadline: float) -> None:
-        """Reach a host that was lost once more, or another one in its place. Raises GroupError."""
-        former = self.all[number]
+    def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
+        """Reach a host that was lost once more, or another one in its place; all are reached as `reach` says then.
+
+        Raises GroupError; nothing has changed then.
+        """
+        former, before = self.all[number], self.reach
+        self._go_by(reach)
+        host = self._open(number, name)
+        try:
+            faults = self._faults(host, deadline) if isinstance(host, RemoteHost) else []
+            if faults:
+                raise GroupError("\n".join(faults))
+        except BaseException:
+            self._go_by(before)
+            if isinstance(host, RemoteHost):
+                host.kill()
+            raise
+        self.all[number] = host
+        self._connected.pop(number, None)
         if isinstance(former, RemoteHost):
             former.kill()
-        self._connected.pop(number, None)
-        host = self.all[number] = self._open(number, name)
-        faults = self._faults(host, deadline) if isinstance(host, RemoteHost) else []
-        if faults:
-            raise GroupError("\n".join(faults))
+
+    def _go_by(self, reach: Reach) -> None:
+        self.reach, self._way = reach, ways.of(reach)
 
     def connect(self, number: int, engine_file: Path) -> str:
         """Let the engines of a host reach the controller; returns what they are told of it.
@@ -133,9 +146,9 @@ class OnHosts:
         self._hosts.wait(deadline, progress)
         self._record()
 
-    def replace_host(self, number: int, name: str, deadline: float) -> None:
+    def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
         """Have another host in place of one that was lost."""
-        self._hosts.reopen(number, name, deadline)
+        self._hosts.reopen(number, name, reach, deadline)
         self._record()
 
 

@@ -135,7 +135,7 @@ class OwnCluster(OnHosts, Channels):
             self._start_controller(timeout)
         for number in sorted({engine.host for engine in engines}):
             if self.hosts[number].lost:
-                self._hosts.reopen(number, self.hosts[number].name, deadline)
+                self._hosts.reopen(number, self.hosts[number].name, self._hosts.reach, deadline)
         numbers = self._start_engines(engines, also, timeout)
         if first:
             ipp_private.import_numpy()  # while the processes start

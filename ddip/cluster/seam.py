@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from ddip.cluster.host import Host
+from ddip.cluster.ways import Reach
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Hello
 
@@ -94,8 +95,9 @@ class Cluster(Protocol):
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
         """Until each host has told what it is and has; `deadline` on ``time.monotonic``. Raises GroupError."""
 
-    def replace_host(self, number: int, name: str, deadline: float) -> None:
-        """Have the host `name` in place of one that was lost, with its number. Raises GroupError."""
+    def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
+        """Have the host `name`, reached as `reach` says, in place of one that was lost, with its number, or reach that
+        once more. Raises GroupError; nothing has changed then."""
 
     @property
     def spawned(self) -> str:

@@ -1,8 +1,10 @@
-"""Slurm: a job whose nodes are a group's hosts, submitted by ddip, or the one that the notebook is in.
+"""Slurm: jobs whose nodes are a group's hosts, submitted by ddip, or the one that the notebook is in.
 
+A group begins in one job. What takes the place of a lost node is in another, since a running job gets no more nodes.
 A job of ddip's own runs nothing but a script that waits; the agents are steps in it (``ways.Srun``). Its keeper
 (``slurm_keeper.py``), a process beside the notebook, has submitted it, and cancels it when the group, or the notebook,
-is gone. Should the keeper's host be gone, too, the script ends by itself, when no step has run for a while.
+is gone. Should the keeper's host be gone, too, the script ends by itself, when no step has run for a while. The job
+outlives the node of its script: nothing but that last resort is missing then.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ddip.cluster import processes
 from ddip.errors import BadInput, GroupError, RequestInterrupted
@@ -26,6 +28,11 @@ WORDS = {"gpus": "gpus-per-node", "cpus": "cpus-per-task"}
 """Those of ours that Slurm calls otherwise; all others are options of sbatch."""
 TAKEN = ("job-name", "output", "ntasks", "ntasks-per-node", "wrap", "array", "parsable")
 """Options of sbatch that ddip sets, or that would make another kind of job."""
+NAMING = ("nodelist", "nodefile")
+"""Options that say by name which nodes a job has."""
+NO_GROUP = "the start was interrupted; its job was cancelled, and there is no group"
+KEPT = {"no-kill": "", "no-requeue": ""}
+"""With them, a job goes on when it loses a node, and one that has ended does not begin again, without ranks."""
 POLL_SECONDS = 1.0
 ASK_SECONDS = 20.0
 IDLE_LOOKS = 30
@@ -71,15 +78,26 @@ def parse(typed: str) -> dict[str, str]:
 
 def script(typed: str) -> str:
     """What is submitted for ``--slurm typed``; raises BadInput."""
-    own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1"}
+    own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1", **KEPT}
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in (own | parse(typed)).items()]
     return "\n".join(["#!/bin/bash", *lines, WAITING])
 
 
-def submit(typed: str, progress: Callable[[str], None]) -> int:
+def like(typed: str, count: int, without: Iterable[str]) -> str:
+    """What to type for `count` more nodes like those of ``--slurm typed``, none of them one of `without`."""
+    options = {name: value for name, value in parse(typed).items() if name not in NAMING}
+    options["nodes"] = str(count)
+    not_these = ",".join(filter(None, [options.pop("exclude", ""), *without]))
+    if not_these:
+        options["exclude"] = not_these
+    return " ".join(shlex.quote(f"{name}={value}" if value else name) for name, value in options.items())
+
+
+def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
     """Submit a job for ``--slurm typed``, and wait until it runs; returns its id, which is held.
 
-    Raises BadInput, GroupError, and RequestInterrupted if that is interrupted, when it has been cancelled.
+    Raises BadInput, GroupError, and RequestInterrupted, which says `stopped`, if that is interrupted, when it has been
+    cancelled.
     """
     text = script(typed)
     _ensure_there()
@@ -105,8 +123,7 @@ def submit(typed: str, progress: Callable[[str], None]) -> int:
         for known in [job for job, its in _keepers.items() if its is keeper]:
             del _keepers[known], _holds[known]
         if isinstance(error, KeyboardInterrupt):
-            why = "the start was interrupted; its job was cancelled, and there is no group"
-            raise RequestInterrupted(why) from None
+            raise RequestInterrupted(stopped) from None
         raise
     return job
 

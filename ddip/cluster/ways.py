@@ -1,7 +1,7 @@
 """How hosts are reached: what starts their agents, and how their engines get to the controller.
 
     Ssh     one ssh a host                         --hosts h1:4,h2:4
-    Srun    one step a node, in a job of Slurm's   --slurm "nodes=2", --here
+    Srun    one step a node, in jobs of Slurm's    --slurm "nodes=2", --here
     Attached  an engine of somebody else's cluster   --cluster NAME
 
 Nothing above `Hosts` knows which one it is.
@@ -37,8 +37,8 @@ class Reach:
     """The hosts are the nodes of a job that is submitted: ``nodes=2 gpus=4 time=2:00:00``, with sbatch's options."""
     here: bool = False
     """The hosts are those of the allocation that this process is in."""
-    job: int = 0
-    """Slurm's id of the job that has the hosts; found."""
+    jobs: tuple[int, ...] = ()
+    """Slurm's id of the job that each host is in, in their order; found."""
     cluster: str = ""
     """The hosts are those of the engines of this ipyparallel cluster: its id, profile, or connection file."""
     engines: str = ""
@@ -51,7 +51,11 @@ class Reach:
     @property
     def asked(self) -> Reach:
         """Without what was found."""
-        return replace(self, job=0, attached=None)
+        return replace(self, jobs=(), attached=None)
+
+    def moved(self, number: int, job: int) -> Reach:
+        """With host `number` in another `job`."""
+        return replace(self, jobs=(*self.jobs[:number], job, *self.jobs[number + 1 :]))
 
     @property
     def finds(self) -> bool:
@@ -85,7 +89,7 @@ class Ssh:
 
 
 class Srun:
-    """One step a node, in a job of Slurm's."""
+    """One step a node, in the job of Slurm's that it is in."""
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
@@ -94,18 +98,18 @@ class Srun:
         """What starts the agent of node `number`."""
         without = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
         line = ssh.agent_line(self._reach.python, self._reach.setup)
-        return ["env", *without, *slurm.step(self._reach.job, name), "sh", "-c", line]
+        return ["env", *without, *slurm.step(self._reach.jobs[number], name), "sh", "-c", line]
 
     def why_lost(self, name: str, said: str) -> str:
         """What to tell the user."""
-        return ssh.reason(name, said or f"srun has ended; job {self._reach.job} may be over", self._reach.python)
+        return ssh.reason(name, said or "srun has ended; its job may be over", self._reach.python)
 
 
 def of(reach: Reach) -> Way:
     """The way that `reach` means."""
     if reach.attached is not None:
         return Attached(reach.attached, reach.python, reach.setup)
-    return Srun(reach) if reach.job else Ssh(reach)
+    return Srun(reach) if reach.jobs else Ssh(reach)
 
 
 def relayed(host: RemoteHost, engine_file: Path) -> dict[str, Any]:

@@ -153,8 +153,8 @@ class Lifecycle:
 
     def restart(self, request: Request = SAME, progress: Report = nobody) -> None:
         """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
-        request = request.after(self.request)
-        if not request.hosts:
+        request = places.again(request.after(self.request), self.cluster.hosts if self.alive else ())
+        if not request.hosts and not request.reach.finds:
             spec = self._resolve(request)
             if self.alive:
                 self._engines.check_torch(spec)

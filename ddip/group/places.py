@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 from ddip.cluster import attached, clusters, engines, slurm
+from ddip.cluster.host import Host
 from ddip.errors import GroupError
 from ddip.group.placement import HostRequest, Request
-from ddip.output.area import notify
+from ddip.group.time_left import TimeLeft
 from ddip.output.progress import Report
 
-WARN_SECONDS = 600.0
-"""Before the end of a job, when its user is told."""
+STOPPED = "the repair was interrupted; its job was cancelled, and nothing else has changed"
 HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Variables of other schedulers, each the path of a file with a host in each line: PBS, LSF, Grid Engine."""
 
@@ -27,35 +25,53 @@ class Place:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._job = request.reach.job
+        self._jobs = set(request.reach.jobs)
+        """Those that are to be given back."""
         attachment = request.reach.attached
         self._file = "" if attachment is None else attachment.file
-        self._timer: threading.Timer | None = None
-        self._look(first=True)
-
-    def _look(self, first: bool = False) -> None:
-        """Tell when the time of the job is nearly over; it may be changed meanwhile."""
-        left = slurm.seconds_left(self._job) if self._job else None
-        if left is None:
-            return
-        if left > WARN_SECONDS:
-            self._timer = threading.Timer(left - WARN_SECONDS, self._look)
-            self._timer.daemon = True
-            self._timer.start()
-        elif not first:
-            notify(f"{self.text()}; save what you need: its ranks end with it")
+        self._left = TimeLeft()
+        self._left.follow(self._jobs)
 
     def text(self) -> str:
         """How much of its time is left; empty where it has no end."""
-        left = slurm.seconds_left(self._job) if self._job else None
-        return "" if left is None else f"job {self._job} of Slurm ends in {timedelta(seconds=int(left))}"
+        return self._left.text()
+
+    def has(self, number: int) -> bool:
+        """Is that host still a node of its job, as far as Slurm knows? Raises GroupError if it does not answer."""
+        return self.request.hosts[number].name in slurm.nodes(self.request.reach.jobs[number])
+
+    def others(self, gone: Sequence[int], progress: Report) -> tuple[int, list[str]]:
+        """As many nodes as there are hosts `gone`, and the job that they are in; `move` the group there.
+
+        Raises GroupError or RequestInterrupted.
+        """
+        reach, names = self.request.reach, [host.name for host in self.request.hosts]
+        if not reach.slurm:
+            lost = ", ".join(names[number] for number in gone)
+            raise GroupError(
+                f"{lost}: lost, and not to be replaced: job {reach.jobs[0]} is not ddip's, and gets no other nodes; "
+                "%makedip -r starts afresh on those that Slurm still has in it"
+            )
+        there = {job: slurm.nodes(job) for job in self._jobs}
+        # Slurm may take minutes to know of a loss, and a node that has room for this job, too, would be no other host.
+        without = [name for name, job in zip(names, reach.jobs, strict=True) if name in there[job]]
+        job = slurm.submit(slurm.like(reach.slurm, len(gone), without), progress, STOPPED)
+        self._jobs.add(job)
+        return job, _names(job)
+
+    def move(self, request: Request) -> None:
+        """The group is where `request` says from now on; jobs that it is not in any more are given back."""
+        self.request = request
+        former, self._jobs = self._jobs, set(request.reach.jobs)
+        for job in former - self._jobs:
+            slurm.give_back(job)
+        self._left.follow(self._jobs)
 
     def give_back(self) -> None:
         """The group has ended; may be called twice."""
-        if self._timer is not None:
-            self._timer.cancel()
-        job, self._job = self._job, 0
-        if job:
+        self._left.follow(())
+        jobs, self._jobs = self._jobs, set()
+        for job in jobs:
             slurm.give_back(job)
         file, self._file = self._file, ""
         engines.give_back(file)
@@ -69,10 +85,11 @@ def found(request: Request, progress: Report) -> Place:
     reach = request.reach
     if reach.cluster or reach.engines:
         return Place(_attached(request, progress))
-    if not reach.finds or (reach.job and slurm.hold(reach.job)):
+    if not reach.finds:
         return Place(request)
     if reach.slurm:
-        return _on_nodes(request, slurm.submit(reach.slurm, progress))
+        again = bool(reach.jobs) and slurm.hold(reach.jobs[0])
+        return _on_nodes(request, reach.jobs[0] if again else slurm.submit(reach.slurm, progress))
     if slurm.own_job():
         return _on_nodes(request, slurm.own_job())
     return Place(replace(request, hosts=tuple(map(HostRequest, _listed()))))
@@ -102,14 +119,20 @@ def _attached(request: Request, progress: Report) -> Request:
 
 def _on_nodes(request: Request, job: int) -> Place:
     try:
-        names = slurm.nodes(job)
+        names = _names(job)
     except BaseException:
         slurm.give_back(job)
         raise
+    reach = replace(request.reach, jobs=(job,) * len(names))
+    return Place(replace(request, hosts=tuple(map(HostRequest, names)), reach=reach))
+
+
+def _names(job: int) -> list[str]:
+    """Of its nodes; raises GroupError if there are none."""
+    names = slurm.nodes(job)
     if not names:
-        slurm.give_back(job)
         raise GroupError(f"job {job} of Slurm does not run, so there are no nodes to be had")
-    return Place(replace(request, hosts=tuple(map(HostRequest, names)), reach=replace(request.reach, job=job)))
+    return names
 
 
 def _listed() -> list[str]:
@@ -128,6 +151,15 @@ def _listed() -> list[str]:
     )
 
 
+def again(request: Request, hosts: Sequence[Host]) -> Request:
+    """`request` for a group that starts afresh, and was on `hosts`: in the same job of ddip's, unless one of them is
+    lost, or it was in several jobs."""
+    lost = any(host.lost for host in hosts)
+    if request.reach.slurm and (lost or len(set(request.reach.jobs)) > 1):
+        return replace(request, hosts=(), reach=request.reach.asked)
+    return request
+
+
 @contextlib.contextmanager
 def kept(request: Request) -> Iterator[None]:
     """Keep what was found for `request`, while the group that has it ends and another begins.
@@ -137,11 +169,11 @@ def kept(request: Request) -> Iterator[None]:
     if request.reach.cluster:
         _attached(request, lambda text, share=None: None)
     there = request.reach.attached
-    held = bool(request.reach.job) and slurm.hold(request.reach.job)
+    held = [job for job in set(request.reach.jobs) if slurm.hold(job)]
     file = there.file if there is not None and engines.hold(there.file) else ""
     try:
         yield
     finally:
-        if held:
-            slurm.give_back(request.reach.job)
+        for job in held:
+            slurm.give_back(job)
         engines.give_back(file)

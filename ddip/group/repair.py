@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ddip.cluster.ways import Reach
 from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
 from ddip.group import delivery, placement, stopping, transfer, wanted
 from ddip.group.lifecycle import SAME, Lifecycle, nobody
@@ -38,7 +39,8 @@ class Repairable(Lifecycle):
 
         Those are asked to stop once more, and kept if they do. The others keep their variables, too. `names` are copied
         from the rank `source` to the new ones. `hosts`: all hosts of the group, with others in place of those that are
-        lost; a host that was lost, and is there again, is used again. Returns the ranks that were replaced.
+        lost; a host that was lost, and is there again, is used again. In place of nodes of a job of ddip's
+        it submits another job, and waits until that runs. Returns the ranks that were replaced.
 
         Raises GroupError or TransferError; if a name cannot be pickled, or the new processes do not come, nothing has
         changed.
@@ -49,12 +51,46 @@ class Repairable(Lifecycle):
 
     def _replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
         """Reach other hosts in place of those that are lost; raises BadInput, or GroupError."""
-        for number in wanted.replaced_hosts(hosts, self.request, [bool(host.lost) for host in self.cluster.hosts]):
-            self._progress(f"ddip: reaching {hosts[number].name}", 0.0)
-            self.cluster.replace_host(number, hosts[number].name, time.monotonic() + self.timeout)
-            now = list(self.request.hosts)
-            now[number] = replace(now[number], name=hosts[number].name)
-            self.request = replace(self.request, hosts=tuple(now))
+        lost = [bool(host.lost) for host in self.cluster.hosts]
+        try:
+            for number in wanted.replaced_hosts(hosts, self.request, lost):
+                self._reach(number, hosts[number].name, self.request.reach)
+            if self.request.reach.jobs:
+                self._replace_nodes(lost)
+        except KeyboardInterrupt as error:
+            if isinstance(error, RequestInterrupted):
+                raise
+            raise RequestInterrupted("the repair was interrupted; no rank has been replaced") from None
+
+    def _replace_nodes(self, lost: Sequence[bool]) -> None:
+        """Reach nodes of Slurm that were lost once more, or others in the place of those that cannot be reached."""
+        gone = [number for number, is_lost in enumerate(lost) if is_lost and not self._is_up_again(number)]
+        if not gone:
+            return
+        try:
+            job, names = self.place.others(gone, self._progress)
+            for number, name in zip(gone, names, strict=True):
+                self._reach(number, name, self.request.reach.moved(number, job))
+        finally:
+            self.place.move(self.request)
+
+    def _is_up_again(self, number: int) -> bool:
+        """Reach the node in place of the lost host `number` that it was; returns False if that is over."""
+        if not self.place.has(number):
+            return False
+        try:
+            self._reach(number, self.request.hosts[number].name, self.request.reach)
+        except GroupError:
+            return False
+        return True
+
+    def _reach(self, number: int, name: str, reach: Reach) -> None:
+        """Have the host `name` in place of a lost one. Raises GroupError; nothing has changed then."""
+        self._progress(f"ddip: reaching {name}", 0.0)
+        self.cluster.replace_host(number, name, reach, time.monotonic() + self.timeout)
+        hosts = list(self.request.hosts)
+        hosts[number] = replace(hosts[number], name=name)
+        self.request = replace(self.request, hosts=tuple(hosts), reach=reach)
 
     def _repair(self, names: Sequence[str], source: int | None) -> list[int]:
         if source is not None:

@@ -48,6 +48,8 @@ def replaced_hosts(hosts: Sequence[HostRequest], old: Request, lost: Sequence[bo
     if not hosts:
         return []
     typed, there = ",".join(map(str, hosts)), ",".join(map(str, old.hosts)) or "this machine"
+    if old.reach.jobs:
+        raise BadInput(f"--hosts {typed}: Slurm says which nodes the group is on; type %makedip --repair alone")
     if len(hosts) != len(old.hosts):
         raise BadInput(f"--hosts {typed}: the group is on {there}; type as many, with others in place of those lost")
     other = [number for number, host in enumerate(hosts) if host.name != old.hosts[number].name]

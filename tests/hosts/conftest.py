@@ -51,6 +51,17 @@ def slurm(hosts: Network) -> Iterator[Slurm]:
         slurm.stop()
 
 
+@pytest.fixture
+def three_nodes(hosts: Network) -> Iterator[Slurm]:
+    """The same on h1, h2 and h3."""
+    slurm = Slurm(hosts, ("h1", "h2", "h3"))
+    try:
+        slurm.start()
+        yield slurm
+    finally:
+        slurm.stop()
+
+
 @contextlib.contextmanager
 def _nothing_left(network: Network) -> Iterator[None]:
     before = network.contents()

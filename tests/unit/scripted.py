@@ -22,6 +22,7 @@ from typing import Any
 
 from ddip.cluster.host import LocalHost
 from ddip.cluster.seam import EngineSpec, Listener, Message, Raised, Reply, Request
+from ddip.cluster.ways import Reach
 from ddip.errors import GroupError
 from ddip.group import placement
 from ddip.group.group import Group
@@ -300,7 +301,7 @@ class ScriptedCluster:
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
         pass
 
-    def replace_host(self, number: int, name: str, deadline: float) -> None:
+    def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
         raise AssertionError("scripts have one host")
 
     def host_of(self, engine: int) -> LocalHost:

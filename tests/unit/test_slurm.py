@@ -22,6 +22,8 @@ def test_words_are_options_of_sbatch() -> None:
         "job-name=ddip",
         "output=/dev/null",
         "ntasks-per-node=1",
+        "no-kill",
+        "no-requeue",
         "nodes=2",
         "gpus-per-node=4",
         "cpus-per-task=8",
@@ -80,10 +82,10 @@ def test_here_takes_the_hosts_that_another_scheduler_lists(monkeypatch: pytest.M
 
 
 def test_a_request_for_the_same_job_is_none_for_another_place() -> None:
-    found = Request(1, hosts=(HostRequest("n1"), HostRequest("n2")), reach=Reach(slurm="nodes=2", job=7))
+    found = Request(1, hosts=(HostRequest("n1"), HostRequest("n2")), reach=Reach(slurm="nodes=2", jobs=(7, 7)))
     again = Request(reach=Reach(slurm="nodes=2")).after(found)
     assert (again.hosts, again.reach, again.n) == (found.hosts, found.reach, 1)
     other = Request(reach=Reach(slurm="nodes=3")).after(found)
-    assert (other.hosts, other.reach.job) == ((), 0)
+    assert (other.hosts, other.reach.jobs) == ((), ())
     bigger = Request(4).after(found)
     assert (bigger.hosts, bigger.reach, bigger.n) == (found.hosts, found.reach, 4)
