@@ -206,18 +206,21 @@ def seconds_left(job: int) -> float | None:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
-def gpus(job: int) -> int:
-    """GPUs that a job has on each node, as it has asked for them."""
-    text = _asked("scontrol", "--oneliner", "show", "job", str(job))
-    found = re.search(r"\bTresPerNode=\S*?gpu(?::[^:=,\s]+)?[:=](\d+)", text)
-    return int(found[1]) if found else 0
+def gpus(job: int, node: str) -> int:
+    """GPUs that a job has on a node, however it has asked for them."""
+    text = _asked("scontrol", "--details", "--oneliner", "show", "job", str(job))
+    for names, has in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
+        if node in _asked("scontrol", "show", "hostnames", names).split():
+            return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", has)))
+    return 0
 
 
 def step(job: int, node: str) -> list[str]:
     """What begins a command that is to run on `node` of `job`, with all that the job has there."""
-    has = gpus(job)
+    has = gpus(job, node)
     words = ["--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--quiet"]
-    words += [f"--gpus-per-node={has}"] * bool(has)
+    # All in all, not by node: where nodes have different numbers, Slurm refuses those by node.
+    words += [f"--gpus={has}"] * bool(has)
     return ["srun", f"--jobid={job}", f"--nodelist={node}", *words]
 
 

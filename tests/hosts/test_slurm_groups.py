@@ -67,12 +67,23 @@ def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
     wait_until(lambda: not slurm.jobs())
 
 
-def test_a_group_is_on_the_nodes_of_the_allocation_that_it_is_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = allocated("-N2 --gpus-per-node=2", monkeypatch)
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        ("--gpus-per-node=2", ("0,1", "0,1")),
+        ("--gpus=4", ("0,1", "0,1")),
+        ("--gpus=3", ("0,1", "0")),
+        ("-n3 --gpus-per-task=1", ("0,1", "0")),
+    ],
+)
+def test_a_group_is_on_the_nodes_of_the_allocation_that_it_is_in(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, options: str, gpus: tuple[str, str]
+) -> None:
+    job = allocated(f"-N2 {options}", monkeypatch)
     with ddip.Group(1, reach=Reach(here=True)) as group:
         assert sums(group) == [3.0] * 2
         group.run(WHERE)
-        assert of_all(group, "where") == [("h1", "0,1"), ("h2", "0,1")]
+        assert of_all(group, "where") == [("h1", gpus[0]), ("h2", gpus[1])]
     assert slurm.jobs() == {job: "RUNNING"}
     typed(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())
@@ -136,6 +147,22 @@ def test_nothing_is_left_of_a_notebook_that_is_killed_while_it_submits(slurm: Sl
         notebook.communicate()
         (tmp_path / "go").touch()
     wait_until(lambda: not slurm.jobs(), 15)
+
+
+def test_a_job_that_is_nearly_over_is_told_of_at_once_and_once_more(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time_left, "WARN_SECONDS", (600.0, 40.0))
+    with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")):
+        told = capsys.readouterr().err
+        assert told.count("save what you need: its ranks end with it") == 1
+
+        def is_told_again() -> bool:
+            nonlocal told
+            told += capsys.readouterr().err
+            return told.count("save what you need: its ranks end with it") == 2
+
+        wait_until(is_told_again)
 
 
 @pytest.mark.parametrize("when", ["idle", "in the queue"])

@@ -63,6 +63,30 @@ def test_what_cannot_be_submitted_is_said(typed: str, text: str) -> None:
         slurm.parse(typed)
 
 
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("gpu:2(IDX:0-1)", 2),
+        ("gpu:h200:8(IDX:0-7),nic:1", 8),
+        ("gpu:a:2(IDX:0,1),gpu:b:1(IDX:2)", 3),
+        ("nic:4", 0),
+        ("", 0),
+    ],
+)
+def test_the_gpus_of_a_node_are_those_that_slurm_has_given_it(
+    gres: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = (
+        f"JobId=7 JOB_GRES=gpu:9   Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:5(IDX:0-4) Nodes=n1 CPU_IDs=0-3 Mem=0 GRES={gres} "
+    )
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/bash\n[ "$2" == hostnames ] && echo "$3" || echo "{line} MinCPUsNode=1"\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert (slurm.gpus(7, "n1"), slurm.gpus(7, "n2"), slurm.gpus(7, "n3")) == (count, 5, 0)
+
+
 def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GroupError, match="there is no Slurm here: sbatch and srun are not on the PATH"):
