@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,6 +47,9 @@ class Members:
         self.members: list[Member] = []
         self._memory = HostMemory.now()
         self._held: dict[int, int] = {}
+        """Bytes, by engine."""
+        self._asked: dict[int, Future[Any]] = {}
+        """What each host was asked last of the memory of its ranks."""
         self.gpu_lost: dict[int, str] = {}
         """Ranks whose process lives, but whose GPU computes nothing for it any more, and what it said."""
 
@@ -70,10 +75,17 @@ class Members:
         return why if self.repair_text in why else f"{why}; {self.repair_text}"
 
     def watch_memory(self, ranks: Sequence[int]) -> None:
-        """Remember how much memory `ranks` hold: when one of them has ended it is too late to ask."""
-        for rank, held in self._ask_hosts(on_host.memory, ranks).items():
-            if held is not None:
-                self._held[self.members[rank].engine] = held
+        """Remember how much memory `ranks` hold, when their hosts say it: when one has ended it is too late to ask."""
+        for host, its in self._by_host(ranks).items():
+            if host not in self._asked or self._asked[host].done():
+                members = [self.members[rank] for rank in its]
+                self._asked[host] = self.cluster.hosts[host].begin(on_host.memory, [member.pid for member in members])
+                self._asked[host].add_done_callback(functools.partial(self._hold, members))
+
+    def _hold(self, members: Sequence[Member], answer: Future[Sequence[int | None]]) -> None:
+        if answer.exception() is None:
+            held = zip(members, answer.result(), strict=True)
+            self._held.update({member.engine: size for member, size in held if size is not None})
 
     def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
         """Seconds of CPU that the processes of `ranks` have used, and whether one runs; without those that ended."""
@@ -81,9 +93,7 @@ class Members:
 
     def _ask_hosts(self, function: Callable[[Sequence[int]], Sequence[V]], ranks: Sequence[int]) -> dict[int, V]:
         """What `function` of the hosts says of the processes of `ranks`; a host that does not answer says nothing."""
-        by_host: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_host.setdefault(self.members[rank].binding.host, []).append(rank)
+        by_host = self._by_host(ranks)
         asked = {
             host: self.cluster.hosts[host].begin(function, [self.members[rank].pid for rank in its])
             for host, its in by_host.items()
@@ -93,6 +103,12 @@ class Members:
             with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
                 found |= dict(zip(its, asked[host].result(ANSWER_SECONDS), strict=True))
         return found
+
+    def _by_host(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        by_host: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.members[rank].binding.host, []).append(rank)
+        return by_host
 
     def host(self, rank: int) -> Host:
         """Where the process of `rank` is, or was."""
