@@ -9,22 +9,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import ddip
 from ddip.cluster.ways import Reach
-from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted
+from ddip.errors import GroupError, RequestInterrupted
 from ddip.group import time_left
-from ddip.group.placement import Request, parse_hosts
+from ddip.group.placement import Request
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
-from .network import Network
 from .slurm import Slurm
-from .test_faults import soon
 from .test_slurm import typed
 from .test_ssh import of_all, sums
 
@@ -48,6 +45,18 @@ def allocated(options: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("SLURM_JOB_ID", found[1])
     monkeypatch.setenv("SLURM_NTASKS", "1")  # of the step that the notebook is
     return int(found[1])
+
+
+def press_stop_when_it_waits(told: list[str]) -> threading.Thread:
+    """The stop button, as soon as `told` says that a job is in the queue."""
+
+    def stop() -> None:
+        wait_until(lambda: any("is pending" in text for text in told), 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    return stopper
 
 
 def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
@@ -182,138 +191,6 @@ def test_nothing_is_left_of_a_notebook_that_was_killed(slurm: Slurm, when: str) 
         notebook.communicate()
     wait_until(lambda: len(slurm.jobs()) == before, 15)
     typed("scancel --user=root")
-    wait_until(lambda: not slurm.jobs())
-
-
-def test_a_job_that_is_taken_back_is_a_host_that_is_lost(slurm: Slurm) -> None:
-    with ddip.Group(1, reach=TWO_NODES) as group:
-        group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
-        (job,) = slurm.jobs()
-        taker = threading.Timer(1, lambda: typed(f"scancel {job}"))
-        taker.start()
-        began = time.monotonic()
-        with pytest.raises(CellError, match=r"is lost with h\d: .*CANCELLED"):
-            group.run("while True: dist.all_reduce(x)")
-        taker.join()
-        assert time.monotonic() - began < 20
-        wait_until(lambda: not slurm.jobs())
-        group.restart()  # the job is over: another one is submitted
-        assert sums(group) == [3.0] * 2
-
-
-@pytest.mark.parametrize("lost", ["h1", "h2"], ids=["that of the script", "another"])
-def test_a_node_without_power_takes_neither_the_job_nor_the_other_rank_along(
-    slurm: Slurm, hosts: Network, lost: str
-) -> None:
-    with ddip.Group(1, reach=TWO_NODES) as group:
-        group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
-        jobs = slurm.jobs()
-        soon(hosts[lost].lose_power)
-        with pytest.raises(CellError, match=f"is lost with {lost}"):
-            group.run("while True: dist.all_reduce(x)")
-        wait_until(lambda: slurm.states()[lost] == "down", 60)
-        assert slurm.jobs() == jobs
-        assert {info.host: info.state for info in group.info()} == {"h1": "idle", "h2": "idle", lost: "ended"}
-    wait_until(lambda: not slurm.jobs())
-
-
-def press_stop_when_it_waits(told: list[str]) -> threading.Thread:
-    """The stop button, as soon as `told` says that a job is in the queue."""
-
-    def stop() -> None:
-        wait_until(lambda: any("is pending" in text for text in told), 60)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    return stopper
-
-
-def test_a_repair_has_another_node_in_a_job_of_its_own(three_nodes: Slurm, hosts: Network) -> None:
-    told: list[str] = []
-    with ddip.Group(1, reach=TWO_NODES) as group:
-        group.run("import torch, torch.distributed as dist; x = torch.ones(1); kept = rank + 10")
-        (first,) = three_nodes.jobs()
-        other = int(typed("sbatch --parsable --nodelist=h3 --exclusive --output=/dev/null --wrap='sleep 1000'"))
-        wait_until(lambda: three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"})
-        soon(hosts["h2"].lose_power)
-        with pytest.raises(CellError, match="is lost with h2"):
-            group.run("while True: dist.all_reduce(x)")
-        with pytest.raises(BadInput, match="--hosts h1,h3: Slurm says which nodes the group is on"):
-            group.repair(hosts=parse_hosts("h1,h3"))
-        stopper = press_stop_when_it_waits(told)
-        with pytest.raises(RequestInterrupted, match="its job was cancelled, and nothing else has changed"):
-            group.repair(progress=lambda text, share=None: told.append(text))
-        stopper.join()
-        assert three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"}
-        typed(f"scancel {other}")
-        wait_until(lambda: three_nodes.jobs() == {first: "RUNNING"})
-        assert group.repair() == [1]
-        assert group.pull(["kept"], 0) == {"kept": 10}
-        assert sums(group) == [3.0] * 2
-        assert [info.host for info in group.info()] == ["h1", "h3"]
-        _, second = sorted(three_nodes.jobs())
-        assert group.repair() == [] and sorted(three_nodes.jobs()) == [first, second]
-        assert group.place.text().startswith(f"job {first} of Slurm ends in ")
-        typed(f"scontrol update job={second} timelimit=20")
-        assert group.place.text().startswith(f"job {second} of Slurm ends in ")
-        assert not group.change(Request(reach=TWO_NODES))
-        wait_until(lambda: three_nodes.states()["h2"] == "down", 60)
-        group.restart()
-        assert sums(group) == [3.0] * 2
-        assert [info.host for info in group.info()] == ["h1", "h3"]
-        (third,) = {job for job, state in three_nodes.jobs().items() if state == "RUNNING"}
-        assert third not in (first, second)
-    wait_until(lambda: not three_nodes.jobs())
-
-
-def test_a_repair_uses_a_node_again_that_is_up_and_in_the_job(slurm: Slurm) -> None:
-    with ddip.Group(1, reach=TWO_NODES) as group:
-        group.run("kept = rank + 10")
-        jobs = slurm.jobs()
-        os.kill(group.cluster.hosts[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        wait_until(lambda: group.cluster.hosts[1].lost)
-        assert group.repair() == [1]
-        assert group.pull(["kept"], 0) == {"kept": 10}
-        assert sums(group) == [3.0] * 2
-        assert slurm.jobs() == jobs
-    wait_until(lambda: not slurm.jobs())
-
-
-def test_nothing_is_left_of_a_notebook_that_was_killed_after_a_repair(three_nodes: Slurm, hosts: Network) -> None:
-    script = f"{NOTEBOOK}print(group.repair(), flush=True)\ninput()\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as notebook:
-        assert notebook.stdin is not None and notebook.stdout is not None
-        try:
-            assert notebook.stdout.readline() == "ready\n"
-            hosts["h2"].lose_power()
-            wait_until(lambda: three_nodes.states()["h2"] == "down", 60)
-            notebook.stdin.write("\n")
-            notebook.stdin.flush()
-            assert notebook.stdout.readline() == "[1]\n"
-            assert list(three_nodes.jobs().values()) == ["RUNNING"] * 2
-        finally:
-            notebook.kill()
-    wait_until(lambda: not three_nodes.jobs(), 15)
-
-
-def test_a_lost_node_of_somebody_elses_job_is_not_replaced(
-    slurm: Slurm, hosts: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = allocated("-N2 --no-kill", monkeypatch)
-    with ddip.Group(1, reach=Reach(here=True)) as group:
-        hosts["h2"].lose_power()
-        wait_until(lambda: slurm.states()["h2"] == "down", 60)
-        with pytest.raises(
-            GroupError, match=rf"^h2: lost, and not to be replaced: job {job} .*%makedip -r starts afresh"
-        ):
-            group.repair()
-        group.restart()
-        assert sums(group) == [1.0]
-    assert slurm.jobs() == {job: "RUNNING"}
-    typed(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())
 
 
