@@ -22,6 +22,7 @@ from ddip.errors import GroupError
 if TYPE_CHECKING:
     from ipyparallel import Client
 
+GONE = "no controller answers there"
 ANSWER_SECONDS = 10.0
 """How long a controller, or an engine, may take to answer."""
 WHERE = (
@@ -88,8 +89,11 @@ class Attached:
 
     def why_lost(self, name: str, said: str) -> str:
         """What to tell the user."""
+        if GONE in said:
+            last = said.strip().rpartition("\n")[2]
+            return f"{name}: {last}; start that cluster again, then type %makedip -r"
         python = next((seat.python for seat in self._attachment.seats if seat.name == name), "")
-        reason = ssh.reason(name, said, self._python)
+        reason = ssh.reason(name, said, self._python, self._setup)
         return reason if self._python or self._setup else f"{reason} (the Python of its engines is {python})"
 
 
@@ -101,7 +105,7 @@ def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message:
     try:
         return ipp_private.LinkClient(file, heard, ANSWER_SECONDS)
     except (OSError, ValueError, KeyError, TimeoutError, NoAnswer) as error:
-        raise GroupError(f"{file}: no controller answers there ({str(error).strip() or 'no answer'})") from None
+        raise GroupError(f"{file}: {GONE} ({str(error).strip() or 'no answer'})") from None
 
 
 def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:

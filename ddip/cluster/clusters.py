@@ -75,12 +75,13 @@ def _those_that_run() -> str:
 
 
 def all_there() -> Sequence[Found]:
-    """All that have a file in a profile, also those that have ended without removing it."""
+    """All that have a file in a profile, also those that have ended without removing it; but none of ddip's own."""
     found = []
     for file in sorted(Path(get_ipython_dir()).glob(f"profile_*/security/{BEGIN}-*{END}")):
         profile = file.parent.parent.name.removeprefix("profile_")
         own = file.name.removeprefix(f"{BEGIN}-").removesuffix(END).removesuffix("-")
-        found.append(Found(profile, own, file))
+        if not own.startswith("ddip-"):  # those of groups, which have nothing else in them
+            found.append(Found(profile, own, file))
     return found
 
 

@@ -22,6 +22,7 @@ from ddip.cluster.host import ASK_SECONDS, HostLost
 from ddip.cluster.on_host import Facts
 from ddip.cluster.relay import FRAME, Relay
 from ddip.cluster.sender import Sender
+from ddip.errors import GroupError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,14 +51,17 @@ class RemoteHost:
         self._ended = threading.Event()
         self._said = bytearray()
         """On the agent's stderr, or before it has begun."""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, processes.MARKED: processes.MARK},
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, processes.MARKED: processes.MARK},
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            raise GroupError(f"{name}: there is no {command[0]} here: it is not on the PATH") from None
         assert self._process.stdin is not None and self._process.stdout is not None
         self._out = Sender(Connection(os.dup(self._process.stdin.fileno()), readable=False), f"ddip-host-{name}")
         self._in = Connection(os.dup(self._process.stdout.fileno()), writable=False)

@@ -12,6 +12,8 @@ MISSED_BEATS = 40
 """How many of its own heartbeats ssh may miss: what is silent for so long, though its kernel acknowledges, is of no
 use. A link that is cut is seen before (``links.py``)."""
 
+DOWN = "is it up? %makedip --repair --hosts names another in place of a host that was lost, as in --hosts h1:4,h3:4"
+
 
 def command(host: str, python: str, setup: str) -> list[str]:
     """What starts the agent of `host`.
@@ -45,9 +47,19 @@ def agent_line(python: str, setup: str) -> str:
     return f"exec sh -c {shlex.quote(f'if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi')}"
 
 
-def reason(host: str, said: str, python: str) -> str:
-    """What to say of a host whose agent did not start, by what was `said` instead."""
-    last = said.strip().rpartition("\n")[2]
+def reason(host: str, said: str, python: str, setup: str) -> str:
+    """What to say of a host whose agent did not start, by what was `said` instead; other arguments as in `command`."""
+    lines = said.strip().splitlines()
+    if setup and any("command not found" in line for line in lines):  # what srun says after that tells nothing
+        lines = [line for line in lines if "command not found" in line]
+    last = lines[-1] if lines else ""
+    missing = "there is no such program there; name its Python with --python, or prepare it with --setup"
+    if setup:
+        missing = (
+            f"that may be of --setup {setup!r}, which runs first there, or its Python is elsewhere: --python names it"
+        )
+    elif python:
+        missing = f"is there a {python} on that host?"
     cures: Sequence[tuple[str, str]] = (
         (
             "Permission denied",
@@ -58,8 +70,10 @@ def reason(host: str, said: str, python: str) -> str:
         ("No module named 'ddip'", "install ddip there, in the same version, or name its Python with --python"),
         ("No module named", "install ddip there with what it needs, or name its Python with --python"),
         ("nknown option", "its Python is older than 3.11; name another with --python"),
-        ("not found", "there is no such program there; name its Python with --python, or prepare it with --setup"),
-        ("No such file", "there is no such program there; name its Python with --python, or prepare it with --setup"),
+        ("not found", missing),
+        ("No such file", missing),
+        ("onnection timed out", DOWN),
+        ("No route to host", DOWN),
     )
     cure = next((cure for sign, cure in cures if sign in said), "")
     return f"{host}: {last or 'ssh ended without a word'}" + (f"; {cure}" if cure else "")

@@ -85,7 +85,7 @@ class Ssh:
 
     def why_lost(self, name: str, said: str) -> str:
         """What to tell the user."""
-        return ssh.reason(name, said, self._reach.python)
+        return ssh.reason(name, said, self._reach.python, self._reach.setup)
 
 
 class Srun:
@@ -102,7 +102,8 @@ class Srun:
 
     def why_lost(self, name: str, said: str) -> str:
         """What to tell the user."""
-        return ssh.reason(name, said or "srun has ended; its job may be over", self._reach.python)
+        said = said or "srun has ended; its job may be over"
+        return ssh.reason(name, said, self._reach.python, self._reach.setup)
 
 
 def of(reach: Reach) -> Way:

@@ -22,7 +22,7 @@ from ddip import apps
 from ddip.cluster import devices
 from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
-from ddip.group import modules, placement, shards, stopping, transfer, wanted
+from ddip.group import modules, placement, shards, stopping, transfer
 from ddip.group.cell_state import Limits
 from ddip.group.lifecycle import nobody
 from ddip.group.modules import ModulesPushed
@@ -299,7 +299,7 @@ class Group(Repairable):
     @property
     def notices(self) -> list[str]:
         """What is to be known of how the group lies on its machines."""
-        return [*filter(None, [self.spec.notice, wanted.folders_notice(self.cluster.hosts)])]
+        return self.place.notices(self.spec, self.cluster.hosts)
 
     def remarks(self) -> list[str]:
         """What stands below the table of its ranks: its network, what a signal has stopped, and its time."""

@@ -142,8 +142,8 @@ def parse_gpus(words: Sequence[str], available: int, host: str = "") -> list[int
     typed, machine = "-g " + " ".join(words), host or "this machine"
     have = f"{machine} has GPU 0 to {available - 1}" if available > 1 else f"{machine} has only GPU 0"
     if not available:
-        where = f"on {host}" if host else "here"
-        raise BadInput(f"{typed}: there is no GPU {where}; type %makedip -n 2 for two ranks on the CPU")
+        where, instead = (f"on {host}", "-n 2 instead") if host else ("here", "%makedip -n 2")
+        raise BadInput(f"{typed}: there is no GPU {where}; type {instead} for two ranks on the CPU")
     items = [item for word in words for item in word.split(",") if item]
     if items == [ALL]:
         return list(range(available))
@@ -204,6 +204,8 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
     hosts = []
     for item in filter(None, typed.split(",")):
         name, colon, count = item.rpartition(":")
+        if colon and not count.isdecimal() and re.fullmatch(r"[\w.@-]+", name):
+            raise BadInput(f"--hosts {typed}: {item!r}: after the colon comes the number of ranks, such as {name}:4")
         if not colon or not count.isdecimal():
             name, count = item, ""
         if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-") or count == "0":

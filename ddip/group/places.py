@@ -11,7 +11,8 @@ from pathlib import Path
 from ddip.cluster import attached, clusters, engines, slurm
 from ddip.cluster.host import Host
 from ddip.errors import GroupError
-from ddip.group.placement import HostRequest, Request
+from ddip.group import wanted
+from ddip.group.placement import GroupSpec, HostRequest, Request
 from ddip.group.time_left import TimeLeft
 from ddip.output.progress import Report
 
@@ -35,6 +36,21 @@ class Place:
     def text(self) -> str:
         """How much of its time is left; empty where it has no end."""
         return self._left.text()
+
+    def notices(self, spec: GroupSpec, hosts: Sequence[Host]) -> list[str]:
+        """What is to be known of how a group lies there."""
+        return [*filter(None, [spec.notice, wanted.folders_notice(hosts), self._unused_gpus(spec)])]
+
+    def _unused_gpus(self, spec: GroupSpec) -> str:
+        """What to say where a job has GPUs, and the ranks are on the CPU though nobody has said so."""
+        jobs, has = self.request.reach.jobs, 0
+        if jobs and self.request.n is None and not spec.on_gpus:
+            with contextlib.suppress(GroupError):
+                has = slurm.gpus(jobs[0], self.request.hosts[0].name)
+        if not has:
+            return ""
+        what = f"the job has {has} GPU{'s' * (has > 1)} on {self.request.hosts[0].name}, and torch sees none there"
+        return f"{what}, so the ranks are on the CPU; is its torch built for GPUs, and does it need a --setup?"
 
     def has(self, number: int) -> bool:
         """Is that host still a node of its job, as far as Slurm knows? Raises GroupError if it does not answer."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -144,6 +146,21 @@ def test_a_launcher_of_ipyparallels_is_started_for_the_group_and_ended_with_it()
         assert _of_ipyparallel() == before
         group.run(SUM)
     wait_until(lambda: not _of_ipyparallel(), 10, "the end of the engines")
+
+
+@pytest.mark.skipif(multiprocessing.cpu_count() > 8, reason="it starts as many engines as there are cores")
+def test_a_launcher_says_how_many_engines_it_has() -> None:
+    with ddip.Group(reach=Reach(engines="local")) as group:
+        assert group.world_size == multiprocessing.cpu_count()
+    wait_until(lambda: not _of_ipyparallel(), 10, "the end of the engines")
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_nothing_is_left_of_a_launcher_that_fails(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # no mpiexec
+    with pytest.raises(GroupError, match="--engines mpi: they have not started: .*mpiexec"):
+        ddip.Group(2, reach=Reach(engines="mpi"))
+    assert not _of_ipyparallel()
 
 
 def _of_ipyparallel() -> set[int]:

@@ -90,10 +90,21 @@ def test_a_group_is_on_the_nodes_of_the_allocation_that_it_is_in(
 ) -> None:
     job = allocated(f"-N2 {options}", monkeypatch)
     with ddip.Group(1, reach=Reach(here=True)) as group:
+        assert group.notices == []  # ranks on the CPU, as was asked for
         assert sums(group) == [3.0] * 2
         group.run(WHERE)
         assert of_all(group, "where") == [("h1", gpus[0]), ("h2", gpus[1])]
     assert slurm.jobs() == {job: "RUNNING"}
+    typed(f"scancel {job}")
+    wait_until(lambda: not slurm.jobs())
+
+
+def test_gpus_of_a_job_that_torch_does_not_see_are_told_of(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copies of /dev/null here."""
+    job = allocated("-N1 --gpus=2", monkeypatch)
+    with ddip.Group(reach=Reach(here=True)) as group:
+        (told,) = group.notices
+        assert re.match(r"the job has 2 GPUs on h\d, and torch sees none there, so the ranks are on the CPU; ", told)
     typed(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())
 
