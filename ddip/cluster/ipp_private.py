@@ -15,6 +15,7 @@ from ipyparallel.client.client import unpack_message
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.error import EngineError, RemoteError
 from ipyparallel.serialize import can
+from IPython.core.getipython import get_ipython
 
 from ddip.cluster import folder
 from ddip.cluster.seam import Listener, Message
@@ -70,13 +71,15 @@ class RankClient(Client):  # type: ignore[misc]
         number = parent.get("msg_id")
         if parent.get("session") != self.session.session:
             return
-        if number in self.listeners and kind != "status":
-            try:
+        try:
+            if number in self.listeners and kind != "status":
                 self.listeners[number](message)
-            except Exception as error:  # the notebook may be shutting down; the next message must not be lost
-                log.warning("a message of a rank could not be shown: %s: %s", type(error).__name__, error)
-        elif number in self._futures or number in self._output_futures:
-            Client._dispatch_iopub.__wrapped__(self, message)
+            elif kind.startswith("comm_") and getattr(get_ipython(), "kernel", None) is None:
+                pass  # a widget that a request has begun or ended; ipyparallel takes any shell for that of a kernel
+            elif number in self._futures or number in self._output_futures:
+                Client._dispatch_iopub.__wrapped__(self, message)
+        except Exception as error:  # the notebook may be shutting down; the next message must not be lost
+            log.warning("a message of a rank could not be shown: %s: %s", type(error).__name__, error)
 
 
 def _identity(client: Client, engine: int) -> bytes:

@@ -6,6 +6,8 @@ import builtins
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import tracemalloc
 import types
@@ -389,6 +391,31 @@ def test_objects_are_let_go_of_as_soon_as_they_have_travelled(cells: ddip.Group)
         tracemalloc.stop()
         gc.enable()
     assert held < 3 * size
+
+
+TERMINAL = """
+from IPython.core.interactiveshell import InteractiveShell
+InteractiveShell.instance()
+import ddip
+
+class Opens:
+    def __reduce__(self):
+        return eval, ("__import__('comm').create_comm(target_name='jupyter.widget') and 1",)
+
+with ddip.Group(2) as group:
+    for _ in range(5):
+        group.push({"opened": Opens()})
+        group.run("print(opened, rank)", show_ranks=[0, 1])
+"""
+
+
+def test_a_widget_that_begins_within_a_push_holds_up_nothing_where_there_is_no_kernel(tmp_path: Path) -> None:
+    """As in IPython in a terminal: an exception in the client's thread left what came next where it was."""
+    script = tmp_path / "script.py"
+    script.write_text(TERMINAL)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.count("1 1") == done.stdout.count("1 0") == 5
 
 
 def test_names_are_names() -> None:
