@@ -135,8 +135,12 @@ def test_traps_of_hosts(hosts: Network, trap: dict[str, object]) -> None:
         ("nosuchhost", {}, r"nosuchhost: .*[Rr]esolve.*is that its name"),
         ("h2", {"sshd": ["DenyUsers *"]}, r"h2: .*Permission denied.*without a question"),
         ("h2", {"path": BARE, "python": "python3"}, r"h2: .*No module named 'ddip'\); install ddip there, in the same"),
-        ("h2", {"python": "/no/such/python"}, r"h2: .*no such program there; name its Python with --python"),
-        ("h2", {"setup": "module load cuda"}, r"h2: .*module: .*not found; there is no such program there"),
+        (
+            "h2",
+            {"python": "/no/such/python"},
+            r"h2: .*No such file or directory; is there a /no/such/python on that host\?",
+        ),
+        ("h2", {"setup": "module load cuda"}, r"h2: .*module: .*not found; that may be of --setup 'module load cuda'"),
     ],
     ids=["no such host", "no permission", "no ddip", "no python", "set up"],
 )
