@@ -14,6 +14,7 @@ from ddip.group.placement import (
     keep,
     parse_count,
     parse_gpus,
+    parse_hosts,
     parse_ranks,
     resolve,
 )
@@ -210,3 +211,14 @@ def test_ranks_of_a_program_are_taken_in_the_order_given() -> None:
 def test_ranks_of_a_program_that_are_none_are_named(given: object, said: str) -> None:
     with pytest.raises(BadInput, match=f"^{said}"):
         check_ranks(given, 3, "ranks")
+
+
+@pytest.mark.parametrize("typed", ["h1:two", "h1:", "h1:-1", "me@h1:2x"])
+def test_what_follows_the_colon_of_a_host_is_a_number(typed: str) -> None:
+    with pytest.raises(BadInput, match="after the colon comes the number of ranks, such as (me@)?h1:4"):
+        parse_hosts(typed)
+
+
+def test_hosts_are_named_as_ssh_knows_them() -> None:
+    found = [(host.name, host.count) for host in parse_hosts("h1,me@h2.lab:3,[::1]:2")]
+    assert found == [("h1", None), ("me@h2.lab", 3), ("[::1]", 2)]
