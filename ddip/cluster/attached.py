@@ -1,7 +1,7 @@
 """Hosts that are reached by the engines of somebody else's ipyparallel cluster, which stays as it is.
 
 Its engines do not become ranks: one of them on each host starts our agent there, as ssh does on other hosts, and what
-notebook and agent say to each other goes by the control channel of that cluster (``near_end.py``, ``far_end.py``).
+notebook and agent say to each other goes by the controller of that cluster (``near_end.py``, ``far_end.py``).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What runs in an engine of somebody else's cluster, so that this host can be reached: it starts the agent beside it.
 
-    near end  --control channel of that cluster-->  far end, in threads of an engine  --pipes-->  agent
-    (near_end.py)  <---------------------------------------------------------------------------
+    near end  --control scheduler of that cluster-->  far end, in threads of an engine  --pipes-->  agent
+    (near_end.py)  <------------------------------------------------------------------------------
 
-Its text is sent to that engine, whose Python may have no ddip: it needs the standard library alone. Of the engine it
-takes a name among the handlers of its control channel, which goes with the agent. That channel has a thread of its own,
-so it does not matter what the engine computes.
+Its text is sent to that engine, whose Python may have no ddip: it needs the standard library, and what the engine has.
+It has a socket of its own to that scheduler, beside the engine's, and takes nothing of the engine but connection and
+key. So it does not matter what the engine computes; and what cannot be sent any more ends with the socket, while the
+process through which an engine's own control messages go, ipyparallel's nanny, would wait for that for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +36,10 @@ LOST_BEATS = 10
 """Of the other end: without so many of them it is gone."""
 END_SECONDS = 5.0
 """How long the agent may take to end its ranks."""
+LINGER_MILLISECONDS = 1000
+"""How long the last messages of an end may take to leave."""
 KIND = "ddip_link_"
-"""How the types of messages begin; each link has its own."""
-SHORT = "ddip_short_way"
+"""How the name of a far end begins: each has its own, which is the type of its messages, too."""
 ADDRESS = "DDIP_ADDRESS"
 """Variable that tells the agent by which address this host reaches the controller of that cluster."""
 NOT_FOR_THE_AGENT = ("IPP_", "SSH_", "OMPI_", "PMI_", "PMIX_", "JPY_")
@@ -55,7 +58,7 @@ class Link:
         self._lock = threading.Lock()
         self._sent = self._come = 0
         self._room = threading.Semaphore(WINDOW)
-        self._unwritten: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self._unwritten: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
         self._written = threading.Event()
         self._beats = 0
         self.fault = ""
@@ -104,13 +107,20 @@ class Link:
         """Have done with a sink."""
         self._unwritten.put((stream, b""))
 
+    def end(self) -> None:
+        """Write what has come, and have done with all sinks."""
+        self._unwritten.put(None)
+
     def drain(self, seconds: float) -> bool:
         """Wait until all sinks have had everything, and are closed."""
         return self._written.wait(seconds)
 
     def _write(self) -> None:
         for count in itertools.count(1):
-            stream, data = self._unwritten.get()
+            one = self._unwritten.get()
+            if one is None:
+                break
+            stream, data = one
             sink = self._sinks.get(stream)
             try:
                 if sink is None:
@@ -128,36 +138,77 @@ class Link:
                 self.tell("taken")
             if not self._sinks:
                 self._written.set()
+        for sink in self._sinks.values():
+            os.close(sink)
 
 
 class FarEnd:
-    """One link, in `kernel`; its messages are of the type `kind`."""
+    """One link, in an `engine` of ipyparallel; `kind` is its name at the scheduler."""
 
-    def __init__(self, kernel: Any, kind: str) -> None:
-        self._kernel, self._kind = kernel, kind
+    def __init__(self, engine: Any, kind: str) -> None:
+        self._engine, self._kind = engine, kind
+        self._session = engine.session.clone()
+        self._session.copy_threshold = 2 * AT_ONCE  # what zmq sends without a copy takes a thread, which would stay
+        self._near: list[bytes] = []
+        """Where the near end is, for the scheduler."""
         self._link: Link | None = None
         self._agent: subprocess.Popen[bytes] | None = None
         self._over = threading.Event()
         self._waited = 0
-        kernel.control_handlers[kind] = self.heard
-        _shorten(kernel)
-        threading.Thread(target=self._watch, name="ddip-far-end", daemon=True).start()
+        self._unsent: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        for task in (self._serve, self._watch):
+            threading.Thread(target=task, name="ddip-far-end", daemon=True).start()
 
-    def heard(self, stream: Any, idents: Any, message: Mapping[str, Any]) -> None:
-        """A message has come, on the thread of the control channel."""
-        content, data = message["content"], b"".join(bytes(part) for part in message["buffers"])
+    def _serve(self) -> None:
+        """Send and receive, until this end is over and all has been sent."""
+        import zmq
+
+        context = zmq.Context()
+        scheduler = context.socket(zmq.DEALER)
+        scheduler.identity, scheduler.linger = self._kind.encode(), LINGER_MILLISECONDS
+        connect, _ = self._engine.init_connector()
+        told = self._engine.connection_info
+        connect(scheduler, f"{told['interface']}:{told['control']}")
+        poller = zmq.Poller()
+        for source in (scheduler, self._woken):
+            poller.register(source, zmq.POLLIN)
+        while not (self._over.is_set() and self._unsent.empty()):
+            if scheduler in dict(poller.poll()):
+                idents, message = self._session.recv(scheduler)
+                self._heard(idents, message["content"], b"".join(bytes(part) for part in message["buffers"]))
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+            while not self._unsent.empty():
+                content, data = self._unsent.get()
+                buffers = [data] if data else None
+                self._session.send(scheduler, self._kind, content, ident=self._near, buffers=buffers)
+        for end in (scheduler, self._woken, self._waker):
+            end.close()
+        context.term()
+
+    def _say(self, content: dict[str, Any], data: bytes = b"") -> None:
+        """Have a message sent; may be called by any thread."""
+        self._unsent.put((content, data))
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it has been woken already, or is over
+            self._waker.send(b"x")
+
+    def _heard(self, near: list[bytes], content: Mapping[str, Any], data: bytes) -> None:
+        if content["what"] == "hello":
+            self._near = near
+            self._say({"what": "here"})
+            return
         if content["what"] == "begin" and self._link is None:
-            self._begin(stream, idents, content["value"])
+            self._begin(content["value"])
         if self._link is not None:
             self._link.heard(content, data)
 
-    def _begin(self, stream: Any, idents: Any, command: Sequence[str]) -> None:
-        session, loop = self._kernel.session, stream.io_loop
-
-        def send(content: dict[str, Any], data: bytes) -> None:
-            buffers = [data] if data else None
-            loop.add_callback(lambda: session.send(stream, self._kind, content, ident=idents, buffers=buffers))
-
+    def _begin(self, command: Sequence[str]) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_THE_AGENT)}
         agent = self._agent = subprocess.Popen(
             command,
@@ -168,16 +219,19 @@ class FarEnd:
             start_new_session=True,
         )
         assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
-        self._link = Link(send, {"in": os.dup(agent.stdin.fileno())})
+        self._link = Link(self._say, {"in": os.dup(agent.stdin.fileno())})
         agent.stdin.close()
-        readers = []
-        for name, source in (("out", agent.stdout), ("err", agent.stderr)):
-            reader = threading.Thread(target=self._link.read, args=(name, source.fileno()), daemon=True)
-            reader.start()
-            readers.append(reader)
-        threading.Thread(target=self._wait, args=(self._link, agent, readers), daemon=True).start()
+        threading.Thread(target=self._wait, args=(self._link, agent), name="ddip-far-end", daemon=True).start()
 
-    def _wait(self, link: Link, agent: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
+    def _wait(self, link: Link, agent: subprocess.Popen[bytes]) -> None:
+        def read(name: str, source: Any) -> None:
+            with source:
+                link.read(name, source.fileno())
+
+        pipes = {"out": agent.stdout, "err": agent.stderr}
+        readers = [threading.Thread(target=read, args=pipe, name="ddip-far-end", daemon=True) for pipe in pipes.items()]
+        for reader in readers:
+            reader.start()
         code = agent.wait()
         for reader in readers:
             reader.join(1)
@@ -202,9 +256,10 @@ class FarEnd:
 
     def _end(self) -> None:
         """Leave the engine as it was."""
-        self._kernel.control_handlers.pop(self._kind, None)
-        self._kernel.control_stream.io_loop.add_callback(_lengthen, self._kernel)
+        if self._link is not None:
+            self._link.end()
         self._over.set()
+        self._wake()
 
 
 def _address() -> str:
@@ -219,32 +274,6 @@ def _address() -> str:
     return next((ours for ours, theirs in ends if ours != theirs and not ours.startswith("127.")), "")
 
 
-def _shorten(kernel: Any) -> None:
-    """Have messages of links pass by what a kernel does before and after each request: it would take 5 ms."""
-    handlers, session = kernel.control_handlers, kernel.session
-    if SHORT in handlers:
-        return
-
-    def dispatch(frames: Any) -> Any:
-        idents, rest = session.feed_identities(frames, copy=False)
-        if KIND.encode() not in rest[1].bytes:
-            return kernel.dispatch_control(frames)
-        message = session.deserialize(rest, content=True, copy=False)
-        handler = handlers.get(message["header"]["msg_type"])
-        return handler and handler(kernel.control_stream, idents, message)
-
-    handlers[SHORT] = dispatch
-    kernel.control_stream.on_recv(dispatch, copy=False)
-
-
-def _lengthen(kernel: Any) -> None:
-    """Have them no more, when there are no links."""
-    handlers = kernel.control_handlers
-    if SHORT in handlers and not any(name.startswith(KIND) for name in handlers):
-        del handlers[SHORT]
-        kernel.control_stream.on_recv(kernel.dispatch_control, copy=False)
-
-
-def begin(kernel: Any, kind: str) -> None:
-    """Called in the engine, with its kernel."""
-    FarEnd(kernel, kind)
+def begin(engine: Any, kind: str) -> None:
+    """Called in the engine."""
+    FarEnd(engine, kind)

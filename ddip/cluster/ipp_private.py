@@ -249,23 +249,13 @@ class LinkClient(Client):  # type: ignore[misc]
             future.set_result(msg)
 
 
-def sender_on_control_channel(client: Client, engine: int) -> Callable[[str, dict[str, Any], bytes], None]:
-    """Sends an engine what it does not answer, also when it has ended; ipyparallel would keep a future for it.
-
-    Raises KeyError for an engine that has ended already.
-    """
-    ident = _identity(client, engine)
-
-    def send(msg_type: str, content: dict[str, Any], data: bytes) -> None:
-        buffers = [data] if data else None
-        client._io_loop.add_callback(_send, client, msg_type, content, ident, buffers)
-
-    return send
-
-
-def _send(client: Client, msg_type: str, content: dict[str, Any], ident: Any, buffers: list[bytes] | None) -> None:
-    """On the client's own thread."""
-    client.session.send(client._control_stream, msg_type, content, ident=ident, buffers=buffers)
+def send_on_control_channel(client: Client, kind: str, content: dict[str, Any], data: bytes) -> None:
+    """Send what nobody answers to the one who is called `kind` at the scheduler, also when it has ended; ipyparallel
+    would keep a future for it."""
+    buffers = [data] if data else None
+    client._io_loop.add_callback(
+        lambda: client.session.send(client._control_stream, kind, content, ident=kind.encode(), buffers=buffers)
+    )
 
 
 def asked_again(client: Client) -> Future[Any]:

@@ -2,7 +2,7 @@
 
 Run as ``python -P -m ddip.cluster.near_end FILE ENGINES PYTHON SETUP``: the connection file for clients of that
 cluster, its engines on that host, of which one is enough, and what ``ssh.agent_line`` takes. Its stdin and stdout are
-those of the agent: what comes and goes is relayed by the control channel of that cluster, at whose other end
+those of the agent: what comes and goes is relayed by the control scheduler of that cluster, at whose other end
 ``far_end.py`` is.
 """
 
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -24,9 +25,10 @@ from ddip.errors import GroupError
 
 BUSY_BEATS = 30
 """An engine may be silent for so long while it is still registered: code that lets no other thread run."""
+HELLO_SECONDS = 0.05
 START = (
-    "(lambda space: (__import__('builtins').exec({text!r}, space), "
-    "space['begin'](__import__('IPython').get_ipython().kernel, {kind!r})))({{'__name__': 'ddip_far_end'}}) and None"
+    "(lambda space: (__import__('builtins').exec({text!r}, space), space['begin']("
+    "__import__('IPython').get_ipython().kernel.parent, {kind!r})))({{'__name__': 'ddip_far_end'}}) and None"
 )
 
 
@@ -36,14 +38,10 @@ class NearEnd:
     def __init__(self, file: str, engines: Sequence[int], line: str) -> None:
         self._kind = f"{KIND}{uuid.uuid4().hex}"
         self._client = connect(file, self._heard)
+        self._here, self._ended = threading.Event(), threading.Event()
         self._engine = self._reach(engines)
-        try:
-            send = ipp_private.sender_on_control_channel(self._client, self._engine)
-        except KeyError:
-            raise GroupError(f"engine {self._engine} of that cluster has just ended") from None
-        self._link = Link(lambda content, data: send(self._kind, content, data), {"out": 1, "err": 2})
+        self._link = Link(self._send, {"out": 1, "err": 2})
         self._link.tell("begin", ["sh", "-c", line])
-        self._ended = threading.Event()
         self._code: int | None = None
 
     def _reach(self, engines: Sequence[int]) -> int:
@@ -57,17 +55,33 @@ class NearEnd:
         for engine in there:
             try:
                 ask(self._client, [engine], START.format(text=text, kind=self._kind))
+                self._wait_for_far_end(engine)
             except GroupError as error:
                 fault = error
             else:
                 return engine
         raise fault
 
+    def _wait_for_far_end(self, engine: int) -> None:
+        """Until it can be spoken to: what comes to the scheduler for one who is not connected is lost."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self._here.is_set():
+            if time.monotonic() > deadline:
+                raise GroupError(f"engine {engine} of that cluster cannot connect to its controller once more")
+            self._send({"what": "hello"}, b"")
+            self._here.wait(HELLO_SECONDS)
+
+    def _send(self, content: dict[str, Any], data: bytes) -> None:
+        ipp_private.send_on_control_channel(self._client, self._kind, content, data)
+
     def _heard(self, message: dict[str, Any]) -> None:
         """On the client's own thread."""
         if message["header"]["msg_type"] != self._kind:
             return
         content = message["content"]
+        if content["what"] == "here":
+            self._here.set()
+            return
         self._link.heard(content, b"".join(bytes(part) for part in message["buffers"]))
         if content["what"] == "exit":
             self._code = content["value"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import ipyparallel
 import psutil
 
-from .leftovers import wait_until
+from .leftovers import lives, wait_until
 
 QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 Line = Callable[[Sequence[str]], list[str]]
@@ -50,9 +50,9 @@ class Theirs:
         view = self.client[:]
         return list(view.pull(name, block=True))
 
-    def handlers(self) -> list[object]:
-        """What every engine's control channel knows, and how many descriptors the engine has."""
-        return list(self.client[:].apply_sync(_handlers))
+    def held(self) -> list[object]:
+        """The threads and descriptors of every engine, and what its control channel knows."""
+        return list(self.client[:].apply_sync(_held))
 
     def kill_controller(self) -> None:
         """With its schedulers, which are processes of their own."""
@@ -62,20 +62,34 @@ class Theirs:
     def close(self) -> None:
         """End it."""
         self.client.close(linger=0)
-        for process in [*self.engines, self.controller]:
-            process.terminate()
+        engines = [_itself(engine.pid) for engine in self.engines if lives(engine.pid)]
+        helpers = [helper for engine in engines for helper in engine.children()]
+        for engine in engines:
+            engine.terminate()
+        self.controller.terminate()
         for process in [*self.engines, self.controller]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
             process.wait()
+        wait_until(lambda: not any(helper.is_running() for helper in helpers), 15, "the end of the engines' nannies")
         self.file.unlink(missing_ok=True)
 
 
-def _handlers() -> list[str]:
+def _itself(pid: int) -> psutil.Process:
+    """The process that `pid` is, or waits for so as to have started it in another host."""
+    process = psutil.Process(pid)
+    return _itself(process.children()[0].pid) if process.name() == "nsenter" else process
+
+
+def _held() -> tuple[list[str], int, list[str]]:
+    import os
+    import threading
+
     from IPython import get_ipython
 
-    return sorted(get_ipython().kernel.control_handlers)
+    threads = sorted(thread.name for thread in threading.enumerate())
+    return threads, len(os.listdir("/proc/self/fd")), sorted(get_ipython().kernel.control_handlers)
 
 
 @contextlib.contextmanager

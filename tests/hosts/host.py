@@ -29,7 +29,8 @@ STATE = Path("/proc/1/root/run/ddip-hosts")  # of the network's first process
 PATH = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
 BARE = "/run/bare/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # its python has neither torch nor ddip
 NUMBERS = {"nb": 10, "h1": 11, "h2": 12, "h3": 13}
-OTHERS = ("/tmp/pytest-of-", "/tmp/torchinductor_", "/root/.ipython")  # what pytest, torch and IPython keep for a user
+OTHERS = ("/tmp/pytest-of-", "/tmp/torchinductor_", f"{first_process.HOME}/.ipython")
+"""What pytest, torch and IPython keep for a user."""
 SWITCH = ("nsenter", "--target=1", "--net", "--mount", "--uts", "--ipc", "--wd=/proc/1/root/")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -34,10 +32,6 @@ def theirs(hosts: Network) -> Iterator[Theirs]:
         cluster.close()
         hosts.reset()
         for name in ("h1", "h2"):
-            for pid, line in hosts[name].processes():
-                if "ipyparallel" in line:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, 9)
             wait_until(lambda name=name: not any("ipyparallel" in line for _, line in hosts[name].processes()))
             hosts[name].run(["sh", "-c", "rm -rf /tmp/engine.json /tmp/tmp*"])
 

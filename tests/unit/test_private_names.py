@@ -60,8 +60,9 @@ def test_links_to_clusters_of_others_find_what_they_take_the_place_of() -> None:
     source = inspect.getsource(ipyparallel.Client)
     for name in ("_control_stream.on_recv(self._dispatch_single_reply", "self._futures", "self._io_loop"):
         assert name in source
-    assert "self.control_stream.on_recv(self.dispatch_control, copy=False)" in inspect.getsource(Kernel)
-    assert "self.control_handlers.get(msg_type" in inspect.getsource(Kernel)
+    engine = inspect.getsource(app.IPEngine)
+    for name in ("= self.init_connector()", "self.connection_info = d", "url('control')", "parent=self,"):
+        assert name in engine
 
 
 def test_the_client_closes_its_sockets_on_its_own_thread_before_it_would_tell_them_to_keep_nothing() -> None:
