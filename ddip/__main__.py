@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
 
 
 def _leave_out_the_folder() -> None:
-    """Take the current folder, which ``python -m`` puts first, off the path: what it holds shall not run here."""
+    """Take the current folder, which ``python -m`` puts first, off the path: what it holds must not run here."""
     try:
         here = os.getcwd()
     except FileNotFoundError:

@@ -55,7 +55,7 @@ def is_first_here() -> bool:
 
 
 def _device() -> torch.device:
-    """Where a tensor must be that all ranks shall see: on the CPU, unless the group has no backend for that."""
+    """Where a tensor must be that all ranks are to see: on the CPU, unless the group has no backend for that."""
     on_cpu = "cpu:" in str(dist.get_backend_config())
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 

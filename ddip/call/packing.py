@@ -88,7 +88,7 @@ class CallPayload:
         self._homes = frozenset(homes)
 
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
-        """What the pickler shall write for a function or class that is pickled by value."""
+        """What the pickler is to write for a function or class that is pickled by value."""
         if not self._is_of_the_notebook(obj):
             return reduced
         if isinstance(obj, FunctionType):

@@ -107,7 +107,7 @@ def execute(
 ) -> MessageFuture:
     """Run `code` as a cell of `engine`; the ``output`` of the future is done when the last message has arrived.
 
-    `asked` is what ddip's kernel shall know of the cell. ``client.listeners`` keeps `on_message` for what comes later;
+    `asked` is what ddip's kernel is told of the cell. ``client.listeners`` keeps `on_message` for what comes later;
     a silent cell has no output, and is in no history; `history` says so for others.
 
     ``Client.send_execute_request`` cannot say ``stop_on_error=False`` (an engine would then abort what we send it right

@@ -91,7 +91,7 @@ class WarmProcess:
                     "DDIP_OWNER": str(self.owner),
                     "DDIP_PATH": json.dumps(_path()),
                     processes.MARKED: processes.MARK,
-                    "SPT_NOENV": "1",  # the title shall leave the environment readable from outside
+                    "SPT_NOENV": "1",  # the title leaves the environment readable from outside
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no CUDA before the fork
                     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
                 },
@@ -235,7 +235,7 @@ def command(module: str) -> list[str]:
 def python_path() -> dict[str, str]:
     """The user's PYTHONPATH for ddip's own processes: all of it but empty entries, which mean the working directory.
 
-    ``engine.py`` puts it back: what a cell starts shall find what the user has set.
+    ``engine.py`` puts it back: what a cell starts is to find what the user has set.
     """
     theirs = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join(filter(None, theirs.split(os.pathsep))), "DDIP_PYTHONPATH": theirs}

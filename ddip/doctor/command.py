@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
             if not typed.json:
                 print(check, flush=True)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses twice shall get the same exit code
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses twice gets the same exit code
         exec("pass")  # Python ends itself by SIGINT if the interrupt came while it ran a text, as a dataclass does
         print("interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED

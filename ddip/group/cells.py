@@ -221,7 +221,7 @@ class _Cell:
         self._in_tabs = self._show.finish(self.errors, where_text(seconds) if tell_it else "")
 
     def error(self) -> CellError | CellInterrupted | None:
-        """What the user shall see of a cell that has ended; None if it went well."""
+        """What the user is shown of a cell that has ended; None if it went well."""
         error = self._error()
         if error is not None:
             error.in_tabs = self._in_tabs

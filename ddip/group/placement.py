@@ -117,7 +117,7 @@ class GroupSpec:
         return f"{self.size} rank{'s' * (self.size > 1)} on {where}{of}, {self.backend}"
 
     def visible(self, host: int = 0) -> tuple[int, ...]:
-        """The GPUs that ranks on `host` shall see, in this order: ``cuda:LOCAL_RANK`` is then a rank's own GPU."""
+        """The GPUs that ranks on `host` are to see, in this order: ``cuda:LOCAL_RANK`` is then a rank's own GPU."""
         gpus = [self.gpus[rank] for rank in self.ranks_on(host)]
         return tuple(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
 

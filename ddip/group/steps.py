@@ -53,7 +53,7 @@ class Steps:
     def __init__(self) -> None:
         self._known: dict[int, Begun] = {}
         self._meant: dict[str, Numbers] = {}
-        """Differences that shall be left alone."""
+        """Differences that are left alone."""
 
     def forget(self) -> None:
         """The ranks are in a new group."""

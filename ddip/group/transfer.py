@@ -184,7 +184,7 @@ def unpack(fetched: Fetched) -> dict[str, Any]:
     for name, pickled in forward(fetched, "pulled").items():
         try:
             values[name] = pickled.load()
-        except (Exception, SystemExit) as error:  # a script shall not end by what it pulls
+        except (Exception, SystemExit) as error:  # a script must not end by what it pulls
             errors[name] = f"{type(error).__name__}: {error}"
             if DDP.encode() in bytes(pickled.parts[0]) and "process group" in str(error):
                 wrapped.append(_unwrap(name, fetched.reply["wrappers"].get(name) == DDP))

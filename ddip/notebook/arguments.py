@@ -137,7 +137,7 @@ def _count(typed: str, yes: bool) -> int:
 
 
 def asks_for_a_group(args: Any) -> bool:
-    """Does what was typed after ``%makedip`` say which group there shall be?"""
+    """Does what was typed after ``%makedip`` say which group there is to be?"""
     return bool(
         args.n
         or args.gpus

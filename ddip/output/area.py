@@ -128,7 +128,7 @@ class CellOutputArea:
     def capture(self, model: str) -> None:
         """From here on the Output widget `model` on the page has what is shown; ``""``: no widget has.
 
-        A page knows by the id of the cell what it shall capture. While it does, that widget has all that belongs to the
+        A page knows by the id of the cell what it is to capture. While it does, that widget has all that belongs to the
         cell, whichever rank it is from, and passes over updates of displays.
         """
         if model != self.capturing:

@@ -203,7 +203,7 @@ class CellOutput:
             self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
 
     def _show(self, rank: int, message: Message) -> None:
-        """Have the view show it; what a rank sends may be odd, and shall not end the cell."""
+        """Have the view show it; what a rank sends may be odd, and must not end the cell."""
         try:
             self._dispatch(rank, message)
         except Exception as error:
@@ -247,7 +247,7 @@ class CellOutput:
     def _widget_message(self, rank: int, message: Message, comms: Comms) -> None:
         name, kind, state = message["content"]["comm_id"], message["header"]["msg_type"], state_in(message)
         shown = rank in self.show_ranks
-        if kind == "comm_msg" and "msg_id" in state:  # of the request whose output an Output widget shall capture
+        if kind == "comm_msg" and "msg_id" in state:  # of the request whose output an Output widget is to capture
             if shown and self.page.rich:
                 self._capture(rank, name, bool(state["msg_id"]), message, comms)
             return

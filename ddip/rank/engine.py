@@ -57,7 +57,7 @@ def main() -> None:
     setproctitle.setproctitle(f"ddip engine ({os.environ.pop('DDIP_NOTEBOOK')})")
     os.environ.pop("SPT_NOENV", None)
     run_folder = Path(os.environ.pop("DDIP_RUN_FOLDER"))
-    os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts shall find what the user has set
+    os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts is to find what the user has set
     if not os.environ["PYTHONPATH"]:
         del os.environ["PYTHONPATH"]
     connection_info = os.environ.pop("IPP_CONNECTION_INFO", "")

@@ -80,7 +80,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         held_back = [signal.SIGTERM]
         release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, held_back)  # in C, which nothing interrupts
 
-        def before() -> None:  # a SIGTERM for the child shall wait until it has no handler
+        def before() -> None:  # a SIGTERM for the child waits until it has no handler
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             held_back[:] = [] if signal.SIGTERM in mask else [signal.SIGTERM]  # a cell may have blocked it
 

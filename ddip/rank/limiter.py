@@ -25,7 +25,7 @@ class Chunk:
     cut: int = 0
     """Characters of that line that are left out before the text."""
     breaks: bool = False
-    """Does what was sent before end within a line, which shall be ended first?"""
+    """Does what was sent before end within a line, which has to be ended first?"""
 
 
 @dataclass

@@ -55,7 +55,7 @@ def take(folder: str, names: list[str], reload: bool) -> dict[str, str]:
     """Look into `folder` for modules from now on, and first.
 
     Returns what is to be said of those of the modules `names` that are imported here already, and cannot be loaded
-    again, or shall not.
+    again, or are not to.
     """
     if folder in sys.path:
         sys.path.remove(folder)

@@ -215,7 +215,7 @@ class DistState:
         return None, {}
 
     def _layouts(self, saved: dict[str, tuple[Any, Any]], groups: Any) -> dict[str, Layout]:
-        """How each tensor shall lie that was `saved`; raises ValueError if it was another model, or optimizer."""
+        """How each tensor has to lie that was `saved`; raises ValueError if it was another model, or optimizer."""
         model = {f"model.{name}": value for name, value in self._model.state_dict().items() if _is_tensor(value)}
         layouts = {name: Layout.of(value) for name, value in model.items()}
         before = {name: whole for name, (whole, _) in saved.items() if name.startswith("model.")}

@@ -231,7 +231,7 @@ def test_bars_of_rich_are_drawn_into_one_widget(notebook: Notebook) -> None:
         for kind, content in shown.messages
         if kind == "comm_msg" and "msg_id" in content["data"].get("state", {})
     ]
-    assert set(captured) == {cell, ""}  # the page shall catch what belongs to this cell
+    assert set(captured) == {cell, ""}  # the page is to catch what belongs to this cell
     assert "100%" in [bundle["text/plain"] for bundle in shown.data if bundle["text/plain"]][-1]
 
 

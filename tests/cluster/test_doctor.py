@@ -44,7 +44,7 @@ NAMES = [
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home without an IPython profile; the doctor shall not make one."""
+    """A home without an IPython profile; the doctor must not make one."""
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
 

@@ -43,7 +43,7 @@ def checksum(notebook: nbformat.NotebookNode) -> str:
 
 
 def run(path: Path, folder: Path) -> nbformat.NotebookNode:
-    """The notebook at `path`, after a run in `folder` in which the cells that shall raise, and no others, raised."""
+    """The notebook at `path`, after a run in `folder` in which the cells that are to raise, and no others, raised."""
     notebook = nbformat.read(path, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)

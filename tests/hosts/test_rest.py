@@ -219,13 +219,15 @@ def test_a_cell_takes_one_round_trip_of_the_network(far: tuple[ddip.Group, Path]
     group, delay = far
     group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
     delay.write_text(f"{ROUND_TRIP / 2}")
-    seconds = []
-    for _ in range(7):
+    shortest = 10 * ROUND_TRIP
+    for number in range(50):  # on a loaded machine most may take longer
         began = time.monotonic()
         group.run(code)
-        seconds.append(time.monotonic() - began)
+        shortest = min(shortest, time.monotonic() - began)
+        if number > 5 and shortest < 2 * ROUND_TRIP:
+            break
     delay.write_text("0")
-    assert ROUND_TRIP <= min(seconds) < 2 * ROUND_TRIP
+    assert ROUND_TRIP <= shortest < 2 * ROUND_TRIP
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def _of_any_machine(output: Any, folder: Path) -> Any:
     if isinstance(output, str):
         for path, name in ((folder, "notebooks"), (FOLDER, "notebooks"), (Path(sys.prefix), "python"), (ROOT, "ddip")):
             output = output.replace(str(path), name)
-        output = output.replace(tempfile.gettempdir(), "tmp").replace(str(Path.home()) + "/", "~/")
+        output = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", output.replace(tempfile.gettempdir(), "tmp"))
         return re.sub(rf"\b{re.escape(platform.node())}\b", "host", output)
     if isinstance(output, dict):
         return NotebookNode(

@@ -199,7 +199,7 @@ class Page(CellOutputArea):
 
     @property
     def captures(self) -> list[str]:
-        """What was written, and which widget shall capture what follows."""
+        """What was written, and which widget captures what follows."""
         said = []
         for message in self.sent:
             content = message["content"]
