@@ -1,5 +1,5 @@
 # make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
-# make check   ruff, format, mypy, imports              make bench   the benchmarks
+# make check   ruff, format, mypy, imports              make bench   the benchmarks, and benchmarks/RESULTS.md of them
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons,
 #                    frameworks, grids
 # make test-hosts    several hosts, as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
@@ -99,6 +99,8 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/output.py
 	$(BIN)/python benchmarks/fastai.py
+	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/results.py
 
 # The tools that the benchmarks compare with, and the same torch, in an environment of their own.
 $(PEERS):

@@ -1,9 +1,8 @@
-"""Run programs in turns, and compare the medians of the numbers that they print: the machines are shared and noisy."""
+"""Run programs in turns, for the numbers that they print: the machines are shared and noisy."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ class Program:
         return [float(word) for word in done.stdout.splitlines()[-1].split()]
 
 
-def medians(programs: dict[str, Program], rounds: int) -> dict[str, list[float]]:
-    """Medians over `rounds` of the numbers that each of `programs` prints, by its name."""
+def in_turns(programs: dict[str, Program], rounds: int) -> dict[str, list[tuple[float, ...]]]:
+    """The numbers that each of `programs` prints, a list for each number with one of each round, by its name."""
     runs: dict[str, list[list[float]]] = {name: [] for name in programs}
     for number in range(rounds):
         for name, program in programs.items():
             runs[name].append(program.run())
             print(f"  round {number + 1} of {rounds}: {name} {runs[name][-1]}", file=sys.stderr)
-    return {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
+    return {name: list(zip(*rows, strict=True)) for name, rows in runs.items()}

@@ -7,8 +7,9 @@ the machine can do at most: two processes that train on half of the data each, a
 
 from __future__ import annotations
 
-import statistics
 import sys
+
+from rows import Row, show
 
 import ddip
 
@@ -66,7 +67,7 @@ WAYS = {
 
 
 def main(rounds: int) -> None:
-    """Print items per second, and the ratios."""
+    """Print one table: seconds of an epoch."""
     measured: dict[str, list[float]] = {way: [] for way in WAYS}
     with ddip.Group(2, app="fastai", timeout=120) as group:
         group.run(SETUP)
@@ -74,14 +75,10 @@ def main(rounds: int) -> None:
             for way, (call, ranks) in WAYS.items():
                 group.run(f"speed = {call}", ranks=ranks)
                 if number:  # the first is to warm up
-                    measured[way].append(group.pull(["speed"])["speed"])
-    middle = {way: statistics.median(speeds) for way, speeds in measured.items()}
-    print(f"xresnet18, {PIXELS} x {PIXELS}, {BATCH} images a rank and step, medians of {rounds}")
-    for way, speed in middle.items():
-        print(f"{way:26} {speed:8.1f} items/s   {speed / middle['one process']:.2f} x one process")
-    by_app, by_hand = (measured[f"two ranks, {way}"] for way in ("fastai's app", "by hand"))
-    ratio = statistics.median(hand / app for app, hand in zip(by_app, by_hand, strict=True))
-    print(f"the app takes {100 * (ratio - 1):+.1f} % more time than the loop by hand (median of the rounds)")
+                    measured[way].append(group.pull(["N"])["N"] / group.pull(["speed"])["speed"])
+    ours = measured.pop("two ranks, fastai's app")
+    what = f"an epoch of an xresnet18 with fastai's app, {2 * STEPS * BATCH} images of {PIXELS} x {PIXELS}"
+    show("fastai", [Row(what, "s", 2, ours, dict(measured))])
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import shlex
 import socket
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+
+from rows import Row, seconds, show
 
 import ddip
 
@@ -19,13 +19,6 @@ SUM = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_redu
 IMPORT = f"exec {shlex.quote(sys.executable)} -c 'import torch.distributed'"
 HOSTS = ("h1", "h2")
 CELLS = 200
-
-
-def seconds(do: Callable[[], object]) -> float:
-    """Time one call."""
-    began = time.perf_counter()
-    do()
-    return time.perf_counter() - began
 
 
 def imported() -> None:
@@ -48,29 +41,30 @@ def connected() -> None:
     socket.create_connection((HOSTS[0], 22)).close()
 
 
-def cells(**place: object) -> float:
-    """Median of empty cells on four ranks, milliseconds."""
+def cells(**place: object) -> list[float]:
+    """Empty cells on four ranks, milliseconds."""
     with ddip.Group(**place) as group:  # type: ignore[arg-type]
         group.run("pass")
-        return 1e3 * statistics.median(seconds(lambda: group.run("pass")) for _ in range(CELLS))
+        return [1e3 * seconds(lambda: group.run("pass")) for _ in range(CELLS)]
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print one table."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     started(2)  # the notebook's own warm process, and the files in memory
-    rows = [(seconds(imported), started(2), started(4)) for _ in range(count)]
-    limit = statistics.median(row[0] for row in rows)
-    print(f"two hosts, medians of {count} in turns, seconds; {2 * count + 1} starts, none failed")
-    print(f"import torch.distributed by ssh, on both at once   {limit:5.2f}")
-    for number, ranks in ((1, 2), (2, 4)):
-        start, stop = (statistics.median(row[number][which] for row in rows) for which in (0, 1))  # type: ignore[index]
-        print(f"ddip, 2 x {ranks} ranks, to the first all_reduce          {start:5.2f}  ({start - limit:+.2f})")
-        print(f"      and to its end                               {stop:5.2f}")
-    pairs = [(cells(n=4), cells(n=2, hosts=",".join(HOSTS))) for _ in range(3)]
-    here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
-    trip = 1e3 * statistics.median(seconds(connected) for _ in range(CELLS))
-    print(f"an empty cell on four ranks, ms: one host {here:.1f}, two hosts {there:.1f} (round trip {trip:.2f})")
+    imports, two, four = zip(*((seconds(imported), started(2), started(4)) for _ in range(count)), strict=True)
+    rows = []
+    for size, found in ((4, two), (8, four)):
+        starts, ends = zip(*found, strict=True)
+        beside = {"import torch.distributed by ssh, on both": imports}
+        rows.append(Row(f"{count} starts on two hosts: to the first all_reduce", "s", size, starts, beside))
+        rows.append(Row("a group on two hosts: its end", "s", size, ends))
+    there, here = cells(n=2, hosts=",".join(HOSTS)), cells(n=4)
+    trip = [1e3 * seconds(connected) for _ in range(CELLS)]
+    rows.append(
+        Row("an empty cell on two hosts", "ms", 4, there, {"on one": here, "a round trip of the network": trip})
+    )
+    show("hosts", rows)
 
 
 if __name__ == "__main__":

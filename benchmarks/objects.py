@@ -8,33 +8,25 @@ The limit is one pickle whose buffers stand beside it, and one copy of it all in
 from __future__ import annotations
 
 import pickle
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from rows import Row, seconds, show
 
 from ddip import Group
 
-SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 26, 1 << 28)
-"""Bytes."""
+SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "8 MiB": 1 << 23, "64 MiB": 1 << 26, "256 MiB": 1 << 28}
+COPY = "pickle and one copy"
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Time one call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def in_turns(times: int, *calls: Callable[[], object]) -> list[float]:
-    """The median of each."""
+def in_turns(times: int, *calls: Callable[[], object]) -> list[tuple[float, ...]]:
+    """Seconds of each."""
     rounds = [[seconds(call) for call in calls] for _ in range(times)]
-    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return list(zip(*rounds, strict=True))
 
 
 def limit(value: object) -> None:
@@ -44,14 +36,12 @@ def limit(value: object) -> None:
     bytearray().join([data, *(buffer.raw() for buffer in buffers)])
 
 
-def arrays(times: int, group: Group) -> None:
-    """One table: an array of bytes, by size."""
+def arrays(times: int, group: Group) -> list[Row]:
+    """An array of bytes, by size."""
     client, ids = group.cluster.client, [member.engine for member in group.members]
     view, one = client.direct_view(ids), client.direct_view(ids[0])
-    print(f"\n{len(ids)} ranks, an array; medians of {times} in turns, seconds")
-    heads = f"{'KiB':>8} {'push':>7} {'raw':>7} {'ratio':>6} {'pull':>8} {'raw':>7} {'ratio':>6}"
-    print(f"{heads} {'pull all':>9} {'copy':>7}")
-    for size in SIZES:
+    rows = []
+    for name, size in SIZES.items():
         array = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         values = {"array": array}
         push, raw_push, pull, raw_pull, pull_all, copy = in_turns(
@@ -63,23 +53,22 @@ def arrays(times: int, group: Group) -> None:
             lambda: group.pull_all(["array"], range(len(ids))),
             lambda: limit(array),  # noqa: B023
         )
-        columns = (
-            f"{push:7.3f} {raw_push:7.3f} {push / raw_push:6.2f} {pull:8.3f} {raw_pull:7.3f} {pull / raw_pull:6.2f}"
-        )
-        print(f"{size >> 10:>8} {columns} {pull_all:9.3f} {copy:7.3f}", flush=True)
+        rows.append(Row(f"push {name}", "s", len(ids), push, {"ipyparallel": raw_push, COPY: copy}))
+        rows.append(Row(f"pull {name} from one", "s", len(ids), pull, {"ipyparallel": raw_pull, COPY: copy}))
+        rows.append(Row(f"pull {name} from all", "s", len(ids), pull_all, {"from one": pull}))
+    return rows
 
 
-def others(times: int, group: Group) -> None:
-    """One table: what is not one array."""
-    rows = np.arange(10_000_000)
+def others(times: int, group: Group) -> list[Row]:
+    """What is not one array."""
+    numbers = np.arange(10_000_000)
     made: dict[str, Any] = {
         "10 000 tensors of 4 KB": {f"t{number}": torch.zeros(1000) for number in range(10_000)},
         "1000 tensors of 256 KB": [torch.zeros(1 << 16) for _ in range(1000)],
-        "frame of 1e7 rows": pd.DataFrame({"a": rows, "b": rows * 0.5}),
-        "module of 200 MB": torch.nn.Sequential(*(torch.nn.Linear(2000, 2500) for _ in range(10))),
+        "a frame of 1e7 rows": pd.DataFrame({"a": numbers, "b": numbers * 0.5}),
+        "a module of 200 MB": torch.nn.Sequential(*(torch.nn.Linear(2000, 2500) for _ in range(10))),
     }
-    print(f"\n{group.world_size} ranks, other objects; medians of {times} in turns, seconds")
-    print(f"{'':>24} {'push':>7} {'limit':>7} {'ratio':>6} {'pull':>8} {'ratio':>6}")
+    rows = []
     for name, value in made.items():
         state = [*value.parameters()] if isinstance(value, torch.nn.Module) else value
         plain = [tensor.detach().numpy() for tensor in state] if isinstance(state, list) else state
@@ -89,17 +78,21 @@ def others(times: int, group: Group) -> None:
             lambda: group.pull(["value"]),
             lambda: limit(plain),  # noqa: B023
         )
-        print(f"{name:>24} {push:7.3f} {best:7.3f} {push / best:6.2f} {pull:8.3f} {pull / best:6.2f}", flush=True)
+        rows.append(Row(f"push {name}", "s", group.world_size, push, {COPY: best}))
+        rows.append(Row(f"pull {name}", "s", group.world_size, pull, {COPY: best}))
+    return rows
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print one table."""
     times = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    rows = []
     for count in sys.argv[2:] or ["2", "4", "8"]:
         with Group(int(count)) as group:
-            arrays(times, group)
+            rows += arrays(times, group)
             if count == "4":
-                others(times, group)
+                rows += others(times, group)
+    show("objects", rows)
 
 
 if __name__ == "__main__":

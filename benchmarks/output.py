@@ -5,13 +5,14 @@ Usage: output.py [ROUNDS] [RANKS]
 
 from __future__ import annotations
 
-import statistics
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jupyter_client.manager import start_new_kernel
+from rows import Row, show
 
 PRINTS = 200_000
 WRITE = "import time\nprint(time.time())\ntime.sleep(0.6)"
@@ -59,42 +60,49 @@ class Kernel:
         return 1e3 * (time.perf_counter() - began)
 
 
+@contextlib.contextmanager
+def kernel() -> Iterator[Kernel]:
+    """One, which ends."""
+    started = Kernel()
+    try:
+        yield started
+    finally:
+        started.client.stop_channels()
+        started.manager.shutdown_kernel()
+
+
 def main() -> None:
     """Print one table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     size = int(sys.argv[2]) if len(sys.argv) > 2 else 2
-    kernel = Kernel()
-    rows: dict[str, list[tuple[float, float]]] = {}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
 
-    def note(name: str, ours: float, notebook: float) -> None:
-        rows.setdefault(name, []).append((ours, notebook))
+    def note(what: str, unit: str, ours: float, its: float) -> None:
+        found.setdefault((what, unit), []).append((ours, its))
 
-    try:
-        kernel.run(f"%load_ext ddip\n%makedip -n {size}\n{MODEL}")
-        kernel.run(f"%%dip\n{MODEL}")
+    with kernel() as notebook:
+        notebook.run(f"%load_ext ddip\n%makedip -n {size}\n{MODEL}")
+        notebook.run(f"%%dip\n{MODEL}")
         for kind, code in (("complete", "model."), ("inspect", "model.forward")):
-            kernel.ask(kind, code), kernel.ask(kind, f"%%dip\n{code}")  # the first has imports to do
+            notebook.ask(kind, code), notebook.ask(kind, f"%%dip\n{code}")  # the first has imports to do
         for _ in range(rounds):
-            note("a line is there after, ms", kernel.latency("%%dip\n"), kernel.latency(""))
-            note("the same of all ranks, in labels", _all(kernel), kernel.latency(""))
-            note(f"{PRINTS:,} prints, s", kernel.run(f"%%dip\n{LOOP}"), kernel.run(LOOP))
-            note("Tab after model., ms", kernel.ask("complete", "%%dip\nmodel."), kernel.ask("complete", "model."))
-            inspected = [kernel.ask("inspect", f"{magic}model.forward") for magic in ("%%dip\n", "")]
-            note("help on model.forward, ms", *inspected)
-    finally:
-        kernel.client.stop_channels()
-        kernel.manager.shutdown_kernel()
-    print(f"a cell on {size} ranks, and in the notebook's own kernel; median of {rounds} in turns")
-    print(f"{'':36} {'ddip':>7} {'kernel':>7} {'ratio':>6}")
-    for name, pairs in rows.items():
-        ours, notebook = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:36} {ours:7.1f} {notebook:7.1f} {ours / notebook:6.2f}")
+            note("a printed line is there", "ms", notebook.latency("%%dip\n"), notebook.latency(""))
+            note("the same, of all ranks, in labels", "ms", _all(notebook), notebook.latency(""))
+            note(f"{PRINTS} prints", "s", notebook.run(f"%%dip\n{LOOP}"), notebook.run(LOOP))
+            for kind, code in (("complete", "model."), ("inspect", "model.forward")):
+                ours, its = (notebook.ask(kind, f"{magic}{code}") for magic in ("%%dip\n", ""))
+                note(f"{'Tab after' if kind == 'complete' else 'help on'} {code}", "ms", ours, its)
+    rows = []
+    for (what, unit), pairs in found.items():
+        on_ranks, in_kernel = zip(*pairs, strict=True)
+        rows.append(Row(what, unit, size, on_ranks, {"the notebook's own kernel": in_kernel}))
+    show("output", rows)
 
 
-def _all(kernel: Kernel) -> float:
-    kernel.run("%config DipMagics.style = 'labels'")
+def _all(notebook: Kernel) -> float:
+    notebook.run("%config DipMagics.style = 'labels'")
     late: list[float] = []
-    kernel.run("%%dip -S all\n" + WRITE, lambda text: late.append(1e3 * (time.time() - float(text.split()[2]))))
+    notebook.run("%%dip -S all\n" + WRITE, lambda text: late.append(1e3 * (time.time() - float(text.split()[2]))))
     return late[0]
 
 

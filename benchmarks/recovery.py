@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
+
+from rows import Row, show
 
 from ddip import CellError, Group
 from ddip.errors import CellInterrupted
@@ -79,27 +80,36 @@ def afresh(group: Group) -> float:
     return began
 
 
+NAMES = {
+    raises: "a rank raises while others wait",
+    interrupted: "stop is pressed while ranks wait",
+    killed: "a rank is killed while others wait",
+}
+
+
 def main() -> None:
     """Print one table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    print(f"median (worst) of {rounds} in turns, seconds")
-    print(f"{'ranks':>5} {'fault':>12} {'ends':>14} {'usable':>14}")
-    for size in sys.argv[2:] or ["2", "4", "8"]:
-        times: dict[str, list[tuple[float, float]]] = {}
-        with Group(int(size)) as group:
+    rows = []
+    for size in map(int, sys.argv[2:] or ["2", "4", "8"]):
+        ends: dict[str, list[float]] = {}
+        usable: dict[str, list[float]] = {}
+        with Group(size, timeout=120) as group:
             group.run(SET_UP)
             for _ in range(rounds):
-                for fault in (raises, interrupted, killed, afresh, nothing):
+                for fault in (*NAMES, afresh, nothing):
                     at = fault(group)
-                    ended = time.time()
+                    ends.setdefault(fault.__name__, []).append(time.time() - at)
                     if fault is killed:
                         group.repair(["x"], 1)
                     group.run("import torch, torch.distributed as dist\n" + PROOF)
-                    times.setdefault(fault.__name__, []).append((ended - at, time.time() - at))
+                    usable.setdefault(fault.__name__, []).append(time.time() - at)
                     group.run(SET_UP)
-        for name, pairs in times.items():
-            columns = [f"{statistics.median(column):.2f} ({max(column):.2f})" for column in zip(*pairs, strict=True)]
-            print(f"{size:>5} {name:>12} {columns[0]:>14} {columns[1]:>14}")
+        others = {"%makedip -r": usable["afresh"], "no fault": usable["nothing"]}
+        for fault, what in NAMES.items():
+            rows.append(Row(f"{what}: the cell is over", "s", size, ends[fault.__name__]))
+            rows.append(Row(f"{what}: all ranks compute again", "s", size, usable[fault.__name__], others))
+    show("recovery", rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""From nothing to the first all_reduce on every rank: ddip, raw ipyparallel, two peers, and one ``import torch``.
+"""From nothing to the first all_reduce on every rank: ddip, raw ipyparallel, three peers, and one ``import torch``.
 
 Usage: start.py [ROUNDS] [RANKS ...]
 
 The peers are measured if PEERS is the Python of an environment that has them and the same torch (``make bench``). Raw
-ipyparallel only imports torch: it forms no group. Each program runs in a process that has imported what the kernel of a
-notebook has imported. Memory is the proportional set size of all processes that were started, a rank.
+ipyparallel only imports torch: it forms no group; accelerate's notebook_launcher runs one function, and ends. Each
+program runs in a process that has imported what the kernel of a notebook has imported. Memory is the proportional set
+size of all processes that were started, a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from alternate import Program, medians
+from alternate import Program, in_turns
+from rows import Row, show
 
 PEERS = Path(os.environ.get("PEERS", ".venv-peers/bin/python"))
 REDUCE = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x > 1"
@@ -92,6 +94,25 @@ shell.run_cell_magic("distributed", "", REDUCE)
 manager = shell.magics_manager.registry["DistributedMagic"]._process_manager
 stop = manager.shutdown  # its own magic for this ends processes by a pattern, others' too
 {TAIL}"""
+LAUNCHER = f"""{HEAD}
+import multiprocessing
+told = multiprocessing.get_context("fork").SimpleQueue()
+def main():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    exec(REDUCE, {{}})
+    told.put((clock(), megabytes_of_this()))
+    dist.barrier()
+    dist.destroy_process_group()
+def megabytes_of_this(): return psutil.Process().memory_full_info().pss / 2**20
+began = clock()
+from accelerate import notebook_launcher
+notebook_launcher(main, num_processes=n)
+ended = clock()
+there, memory = zip(*(told.get() for _ in range(n)))
+print()
+print(max(there) - began, ended - max(there), sum(memory) / n)
+"""
 LOAD = f"""{HEAD}
 began = clock()
 shell.run_line_magic("load_ext", "ddip")
@@ -108,7 +129,7 @@ print(time.perf_counter() - began, 0, 0)
 
 def programs(ranks: str) -> dict[str, Program]:
     """What is compared."""
-    ours = {"cold": COLD, "warm": WARM, "spawned": SPAWNED, "ipyparallel": RAW}
+    ours = {"cold": COLD, "warm": WARM, "spawned": SPAWNED, "ipyparallel": RAW, "notebook_launcher": LAUNCHER}
     peers = {"jupyter-distributed": JUPYTER_DISTRIBUTED, "nbdistributed": NBDISTRIBUTED}
     found = {"import torch": Program(TORCH)}
     found |= {name: Program(code, (ranks,)) for name, code in ours.items()}
@@ -117,25 +138,22 @@ def programs(ranks: str) -> dict[str, Program]:
     return found
 
 
+WAYS = {"cold": "load_ext and start", "warm": "start", "spawned": "start, ranks spawned"}
+MEASURED = (("to the first all_reduce", "s"), ("and stop", "s"), ("memory of a rank", "MB"))
+
+
 def main() -> None:
     """Print one table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    sizes = sys.argv[2:] or ["2", "4", "8", "16"]
-    total: dict[str, dict[int, float]] = {"cold": {}, "warm": {}, "spawned": {}}
-    print(f"start to the first all_reduce; medians of {rounds}, in turns")
-    print(f"{'':20} {'ranks':>5} {'start':>7} {'/ import':>9} {'stop':>6} {'MB a rank':>10}")
-    for ranks in sizes:
-        found = medians(programs(ranks), rounds)
-        unit = found["import torch"][0]
-        for name, (start, stop, memory) in found.items():
-            print(f"{name:20} {ranks:>5} {start:6.2f}s {start / unit:8.2f}x {stop:5.2f}s {memory:10.0f}", flush=True)
-            if name in total:
-                total[name][int(ranks)] = memory * int(ranks)
-    print(f"%load_ext ddip: {1e3 * medians({'load': Program(LOAD, ('1',))}, rounds)['load'][0]:.0f} ms")
-    for name, memory_of in total.items():
-        few, many = min(memory_of), max(memory_of)
-        if many > few:
-            print(f"{name}: each further rank takes {(memory_of[many] - memory_of[few]) / (many - few):.0f} MB")
+    load = in_turns({"load": Program(LOAD, ("1",))}, rounds)["load"][0]
+    rows = [Row("load_ext", "ms", 1, [1e3 * seconds for seconds in load])]
+    for size in map(int, sys.argv[2:] or ["2", "4", "8", "16"]):
+        found = in_turns(programs(str(size)), rounds)
+        for way, what in WAYS.items():
+            for number, (measure, unit) in enumerate(MEASURED):
+                others = {name: its[number] for name, its in found.items() if name not in WAYS and any(its[number])}
+                rows.append(Row(f"{what}: {measure}", unit, size, found[way][number], others))
+    show("start", rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""Make ``RESULTS.md`` of what the benchmarks have kept: one table, the machine, the versions, and curves over ranks.
+
+Usage: results.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+import psutil
+from matplotlib import pyplot
+from rows import HEAD, Row, interval, kept
+
+TITLES = {
+    "start": "Start",
+    "cell": "A cell",
+    "objects": "Objects",
+    "train": "Training",
+    "recovery": "Recovery",
+    "output": "Output",
+    "hosts": "Several hosts",
+    "many_starts": "Many starts",
+    "fastai": "fastai",
+}
+VERSIONS = ("torch", "ipyparallel", "ipykernel", "ipython", "pyzmq", "accelerate", "fastai")
+PLOTS = {
+    "start": ["start: to the first all_reduce", "load_ext and start: to the first all_reduce"],
+    "cell": ["an empty cell", "an empty cell after a pause"],
+    "objects": ["push 256 MiB", "pull 256 MiB from one", "pull 256 MiB from all"],
+    "recovery": [
+        "a rank raises while others wait: the cell is over",
+        "a rank raises while others wait: all ranks compute again",
+    ],
+}
+"""What is drawn over the number of ranks, each with what stands beside it."""
+
+
+def machine() -> str:
+    """What this was measured on."""
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    name = found[0].partition(": ")[2] if found else platform.machine()
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores ({name}), {memory:.0f} GB, {platform.system()}, no GPU used"
+
+
+def curves(rows: Iterable[Row]) -> dict[str, dict[int, list[float]]]:
+    """Measurements by number of ranks, of each line of a plot."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        found.setdefault(f"ddip, {row.what}", {})[row.ranks] = list(row.ours)
+        for name, theirs in row.others.items():
+            found.setdefault(name, {}).setdefault(row.ranks, []).extend(theirs)
+    return {name: its for name, its in found.items() if len(its) > 1}
+
+
+def draw(rows: list[Row], file: Path) -> bool:
+    """Medians over ranks, with their intervals; returns whether there is anything to draw."""
+    lines = curves(rows)
+    if not lines:
+        return False
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, by_ranks in lines.items():
+        sizes = sorted(by_ranks)
+        middles = [statistics.median(by_ranks[size]) for size in sizes]
+        bounds = [interval(by_ranks[size]) for size in sizes]
+        errors = [
+            [middle - low for middle, (low, _) in zip(middles, bounds, strict=True)],
+            [high - middle for middle, (_, high) in zip(middles, bounds, strict=True)],
+        ]
+        style = "o-" if name.startswith("ddip") else "s--"
+        axes.errorbar(sizes, middles, errors, fmt=style, capsize=3, markersize=4, label=name)
+    sizes = sorted({size for by_ranks in lines.values() for size in by_ranks})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, list(map(str, sizes)))
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(rows[0].unit)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ddip"})
+    found = kept()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
+    page = [
+        "# Results of the benchmarks",
+        "",
+        f"`make bench` on {datetime.date.today()}: {machine()}; Python {platform.python_version()}, {versions}.",
+        "",
+        "Medians, and in parentheses where the median lies in 95 of 100 cases (with less than six rounds: least and",
+        "greatest value). What stands in one line was measured in turns; the ratio is the median of the rounds'.",
+    ]
+    for benchmark, title in TITLES.items():
+        if benchmark not in found:
+            continue
+        rows = found[benchmark]
+        page += ["", f"## {title}", "", HEAD, *(line for row in rows for line in row.lines())]
+        drawn = [row for row in rows if row.what in PLOTS.get(benchmark, ())]
+        file = folder / "results" / f"{benchmark}.svg"
+        file.parent.mkdir(exist_ok=True)
+        if drawn and draw(drawn, file):
+            page += ["", f"![{title}, over the number of ranks](results/{file.name})"]
+    (folder / "RESULTS.md").write_text("\n".join(page) + "\n")
+    print(f"{folder / 'RESULTS.md'}: {sum(map(len, found.values()))} measurements")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A training loop that prints at each step: in a cell on two ranks, by torchrun, and by accelerate's notebook_launcher.
+
+Usage: train.py [ROUNDS] [RANKS]
+
+The same code in all of them, DistributedDataParallel on one thread each, in processes that start before its clock does;
+ratios are of rounds, in each of which every one had its turn.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from output import kernel
+from rows import Row, show
+
+STEPS = 300
+LOOP = f"""
+import time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 32 * 32, 10))
+model = DDP(net)
+opt = torch.optim.AdamW(model.parameters(), 1e-3)
+x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+def train(steps):
+    for step in range(steps):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        print(f"step {{step}} loss {{loss.item():.4f}}", flush=True)
+train(20)
+dist.barrier()
+began = time.perf_counter()
+train({STEPS})
+dist.barrier()
+took = time.perf_counter() - began
+"""
+SCRIPT = f"""
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+{LOOP}
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write(str(took))
+dist.destroy_process_group()
+"""
+LAUNCHED = """
+import sys
+from accelerate import notebook_launcher
+def main(code, told):
+    space = {}
+    exec("import torch.distributed as dist; dist.init_process_group('gloo')" + code, space)
+    if space["dist"].get_rank() == 0:
+        open(told, "w").write(str(space["took"]))
+notebook_launcher(main, (sys.argv[2], sys.argv[1]), num_processes=int(sys.argv[3]))
+"""
+
+
+def in_a_cell(ranks: int) -> float:
+    """Seconds of the loop."""
+    took: list[float] = []
+    with kernel() as notebook:
+        notebook.run(f"%load_ext ddip\n%makedip -n {ranks}")
+        notebook.run(f"%%dip\n{LOOP}")
+        notebook.run("%dipull took\nprint(took)", lambda text: took.append(float(text.split()[-1])))
+    return took[0]
+
+
+def by_torchrun(folder: Path, ranks: int) -> float:
+    """Seconds of the loop."""
+    (folder / "script.py").write_text(SCRIPT)
+    return _told(folder, ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(folder / "script.py")])
+
+
+def by_accelerate(folder: Path, ranks: int) -> float:
+    """Seconds of the loop."""
+    (folder / "launched.py").write_text(LAUNCHED)
+    return _told(folder, [str(folder / "launched.py")], LOOP, str(ranks))
+
+
+def _told(folder: Path, program: list[str], *more: str) -> float:
+    told = folder / "told"
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run([sys.executable, *program, str(told), *more], capture_output=True, text=True, env=variables)
+    if done.returncode:
+        sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
+    return float(told.read_text())
+
+
+def main() -> None:
+    """Print one table."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    ours: list[float] = []
+    torchrun: list[float] = []
+    accelerate: list[float] = []
+    with tempfile.TemporaryDirectory() as made:
+        for _ in range(rounds):
+            ours.append(in_a_cell(ranks))
+            torchrun.append(by_torchrun(Path(made), ranks))
+            accelerate.append(by_accelerate(Path(made), ranks))
+    others = {"torchrun": torchrun, "notebook_launcher": accelerate}
+    show("train", [Row(f"{STEPS} steps of DDP, a line at each", "s", ranks, ours, others)])
+
+
+if __name__ == "__main__":
+    main()
