@@ -242,7 +242,7 @@ class RankKernel(SilentKernel):
         for stream in self._streams:
             stream.end_cell(header)
         for stream in self._streams:
-            stream.flush()  # what is kept back where nobody looks is silence, too
+            stream.flush_all()  # what is kept back where nobody looks is silence, too
         report["silent"] = self.was_silent(header["msg_id"])
         info = reply.get("engine_info") or self.get_engine_info(method="execute")
         return {**reply, "engine_info": {**info, "ddip": report}}

@@ -202,7 +202,14 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         return deque()
 
     def flush(self) -> None:
-        """A turn of the output thread, where there is something to be sent."""
+        """A turn of the output thread, where there is something to be sent and somebody looks: a loop may ask for it
+        with each line that it prints."""
+        budget = self._budgets.get(self.parent_header.get("msg_id", ""))
+        if budget is None or budget.limit:
+            self.flush_all()
+
+    def flush_all(self) -> None:
+        """The same, also of what nobody looks at."""
         if self._process or not self.is_quiet():
             super().flush()
 

@@ -604,3 +604,16 @@ def test_a_cell_that_shows_nothing_sends_its_answer_and_nothing_else(cells: ddip
         assert heard == ["stream", "status"]
     finally:
         client._io_loop.add_callback(client._iopub_stream.on_recv, hear, copy=False)
+
+
+def test_a_flush_waits_where_somebody_looks_and_nowhere_else(cells: ddip.Group) -> None:
+    """A training loop that flushes each line would wait for the output thread at each step, on all ranks."""
+    cells.run("""
+        import sys, threading, time
+        held, began = threading.Event(), time.monotonic()
+        sys.stdout.pub_thread.schedule(lambda: held.wait(3))
+        print("a line", flush=True)
+        waited = time.monotonic() - began > 2
+        held.set()
+    """)
+    assert [values["waited"] for values in cells.pull_all(["waited"], [0, 1])[0]] == [True, False]
