@@ -100,6 +100,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/output.py
 	$(BIN)/python benchmarks/fastai.py
 	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/results.py
 
 # The tools that the benchmarks compare with, and the same torch, in an environment of their own.

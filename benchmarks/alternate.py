@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+HANGS_SECONDS = 90
+"""After which a program is ended, with all that it has started, and tried again; notebook_launcher may hang."""
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,19 @@ class Program:
         command = [self.python, "-c", self.code, *self.arguments]
         # nothing else on the path: nbdistributed starts "python", and would end others' processes with "pkill"
         environment = {**os.environ, "PATH": str(Path(self.python).parent)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode or not done.stdout.strip():
-            sys.exit(f"failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return [float(word) for word in done.stdout.splitlines()[-1].split()]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        for _ in range(TRIES):
+            with subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True) as process:  # type: ignore[call-overload]
+                try:
+                    out, errors = process.communicate(timeout=HANGS_SECONDS)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    print(f"  hangs: {self.code[-400:]}", file=sys.stderr)
+                    continue
+            if process.returncode or not out.strip():
+                sys.exit(f"failed: {out[-2000:]}{errors[-2000:]}")
+            return [float(word) for word in out.splitlines()[-1].split()]
+        sys.exit(f"hung {TRIES} times")
 
 
 def in_turns(programs: dict[str, Program], rounds: int) -> dict[str, list[tuple[float, ...]]]:

@@ -18,6 +18,7 @@ import torch
 from rows import Row, seconds, show
 
 from ddip import Group
+from ddip.group.delivery import LARGE
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "8 MiB": 1 << 23, "64 MiB": 1 << 26, "256 MiB": 1 << 28}
 COPY = "pickle and one copy"
@@ -53,8 +54,9 @@ def arrays(times: int, group: Group) -> list[Row]:
             lambda: group.pull_all(["array"], range(len(ids))),
             lambda: limit(array),  # noqa: B023
         )
-        rows.append(Row(f"push {name}", "s", len(ids), push, {"ipyparallel": raw_push, COPY: copy}))
-        rows.append(Row(f"pull {name} from one", "s", len(ids), pull, {"ipyparallel": raw_pull, COPY: copy}))
+        one_copy = {COPY: copy} if size > LARGE else {}  # what is less takes as long as a message
+        rows.append(Row(f"push {name}", "s", len(ids), push, {"ipyparallel": raw_push, **one_copy}))
+        rows.append(Row(f"pull {name} from one", "s", len(ids), pull, {"ipyparallel": raw_pull, **one_copy}))
         rows.append(Row(f"pull {name} from all", "s", len(ids), pull_all, {"from one": pull}))
     return rows
 

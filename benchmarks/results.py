@@ -28,6 +28,7 @@ TITLES = {
     "output": "Output",
     "hosts": "Several hosts",
     "many_starts": "Many starts",
+    "scale": "Scale",
     "fastai": "fastai",
 }
 VERSIONS = ("torch", "ipyparallel", "ipykernel", "ipython", "pyzmq", "accelerate", "fastai")
@@ -35,6 +36,7 @@ PLOTS = {
     "start": ["start: to the first all_reduce", "load_ext and start: to the first all_reduce"],
     "cell": ["an empty cell", "an empty cell after a pause"],
     "objects": ["push 256 MiB", "pull 256 MiB from one", "pull 256 MiB from all"],
+    "scale": ["an empty cell"],
     "recovery": [
         "a rank raises while others wait: the cell is over",
         "a rank raises while others wait: all ranks compute again",
@@ -109,7 +111,7 @@ def main() -> None:
         if benchmark not in found:
             continue
         rows = found[benchmark]
-        page += ["", f"## {title}", "", HEAD, *(line for row in rows for line in row.lines())]
+        page += ["", f"## {title}", "", HEAD, *(row.line() for row in rows)]
         drawn = [row for row in rows if row.what in PLOTS.get(benchmark, ())]
         file = folder / "results" / f"{benchmark}.svg"
         file.parent.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KEPT = Path(os.environ.get("RESULTS", Path(__file__).parents[1] / "build" / "benchmarks"))
-HEAD = "| | ranks | ddip | beside it | | ratio |\n|---|---|---|---|---|---|"
+HEAD = "| | ranks | ddip | beside it, and the ratio |\n|---|---|---|---|"
 SURE = 0.95
 
 
@@ -27,16 +27,13 @@ class Row:
     ours: Sequence[float]
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def lines(self) -> list[str]:
-        """Lines of the table, one for each other: medians and the median ratio, with their intervals."""
-        begin = f"| {self.what}, {self.unit} | {self.ranks} | {text(self.ours)}"
-        if not self.others:
-            return [f"{begin} | | | |"]
-        lines = []
+    def line(self) -> str:
+        """Of the table: medians, and the median ratios, with their intervals."""
+        beside = []
         for name, theirs in self.others.items():
             ratios = [mine / its for mine, its in zip(self.ours, theirs, strict=True)]
-            lines.append(f"{begin} | {name} | {text(theirs)} | {text(ratios)} |")
-        return lines
+            beside.append(f"{name} {text(theirs)}: **{text(ratios)}**")
+        return f"| {self.what}, {self.unit} | {self.ranks} | {text(self.ours)} | {'; '.join(beside)} |"
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -61,7 +58,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def text(values: Sequence[float]) -> str:
     """The median, and its interval."""
-    return f"{_short(statistics.median(values))} ({' to '.join(map(_short, interval(values)))})"
+    middle = _short(statistics.median(values))
+    return middle if len(set(values)) == 1 else f"{middle} ({' to '.join(map(_short, interval(values)))})"
 
 
 def _short(value: float) -> str:
@@ -71,7 +69,7 @@ def _short(value: float) -> str:
 
 def show(benchmark: str, rows: Sequence[Row]) -> None:
     """Print them, and keep them for ``results.py``."""
-    print("\n".join([HEAD, *(line for row in rows for line in row.lines())]))
+    print("\n".join([HEAD, *(row.line() for row in rows)]))
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / f"{benchmark}.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
 

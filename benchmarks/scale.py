@@ -21,6 +21,7 @@ import psutil
 from rows import Row, seconds, show
 
 from ddip import Group
+from ddip.cluster import preload_client
 
 MANY = 1000
 """Ranks of the prediction."""
@@ -74,7 +75,7 @@ def main() -> None:
     sizes = list(map(int, sys.argv[2:])) or [2, 4, 8, 16, 32, 64]
     found: dict[str, list[Cost]] = {"an empty cell": [], "a start": []}
     took: dict[str, list[list[float]]] = {"an empty cell": [], "a start": []}
-    Group(1).shutdown()  # the warm process
+    preload_client.begin().asleep.wait()
     for size in sizes:
         began = time.perf_counter()
         start, group = Cost.of(lambda: Group(size, timeout=120))  # noqa: B023

@@ -34,7 +34,7 @@ def train(steps):
         loss.backward()
         opt.step()
         opt.zero_grad()
-        print(f"step {{step}} loss {{loss.item():.4f}}", flush=True)
+        print(f"step {{step}} loss {{loss.item():.4f}}", flush=FLUSH)
 train(20)
 dist.barrier()
 began = time.perf_counter()
@@ -42,11 +42,11 @@ train({STEPS})
 dist.barrier()
 took = time.perf_counter() - began
 """
-SCRIPT = f"""
+SCRIPT = """
 import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
-{LOOP}
+exec(sys.argv[2])
 if dist.get_rank() == 0:
     open(sys.argv[1], "w").write(str(took))
 dist.destroy_process_group()
@@ -56,33 +56,33 @@ import sys
 from accelerate import notebook_launcher
 def main(code, told):
     space = {}
-    exec("import torch.distributed as dist; dist.init_process_group('gloo')" + code, space)
+    exec("import torch.distributed as dist; dist.init_process_group('gloo')\\n" + code, space)
     if space["dist"].get_rank() == 0:
         open(told, "w").write(str(space["took"]))
 notebook_launcher(main, (sys.argv[2], sys.argv[1]), num_processes=int(sys.argv[3]))
 """
 
 
-def in_a_cell(ranks: int) -> float:
+def in_a_cell(loop: str, ranks: int) -> float:
     """Seconds of the loop."""
     took: list[float] = []
     with kernel() as notebook:
         notebook.run(f"%load_ext ddip\n%makedip -n {ranks}")
-        notebook.run(f"%%dip\n{LOOP}")
+        notebook.run(f"%%dip\n{loop}")
         notebook.run("%dipull took\nprint(took)", lambda text: took.append(float(text.split()[-1])))
     return took[0]
 
 
-def by_torchrun(folder: Path, ranks: int) -> float:
+def by_torchrun(loop: str, ranks: int, folder: Path) -> float:
     """Seconds of the loop."""
     (folder / "script.py").write_text(SCRIPT)
-    return _told(folder, ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(folder / "script.py")])
+    return _told(folder, ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(folder / "script.py")], loop)
 
 
-def by_accelerate(folder: Path, ranks: int) -> float:
+def by_accelerate(loop: str, ranks: int, folder: Path) -> float:
     """Seconds of the loop."""
     (folder / "launched.py").write_text(LAUNCHED)
-    return _told(folder, [str(folder / "launched.py")], LOOP, str(ranks))
+    return _told(folder, [str(folder / "launched.py")], loop, str(ranks))
 
 
 def _told(folder: Path, program: list[str], *more: str) -> float:
@@ -98,16 +98,18 @@ def main() -> None:
     """Print one table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 2
-    ours: list[float] = []
-    torchrun: list[float] = []
-    accelerate: list[float] = []
+    rows = []
     with tempfile.TemporaryDirectory() as made:
-        for _ in range(rounds):
-            ours.append(in_a_cell(ranks))
-            torchrun.append(by_torchrun(Path(made), ranks))
-            accelerate.append(by_accelerate(Path(made), ranks))
-    others = {"torchrun": torchrun, "notebook_launcher": accelerate}
-    show("train", [Row(f"{STEPS} steps of DDP, a line at each", "s", ranks, ours, others)])
+        for what, flush in (("a line at each", False), ("a line at each, flushed", True)):
+            loop, folder = f"FLUSH = {flush}\n{LOOP}", Path(made)
+            turns = [
+                (in_a_cell(loop, ranks), by_torchrun(loop, ranks, folder), by_accelerate(loop, ranks, folder))
+                for _ in range(rounds)
+            ]
+            ours, torchrun, accelerate = zip(*turns, strict=True)
+            others = {"torchrun": torchrun, "notebook_launcher": accelerate}
+            rows.append(Row(f"{STEPS} steps of DDP, {what}", "s", ranks, ours, others))
+    show("train", rows)
 
 
 if __name__ == "__main__":
