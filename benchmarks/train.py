@@ -69,7 +69,8 @@ def in_a_cell(loop: str, ranks: int) -> float:
     with kernel() as notebook:
         notebook.run(f"%load_ext ddip\n%makedip -n {ranks}")
         notebook.run(f"%%dip\n{loop}")
-        notebook.run("%dipull took\nprint(took)", lambda text: took.append(float(text.split()[-1])))
+        notebook.run("%dipull took")
+        notebook.run("print(took)", lambda text: took.append(float(text.split()[-1])))
     return took[0]
 
 
