@@ -35,14 +35,14 @@ VERSIONS = ("torch", "ipyparallel", "ipykernel", "ipython", "pyzmq", "accelerate
 PLOTS = {
     "start": ["start: to the first all_reduce", "load_ext and start: to the first all_reduce"],
     "cell": ["an empty cell", "an empty cell after a pause"],
-    "objects": ["push 256 MiB", "pull 256 MiB from one", "pull 256 MiB from all"],
+    "objects": ["push 256 MiB"],
     "scale": ["an empty cell"],
     "recovery": [
-        "a rank raises while others wait: the cell is over",
         "a rank raises while others wait: all ranks compute again",
+        "a rank raises while others wait: the cell is over",
     ],
 }
-"""What is drawn over the number of ranks, each with what stands beside it."""
+"""What is drawn over the number of ranks; the first with what stands beside it."""
 
 
 def machine() -> str:
@@ -53,19 +53,19 @@ def machine() -> str:
     return f"{os.cpu_count()} cores ({name}), {memory:.0f} GB, {platform.system()}, no GPU used"
 
 
-def curves(rows: Iterable[Row]) -> dict[str, dict[int, list[float]]]:
-    """Measurements by number of ranks, of each line of a plot."""
+def curves(rows: Iterable[Row], first: str) -> dict[str, dict[int, list[float]]]:
+    """Measurements by number of ranks, of each line of a plot; of what stands beside them that of the `first`."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         found.setdefault(f"ddip, {row.what}", {})[row.ranks] = list(row.ours)
-        for name, theirs in row.others.items():
-            found.setdefault(name, {}).setdefault(row.ranks, []).extend(theirs)
+        for name, theirs in row.others.items() if row.what == first else ():
+            found.setdefault(name, {})[row.ranks] = list(theirs)
     return {name: its for name, its in found.items() if len(its) > 1}
 
 
 def draw(rows: list[Row], file: Path) -> bool:
     """Medians over ranks, with their intervals; returns whether there is anything to draw."""
-    lines = curves(rows)
+    lines = curves(rows, rows[0].what)
     if not lines:
         return False
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
@@ -86,7 +86,7 @@ def draw(rows: list[Row], file: Path) -> bool:
     axes.set_xlabel("ranks")
     axes.set_ylabel(rows[0].unit)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, framealpha=0.5)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
     return True
@@ -102,7 +102,8 @@ def main() -> None:
     page = [
         "# Results of the benchmarks",
         "",
-        f"`make bench` on {datetime.date.today()}: {machine()}; Python {platform.python_version()}, {versions}.",
+        f"The programs of `make bench` on {datetime.date.today()}: {machine()};",
+        f"Python {platform.python_version()}, {versions}.",
         "",
         "Medians, and in parentheses where the median lies in 95 of 100 cases (with less than six rounds: least and",
         "greatest value). What stands in one line was measured in turns; the ratio is the median of the rounds'.",
@@ -112,7 +113,7 @@ def main() -> None:
             continue
         rows = found[benchmark]
         page += ["", f"## {title}", "", HEAD, *(row.line() for row in rows)]
-        drawn = [row for row in rows if row.what in PLOTS.get(benchmark, ())]
+        drawn = [row for what in PLOTS.get(benchmark, ()) for row in rows if row.what == what]
         file = folder / "results" / f"{benchmark}.svg"
         file.parent.mkdir(exist_ok=True)
         if drawn and draw(drawn, file):
