@@ -17,10 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes run all tests, or all of a folder; three those that wait for pages; a choice runs in this one."""
-    processes = {HERE: 2, HERE / "cluster": 2, HERE / "frameworks": 2, HERE / "system": 3}
-    whole = processes.keys() & {Path(arg).resolve() for arg in config.args}
-    return max(map(processes.__getitem__, whole), default=0) if not (config.option.keyword or config.option.lf) else 0
+    """Two processes run all tests, or all of a folder; a choice runs in this one."""
+    folders = {HERE, *(HERE / name for name in ("cluster", "frameworks", "system"))}
+    whole = folders & {Path(arg).resolve() for arg in config.args}
+    return 2 if whole and not (config.option.keyword or config.option.lf) else 0
 
 
 @pytest.fixture(scope="session", autouse=True)
