@@ -166,12 +166,16 @@ class FarEnd:
         """Send and receive, until this end is over and all has been sent."""
         import zmq
 
-        context = zmq.Context()
-        scheduler = context.socket(zmq.DEALER)
-        scheduler.identity, scheduler.linger = self._kind.encode(), LINGER_MILLISECONDS
-        connect, _ = self._engine.init_connector()
-        told = self._engine.connection_info
-        connect(scheduler, f"{told['interface']}:{told['control']}")
+        with self._woken, self._waker, zmq.Context() as context, context.socket(zmq.DEALER) as scheduler:
+            scheduler.identity, scheduler.linger = self._kind.encode(), LINGER_MILLISECONDS
+            connect, _ = self._engine.init_connector()
+            told = self._engine.connection_info
+            connect(scheduler, f"{told['interface']}:{told['control']}")
+            self._relay(scheduler)
+
+    def _relay(self, scheduler: Any) -> None:
+        import zmq
+
         poller = zmq.Poller()
         for source in (scheduler, self._woken):
             poller.register(source, zmq.POLLIN)
@@ -185,9 +189,6 @@ class FarEnd:
                 content, data = self._unsent.get()
                 buffers = [data] if data else None
                 self._session.send(scheduler, self._kind, content, ident=self._near, buffers=buffers)
-        for end in (scheduler, self._woken, self._waker):
-            end.close()
-        context.term()
 
     def _say(self, content: dict[str, Any], data: bytes = b"") -> None:
         """Have a message sent; may be called by any thread."""

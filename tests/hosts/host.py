@@ -25,13 +25,22 @@ from typing import Any
 from . import first_process
 
 REPO = Path(__file__).parents[2]
-STATE = Path("/proc/1/root/run/ddip-hosts")  # of the network's first process
+FIRST = 1
+"""The pid of the network's first process, as the tests see it."""
 PATH = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
 BARE = "/run/bare/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # its python has neither torch nor ddip
 NUMBERS = {"nb": 10, "h1": 11, "h2": 12, "h3": 13}
 OTHERS = ("/tmp/pytest-of-", "/tmp/torchinductor_", f"{first_process.HOME}/.ipython")
 """What pytest, torch and IPython keep for a user."""
-SWITCH = ("nsenter", "--target=1", "--net", "--mount", "--uts", "--ipc", "--wd=/proc/1/root/")
+
+
+def seen_by(pid: int, path: str) -> str:
+    """What a process has at `path`, as a path for this one."""
+    return f"/proc/{pid}/root{path}"
+
+
+STATE = Path(seen_by(FIRST, "/run/ddip-hosts"))
+SWITCH = ("nsenter", f"--target={FIRST}", "--net", "--mount", "--uts", "--ipc", f"--wd={seen_by(FIRST, '/')}")
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,7 @@ class Host:
     def command(self, arguments: Sequence[str], folder: str = first_process.HOME) -> list[str]:
         """The command that runs `arguments` in this host."""
         kinds = ["--net", "--mount", "--uts", "--ipc", *(["--pid"] if self.name != "nb" else [])]
-        return ["nsenter", f"--target={self.first}", *kinds, f"--wd=/proc/{self.first}/root{folder}", *arguments]
+        return ["nsenter", f"--target={self.first}", *kinds, f"--wd={seen_by(self.first, folder)}", *arguments]
 
     def run(self, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
         """Run a command in it, and wait for it: subprocess.run with its output as text, and an error that is raised."""
@@ -211,7 +220,7 @@ class Host:
 
     def path(self, path: str) -> Path:
         """A file of it, as the tests can open it."""
-        return Path(f"/proc/{self.first}/root{path.replace('~', first_process.HOME)}")
+        return Path(seen_by(self.first, path.replace("~", first_process.HOME)))
 
     def files(self) -> list[str]:
         """All files in its home, /tmp, /var/tmp, /dev/shm and /run that were not there when it had booted."""
@@ -231,7 +240,7 @@ class Host:
                 # Not into what is mounted there: the Python environment, this checkout.
                 folders[:] = [name for name in folders if (Path(folder) / name).lstat().st_dev == device]
                 found += [os.path.join(folder, name) for name in folders + files]
-        root = len(f"/proc/{self.first}/root")
+        root = len(seen_by(self.first, ""))
         return [name[root:] for name in found if not name[root:].startswith(OTHERS)]
 
     def _all_sockets(self) -> list[Socket]:

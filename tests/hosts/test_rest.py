@@ -219,15 +219,13 @@ def test_a_cell_takes_one_round_trip_of_the_network(far: tuple[ddip.Group, Path]
     group, delay = far
     group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
     delay.write_text(f"{ROUND_TRIP / 2}")
-    shortest = 10 * ROUND_TRIP
-    for number in range(50):  # on a loaded machine most may take longer
+    seconds = []
+    for _ in range(7):
         began = time.monotonic()
         group.run(code)
-        shortest = min(shortest, time.monotonic() - began)
-        if number > 5 and shortest < 2 * ROUND_TRIP:
-            break
+        seconds.append(time.monotonic() - began)
     delay.write_text("0")
-    assert ROUND_TRIP <= shortest < 2 * ROUND_TRIP
+    assert ROUND_TRIP <= min(seconds) < 2 * ROUND_TRIP
 
 
 @pytest.fixture(scope="module")
