@@ -66,6 +66,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
 
 format: $(READY)
@@ -97,10 +98,12 @@ bench: $(READY) $(PEERS)
 	$(HOSTS) run -- $(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/background.py
 	$(BIN)/python benchmarks/output.py
 	$(BIN)/python benchmarks/fastai.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/results.py
 
 # The tools that the benchmarks compare with, and the same torch, in an environment of their own.

@@ -16,12 +16,14 @@ from collections.abc import Callable
 from rows import Row, seconds, show
 
 from ddip import CellError, Group
+from ddip.cluster.own_cluster import OwnCluster
 
 PAUSE = 0.3
 
 
 def measured(cells: int, group: Group, before: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
     """Milliseconds of each, in turns; each time something is done before."""
+    assert isinstance(group.cluster, OwnCluster)
     client = group.cluster.client
     view = client.direct_view([member.engine for member in group.members])
     ours, theirs = [], []

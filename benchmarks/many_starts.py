@@ -19,7 +19,7 @@ REDUCE = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_r
 
 def main() -> None:
     """Print one table; fails if a start does."""
-    starts = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    starts = int(sys.argv[1]) if len(sys.argv) > 1 else 30
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         rows = []

@@ -2,13 +2,15 @@
 
 Usage: objects.py [TIMES] [RANKS ...]
 
-The limit is one pickle whose buffers stand beside it, and one copy of it all in this process.
+The limit is one pickle whose buffers stand beside it, and one copy of it all in this process. What is pushed replaces
+nothing: ranks let go of what is replaced after a push of ddip's, and within one of ipyparallel's.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from rows import Row, seconds, show
 
 from ddip import Group
+from ddip.cluster.own_cluster import OwnCluster
 from ddip.group.delivery import LARGE
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "8 MiB": 1 << 23, "64 MiB": 1 << 26, "256 MiB": 1 << 28}
@@ -37,22 +40,32 @@ def limit(value: object) -> None:
     bytearray().join([data, *(buffer.raw() for buffer in buffers)])
 
 
+def forget(group: Group, name: str) -> None:
+    """Have every rank let go of a variable, and of the garbage after that cell."""
+    group.run(f"{name} = None")
+    time.sleep(0.1)
+    group.run("pass")
+
+
 def arrays(times: int, group: Group) -> list[Row]:
     """An array of bytes, by size."""
+    assert isinstance(group.cluster, OwnCluster)
     client, ids = group.cluster.client, [member.engine for member in group.members]
     view, one = client.direct_view(ids), client.direct_view(ids[0])
     rows = []
     for name, size in SIZES.items():
         array = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         values = {"array": array}
-        push, raw_push, pull, raw_pull, pull_all, copy = in_turns(
+        push, pull, raw_pull, pull_all, copy, _, raw_push, _ = in_turns(
             times,
             lambda: group.push(values),  # noqa: B023
-            lambda: view.push(values, block=True),  # noqa: B023
             lambda: group.pull(["array"]),
             lambda: one.pull("array", block=True),
             lambda: group.pull_all(["array"], range(len(ids))),
             lambda: limit(array),  # noqa: B023
+            lambda: forget(group, "array"),
+            lambda: view.push(values, block=True),  # noqa: B023
+            lambda: forget(group, "array"),
         )
         one_copy = {COPY: copy} if size > LARGE else {}  # what is less takes as long as a message
         rows.append(Row(f"push {name}", "s", len(ids), push, {"ipyparallel": raw_push, **one_copy}))
@@ -74,11 +87,12 @@ def others(times: int, group: Group) -> list[Row]:
     for name, value in made.items():
         state = [*value.parameters()] if isinstance(value, torch.nn.Module) else value
         plain = [tensor.detach().numpy() for tensor in state] if isinstance(state, list) else state
-        push, pull, best = in_turns(
+        push, pull, best, _ = in_turns(
             times,
             lambda: group.push({"value": value}),  # noqa: B023
             lambda: group.pull(["value"]),
             lambda: limit(plain),  # noqa: B023
+            lambda: forget(group, "value"),
         )
         rows.append(Row(f"push {name}", "s", group.world_size, push, {COPY: best}))
         rows.append(Row(f"pull {name}", "s", group.world_size, pull, {COPY: best}))

@@ -1,6 +1,8 @@
 """Make ``RESULTS.md`` of what the benchmarks have kept: one table, the machine, the versions, and curves over ranks.
 
 Usage: results.py [FOLDER]
+
+Sections of benchmarks that were not run stay as they are.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ TITLES = {
     "objects": "Objects",
     "train": "Training",
     "recovery": "Recovery",
+    "background": "Cells in the background",
     "output": "Output",
     "hosts": "Several hosts",
     "many_starts": "Many starts",
     "scale": "Scale",
     "fastai": "fastai",
+    "watch": "A live view",
 }
-VERSIONS = ("torch", "ipyparallel", "ipykernel", "ipython", "pyzmq", "accelerate", "fastai")
+VERSIONS = ("ipyparallel", "ipykernel", "ipython", "pyzmq", "accelerate", "fastai")
 PLOTS = {
     "start": ["start: to the first all_reduce", "load_ext and start: to the first all_reduce"],
     "cell": ["an empty cell", "an empty cell after a pause"],
@@ -92,6 +96,15 @@ def draw(rows: list[Row], file: Path) -> bool:
     return True
 
 
+def sections_of(page: str) -> dict[str, list[str]]:
+    """The lines of each section of the page that is there, by its title."""
+    found: dict[str, list[str]] = {}
+    for part in page.split("\n## ")[1:]:
+        title, _, text = part.partition("\n")
+        found[title] = text.strip("\n").split("\n")
+    return found
+
+
 def main() -> None:
     """Write the page and its pictures."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
@@ -102,23 +115,27 @@ def main() -> None:
     page = [
         "# Results of the benchmarks",
         "",
-        f"The programs of `make bench` on {datetime.date.today()}: {machine()};",
+        f"The programs of `make bench`: {machine()};",
         f"Python {platform.python_version()}, {versions}.",
         "",
         "Medians, and in parentheses where the median lies in 95 of 100 cases (with less than six rounds: least and",
         "greatest value). What stands in one line was measured in turns; the ratio is the median of the rounds'.",
     ]
+    there = folder / "RESULTS.md"
+    former = sections_of(there.read_text()) if there.exists() else {}
     for benchmark, title in TITLES.items():
         if benchmark not in found:
+            page += ["", f"## {title}", "", *former[title]] if title in former else []
             continue
         rows = found[benchmark]
-        page += ["", f"## {title}", "", HEAD, *(row.line() for row in rows)]
+        when = f"On {datetime.date.today()}, with torch {importlib.metadata.version('torch')}."
+        page += ["", f"## {title}", "", when, "", HEAD, *(row.line() for row in rows)]
         drawn = [row for what in PLOTS.get(benchmark, ()) for row in rows if row.what == what]
         file = folder / "results" / f"{benchmark}.svg"
         file.parent.mkdir(exist_ok=True)
         if drawn and draw(drawn, file):
             page += ["", f"![{title}, over the number of ranks](results/{file.name})"]
-    (folder / "RESULTS.md").write_text("\n".join(page) + "\n")
+    there.write_text("\n".join(page) + "\n")
     print(f"{folder / 'RESULTS.md'}: {sum(map(len, found.values()))} measurements")
 
 

@@ -24,6 +24,10 @@ class Settings:
     elsewhere."""
     max_output_chars: int = 400_000
     """Characters of text that a rank may show in one cell; of more, the middle is left out."""
+    keep_output_bytes: int = 64_000_000
+    """Of what cells have shown, all together, that can be shown again."""
+    cell_json: bool = True
+    """Does the output of a cell carry the same as data, for programs that read notebooks?"""
     report_after: float = 10.0
     """Seconds after which a cell says where it ran and how long it took."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from ipyparallel.error import EngineError, RemoteError, TaskAborted
@@ -12,7 +12,8 @@ from ipyparallel.error import EngineError, RemoteError, TaskAborted
 from ddip.cluster import ipp_private
 from ddip.cluster.exit_diagnosis import EngineLogs
 from ddip.cluster.ipp_private import RankClient
-from ddip.cluster.seam import Listener, Message, Raised, Reply, Request
+from ddip.cluster.seam import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.protocol.cell_messages import Asked
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.remote import call as run_call
 
@@ -45,12 +46,11 @@ class Channels:
         """The last lines of its log, of the cell that came last."""
         return self._logs.tail(engine)
 
-    def execute(
-        self, engine: int, code: str, listener: Listener, asked: Mapping[str, Any], *, history: bool = True
-    ) -> Request:
-        """Run `code` as a cell of `engine`."""
-        self._logs.cell_begins(engine)
-        return _request(ipp_private.execute(self.client, engine, code, listener, dict(asked), history=history))
+    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+        """Run `code` as a cell of each of these engines."""
+        for recipient in to:
+            self._logs.cell_begins(recipient.engine)
+        return ipp_private.execute(self.client, code, to, asked, history=history)
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
         """Make `call` on the main thread of `engine`."""
@@ -59,8 +59,9 @@ class Channels:
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Make `call` on the control thread of `engine`. Raises KeyError for one that has ended."""
-        return ipp_private.control(self.client, engine, "ddip_request", {"target": call.target, "args": [*call.args]})
+        """Make `call` beside what `engine` runs. Raises KeyError for one that has ended."""
+        asked = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
+        return ipp_private.control(self.client, engine, "ddip_request", asked)
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
         """Interrupt one request to `engine`; None: what it runs. Raises KeyError for an engine that has ended."""
@@ -92,14 +93,13 @@ def _reply(result: Any) -> Reply:
 
 
 def _read(result: Any) -> Reply:
-    """What ipyparallel has made of an engine's answer: an exception, that of a cell, or what a call returns."""
+    """What ipyparallel has made of an engine's answer to a call: an exception, or what the call returns."""
     if isinstance(result, TaskAborted):
-        return Reply(raised=Raised(KeyboardInterrupt.__name__, "before the cell began", at=time.time()))
+        return Reply(raised=Raised(KeyboardInterrupt.__name__, "before it began", at=time.time()))
     if isinstance(result, RemoteError):
-        if result.ename == EngineError.__name__ and not result.engine_info:  # else a cell has raised one
+        if result.ename == EngineError.__name__ and not result.engine_info:  # else a call has raised one
             return Reply(ended=True)
-        raised = Raised(result.ename, result.evalue, result.traceback)
-        return Reply(raised=raised, report=ipp_private.report(result))
+        return Reply(raised=Raised(result.ename, result.evalue, result.traceback))
     if isinstance(result, BaseException):
         return Reply(raised=Raised(type(result).__name__, str(result), at=time.time()))
-    return Reply(result, report=ipp_private.report(result), payload=ipp_private.payload(result))
+    return Reply(result)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddip.cluster import ipp_private
 from ddip.cluster.ipp_private import RankClient
+from ddip.cluster.seam import Recipient
 from ddip.protocol import on_rank
 from ddip.protocol.reports import Hello
 
@@ -63,5 +64,5 @@ def _hello(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
 
 def _nothing(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
     """Done when an empty cell has come back on the other channels."""
-    ping = ipp_private.execute(client, engine, "", lambda message: None, silent=True)
-    return ping.output  # type: ignore[no-any-return]
+    (ping,) = ipp_private.execute(client, "", [Recipient(engine, lambda message: None)], {}, silent=True)
+    return ping.output

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import zmq
 from ipyparallel import Client
 from ipyparallel.client.client import unpack_message
 from ipyparallel.client.futures import MessageFuture
@@ -18,8 +20,10 @@ from ipyparallel.serialize import can
 from IPython.core.getipython import get_ipython
 
 from ddip.cluster import folder
-from ddip.cluster.seam import Listener, Message
-from ddip.protocol.reports import CellReport
+from ddip.cluster.seam import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.protocol import cell_messages
+from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
+from ddip.protocol.remote import with_bytes
 
 log = logging.getLogger("ddip")
 
@@ -40,6 +44,8 @@ class RankClient(Client):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.listeners: dict[str, Listener] = {}
         """By the id of the request; called on the client's own thread."""
+        self.cells: dict[str, tuple[str, Request]] = {}
+        """Cells under way, with the name that their engine has at the controller; by the id of the request."""
         super().__init__(*args, **kwargs)
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> list[MessageFuture]:
@@ -72,7 +78,10 @@ class RankClient(Client):  # type: ignore[misc]
         if parent.get("session") != self.session.session:
             return
         try:
-            if number in self.listeners and kind != "status":
+            if kind == "status" and number in self.cells:
+                if message["content"]["execution_state"] == "idle":
+                    self._hear_end(number)
+            elif number in self.listeners and kind != "status":
                 self.listeners[number](message)
             elif kind.startswith("comm_") and getattr(get_ipython(), "kernel", None) is None:
                 pass  # a widget that a request has begun or ended; ipyparallel takes any shell for that of a kernel
@@ -80,6 +89,66 @@ class RankClient(Client):  # type: ignore[misc]
                 Client._dispatch_iopub.__wrapped__(self, message)
         except Exception as error:  # the notebook may be shutting down; the next message must not be lost
             log.warning("a message of a rank could not be shown: %s: %s", type(error).__name__, error)
+
+    def send_cells(self, cells: Sequence[tuple[int, Request, Message]]) -> None:
+        """To engines; only on the client's own thread, which also hears that one of them has ended."""
+        stream = self._mux_stream
+        stream.flush(zmq.POLLOUT)  # what is to go before
+        for engine, request, message in cells:
+            name = self._engines.get(engine)
+            if name is None:
+                _end(request)
+            else:
+                self.cells[request.msg_id] = name, request
+                frames = self.session.serialize(message, name.encode())
+                try:
+                    stream.socket.send_multipart(frames, zmq.NOBLOCK)
+                except zmq.Again:  # the controller takes nothing now
+                    stream.send_multipart(frames)
+        stream.flush(zmq.POLLIN)
+
+    def _dispatch_reply(self, frames: Sequence[Any]) -> None:
+        """An answer has come on the channel of requests; those that have come after it are taken at once."""
+        socket = self._mux_stream.socket
+        self._take_reply(frames)
+        while socket.get(zmq.EVENTS) & zmq.POLLIN:
+            self._take_reply(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    @unpack_message  # type: ignore[untyped-decorator]
+    def _take_reply(self, message: Message) -> None:
+        if message["header"]["msg_type"] != cell_messages.REPLY:
+            Client._dispatch_reply.__wrapped__(self, message)
+            return
+        number, content = message["parent_header"]["msg_id"], message["content"]
+        _, request = self.cells.get(number, ("", None))
+        if request is not None and not request.done():
+            request.set_result(cell_reply(content))
+            if content.get("silent") or request.output.done():
+                self._hear_end(number)
+
+    def _hear_end(self, number: str) -> None:
+        """The last message of this cell has come; its answer may have, or may still come."""
+        _, request = self.cells[number]
+        if not request.output.done():
+            request.output.set_result(None)
+        if request.done():
+            del self.cells[number]
+
+    def _handle_stranded_msgs(self, eid: int, uuid: str) -> None:
+        """The engine has ended; it answers nothing any more."""
+        super()._handle_stranded_msgs(eid, uuid)
+        for number, (name, request) in list(self.cells.items()):
+            if name == uuid:
+                del self.cells[number]
+                _end(request)
+
+
+def _end(request: Request) -> None:
+    """Its engine has ended; the answer may have come."""
+    if not request.done():
+        request.set_result(Reply(ended=True))
+    if not request.output.done():
+        request.output.set_result(None)
 
 
 def _identity(client: Client, engine: int) -> bytes:
@@ -98,49 +167,47 @@ def _ended() -> MessageFuture:
 
 def execute(
     client: RankClient,
-    engine: int,
     code: str,
-    on_message: Listener,
-    asked: dict[str, Any] | None = None,
+    to: Sequence[Recipient],
+    asked: Asked,
+    *,
     silent: bool = False,
     history: bool = True,
-) -> MessageFuture:
-    """Run `code` as a cell of `engine`; the ``output`` of the future is done when the last message has arrived.
+) -> list[Request]:
+    """Run `code` as a cell of engines, by messages of ddip's own, whose content is made once.
 
-    `asked` is what ddip's kernel is told of the cell. ``client.listeners`` keeps `on_message` for what comes later;
-    a silent cell has no output, and is in no history; `history` says so for others.
-
-    ``Client.send_execute_request`` cannot say ``stop_on_error=False`` (an engine would then abort what we send it right
-    after a failed cell), and lets messages arrive before anybody listens.
+    ``client.listeners`` keeps who listens for what comes later; a silent cell has no output, and is in no history;
+    `history` says so for others.
     """
-    content = {
-        "code": code,
-        "silent": silent,
-        "store_history": history and not silent,
-        "user_expressions": {},
-        "allow_stdin": False,
-        "stop_on_error": False,
-        "ddip": asked or {},
+    if client._closed:
+        raise OSError("the client is closed")
+    cell: CellRequest = {"code": code, "silent": silent, "history": history and not silent, "asked": asked}
+    contents = {
+        limit: client.session.pack({**cell, "asked": {**asked, "limit": limit}}) for limit in {one.limit for one in to}
     }
-
-    def listen(future: MessageFuture) -> None:
+    cells = []
+    for one in to:
+        header = client.session.msg_header(cell_messages.REQUEST)
+        message = {"header": header, "parent_header": {}, "metadata": {}, "content": contents[one.limit]}
+        cells.append((one.engine, Request(header["msg_id"]), message))
         if not silent:
-            client.listeners[future.msg_id] = on_message
-        future.add_done_callback(lambda done: _end_output(done, _was_silent(done.result())))
+            client.listeners[header["msg_id"]] = one.listener
+    client._io_loop.add_callback(client.send_cells, cells)
+    return [request for _, request, _ in cells]
 
+
+def cell_reply(content: CellReply) -> Reply:
+    """The same in the words of the seam; what cannot be read is an error, and no request that is never done."""
     try:
-        identity = _identity(client, engine)
-    except KeyError:
-        return _ended()
-    return client._send(
-        client._mux_stream,
-        "execute_request",
-        content=content,
-        ident=identity,
-        metadata={},
-        track_outstanding=True,
-        message_future_hook=listen,
-    )
+        match content["status"]:
+            case "ok":
+                return Reply(report=content.get("report"), payload=content.get("payload") or [])
+            case "aborted":
+                return Reply(raised=Raised(KeyboardInterrupt.__name__, "before the cell began", at=time.time()))
+        raised = Raised(content["ename"], content["evalue"], "\n".join(content["traceback"]))
+        return Reply(raised=raised, report=content.get("report"))
+    except Exception as error:
+        return Reply(raised=Raised(type(error).__name__, f"its answer cannot be read: {error}", at=time.time()))
 
 
 def apply(client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str) -> MessageFuture:
@@ -154,25 +221,14 @@ def apply(client: Client, engine: int, function: Callable[..., Any], args: Seque
         return _ended()
     metadata = {"doing": doing}
     future = client.send_apply_request(client._mux_stream, function, list(args), ident=identity, metadata=metadata)
-    future.add_done_callback(lambda done: _end_output(done, True))
+    future.add_done_callback(_end_output)
     return future
 
 
-def _was_silent(reply: Any) -> bool:
-    """Does no message follow that says so? Where the rank could not even report, none may, and nobody waits for it."""
-    told = report(reply)
-    return bool(_engine_info(reply)) if told is None else told.get("silent", False)
-
-
-def _end_output(future: MessageFuture, ended: bool) -> None:
-    """Of a request that is done; if its output has `ended`, ddip's kernel sends no message that says so."""
-    if ended and not future.output.done():
+def _end_output(future: MessageFuture) -> None:
+    """Of a call that is done: ddip's kernel sends no message that says so."""
+    if not future.output.done():
         future.output.set_result(None)
-
-
-def payload(reply: Any) -> list[dict[str, Any]]:
-    """What a good cell has for the page of the notebook's help, and the like."""
-    return list(getattr(reply, "_content", {}).get("payload") or [])
 
 
 def send_comm(client: RankClient, engine: int, message: Message, on_message: Listener) -> str:
@@ -191,20 +247,6 @@ def send_comm(client: RankClient, engine: int, message: Message, on_message: Lis
     return str(header["msg_id"])
 
 
-def report(reply: Any) -> CellReport | None:
-    """What `RankKernel` adds to the reply of a cell; None for a reply that the rank has not made itself.
-
-    Of a failed request ipyparallel passes on the ``engine_info`` only; of a good one, what it keeps to itself.
-    """
-    return _engine_info(reply).get("ddip")  # type: ignore[no-any-return]
-
-
-def _engine_info(reply: Any) -> dict[str, Any]:
-    """Who has made it; empty if no engine has."""
-    info = reply.engine_info if isinstance(reply, RemoteError) else getattr(reply, "_content", {}).get("engine_info")
-    return info or {}
-
-
 def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:
     """Send a request of any type on the control channel of `engine`; returns the content of its answer.
 
@@ -212,8 +254,14 @@ def control(client: Client, engine: int, msg_type: str, content: dict[str, Any])
     """
     answer: Future[dict[str, Any]] = Future()
     future = client._send(client._control_stream, msg_type, content=content, ident=_identity(client, engine))
-    future.add_done_callback(lambda done: answer.set_result(done.result()["content"]))
+    future.add_done_callback(lambda done: answer.set_result(_answer(done.result())))
     return answer
+
+
+def _answer(message: Message) -> dict[str, Any]:
+    """What it says, with the bytes that came beside it."""
+    content: dict[str, Any] = with_bytes(message["content"], message.get("buffers") or [])
+    return content
 
 
 def refresh(client: Client, timeout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -17,6 +18,35 @@ HEARTBEAT_MS = 1000
 MISSED_BEATS = 1_000_000_000
 """After which the Hub takes an engine for dead: never, since its parent tells when it ends. A process that was stopped
 for a while, by a debugger or with the whole machine, lives and has its variables."""
+WRITTEN_SECONDS = 1.0
+"""How long the file of a cluster may be out of date."""
+
+
+class OwnIppCluster(IppCluster):  # type: ignore[misc]
+    """An ``ipyparallel.Cluster`` that writes its file once for many engines that come or go together."""
+
+    _writing: asyncio.TimerHandle | None = None
+
+    def update_cluster_file(self) -> None:
+        """Soon; called for each engine, and ipyparallel's own writes down all of them each time."""
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().call_later(WRITTEN_SECONDS, self._write)
+
+    async def write_now(self) -> None:
+        """What has still to be written."""
+        if self._writing is not None:
+            self._writing.cancel()
+            self._write()
+
+    async def write_no_more(self) -> None:
+        """Its files are removed now."""
+        if self._writing is not None:
+            self._writing.cancel()
+        self.cluster_file = ""
+
+    def _write(self) -> None:
+        self._writing = None
+        super().update_cluster_file()
 
 
 def controller_arguments(encrypt: bool) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import psutil
 
-from ddip.cluster import devices, processes
+from ddip.cluster import devices, processes, tcp_tables
 from ddip.cluster.exit_diagnosis import HostMemory
 from ddip.cluster.processes import end_processes, existing
 from ddip.protocol import dump
@@ -88,11 +88,9 @@ def directory() -> str:
 # -- a rank's process
 
 
-def connections(pid: int) -> list[list[Any]]:
-    """Both ends of each TCP connection of a process; none if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        return [[*c.laddr, *c.raddr] for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
-    return []
+def connections(pids: Sequence[int]) -> list[list[list[Any]]]:
+    """Both ends of each TCP connection of each process; none of one that has ended."""
+    return tcp_tables.connections(pids)
 
 
 def ports_of(pid: int) -> list[tuple[int, int]]:

@@ -23,14 +23,12 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ipyparallel import Cluster as IppCluster
-
 from ddip.cluster import greeting, ipp_private, ownership, preload_client, processes, registry
 from ddip.cluster.channels import Channels
 from ddip.cluster.exit_diagnosis import LOG_LINES, exit_text
 from ddip.cluster.host import environment
 from ddip.cluster.hosts import Hosts, OnHosts
-from ddip.cluster.launch import controller_arguments, engine_arguments, make_client
+from ddip.cluster.launch import OwnIppCluster, controller_arguments, engine_arguments, make_client
 from ddip.cluster.launchers import ControllerLauncher, EngineSetLauncher, Launcher, end_launched, processes_of
 from ddip.cluster.loop import Loop, all_of, others_end, without_exit
 from ddip.cluster.remote_host import RemoteHost
@@ -75,15 +73,15 @@ class OwnCluster(OnHosts, Channels):
         mark = {processes.MARKED: processes.MARK}
         self._environment = environment(self.run_folder, preload_client.notebook(), mark)
         try:
-            self._ipp: IppCluster = self._on_loop(self._make(log))
+            self._ipp: OwnIppCluster = self._on_loop(self._make(log))
             self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
             self._record()
         except BaseException:
             self._end_loop()
             raise
 
-    async def _make(self, log: logging.Logger) -> IppCluster:
-        return IppCluster(
+    async def _make(self, log: logging.Logger) -> OwnIppCluster:
+        return OwnIppCluster(
             log=log,
             controller_launcher_class=ControllerLauncher,
             engine_launcher_class=EngineSetLauncher,
@@ -241,6 +239,7 @@ class OwnCluster(OnHosts, Channels):
         """
         try:
             self._starting.result(max(0.1, deadline - time.monotonic()))
+            self._on_loop(self._ipp.write_now())
         except concurrent.futures.TimeoutError:
             preload_client.give_up()
         self._record()
@@ -320,6 +319,8 @@ class OwnCluster(OnHosts, Channels):
         end_launched([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
         with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):  # a thread of it could not be started
             self._on_loop(self._ipp.stop_cluster(), timeout=10)
+        with contextlib.suppress(RuntimeError):
+            self._on_loop(self._ipp.write_no_more())
         self._end_loop()
 
     def _end_loop(self) -> None:

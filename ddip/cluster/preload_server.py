@@ -10,9 +10,9 @@ and there go
 
     {"forked": id, "pid": ...}      or {"refused": id, "why": ...} where no fork can be made
     {"exited": id, "code": ...}     negative: the signal
-    {"warm": True}                  every MODULE is imported
+    {"warm": True}                  every MODULE is imported, and its memory is in large pages
 
-A request waits until what it needs is imported, and MODULEs are imported while nobody waits. It sleeps when there is
+A request waits until what it needs is imported, and the rest is done while nobody waits. It sleeps when there is
 nothing to do. It dies with its owner: when the other end of the socket is closed, or when the kernel tells that the
 parent has died. Its children ask the kernel for the same.
 """
@@ -29,12 +29,16 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 import setproctitle
 
 Request = dict[str, Any]
+HUGE_PAGE = 1 << 21
+LEAST_USED = 0.9
 
 
 def main() -> None:
@@ -54,6 +58,7 @@ class Warm:
     def __init__(self, owner: int, modules: list[str], path: list[str]) -> None:
         self.owner = owner
         self.modules = modules
+        self.scattered: list[int] = []  # where memory is that may be put into large pages
         self.path = path
         self.tried: dict[str, BaseException | None] = {}  # name: why it could not be imported
         self.waiting: list[Request] = []
@@ -79,7 +84,7 @@ class Warm:
     def serve(self) -> Request:
         """Never returns, but in each child, with the request that it is to fulfil."""
         while True:
-            busy = self.waiting or self.modules
+            busy = self.waiting or self.modules or self.scattered
             for ready in wait([self.link, self.woken], 0 if busy else None):
                 if ready is self.link:
                     self.receive()
@@ -93,10 +98,28 @@ class Warm:
                     self.load(missing[0], request["path"])
                 elif self.fork(self.waiting.pop(0)):
                     return request
-            elif self.modules:
-                self.load(self.modules.pop(0), self.path)
-                if not self.modules:
-                    self.say(warm=True)
+            elif busy:
+                self.warm_up()
+
+    def warm_up(self) -> None:
+        """A step of what is done while nobody waits."""
+        if self.modules:
+            self.load(self.modules.pop(0), self.path)
+            self.scattered = [] if self.modules else [*scattered_memory()]
+        else:
+            self.gather(self.scattered.pop())
+        if self.children:  # they share it by now, and would not share a copy
+            self.scattered.clear()
+        if not self.modules and not self.scattered:
+            self.say(warm=True)
+
+    @staticmethod
+    def gather(begin: int) -> None:
+        """Have the kernel put memory into a large page, if it can: a fork copies the table of pages."""
+        MADV_COLLAPSE = 25
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        madvise(begin, HUGE_PAGE, MADV_COLLAPSE)
 
     def load(self, name: str, path: list[str]) -> None:
         """Import a module; a failure is shown by the child that needs it."""
@@ -211,3 +234,19 @@ class Warm:
 
     def leave(self) -> NoReturn:
         os._exit(0)  # the children follow: the kernel tells them
+
+
+def scattered_memory() -> Iterator[int]:
+    """Where the memory of this process begins that no file is behind, in pieces of a large page.
+
+    Without what is hardly used, such as stacks of threads: a large page is there as a whole.
+    """
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *fields = line.split()
+        if not first.endswith(":"):
+            rights, _, _, _, *name = fields
+            begin, end = (int(address, 16) for address in first.split("-"))
+            is_ours = rights.startswith("rw") and name in ([], ["[heap]"])
+        elif first == "Rss:" and is_ours and 1024 * int(fields[0]) > LEAST_USED * (end - begin):
+            yield from range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ddip.cluster.host import Host
 from ddip.cluster.ways import Reach
+from ddip.protocol.cell_messages import Asked
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Hello
 
@@ -79,6 +80,16 @@ class EngineSpec:
     """On which of the cluster's hosts."""
     environment: Mapping[str, str]
     """Added to that of the host."""
+
+
+@dataclass(frozen=True)
+class Recipient:
+    """Where a cell is to run."""
+
+    engine: int
+    listener: Listener
+    limit: int = 0
+    """Characters that it may show there; 0: nobody looks."""
 
 
 class Cluster(Protocol):
@@ -147,16 +158,8 @@ class Cluster(Protocol):
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
 
-    def execute(
-        self,
-        engine: int,
-        code: str,
-        listener: Listener,
-        asked: Mapping[str, Any],
-        *,
-        history: bool = True,
-    ) -> Request:
-        """Run `code` as a cell of `engine`, which may have ended; `asked` is what the engine must know of it."""
+    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+        """Run `code` as a cell of each engine, which may have ended; `asked` is what they must know of it."""
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
         """Make `call` on the main thread of `engine`, which may have ended."""

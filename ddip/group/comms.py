@@ -12,8 +12,8 @@ import comm
 from ddip.cluster.seam import Message
 from ddip.group.ranks import Ranks
 from ddip.output.area import CellOutputArea
-from ddip.output.router import WidgetCell
 from ddip.output.widget_bars import WidgetBars
+from ddip.output.widget_cells import WidgetCell
 from ddip.output.widget_state import merge, parts, state_in
 
 KEPT = 200

@@ -17,7 +17,10 @@ def is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -
     )
 
 
-def shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    """Of the connections of all ranks, those with a rank at both ends, and not with the same one."""
+def shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
+    """Of the connections of each rank, those with a rank at both ends, and not with the same one."""
     rank_of = {end: rank for rank, table in tables.items() for end in table}
-    return [end for end, rank in rank_of.items() if rank_of.get((*end[2:], *end[:2]), rank) != rank]
+    return {
+        rank: [end for end in table if rank_of.get((*end[2:], *end[:2]), rank) != rank]
+        for rank, table in tables.items()
+    }

@@ -1,9 +1,9 @@
 """Pickled objects on their way to ranks: over the network once a host, and in the memory of each host once.
 
 small                       in one message to each rank
-large   beside the notebook the notebook writes it into memory that the ranks read            protocol/shared.py
+large   beside the notebook the notebook writes it into memory that the ranks read, and one message to each says where
         on another host     in parts to one rank there, which writes it into such memory; the others of its host read it
-        where that fails    in parts to each rank
+        where that fails    in parts to each rank                                             protocol/shared.py
 
 What is large travels in loads. Memory that ranks read lives until they have let go of all that is in it, so each large
 object has a load of its own; small ones share one.
@@ -11,6 +11,8 @@ object has a load of its own; small ones share one.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -21,37 +23,40 @@ from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
 from ddip.output.sizes import size_text
 from ddip.protocol import on_rank, shared
+from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.pickling import Pickled
-from ddip.protocol.reports import Place
+from ddip.protocol.reports import Paths, Place, Put
 from ddip.protocol.shared import SharedBytes
 
 PART = 1 << 24
 """Bytes of an object that travel at once."""
 LARGE = 1 << 21
 """More bytes than that, all objects together, do not travel in one message to each rank: less is there sooner so."""
+LARGE_BESIDE = 1 << 17
+"""The same where all ranks are beside the notebook, which writes it once; and of an object that one of them packs."""
 LARGE_ELSEWHERE = 1 << 20
 """The same where several ranks of another host get them: their network may be slow."""
 Load: TypeAlias = "Mapping[str, Pickled]"
 """What travels together, by name."""
+_numbers = itertools.count(1)
+"""Of pushes."""
 
 
 def deliver(ranks: Ranks, packed: Load, to: Sequence[int], progress: Report) -> None:
     """Put pickled objects into the namespaces of the ranks `to`: all of them, or none."""
+    number = next(_numbers)
     with stopping.button() as button:
         try:
-            delivery = _Delivery(ranks, packed, to, progress, button)
-            if delivery.is_large:
-                errors = ranks.ask(to, on_rank.stage(delivery.carry()))
-            else:
-                small = bytearray().join(pickled.joined() for pickled in packed.values())
-                errors = ranks.ask(to, on_rank.stage(_places([packed]), small))
-            staged(dict(zip(to, errors, strict=True)))
+            with contextlib.ExitStack() as held:
+                delivery = _Delivery(ranks, packed, to, progress, button, held)
+                put = delivery.put(number)
+            ensure_put(put)
         except BaseException as error:
-            ranks.tell(to, on_rank.drop())
+            ranks.tell(to, on_rank.drop(number))
             if isinstance(error, RequestInterrupted):
                 raise RequestInterrupted(f"nothing was pushed: {error}") from None
             raise
-        ranks.ask(to, on_rank.commit(), stoppable=False)
+        ranks.tell([rank for rank, its in put.items() if its["replaces"]], on_rank.settle())
 
 
 def _loads(packed: Load) -> list[Load]:
@@ -72,37 +77,57 @@ def _places(loads: Sequence[Load]) -> dict[str, Place]:
     return places
 
 
+def _room(load: Load) -> int:
+    return sum(pickled.room for pickled in load.values())
+
+
 class _Delivery:
-    """One, of what is large."""
+    """One; `held` keeps what ranks read until they have read it."""
 
     def __init__(
-        self, ranks: Ranks, packed: Load, to: Sequence[int], progress: Report, button: stopping.Button
+        self,
+        ranks: Ranks,
+        packed: Load,
+        to: Sequence[int],
+        progress: Report,
+        button: stopping.Button,
+        held: contextlib.ExitStack,
     ) -> None:
-        self._ranks, self._packed, self._button = ranks, packed, button
+        self._ranks, self._packed, self._to, self._button, self._held = ranks, packed, to, button, held
         self._progress = progress
         self._beside, self._elsewhere = self._by_host(to)
         self._whole, self._done = sum(pickled.room for pickled in packed.values()), 0
-        self._rounds = 1
+        self._rounds = bool(self._beside) + bool(self._elsewhere)
         """How often all of it is sent, or written."""
         self._sends_again = False
 
     @property
-    def is_large(self) -> bool:
+    def _is_large(self) -> bool:
         """Is it too large for one message to each rank?"""
+        if not self._elsewhere:
+            return self._whole > LARGE_BESIDE
         return self._whole > (LARGE_ELSEWHERE if any(len(its) > 1 for its in self._elsewhere) else LARGE)
 
-    def carry(self) -> dict[str, Place]:
-        """Have all of it in the memory of the ranks; returns where each object lies there."""
-        self._rounds = bool(self._beside) + bool(self._elsewhere)
+    def put(self, push: int) -> dict[int, Put]:
+        """Have all of it put into the namespaces of the ranks, where it can be; returns what became of it there."""
+        if not self._is_large:
+            small = bytearray().join(pickled.joined() for pickled in self._packed.values())
+            return self._ask(self._to, on_rank.put(push, _places([self._packed]), small))
         loads = _loads(self._packed)
+        places, paths = _places(loads), self._lay_beside(loads) if self._beside else {}
         for number, load in enumerate(loads):
-            missed = self._lay_beside(self._beside, number, load) if self._beside else []
+            missed = [] if paths else [*self._beside]
             missed += self._send_once_a_host(self._elsewhere, number, load) if self._elsewhere else []
-            if missed:
-                self._rounds += not self._sends_again
-                self._sends_again = True
-                self._send(dict.fromkeys(missed, False), number, load)
-        return _places(loads)
+            self._send_again(missed, number, load)
+        there = self._ask(self._beside, on_rank.put(push, places, b"", paths))
+        there |= self._ask([rank for its in self._elsewhere for rank in its], on_rank.put(push, places))
+        unread = [rank for rank, its in there.items() if its["unread"]]
+        for number, load in enumerate(loads):
+            self._send_again(unread, number, load)
+        return there | self._ask(unread, on_rank.put(push, places))
+
+    def _ask(self, ranks: Sequence[int], call: RemoteCall[Put]) -> dict[int, Put]:
+        return dict(zip(ranks, self._ranks.ask(ranks, call), strict=True)) if ranks else {}
 
     def _by_host(self, to: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """The ranks that are beside the notebook, and those of each other host."""
@@ -113,20 +138,28 @@ class _Delivery:
         here = [rank for host in beside for rank in by_host.pop(host)]
         return here, list(by_host.values())
 
-    def _lay_beside(self, ranks: list[int], number: int, load: Load) -> list[int]:
-        """Returns the ranks that cannot read what was written."""
-        try:
-            memory = SharedBytes(self._ranks.cluster.run_folder)
-        except OSError:
-            return ranks
-        with memory:
+    def _lay_beside(self, loads: Sequence[Load]) -> Paths:
+        """Write it where the ranks beside the notebook read it; returns where; nothing: that cannot be."""
+        paths: Paths = {}
+        with contextlib.ExitStack() as laid:
             try:
-                for part in self._parts(load):
-                    self._ensure_wanted()
-                    memory.write(part)
+                for number, load in enumerate(loads):
+                    memory = laid.enter_context(SharedBytes(self._ranks.cluster.run_folder))
+                    for part in self._parts(load):
+                        self._ensure_wanted()
+                        memory.write(part)
+                    paths[number] = memory.path, _room(load)
             except OSError:  # there is no room
-                return ranks
-            return self._attach(dict.fromkeys(ranks, memory.path), number, load)
+                return {}
+            self._held.push(laid.pop_all())
+        return paths
+
+    def _send_again(self, ranks: Sequence[int], number: int, load: Load) -> None:
+        """In parts to each of `ranks`, which could not read it where it is."""
+        if ranks:
+            self._rounds += not self._sends_again
+            self._sends_again = True
+            self._send(dict.fromkeys(ranks, False), number, load)
 
     def _send_once_a_host(self, hosts: Sequence[Sequence[int]], number: int, load: Load) -> list[int]:
         """Returns the ranks that cannot read what the first of their host has got."""
@@ -144,8 +177,7 @@ class _Delivery:
 
     def _attach(self, paths: Mapping[int, str], number: int, load: Load) -> list[int]:
         """Have ranks read what is at these paths, where there is one; returns those that cannot."""
-        room = sum(pickled.room for pickled in load.values())
-        calls = {rank: on_rank.attach(number, path, room) for rank, path in paths.items() if path}
+        calls = {rank: on_rank.attach(number, path, _room(load)) for rank, path in paths.items() if path}
         there = dict(zip(calls, self._ranks.ask_each(calls), strict=True)) if calls else {}
         return [rank for rank in paths if not there.get(rank)]
 
@@ -170,19 +202,15 @@ class _Delivery:
             raise RequestInterrupted("pushing was interrupted")
 
 
-def staged(errors_by_rank: Mapping[int, Mapping[str, str]]) -> None:
+def ensure_put(put: Mapping[int, Put]) -> None:
     """Raise TransferError if a rank could not unpickle what was pushed."""
-    errors = {
-        name: f"{error} ({_where(errors_by_rank, name)})"
-        for rank in errors_by_rank
-        for name, error in errors_by_rank[rank].items()
-    }
+    errors = {name: f"{error} ({_where(put, name)})" for its in put.values() for name, error in its["errors"].items()}
     if errors:
         raise TransferError(f"nothing was pushed: {reasons(errors, 'cannot be unpickled there')}")
 
 
-def _where(errors_by_rank: Mapping[int, Mapping[str, str]], name: str) -> str:
-    return ranks_text([rank for rank, errors in errors_by_rank.items() if name in errors])
+def _where(put: Mapping[int, Put], name: str) -> str:
+    return ranks_text([rank for rank, its in put.items() if name in its["errors"]])
 
 
 def reasons(errors: Mapping[str, str], what: str) -> str:

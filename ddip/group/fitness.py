@@ -9,6 +9,7 @@ A rank can be good for the group, and yet for no cell.
 
 from __future__ import annotations
 
+from ddip.cluster.seam import Recipient
 from ddip.errors import GroupError, RankError, RequestFailed
 from ddip.group import stopping
 from ddip.group.engines import Engines
@@ -66,10 +67,8 @@ class Fitness:
         empty, or a hook of IPython may fail or hang. Raises RequestInterrupted, or GroupError if the controller ends.
         """
         cluster = self._ranks.cluster
-        cells = {
-            rank: cluster.execute(member.engine, CELL, lambda _: None, {"limit": 0}, history=False)
-            for rank, member in enumerate(self._ranks.members)
-        }
+        to = [Recipient(member.engine, lambda _: None) for member in self._ranks.members]
+        cells = dict(enumerate(cluster.execute(CELL, to, {}, history=False)))
         try:
             with stopping.button("trying a cell was interrupted") as button:
                 button.wait_for(cells.values(), seconds, cluster.ensure_controller)

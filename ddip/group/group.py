@@ -1,9 +1,9 @@
 """Group: all ranks as one object.
 
     Group.run("loss = step()")                        main thread of the notebook
-        execute_request  -> engine of each rank       (ipyparallel: client, controller, engine)
+        cell             -> engine of each rank       (ipyparallel: client, controller, engine)
         stream, display  <- each rank, live           client's IO thread -> one queue -> CellOutput on the main thread
-        execute_reply    <- each rank                 the cell ends when every rank has answered and fallen silent
+        its answer       <- each rank                 the cell ends when every rank has answered and fallen silent
         errors           -> one CellError, by rank
 
 Requests of ddip itself (join the group, take objects, tell figures) are calls of functions in ``ddip.rank``;
@@ -12,6 +12,7 @@ Requests of ddip itself (join the group, take objects, tell figures) are calls o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,15 +23,16 @@ from ddip import apps
 from ddip.cluster import devices
 from ddip.cluster.ways import Reach
 from ddip.errors import BadInput
-from ddip.group import modules, placement, shards, stopping, transfer
-from ddip.group.cell_state import Limits
+from ddip.group import modules, placement, shards, status, stopping, transfer
+from ddip.group.background import Background
+from ddip.group.history import History
 from ddip.group.lifecycle import nobody
 from ddip.group.modules import ModulesPushed
 from ddip.group.placement import HostRequest, Request
-from ddip.group.repair import Repairable
 from ddip.output import tables
 from ddip.output.differing import Differing
 from ddip.output.display_options import DisplayOptions
+from ddip.output.profile_figures import Profile
 from ddip.output.progress import Report
 from ddip.output.router import CellOutput
 from ddip.output.shards import ShardsTable
@@ -44,12 +46,10 @@ log.addHandler(logging.NullHandler())
 
 STACK_SECONDS = 1.0
 """How long ``stacks`` waits for a rank's answer."""
-INFO_SECONDS = 2.0
-"""How long ``info`` waits for a rank's figures."""
 ASKING = "asking the ranks was interrupted"
 
 
-class Group(Repairable):
+class Group(Background):
     """A group of ranks, each a process that keeps its variables from cell to cell.
 
     Parameters
@@ -80,6 +80,8 @@ class Group(Repairable):
         Seconds without progress after which a cell says which rank waits where.
     display
         How cells are shown.
+    history
+        Of cells of former groups, to go on with.
     progress
         Told what is under way while the group forms; what takes long later has an argument of its own for it.
 
@@ -106,6 +108,7 @@ class Group(Repairable):
         failure_grace: float = DEFAULTS.failure_grace,
         stall_timeout: float = DEFAULTS.stall_timeout,
         display: DisplayOptions | None = None,
+        history: History | None = None,
         progress: Report = nobody,
     ) -> None:
         self.failure_grace = failure_grace
@@ -113,13 +116,15 @@ class Group(Repairable):
         self.display = display or DisplayOptions()
         self.transferred = 0
         """Size of what the last push sent to each rank, or the last pull brought, bytes."""
+        self.last_profile: Profile | None = None
+        """Of the cell that was profiled last."""
         if isinstance(hosts, str):
             hosts = placement.parse_hosts(hosts)
         if gpus == "all" and not hosts:
             gpus = placement.parse_gpus(["all"], len(devices.gpu_names()))
         chosen = gpus if gpus is None or gpus == "all" else tuple(gpus)
         request = Request(n, chosen, backend, app, tuple(hosts), reach or Reach())
-        super().__init__(request, timeout, collect, spawn, progress)
+        super().__init__(request, timeout, collect, spawn, progress, history or History())
 
     def __enter__(self) -> Group:
         return self
@@ -141,13 +146,20 @@ class Group(Repairable):
         timeout: float | None = None,
         tell: bool = False,
         unmatched: bool = False,
+        log: str = "",
+        profile: str | None = None,
     ) -> None:
         """Run `code` as a cell on `ranks` (default: all), and show what the ranks in `show_ranks` write and display.
 
         With `tell` it is said at the end where it ran and how long it took, however short that was.
 
+        Each rank writes what it writes to the file ``<log>.<rank>.log``, too, whole and as it comes.
+
         If it leaves the ranks of a group with different numbers of collectives begun, the group is formed again before
         it is used; with `unmatched` that is meant, and the next cells may begin what is missing.
+
+        With `profile`, the name of a folder (empty: a new one in ``ddip_profile``), each rank records what it does with
+        torch's profiler; the traces are written there, the figures are shown, and are in `last_profile`.
 
         Returns when every rank has finished. Raises CellError if it failed on any rank, seen or not; CellTimeout if it
         took longer than `timeout` seconds; CellInterrupted if the user interrupted it. Whatever waited in a collective
@@ -157,10 +169,15 @@ class Group(Repairable):
         be formed; nothing has run then.
         """
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
-        self.ensure_ready()
-        limits = Limits(self.failure_grace, self.stall_timeout, timeout)
-        show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self._comms)
-        self._cells.run(code, where, show, limits, unmatched)
+        asked = self._asked_of_ranks(log)
+        with contextlib.ExitStack() as until_it_ends:
+            with self.turn:
+                self.ensure_ready(where)
+                if profile is not None:
+                    asked |= until_it_ends.enter_context(self._profiled(profile, where))
+                show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self._comms)
+                running = self._admit(code, where, show, timeout, until_it_ends)
+            self._cells.run(running, unmatched, asked)
 
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
@@ -168,21 +185,15 @@ class Group(Repairable):
         """Run `code` as a cell that has run in the notebook, and has shown `here` there (``output/differing.py``); only
         what ranks show that differs is shown. Otherwise as `run`."""
         where = self._checked(ranks)
-        self.ensure_ready()
-        limits = Limits(self.failure_grace, self.stall_timeout, timeout)
-        self._cells.run(code, where, Differing(where, self._display(tell), here, comms=self._comms), limits)
+        with contextlib.ExitStack() as until_it_ends:
+            with self.turn:
+                self.ensure_ready(where)
+                show = Differing(where, self._display(tell), here, comms=self._comms)
+                running = self._admit(code, where, show, timeout, until_it_ends)
+            self._cells.run(running, False, {})
 
     def _display(self, tell: bool) -> DisplayOptions:
         return replace(self.display, report_after=0.0) if tell else self.display
-
-    def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
-        """The `ranks` that were given, None: all; raises BadInput before anything is sent."""
-        if ranks is None:
-            return range(self.world_size)
-        checked = placement.check_ranks(ranks, self.world_size, "ranks")
-        if not checked:
-            raise BadInput("ranks=[]: give at least one rank; without ranks= it is all of them")
-        return checked
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Interrupt the cell that runs on `ranks` (default: all): in Python code it ends with KeyboardInterrupt.
@@ -210,23 +221,24 @@ class Group(Repairable):
     def set_collect(self, collect: bool) -> None:
         """Turn the collection of garbage after each cell on or off."""
         self.collect = collect
-        self.ranks.call_on_control_channel(self.ranks.live, on_rank.set_collect(collect), seconds=INFO_SECONDS)
+        self.ranks.call_on_control_channel(self.ranks.live, on_rank.set_collect(collect), seconds=status.ANSWER_SECONDS)
 
     def command(self, text: str) -> str | None:
         """Give `text` to the app on every rank; returns what it answers on rank 0."""
         if self._app is None:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
-        self.ensure_ready()
-        answers: list[str | None] = self.ask_app(
-            range(self.world_size), on_rank.command_app(apps.find(self._app), text)
-        )
+        with self.turn:
+            self.ensure_ready()
+            answers: list[str | None] = self.ask_app(
+                range(self.world_size), on_rank.command_app(apps.find(self._app), text)
+            )
         return answers[0]
 
     # -- names
 
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
         """What rank 0 answers on its main thread; None if it is busy, or takes longer than `seconds`."""
-        if 0 in self._cells.stuck or 0 in self.ranks.ended:
+        if 0 in self._cells.stuck or 0 in self.ranks.ended or self._cells.active_on([0]):
             return None
         return self.ranks.try_call(0, call, seconds)
 
@@ -247,9 +259,10 @@ class Group(Repairable):
         """
         to = self._checked(ranks)
         transfer.check_own(values, "push")
-        with self._told(progress):
-            self.ensure_ready()
-        moved, self.transferred = transfer.push(self.ranks, values, to, progress)
+        with self.turn:
+            with self._told(progress):
+                self.ensure_ready(to)
+            moved, self.transferred = transfer.push(self.ranks, values, to, progress)
         return moved
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = nobody) -> dict[str, Any]:
@@ -268,12 +281,14 @@ class Group(Repairable):
         Raises what `pull` does.
         """
         of = self._checked(ranks)
-        with self._told(progress):
-            if self.ranks.gpu_lost:
-                self.ensure_free()
-            else:
-                self.ensure_ready()
-        values, moved, self.transferred = transfer.pull(self.ranks, names, of, progress)
+        with self.turn:
+            self._cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} looks without waiting")
+            with self._told(progress):
+                if self.ranks.gpu_lost:
+                    self.ensure_free(of)
+                else:
+                    self.ensure_ready(of)
+            values, moved, self.transferred = transfer.pull(self.ranks, names, of, progress)
         return values, moved
 
     # -- the notebook's modules
@@ -290,7 +305,7 @@ class Group(Repairable):
         Raises BadInput for a module that is not the notebook's own, such as an installed one, and what `push` raises.
         """
         sources = modules.find(names)
-        with self._told(progress):
+        with self._told(progress), self.turn:
             self.ensure_ready()
             return self._modules.push(self.ranks, sources, reload, progress)
 
@@ -313,38 +328,11 @@ class Group(Repairable):
 
         Raises BadInput if it is not there, or no module, on a rank, and what `push` raises besides.
         """
-        self.ensure_free()
-        return shards.ask(self.ranks, name)
+        with self.turn:
+            self.ensure_free()
+            return shards.ask(self.ranks, name)
 
     def info(self) -> list[tables.RankInfo]:
         """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""
-        ended, abandoned = self.ranks.ended, self.ranks.busy
         with stopping.button(ASKING) as button:
-            ranks = range(self.world_size)
-            answers = self.ranks.call_on_control_channel(ranks, on_rank.figures(), seconds=INFO_SECONDS, button=button)
-        infos = []
-        for rank, member in enumerate(self.members):
-            figures: Mapping[str, Any] = answers[rank] or {}
-            state, doing = "ended" if rank in ended else "no answer", figures.get("doing") or abandoned.get(rank, "")
-            if figures:
-                state = "busy" if figures["busy"] else "GPU lost" if rank in self.ranks.gpu_lost else "idle"
-            elif rank not in ended and self.ranks.stopped_text(rank):
-                state, doing = "stopped", self.ranks.stopped_text(rank)
-            gpu = figures.get("gpu") or {}
-            infos.append(
-                tables.RankInfo(
-                    rank=rank,
-                    host=member.host,
-                    pid=member.pid,
-                    device=self.spec.device_name(rank),
-                    memory=figures.get("memory"),
-                    gpu_allocated=gpu.get("allocated"),
-                    gpu_reserved=gpu.get("reserved"),
-                    gpu_total=gpu.get("total"),
-                    state=state,
-                    seconds=figures.get("seconds"),
-                    doing=doing,
-                    busy_for=figures.get("busy_for"),
-                )
-            )
-        return infos
+            return status.rank_infos(self.ranks, self.spec, button)

@@ -11,9 +11,9 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
 
 from IPython.core.getipython import get_ipython
 
@@ -22,25 +22,28 @@ from ddip.cluster import limits, ownership
 from ddip.cluster.host import Host
 from ddip.cluster.own_cluster import OwnCluster
 from ddip.cluster.seam import Cluster
-from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestFailed, RequestInterrupted
+from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestInterrupted
 from ddip.group import places, revival, stopping, wanted
+from ddip.group.cell import Cell
 from ddip.group.cells import Cells
 from ddip.group.comms import Comms
 from ddip.group.engines import Engines
 from ddip.group.fitness import Fitness
+from ddip.group.history import History
 from ddip.group.members import Member
 from ddip.group.placement import GroupSpec, Request
+from ddip.group.prepared import Prepared
 from ddip.group.process_group import ProcessGroupManager
 from ddip.group.ranks import Ranks
-from ddip.output.area import notify, stop_name
+from ddip.output.area import stop_name
 from ddip.output.progress import Report
 from ddip.protocol import on_rank
-from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import Going
 
 ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
 
+FORMED_AGAIN = "the group must be formed again before it is used, and for that all ranks must be free"
 SAME = Request()
 """Asks for nothing new."""
 
@@ -49,7 +52,7 @@ def nobody(text: str, share: float | None = None) -> None:
     """Whom progress is told that nobody wants to know of."""
 
 
-class Lifecycle:
+class Lifecycle(Prepared):
     """Starts, changes and ends a group; `Group` adds what is done with it.
 
     `timeout`, `collect` and `spawn` may be changed at any time, for what comes.
@@ -58,7 +61,15 @@ class Lifecycle:
     clears_up = True
     """End what is left of notebooks that are gone, before a start?"""
 
-    def __init__(self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report) -> None:
+    def __init__(
+        self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report, history: History
+    ) -> None:
+        super().__init__()
+        self.history = history
+        """The cells of this group, and of those before it."""
+        self.turn = threading.RLock()
+        """Held by whoever changes the group, or asks main threads of ranks for something; a cell that goes on in the
+        background has it when it begins and when it has ended."""
         self.timeout = timeout
         self.collect = collect
         self.spawn = spawn
@@ -67,17 +78,10 @@ class Lifecycle:
         self._progress: Report = nobody
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
-        self._app: str | None = None
         self._came_later: set[int] = set()
         """Engines that were not there when the group started."""
         self.place: places.Place
         """Where it is, or was."""
-        self._unprepared: set[int] = set()
-        """Ranks on which the app has still to be prepared."""
-        self._app_knows = 0
-        """Generation of the group that the app is prepared for, or was told of."""
-        self._unfit: set[int] = set()
-        """Ranks that cannot be in a group."""
         if getattr(get_ipython(), "is_rank", False):
             raise BadInput("ddip.Group: this process is a rank of a group; start groups in the notebook or a script")
         self.request = request
@@ -108,7 +112,7 @@ class Lifecycle:
             self._ranks = Ranks(self._new_cluster(request))
             self._engines = Engines(self._ranks, lambda text, share=None: self._progress(text, share))
             self._manager = ProcessGroupManager(self._ranks)
-            self._cells = Cells(self._ranks, self._manager)
+            self._cells = Cells(self._ranks, self._manager, self.history, self.turn)
             self._fitness = Fitness(self._ranks, self._manager, self._engines)
             self._comms = Comms(self._ranks)
             if request.hosts:
@@ -136,14 +140,15 @@ class Lifecycle:
         """
         former = self.spec
         try:
-            self.ensure_ready()
-            request = request.after(self.request)
-            wanted.ensure_same_hosts(request, self.request)
-            spec = self._resolve(request, self.cluster.hosts if request.hosts else ())
-            if spec == self.spec and request.app == self._app:
-                return False
-            with self._told(progress):
-                self._form(spec, request)
+            with self.turn:
+                self.ensure_ready()
+                request = request.after(self.request)
+                wanted.ensure_same_hosts(request, self.request)
+                spec = self._resolve(request, self.cluster.hosts if request.hosts else ())
+                if spec == self.spec and request.app == self._app:
+                    return False
+                with self._told(progress):
+                    self._form(spec, request)
         except KeyboardInterrupt as error:
             now = "the group is unchanged" if self.spec is former else "the group is what was asked for"
             what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"
@@ -173,6 +178,7 @@ class Lifecycle:
         self._unprepared, self._came_later = set(), set()
         if ranks is not None:
             with stopping.button(f"{stop_name()} was pressed while the group ended; there is no group any more"):
+                self._cells.end_all("the cell ended with its group: %makedip -k, -r, or the end of the notebook")
                 self._manager.close()
                 ranks.cluster.stop()
         self.place.give_back()
@@ -211,20 +217,25 @@ class Lifecycle:
         """The processes below; of those that ipyparallel has started, ``client`` is the ``ipyparallel.Client``."""
         return self.ranks.cluster
 
-    def ensure_ready(self) -> None:
-        """Have every rank there, free, and in a good group; raises GroupError if that cannot be."""
-        self.ensure_free()
+    def ensure_ready(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
+        """Have every rank there, `ranks` (None: all) free, and a good group; raises GroupError if that cannot be.
+
+        Of cells, only those that came `before` that one count.
+        """
+        self.ensure_free(ranks, before)
         self.ranks.ensure_no_gpu_lost()
         if not self._manager.healthy:
+            self._cells.ensure_not_running(range(self.world_size), FORMED_AGAIN, before)
             self._form_again()
         if self._unprepared:
             self._prepare(sorted(self._unprepared))
         if self._app is not None and self._app_knows != self._manager.generation:
             self._tell_app(self._app)
 
-    def ensure_free(self) -> None:
-        """Have every rank there, and free; raises GroupError if that cannot be."""
+    def ensure_free(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
+        """Have every rank there, and `ranks` (None: all) free; raises GroupError if that cannot be."""
         self.cluster.ensure_controller()
+        self._cells.ensure_not_running(range(self.world_size) if ranks is None else ranks, before=before)
         self.ranks.ensure_all()
         self.ranks.end_late()
         self._cells.ensure_idle()
@@ -274,50 +285,6 @@ class Lifecycle:
         if self.members:
             self._came_later |= {member.engine for member in members} - {member.engine for member in self.members}
         self.ranks.members = members
-
-    def _prepare(self, ranks: Sequence[int]) -> None:
-        """Prepare the app on `ranks`; if that fails it is tried again before the next cell."""
-        if self._app is not None:
-            self._progress(f"ddip: preparing {self._app}", 0.95)
-            try:
-                self.ask_app(ranks, on_rank.prepare_app(apps.find(self._app)))
-            except RequestFailed as error:
-                if len(error.by_rank) == self.world_size:
-                    raise self._without_the_app(str(error)) from None
-                self._unfit.update(error.by_rank)
-                raise GroupError(self.ranks.with_repair(str(error))) from None
-        self._unprepared -= set(ranks)
-
-    def _without_the_app(self, why: str) -> GroupError:
-        """Give up the app that cannot be prepared."""
-        self._app, self.request = None, replace(self.request, app=None)
-        self._unprepared.clear()
-        self._unfit.clear()
-        return GroupError(f"{why}; the group is there without the app")
-
-    def _tell_app(self, app: str) -> None:
-        """Tell `app` on every rank that the group was formed again; ranks that are new have prepared it before.
-
-        What fails there is said, and not tried again: the group is there, formed once more if some ranks only failed.
-        """
-        try:
-            self.ask_app(range(self.world_size), on_rank.tell_app_rejoined(apps.find(app)))
-        except RequestFailed as error:
-            notify(f"{error}; the group is there")
-            if not self._manager.healthy:
-                self._form_again()
-        self._app_knows = self._manager.generation
-
-    def ask_app(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
-        """Have the app do something; if only some ranks did it they are out of step, and the group is formed again."""
-        try:
-            return self.ranks.ask(ranks, call, release=self._manager.release)
-        except RequestFailed as error:
-            self._manager.healthy = self._manager.healthy and len(error.by_rank) == len(ranks)
-            raise
-        except RequestInterrupted:
-            self._manager.healthy = False
-            raise
 
     def _form_again(self) -> None:
         """The same ranks in a new group: the former was released, or left by a cell."""

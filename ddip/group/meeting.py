@@ -130,10 +130,13 @@ class Meetings:
     ) -> dict[int, RankSpec]:
         """What each of the ranks that meet is told; `groups` and `seconds` as in `RankSpec`."""
         told = {}
+        hosts = {
+            number: self._host(number).facts for number in meeting.hosts
+        }  # of this one that is found out each time
         for place, rank in enumerate(meeting.ranks):
             number = self._ranks.members[rank].binding.host
             beside = [other for other in meeting.ranks if self._ranks.members[other].binding.host == number]
-            facts = self._host(number).facts
+            facts = hosts[number]
             position = meeting.hosts.index(number)
             told[rank] = RankSpec(
                 rank=place,
@@ -151,7 +154,7 @@ class Meetings:
                 groups=groups,
                 seconds=seconds,
                 interfaces=self._interfaces(meeting.networks[position], len(meeting.hosts) > 1),
-                threads=self._threads(number, spec),
+                threads=self._threads(facts["cores"], len(spec.ranks_on(number))),
                 notebook=preload_client.notebook(),
                 collect=collect,
                 directory=facts["directory"],
@@ -159,10 +162,9 @@ class Meetings:
             )
         return told
 
-    def _threads(self, host: int, spec: GroupSpec) -> int | None:
-        if "OMP_NUM_THREADS" in os.environ:
-            return None
-        return host_module.threads(self._host(host).facts["cores"], max(1, len(spec.ranks_on(host))))
+    @staticmethod
+    def _threads(cores: int, ranks: int) -> int | None:
+        return None if "OMP_NUM_THREADS" in os.environ else host_module.threads(cores, max(1, ranks))
 
     @staticmethod
     def _interfaces(own: Network, several: bool) -> dict[str, str]:

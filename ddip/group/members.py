@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ddip.cluster import on_host
 from ddip.cluster.exit_diagnosis import HostMemory, cause_text, exit_text
-from ddip.cluster.host import Host, HostLost
+from ddip.cluster.host import ASK_SECONDS, Host, HostLost
 from ddip.cluster.seam import Cluster, Reply
 from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, clauses
 from ddip.group import stopping
@@ -91,7 +91,9 @@ class Members:
         """Seconds of CPU that the processes of `ranks` have used, and whether one runs; without those that ended."""
         return {rank: use for rank, use in self._ask_hosts(on_host.uses, ranks).items() if use is not None}
 
-    def _ask_hosts(self, function: Callable[[Sequence[int]], Sequence[V]], ranks: Sequence[int]) -> dict[int, V]:
+    def _ask_hosts(
+        self, function: Callable[[Sequence[int]], Sequence[V]], ranks: Sequence[int], seconds: float = ANSWER_SECONDS
+    ) -> dict[int, V]:
         """What `function` of the hosts says of the processes of `ranks`; a host that does not answer says nothing."""
         by_host = self._by_host(ranks)
         asked = {
@@ -101,7 +103,7 @@ class Members:
         found: dict[int, V] = {}
         for host, its in by_host.items():
             with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
-                found |= dict(zip(its, asked[host].result(ANSWER_SECONDS), strict=True))
+                found |= dict(zip(its, asked[host].result(seconds), strict=True))
         return found
 
     def _by_host(self, ranks: Sequence[int]) -> dict[int, list[int]]:
@@ -164,32 +166,40 @@ class Members:
     ) -> dict[int, R | None]:
         """Make `call` on the control threads of `ranks`, which answer while a cell runs.
 
+        The rest is as `call_each_on_control_channel` says.
+        """
+        return self.call_each_on_control_channel(dict.fromkeys(ranks, call), seconds, button)
+
+    def call_each_on_control_channel(
+        self,
+        calls: Mapping[int, RemoteCall[R]],
+        seconds: float = ANSWER_SECONDS,
+        button: stopping.Button | None = None,
+    ) -> dict[int, R | None]:
+        """The same with a call by rank, all of one function.
+
         The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`, or when
         `button` is pressed: perhaps C code on its main thread does not let go of the interpreter.
         """
         futures = {}
         for rank in self.live:
-            if rank in ranks:
+            if rank in calls:
                 with contextlib.suppress(KeyError):  # it has ended just now
-                    futures[rank] = self.cluster.call_on_control_channel(self.members[rank].engine, call)
+                    futures[rank] = self.cluster.call_on_control_channel(self.members[rank].engine, calls[rank])
         if button is None:
             concurrent.futures.wait(futures.values(), timeout=seconds)
         else:
             button.wait_for(futures.values(), seconds)
         answers = {rank: future.result() for rank, future in futures.items() if future.done()}
-        return {rank: answers[rank].get("ok") if rank in answers else None for rank in ranks}
+        return {rank: answers[rank].get("ok") if rank in answers else None for rank in calls}
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
         """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""
         answers = self.call_on_control_channel(ranks, on_rank.connections())
-        found = {}
-        for rank, answer in answers.items():
-            if answer is None:
-                answer = []
-                with contextlib.suppress(HostLost):
-                    answer = [tuple(ends) for ends in self.host(rank).ask(on_host.connections, self.members[rank].pid)]
-            found[rank] = [tuple(ends) for ends in answer]
-        return found
+        missing = [rank for rank, answer in answers.items() if answer is None]
+        outside = self._ask_hosts(on_host.connections, missing, ASK_SECONDS) if missing else {}
+        told = {rank: outside.get(rank, []) if answer is None else answer for rank, answer in answers.items()}
+        return {rank: [tuple(ends) for ends in its] for rank, its in told.items()}
 
     def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
         """Where the main threads of `ranks` are."""

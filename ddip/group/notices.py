@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddip.errors import ranks_text
-from ddip.output.area import Notice, notify, stop_name
+from ddip.output.area import Notice, notify
 from ddip.output.tables import places_text, verb_of
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
@@ -17,21 +17,22 @@ BACK = "import torch.distributed as dist; {name} = dist.get_{name}()"
 
 
 class Notices:
-    """Those of one cell."""
+    """Those of one cell; `stop` is what ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
         self._shown: list[tuple[Notice, str]] = []
 
     def run_on(self, ranks: Sequence[int], error: object, places: Places) -> None:
         """`ranks` run on after the `error` of others, at these `places`."""
         what = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
-        hint = f"{stop_name()} ends the cell and keeps all variables"
+        hint = f"{self._stop} ends the cell and keeps all variables"
         self._show(f"{what}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
 
     def nobody_moves(self, seconds: float, places: Places, stopped: str) -> None:
         """No rank has made progress for `seconds`; `stopped` says which processes a signal has stopped, if any."""
         lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, [stopped])]
-        hint = f"{stop_name()} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
+        hint = f"{self._stop} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
         text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
         self._show(text, f"no rank made progress for {seconds:g} s or more")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddip.errors import GroupError
@@ -54,9 +54,9 @@ class ProcessGroupManager:
         self._meetings = Meetings(ranks)
         self._meeting: Meeting | None = None
         """Where the ranks met last."""
-        self._made: list[tuple[Any, ...]] = []
-        """Connections that were made when the group was formed: of a rank that has ended nobody can tell them any more,
-        and a process that it has forked may keep them open."""
+        self._made: dict[int, list[tuple[Any, ...]]] = {}
+        """Connections of each rank that were made when the group was formed: to a rank that has ended nobody can tell
+        them any more, and a process that it has forked may keep them open."""
         self._steps = Steps()
         self._groups = 1
         """How many groups each rank has made in the group that was formed last; it is 1 of them."""
@@ -88,7 +88,7 @@ class ProcessGroupManager:
             self._form(spec, collect, deadline)
 
     def _form(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        self.healthy, self._made = False, []
+        self.healthy, self._made = False, {}
         self._steps.forget()
         if not self._formed and len(spec.hosts) == 1:
             host.tell_interfaces()
@@ -206,20 +206,26 @@ class ProcessGroupManager:
         """There will be no group any more."""
         self._meetings.close()
 
-    def release(self) -> None:
-        """Make every collective that waits fail, on every rank, now."""
+    def release(self, ranks: Collection[int] | None = None) -> None:
+        """Make every collective that waits fail, now: on all ranks, or on these, if others run another cell."""
         self.healthy = False
-        self._release([] if self._meeting is None else [self._meeting])
+        self._release([] if self._meeting is None else [self._meeting], ranks)
 
-    def _release(self, meetings: Sequence[Meeting]) -> None:
+    def _release(self, meetings: Sequence[Meeting], ranks: Collection[int] | None = None) -> None:
         """The same in the groups of these `meetings`."""
         live = self._ranks.live
         for meeting in meetings:
             self._meetings.poison(meeting)
-        ours = [*connections.shared(self._ranks.connections(live)), *self._made]
+        now = connections.shared(self._ranks.connections(live))
+        ours = {rank: list({*now[rank], *self._made.get(rank, ())}) for rank in live}
         cut_off: dict[int, bool] = {}
         for meeting in meetings:
-            answers = self._ranks.call_on_control_channel(live, on_rank.release(meeting.store, ours))
+            calls = {
+                rank: on_rank.release(meeting.store, its)
+                for rank, its in ours.items()
+                if ranks is None or rank in ranks
+            }
+            answers = self._ranks.call_each_on_control_channel(calls)
             cut_off |= {
                 rank: answer or cut_off.get(rank, False) for rank, answer in answers.items() if answer is not None
             }

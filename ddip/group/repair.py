@@ -9,19 +9,27 @@ from dataclasses import replace
 from ddip.cluster.ways import Reach
 from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
 from ddip.group import delivery, placement, stopping, transfer, wanted
+from ddip.group.history import History
 from ddip.group.lifecycle import SAME, Lifecycle, nobody
 from ddip.group.modules import Modules
 from ddip.group.placement import HostRequest, Request
 from ddip.output.progress import Report
 from ddip.protocol.pickling import Pickled
 
+CELL_ENDS_WITHIN = 5.0
+"""Seconds in which a cell ends, after those that ranks get, when one has ended and the others wait for it."""
+
 
 class Repairable(Lifecycle):
     """A group that can be repaired."""
 
-    def __init__(self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report) -> None:
+    failure_grace: float
+
+    def __init__(
+        self, request: Request, timeout: float, collect: bool, spawn: bool, progress: Report, history: History
+    ) -> None:
         self._modules = Modules()
-        super().__init__(request, timeout, collect, spawn, progress)
+        super().__init__(request, timeout, collect, spawn, progress, history)
 
     def restart(self, request: Request = SAME, progress: Report = nobody) -> None:
         """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
@@ -45,9 +53,20 @@ class Repairable(Lifecycle):
         Raises GroupError or TransferError; if a name cannot be pickled, or the new processes do not come, nothing has
         changed.
         """
-        with self._told(progress):
+        self._wait_for_cells()
+        with self._told(progress), self.turn:
             self._replace_hosts(hosts)
             return self._repair(names, source)
+
+    def _wait_for_cells(self) -> None:
+        """Those in the background that a rank has left by its end are about to end. Raises GroupError for others."""
+        ended, end = set(self.ranks.ended), self.failure_grace + CELL_ENDS_WITHIN
+        left = [cell.done for cell in self._cells.active_on(ended)]
+        with stopping.button("the repair was interrupted; no rank has been replaced") as button:
+            button.wait_for(left, end)
+        self._cells.ensure_not_running(
+            range(self.world_size), "a repair forms the group again, and for that all ranks must be free"
+        )
 
     def _replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
         """Reach other hosts in place of those that are lost; raises BadInput, or GroupError."""

@@ -93,8 +93,9 @@ def button(text: str = "") -> Iterator[Button]:
     if _current is not None:
         yield _current
         return
-    made = _current = Button()
-    former = signal.signal(signal.SIGINT, made.press)
+    made = Button()
+    former = signal.signal(signal.SIGINT, made.press)  # from here on no KeyboardInterrupt comes
+    _current = made
     try:
         yield made
     finally:

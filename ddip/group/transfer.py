@@ -11,7 +11,7 @@ from typing import Any
 from ddip.cluster.host import LocalHost
 from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import delivery, modules, stopping
-from ddip.group.delivery import LARGE, PART, reasons
+from ddip.group.delivery import LARGE_BESIDE, PART, reasons
 from ddip.group.ranks import Ranks
 from ddip.output.progress import Report
 from ddip.output.sizes import size_text
@@ -106,7 +106,9 @@ def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Repor
 def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
     beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
-    calls = {rank: on_rank.pack(list(names), LARGE if is_near else PART, is_near) for rank, is_near in beside.items()}
+    calls = {
+        rank: on_rank.pack(list(names), LARGE_BESIDE if is_near else PART, is_near) for rank, is_near in beside.items()
+    }
     replies = ranks.ask_each(calls)
     sizes = [
         {name: pickling.room_of(parts) for name, parts in reply["sizes"].items() if name not in reply["values"]}
@@ -116,7 +118,7 @@ def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Repo
     for rank, reply, its in zip(of, replies, sizes, strict=True):
         memories: dict[str, bytearray | mmap.mmap] = {**reply["values"]}
         for name, size in its.items():
-            here = _read(reply["paths"].get(name, ""), size)
+            here = read(reply["paths"].get(name, ""), size)
             if here is None:
                 here = bytearray()
                 for begin, end in _parts(size):
@@ -131,13 +133,15 @@ def _fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Repo
     return fetched
 
 
-def _read(path: str, size: int) -> bytearray | mmap.mmap | None:
+def read(path: str, size: int) -> bytearray | mmap.mmap | None:
     """What a rank beside the notebook has packed, where it is; None: it cannot be read."""
     try:
         found = shared.view(path) if path else None
     except (OSError, ValueError):
         return None
-    return found if found is not None and len(found) == size else None
+    if found is None or len(found) != size:
+        return None
+    return bytearray(found) if size <= shared.COPIED else found
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from IPython.core.error import UsageError
@@ -10,7 +11,7 @@ from IPython.core.magic_arguments import parse_argstring
 
 from ddip.cluster import engines, folder, on_host, slurm
 from ddip.cluster.ways import Reach
-from ddip.errors import BadInput
+from ddip.errors import BadInput, ranks_text
 from ddip.group import placement
 from ddip.notebook import mistakes
 
@@ -68,6 +69,28 @@ def seconds(typed: str, option: str, least: float) -> float:
     if not least <= found < float("inf"):
         raise BadInput(f"{option} {typed}: type a number of seconds, {least:g} or more, such as {option} 120")
     return found
+
+
+NOW_SECONDS = 5.0
+"""That ``%dipull --now`` waits for a rank."""
+
+
+def seconds_of_now(args: Any, line: str) -> float | None:
+    """How long ``%dipull --now`` waits for a rank; None without ``--now``."""
+    if args.now:
+        return NOW_SECONDS if args.timeout is None else seconds(args.timeout, "-t", 0.1)
+    if args.timeout is not None:
+        raise BadInput(f"%dipull {line.strip()}: -t goes with --now; a pull waits until the rank is free")
+    return None
+
+
+def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
+    """Of ``--profile``; raises BadInput for a cell that does not run on ranks alone."""
+    place = typed if typed in places else where
+    if typed is not None and place != "remote":
+        raise BadInput(f"%%dip {place} --profile: it is ranks that are profiled; type %%dip --profile")
+    if typed == "remote":
+        raise BadInput("%%dip --profile remote: that is no folder; type %%dip --profile, or --profile ./remote")
 
 
 def request(args: Any) -> placement.Request:
@@ -162,3 +185,16 @@ def names_and_ranks(
     if not names:
         raise BadInput(f"{magic}: type the names of variables, such as {magic} model losses")
     return names, placement.parse_ranks(words[:split], size, "-r") if typed else None
+
+
+def seen(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
+    """The ranks to show: those of -S, else those of the trait, the `usual`, that run the cell, else the first that
+    does."""
+    if typed is not None:
+        shown = placement.parse_ranks(typed, size, "-S")
+        if not set(shown).intersection(ranks):
+            who = f"{ranks_text(shown)} {'does' if len(shown) == 1 else 'do'} not run this cell"
+            raise BadInput(f"-S {' '.join(typed)}: {who}, {ranks_text(ranks)} would; type -S {ranks[0]}, or -S all")
+        return shown
+    shown = placement.parse_ranks([usual], size, "DipMagics.show_ranks")
+    return [rank for rank in shown if rank in ranks] or ranks[:1]

@@ -18,7 +18,13 @@ LOCAL_MAGICS = [
     "dipush",
     "dipull",
     "dipshards",
+    "dipcells",
+    "dipstatus",
+    "dipcell",
+    "dipwait",
+    "dipstop",
     "dipstack",
+    "dipwatch",
     "dipper",
     "load_ext",
     "reload_ext",
@@ -167,12 +173,12 @@ class Autodip:
         While a cell runs it is a magic that asks, such as ``%%time`` or ``%%dip local``, for a cell of its own.
         """
         text = "".join(lines)
-        if not self.takes(text) or self._running or self._hidden():
+        if not self.takes(text) or self._running or self.hidden():
             return lines
         magic = f"%%dip everywhere {self._arguments}".rstrip() if self._everywhere(text) else self._magic
         return [f"{magic}\n", *lines]
 
-    def _hidden(self) -> bool:
+    def hidden(self) -> bool:
         """Is this a request that a front end makes behind the user's back, such as a variable inspector's?"""
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:

@@ -10,9 +10,11 @@ from ddip import apps
 from ddip.cluster import preload_client, registry
 from ddip.errors import ranks_text
 from ddip.group import session
+from ddip.notebook.cell_magics import CellMagics
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.misplaced import Misplaced
 from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.watching import WatchMagics
 from ddip.output import frontend
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def load(shell: InteractiveShell) -> None:
         return
     magics = DipMagics(shell)
     modules = [apps.find(name) for name in magics.warm_apps]
-    shell.register_magics(magics, ObjectMagics(magics), Misplaced(shell))
+    shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics), Misplaced(shell))
     frontend.watch(getattr(shell, "kernel", None))
     session.begin(magics)
     if magics.warm and not magics.spawn and preload_client.possible():
@@ -46,8 +48,14 @@ def unload(shell: InteractiveShell) -> None:
     already, do nothing: it reads the module ``ddip`` alone anew, and a group is worth more than that."""
     if _is_reload():
         return
+    watch = registry.remove(shell, WatchMagics.__name__)
+    if watch is not None:
+        watch.close()
     for also in (ObjectMagics, Misplaced):
         registry.remove(shell, also.__name__)
+    cell_magics = registry.remove(shell, CellMagics.__name__)
+    if cell_magics is not None:
+        cell_magics.close()
     magics = registry.remove(shell, DipMagics.__name__)
     session.end()
     if magics is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic import cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
@@ -26,7 +26,7 @@ PLACES = ("remote", "local", "everywhere")
 
 @magics_class
 class DipMagics(Traits):
-    """``%makedip``, ``%%dip``, ``%autodip``, ``%dipush``, ``%dipull``, ``%dipstack`` and ``%dipper``."""
+    """``%makedip``, ``%%dip`` and ``%autodip``, and the settings and the group of all the others."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
@@ -222,6 +222,8 @@ class DipMagics(Traits):
         "%%dip                  on every rank; rank 0's output is shown",
         "%%dip -S all           all ranks' output, in tabs",
         "%%dip -r 0,2           on these ranks only",
+        "%%dip --bg             in the background: other cells run meanwhile",
+        "%%dip --profile        and where their time goes",
         "%%dip local            in the notebook, under %autodip",
     )
     @magic_arguments()
@@ -245,6 +247,16 @@ class DipMagics(Traits):
         help="It is meant that ranks begin different numbers of collectives, as with -r: a later cell begins the rest. "
         "Otherwise the cell says which ranks, and the group is formed again before the next one.",
     )
+    @argument("--bg", action="store_true", help="In the background: return at once; %%dipwait waits for it.")
+    @argument("--queue", action="store_true", help="Where other cells run on these ranks: wait until they have ended.")
+    @argument("--log", metavar="PATH", help="Write each rank's text to PATH.0.log, PATH.1.log and so on, as it comes.")
+    @argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="Record what each rank does: show where its time went, and write the traces to this folder.",
+    )
     @argument("-a", "--appcmd", metavar="COMMAND", help="Give the app this command before the cell runs.")
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
@@ -252,46 +264,42 @@ class DipMagics(Traits):
         args = arguments.parse(self.dip, "%%dip", line)
         if args.where not in PLACES:
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
+        if args.bg and args.where != "remote":
+            raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
+        arguments.check_profile(args.profile, args.where, PLACES)
         timeout = None if args.timeout is None else arguments.seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":
             group = self.require_group("%%dip")
             size = group.world_size
             ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
-            shown = self._seen(args.see, ranks, size)
+            shown = arguments.seen(args.see, ranks, size, self.show_ranks)
             self.hints.autoreload.sent(cell, group, ranks)
         both = args.where == "everywhere" and bool(both_sides.names(cell))
         if args.where != "remote":
             here = self._run_here(cell, both)
         if args.where != "local":
             self._say(f"running on {len(ranks)} of {size} ranks")
+            if args.queue and not args.bg and (args.appcmd is None or group.request.app is not None):
+                group.wait_until_free(ranks if args.appcmd is None else None)  # all ranks take the command
             if args.appcmd is not None:
                 answer = group.command(args.appcmd)
                 if answer:
                     print(answer)
-            tell, unmatched = self.autodipper.state != "off", args.unmatched
+            options = {"show_ranks": shown, "quiet": args.quiet, "timeout": timeout, "unmatched": args.unmatched}
+            options |= {"log": args.log or "", "profile": args.profile}
+            if args.bg:
+                group.start(cell, ranks, queue=args.queue, **options)
+                return
+            tell = self.autodipper.state != "off"
             try:
                 if both:
                     there = both_sides.for_ranks(cell)
                     group.run_there_too(there, ranks, here, timeout=timeout, tell=tell)
-                    return
-                group.run(
-                    cell, ranks, show_ranks=shown, quiet=args.quiet, timeout=timeout, tell=tell, unmatched=unmatched
-                )
+                else:
+                    group.run(cell, ranks, tell=tell, **options)
             except CellError as error:
                 self.hints.explain(error)
                 raise
-
-    def _seen(self, typed: list[str] | None, ranks: list[int], size: int) -> list[int]:
-        """The ranks to show: those of -S, else those of the trait that run the cell, else the first that does."""
-        if typed is not None:
-            shown = placement.parse_ranks(typed, size, "-S")
-            if not set(shown).intersection(ranks):
-                who = f"{ranks_text(shown)} {'does' if len(shown) == 1 else 'do'} not run this cell"
-                raise BadInput(f"-S {' '.join(typed)}: {who}, {ranks_text(ranks)} would; type -S {ranks[0]}, or -S all")
-            return shown
-        shown = placement.parse_ranks([self.show_ranks], size, "DipMagics.show_ranks")
-        usual = [rank for rank in shown if rank in ranks]
-        return usual or ranks[:1]
 
     def _run_here(self, cell: str, both: bool) -> tuple[str, str]:
         """Returns what the notebook has shown, if the cell is one for `both` sides, whose ranks need not repeat it."""
@@ -323,27 +331,3 @@ class DipMagics(Traits):
         elif args.switch == "off":
             self.autodipper.off()
         print(f"automatic %%dip: {self.autodipper.state}")
-
-    # -- where they are
-
-    @magic_arguments()
-    @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
-    @line_magic
-    def dipstack(self, line: str = "") -> None:
-        """Where each rank is right now: its innermost function, and the line of its cell."""
-        from ddip.output.tables import places_text, stacks_text
-
-        args = arguments.parse(self.dipstack, "%dipstack", line)
-        group = self.require_group("%dipstack")
-        stacks = group.stacks()
-        places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
-        print(stacks_text(stacks) if args.verbose else places_text(places))
-
-    @no_var_expand
-    @line_magic
-    def dipper(self, line: str = "") -> None:
-        """Put the Group behind the magics into a variable: %dipper g."""
-        name = line.strip()
-        if not name.isidentifier():
-            raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
-        self.shell.push({name: self.require_group("%dipper")})

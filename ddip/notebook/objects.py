@@ -93,7 +93,7 @@ class ObjectMagics(Magics):
         for notice in pushed.notices:
             print(f"ddip: {notice}")
 
-    @examples("%dipull model losses", "%dipull losses -r all")
+    @examples("%dipull model losses", "%dipull losses -r all", "%dipull --now losses    while the ranks run a cell")
     @magic_arguments()
     @argument(
         "-r",
@@ -103,15 +103,31 @@ class ObjectMagics(Magics):
         metavar="RANK",
         help="Pull from this rank, default 0; all: a list, one item a rank.",
     )
+    @argument("--now", action="store_true", help="What they are at this moment, while the rank runs a cell.")
+    @argument(
+        "-t",
+        "--timeout",
+        metavar="SECONDS",
+        help="With --now: how long to wait for a rank, default 5; then it is an error.",
+    )
     @argument("names", nargs="*", help="Variables of the rank.")
     @line_magic
     def dipull(self, line: str = "") -> None:
-        """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU."""
+        """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU.
+
+        With --now the cell that the rank runs goes on, and each object is pickled between two of its steps: what it
+        changes meanwhile may be half of one step and half of the next, and a tensor is copied as it is at that moment.
+        Variables are there as soon as the cell has assigned them; the local variables of functions are not.
+        """
         args = arguments.parse(self.dipull, "%dipull", line)
+        seconds = arguments.seconds_of_now(args, line)
         group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
         assert ranks is not None
         with self._shown(group, lambda size: f"pulled {', '.join(names)}: {size} from {ranks_text(ranks)}") as progress:
-            values, moved = group.pull_all(names, ranks, progress)
+            if seconds is None:
+                values, moved = group.pull_all(names, ranks, progress)
+            else:
+                values, moved = group.peek_all(names, ranks, seconds, progress)
         as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
         self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
         _tell_moved(moved)

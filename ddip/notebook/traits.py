@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Enum, Float, Int, List, TraitType, Unicode, observe
 
+from ddip.cluster import folder
 from ddip.notebook.autodip import LOCAL_MAGICS
 from ddip.output.area import notify
 from ddip.output.display_options import STYLES, DisplayOptions
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
+    from ddip.group.history import History
 
 
 class Traits(Magics):
@@ -67,10 +70,20 @@ class Traits(Magics):
         min=1000,
         help="Characters of text that a rank shows in one cell; of more, the middle is left out.",
     ).tag(config=True)
+    keep_output_bytes = Int(
+        DEFAULTS.keep_output_bytes,
+        min=0,
+        help="Bytes of what cells have shown that %dipcell can show again, all together; the oldest goes first.",
+    ).tag(config=True)
     report_after = Float(
         0.0,
         min=0,
         help="Seconds after which a cell says where it ran and how long it took; under %autodip each cell does.",
+    ).tag(config=True)
+    cell_json = Bool(
+        DEFAULTS.cell_json,
+        help="Beside its HTML, the output of a cell carries the same by rank as data, application/vnd.ddip.cell+json, "
+        "for programs that read the notebook.",
     ).tag(config=True)
     local_magics = List(
         Unicode(),
@@ -106,18 +119,32 @@ class Traits(Magics):
         if self.group is not None and self.group.alive:
             self.group.set_collect(change["new"])
 
-    @observe("style", "max_output_chars", "report_after")
+    @observe("keep_output_bytes")
+    def _keep_changed(self, change: dict[str, Any]) -> None:
+        self.history.keep_output_bytes = change["new"]
+        self.history.trim()
+
+    @observe("style", "max_output_chars", "report_after", "cell_json")
     def _look_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None:
             self.group.display = self._display_options()
 
+    @cached_property
+    def history(self) -> History:
+        """The cells of this notebook's groups, one group after the other."""
+        with folder.left_out():
+            from ddip.group.history import History
+
+        return History(self.keep_output_bytes)
+
     def _display_options(self) -> DisplayOptions:
-        return DisplayOptions(self.style, self.max_output_chars, self.report_after)
+        return DisplayOptions(self.style, self.max_output_chars, self.report_after, self.cell_json)
 
     def settings(self) -> dict[str, Any]:
         """What the traits say of a new Group."""
         names = ("timeout", "collect", "spawn", "failure_grace", "stall_timeout")
-        return {**{name: getattr(self, name) for name in names}, "display": self._display_options()}
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "display": self._display_options(), "history": self.history}
 
     @observe("failure_grace", "stall_timeout")
     def _limits_changed(self, change: dict[str, Any]) -> None:

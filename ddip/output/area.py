@@ -8,6 +8,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -30,6 +31,8 @@ GONE: Bundle = {
 _late: collections.deque[str] = collections.deque(maxlen=1000)
 """What came last for cells that had ended, where a terminal waits for input: a thread may go on writing for hours."""
 _lock = threading.Lock()
+_told_in: ContextVar[CellOutputArea | None] = ContextVar("ddip_told_in", default=None)
+"""Where notices of this thread belong: below a cell that runs in the background."""
 
 
 class CellOutputArea:
@@ -42,8 +45,9 @@ class CellOutputArea:
     def __init__(self) -> None:
         shell = get_ipython()
         self._kernel = getattr(shell, "kernel", None)
-        self._script = _is_script(shell)
-        self._parent = None if self._kernel is None else self._kernel.get_parent("shell")
+        self.script = _is_script(shell)
+        """Nobody types cells here."""
+        self._parent = request()
         self._number = cell_number()
         self._stream = ""
         self.capturing = ""
@@ -56,6 +60,15 @@ class CellOutputArea:
         """Can change what it has shown."""
         self.terminal = not self.rich and sys.stdout is not None and sys.stdout.isatty()
         """Can move its cursor."""
+        self.carrier: dict[str, Any] | None = None
+        """Request of a cell that waits for this one: changes are sent as its own, for pages that listen to no other."""
+        self.waited_for = False
+        """Does a cell wait for this one? Then a terminal gets what it shows as it comes."""
+        self.beside: Bundle = {}
+        """Forms of all that the cell has shown, for programs, when it has ended: beside what is shown last."""
+        self.remembers = False
+        """Can what is shown be sent again?"""
+        self._shown: dict[str, tuple[Bundle, Bundle | None]] = {}
 
     @contextlib.contextmanager
     def by_way_of(self, other: CellOutputArea) -> Iterator[None]:
@@ -83,8 +96,9 @@ class CellOutputArea:
             _write(stream, text)
         elif self.rich:
             self._send("stream", {"name": stream, "text": text})
-        elif self._script:
+        elif self.script or self.waited_for:
             _write(stream, text)
+            flush()
         else:
             with _lock:
                 _late.append("".join(f"[cell {self._number}] {line}\n" for line in text.splitlines()))
@@ -94,6 +108,8 @@ class CellOutputArea:
     ) -> None:
         """Display a MIME bundle, or put it in place of the one with the same `display_id`."""
         transient = {} if display_id is None else {"display_id": display_id}
+        if self.remembers and display_id is not None:
+            self._shown[display_id] = data, metadata
         if not self.closed:
             flush()
             publish_display_data(data, metadata, transient=transient, update=update)
@@ -103,11 +119,16 @@ class CellOutputArea:
         else:
             self.write("stdout", data.get("text/plain", "") + "\n")
 
+    def resend(self) -> None:
+        """Send once more what can be changed, if it is remembered."""
+        for display_id, (data, metadata) in list(self._shown.items()):
+            self.show(data, metadata, display_id, update=True)
+
     def note(self, text: str) -> None:
         """Show a line about the cell, small and grey where that can be."""
         small = f'<div style="font-size:.8em;opacity:.75;text-align:right">{text}</div>'
         grey = self.terminal and str(getattr(get_ipython(), "colors", "")).lower() != "nocolor"
-        self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if grey else text, "text/html": small})
+        self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if grey else text, "text/html": small, **self.beside})
 
     def clear(self, wait: bool) -> None:
         """Clear what the cell has shown."""
@@ -141,7 +162,8 @@ class CellOutputArea:
     def _send(self, kind: str, content: Bundle, buffers: Any = None, metadata: Any = None) -> None:
         assert self._kernel is not None
         kernel = self._kernel
-        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, buffers=buffers, metadata=metadata)
+        parent = self.carrier if self.carrier is not None and kind == "update_display_data" else self._parent
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=parent, buffers=buffers, metadata=metadata)
 
     @property
     def message(self) -> str:
@@ -165,6 +187,12 @@ def cell_number() -> int | None:
     return len(shell.history_manager.input_hist_parsed) - 1  # type: ignore[union-attr]
 
 
+def request() -> dict[str, Any] | None:
+    """That of the notebook's cell that runs now; None where there is none."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    return None if kernel is None else kernel.get_parent("shell")  # type: ignore[no-any-return]
+
+
 def new_id() -> str:
     """An id that no other output on any page has."""
     return f"{OUR_IDS}{uuid.uuid4().hex[:12]}"
@@ -183,8 +211,22 @@ def flush() -> None:
             file.flush()
 
 
+@contextlib.contextmanager
+def notices_in(page: CellOutputArea) -> Iterator[None]:
+    """What ddip says of itself on this thread belongs there."""
+    token = _told_in.set(page)
+    try:
+        yield
+    finally:
+        _told_in.reset(token)
+
+
 def notify(text: str) -> None:
     """Say something of ddip's own while a cell runs."""
+    page = _told_in.get()
+    if page is not None:
+        page.write("stderr", f"ddip: {text}\n")
+        return
     _write("stderr", f"ddip: {text}\n")
     flush()
 
@@ -193,7 +235,9 @@ class Notice:
     """Something of ddip's own that is true for a while."""
 
     def __init__(self, text: str) -> None:
-        self._id = new_id() if is_page() else ""
+        self._page = _told_in.get()
+        changeable = is_page() if self._page is None else self._page.changeable
+        self._id = new_id() if changeable else ""
         self._show(text, update=False)
 
     def replace(self, text: str) -> None:
@@ -205,8 +249,12 @@ class Notice:
         if not self._id:
             notify(text)
             return
+        data = {"text/plain": f"ddip: {text}"}
+        if self._page is not None:
+            self._page.show(data, display_id=self._id, update=update)
+            return
         flush()
-        publish_display_data({"text/plain": f"ddip: {text}"}, transient={"display_id": self._id}, update=update)
+        publish_display_data(data, transient={"display_id": self._id}, update=update)
 
 
 def stop_name() -> str:

@@ -92,5 +92,5 @@ def _bundle(item: Display) -> str:
     if shown is not None:
         return shown
     if "text/latex" in data:
-        return f"<div>{html.escape(data['text/latex'], quote=False)}</div>"
+        return f"<div>{html.escape(str(data['text/latex']), quote=False)}</div>"
     return f"<pre>{to_html(item.source)}</pre>"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from ddip.errors import RankError
 from ddip.output.display_options import DisplayOptions
 from ddip.output.labels import Labels
-from ddip.output.router import CellOutput, Comms, Message
-from ddip.output.views import View
+from ddip.output.router import CellOutput
+from ddip.output.views import Beside, Errors, View
+from ddip.output.widget_cells import Comms, Message
 
 Shown = tuple[str, str]
 """stdout with the value of the last line, and stderr."""
@@ -21,13 +21,13 @@ class Differing(CellOutput):
         super().__init__(ranks, display, quiet=True, comms=comms)
         self._here = here
 
-    def finish(self, errors: Mapping[int, RankError] | None = None, note: str = "") -> frozenset[int]:
+    def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
         """See `CellOutput`; each rank is named, since a line without a name is the notebook's."""
         self.show_ranks = frozenset(rank for rank in self.show_ranks if self._differs(rank))
         self._kept = [(rank, message) for rank, message in self._kept or [] if rank in self.show_ranks]
         limit = self.display.max_output_chars
         self._view: View = Labels(self.page, limit) if len(self.show_ranks) == 1 else self._new_view()
-        return super().finish(errors, note)
+        return super().finish(errors, note, beside)
 
     def _differs(self, rank: int) -> bool:
         shown = shown_by([message for other, message in self._kept or [] if other == rank])

@@ -19,3 +19,5 @@ class DisplayOptions:
     """Characters of text that a rank may show in one cell; above it the middle is left out."""
     report_after: float = DEFAULTS.report_after
     """Seconds after which a cell says where it ran and how long it took."""
+    cell_json: bool = DEFAULTS.cell_json
+    """Does its output carry the same as data?"""

@@ -3,6 +3,7 @@
     engine  --stream, display_data, comm_msg...-->  client's thread  --queue-->  CellOutput  -->  view  -->  page
                                                                      (late) --->      |
                                                            what an Output widget of another cell captures --> that cell
+                                          Recording, and CellOutputs that show the same once more (``%dipcell``)
 
 The view decides what it looks like (``views.py``, ``labels.py``, ``grouped.py``, ``tabs.py``); the page knows where it
 goes (``area.py``).
@@ -14,66 +15,27 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from ddip.errors import RankError
 from ddip.output.area import CellOutputArea
 from ddip.output.display_options import DisplayOptions
 from ddip.output.grouped import Grouped
 from ddip.output.labels import Labels
+from ddip.output.recording import Recording, without_widget
 from ddip.output.tabs import Tabs
-from ddip.output.transcript import WIDGET, Area, Display, Item, RankTranscript, Text
-from ddip.output.views import Plain, View
-from ddip.output.widget_bars import Shown, WidgetBars
+from ddip.output.transcript import WIDGET, Item, RankTranscript, is_ours
+from ddip.output.unfailing import Unfailing
+from ddip.output.views import Beside, Errors, Plain, View
+from ddip.output.widget_bars import Shown
+from ddip.output.widget_cells import Comms, Message, WidgetCell, replay
 from ddip.output.widget_state import parts, state_in
 
 log = logging.getLogger("ddip")
 
-Message = dict[str, Any]
 COMM = ("comm_open", "comm_msg", "comm_close")
 LATE_SECONDS = 0.5
 """After which late output is drawn once more: a view does not draw again at once."""
-
-
-_lock = threading.RLock()
+lock = threading.RLock()
 """One for all cells: what a widget of one captures may be another's."""
-
-
-class WidgetCell(Protocol):
-    """A cell that shows widgets, as whoever passes on their messages sees it."""
-
-    page: CellOutputArea
-
-    def late(self, rank: int, message: Message) -> None:
-        """What came when the cell had ended."""
-
-    def keeps(self, rank: int, model: str) -> bool:
-        """Does the tab of the rank show what this Output widget captures?"""
-
-    def take(self, rank: int, model: str) -> list[Item]:
-        """What it has captured; the page shows it from here on."""
-
-    def widget_closed(self, rank: int, model: str) -> None:
-        """The rank has closed the widget."""
-
-
-class Comms(Protocol):
-    """Whoever passes on the messages of widgets."""
-
-    bars: WidgetBars
-    """What is known of those that are progress bars."""
-
-    def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
-        """A message of a widget of `rank`, which came with the output of `cell`."""
-
-    def show(self, name: str, cell: WidgetCell) -> None:
-        """`cell` shows the widget: what its callbacks show later belongs there."""
-
-    def cell_of(self, name: str) -> WidgetCell | None:
-        """Where the widget is shown, or was made."""
-
-    def tell(self, name: str, page: CellOutputArea) -> None:
-        """Have the page know the widget."""
 
 
 @dataclass(eq=False)
@@ -104,12 +66,18 @@ class CellOutput:
         self.show_ranks = frozenset(show_ranks)
         self.display = display or DisplayOptions()
         self.page = CellOutputArea()
+        self.recording = Recording()
         self._comms = comms
+        self._copies: list[CellOutput] = []
+        """These show all of it, too."""
+        self._finished: tuple[Errors, str, Beside] | None = None
+        """What the cell has ended with."""
         self._view = self._new_view()
         self._captures: dict[int, list[_Capture]] = {}
         """Of each rank, the innermost last."""
         self._kept: list[tuple[int, Message]] | None = [] if quiet else None
         self._again: threading.Timer | None = None
+        self._unfailing = Unfailing()
 
     @property
     def rich(self) -> bool:
@@ -117,8 +85,7 @@ class CellOutput:
         return self.page.rich
 
     def _new_view(self) -> View:
-        ranks = sorted(self.show_ranks) or [0]
-        limit = self.display.max_output_chars
+        ranks, limit = sorted(self.show_ranks) or [0], self.display.max_output_chars
         if len(ranks) == 1:
             return Plain(self.page, limit)
         style = self.display.style
@@ -130,7 +97,7 @@ class CellOutput:
 
     def receive(self, rank: int, message: Message) -> None:
         """Show one message, or keep it for the end."""
-        with _lock:
+        with lock:
             if rank not in self.show_ranks:
                 if message["header"]["msg_type"] in COMM:
                     self._show(rank, message)
@@ -142,31 +109,45 @@ class CellOutput:
     def ended(self, rank: int, failed: bool) -> None:
         """The rank has finished the cell, and all that it has shown is here."""
         if rank in self.show_ranks and self._kept is None:
-            with _lock:
-                self._view.ended(rank, failed)
+            with lock:
+                with self._unfailing:
+                    self._view.ended(rank, failed)
+                for copy in self._copies:
+                    copy.ended(rank, failed)
 
     def draw(self) -> None:
         """No message is waiting: bring the page up to date."""
-        with _lock:
-            self.page.capture("")
-            self._view.draw()
+        with lock:
+            with self._unfailing:
+                self.page.capture("")
+                self._view.draw()
+            for copy in self._copies:
+                copy.draw()
 
-    def finish(self, errors: Mapping[int, RankError] | None = None, note: str = "") -> frozenset[int]:
-        """The cell has ended on every rank: show what is left, and `note`; returns whose errors are shown."""
-        with _lock:
+    def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
+        """The cell has ended on every rank: show what is left, and `note`, and what is `beside` all that; returns whose
+        errors are shown."""
+        with lock:
             kept, self._kept = self._kept or [], None
             for rank in sorted(self.show_ranks) if kept else ():
                 for message in (message for other, message in kept if other == rank):
                     self._show(rank, message)
-                self._view.ended(rank, rank in (errors or {}))
-            for rank in self._captures:
-                self._end_captures(rank, 0)
-            self.page.capture("")
-            self._write_bars()
-            shown = self._view.close(errors or {}, note)
-            if not shown and note:
-                self.page.note(note)
+                with self._unfailing:
+                    self._view.ended(rank, rank in (errors or {}))
+            shown, data = False, Message()
+            with self._unfailing:
+                for rank in self._captures:
+                    self._end_captures(rank, 0)
+                self.page.capture("")
+                self._write_bars()
+                data = self.page.beside = beside()
+                shown = self._view.close(errors or {}, note)
+                if not shown and note:
+                    self.page.note(note)
             self.page.close()
+            self._finished = errors or {}, note, lambda: data
+            for copy in self._copies:
+                copy.finish(*self._finished)
         return self.show_ranks if shown else frozenset()
 
     def late(self, rank: int, message: Message) -> None:
@@ -174,9 +155,22 @@ class CellOutput:
         if message["header"]["msg_type"] == "error":  # the cell's own comes with its reply
             traceback = "\n".join(message["content"]["traceback"])
             message = {"header": {"msg_type": "stream"}, "content": {"name": "stderr", "text": f"{traceback}\n"}}
-        with _lock:
+        with lock:
             self.receive(rank, message)
             self._draw_late()
+
+    def show_again(self, into: CellOutput, ended: Mapping[int, bool]) -> None:
+        """Show all that was shown `into` another place, and what comes from here on; `ended`: the ranks that have ended
+        the cell, and whether they failed."""
+        with lock:
+            for rank, message in self.recording.messages():
+                into.receive(rank, message)
+            for rank, failed in ended.items():
+                into.ended(rank, failed)
+            into.draw()
+            if self._finished is not None:
+                into.finish(*self._finished)
+            self._copies.append(into)
 
     def _draw_late(self) -> None:
         """Draw now, and once more for what comes too soon after that."""
@@ -187,7 +181,7 @@ class CellOutput:
             self._again.start()
 
     def _draw_again(self) -> None:
-        with _lock:
+        with lock:
             self._again = None
             self._write_bars()
             self.draw()
@@ -201,6 +195,9 @@ class CellOutput:
         """The text of a bar that this cell shows is another one; `page` is that of the cell which says so."""
         with self.page.by_way_of(page):
             self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
+        transient = {"display_id": bar.display_id}
+        content = {"data": without_widget(bar.data), "metadata": bar.metadata, "transient": transient}
+        self.recording.add(bar.rank, {"header": {"msg_type": "update_display_data"}, "content": content})
 
     def _show(self, rank: int, message: Message) -> None:
         """Have the view show it; what a rank sends may be odd, and must not end the cell."""
@@ -221,6 +218,10 @@ class CellOutput:
         if capture is not None and capture.cell is not self:
             capture.cell.late(rank, message)
             return
+        if kind == "display_data":
+            message = self._with_id(rank, message)
+            content = message["content"]
+        self._record(rank, message, capture is not None)
         view = self._view if capture is None or capture.view is None else capture.view
         self.page.capture("" if view is self._view or capture is None else capture.model)
         model = (content.get("data") or {}).get(WIDGET, {}).get("model_id")
@@ -233,14 +234,30 @@ class CellOutput:
                 view.result(rank, content["execution_count"], content["data"], content.get("metadata") or {})
             case "display_data":
                 data, metadata = content["data"], content.get("metadata") or {}
-                display_id = (content.get("transient") or {}).get("display_id")
-                if display_id is None and self._comms is not None:
-                    display_id = self._comms.bars.display(self, rank, data, metadata)
-                view.display(rank, data, metadata, display_id)
+                view.display(rank, data, metadata, (content.get("transient") or {}).get("display_id"))
             case "update_display_data":
                 view.update(rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"])
             case "clear_output":
                 view.clear(rank, content.get("wait", False))
+
+    def _with_id(self, rank: int, message: Message) -> Message:
+        """A bar that is a widget is displayed with an id, so that its text can be written anew."""
+        content = message["content"]
+        if self._comms is None or (content.get("transient") or {}).get("display_id") is not None:
+            return message
+        display_id = self._comms.bars.display(self, rank, content["data"], content.get("metadata") or {})
+        if display_id is None:
+            return message
+        return {**message, "content": {**content, "transient": {"display_id": display_id}}}
+
+    def _record(self, rank: int, message: Message, captured: bool) -> None:
+        """It can be shown once more from here on, and is where this cell is shown now."""
+        content = message["content"]
+        if is_ours((content.get("transient") or {}).get("display_id") or ""):  # a bar: its text is what is kept of it
+            message = {**message, "content": {**content, "data": without_widget(content["data"])}}
+        self.recording.add(rank, message, captured)
+        for copy in self._copies:
+            copy.receive(rank, message)
 
     # -- widgets
 
@@ -313,7 +330,7 @@ class CellOutput:
         if items:
             before = self.page.capturing
             self.page.capture(model)
-            _replay(Plain(self.page, self.display.max_output_chars, changeable=False), rank, items)
+            replay(Plain(self.page, self.display.max_output_chars, changeable=False), rank, items)
             self.page.capture(before)
 
     def keeps(self, rank: int, model: str) -> bool:
@@ -331,13 +348,3 @@ class CellOutput:
         if rank in self.show_ranks:
             self.page.capture("")
             self._view.widget_closed(rank, model)
-
-
-def _replay(view: Plain, rank: int, items: Sequence[Item]) -> None:
-    for item in items:
-        if isinstance(item, Text):
-            view.text(rank, item.stream, item.screen.text, None)
-        elif isinstance(item, Display):
-            view.display(rank, item.data, item.metadata, item.display_id)
-        elif isinstance(item, Area):
-            _replay(view, rank, item.items)

@@ -16,6 +16,8 @@ def places_text(places: Mapping[int, StackLocation | None]) -> str:
     together: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         text = "no answer" if place is None else f"{place}: {place.source}" if place.source else str(place)
+        if place is not None and place.collective:
+            text += f"\n    {place.collective}"
         together.setdefault(text, []).append(rank)
     return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in together.items())
 
@@ -118,9 +120,14 @@ def info_table(infos: Sequence[RankInfo]) -> str:
     if not any(row[5] for row in rows):
         for row in [head, *rows]:
             del row[5]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return aligned([head, *rows])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """`rows` of equally many words, each column as wide as its widest."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 

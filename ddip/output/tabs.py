@@ -41,6 +41,8 @@ class Tabs:
         self._below = Below(page)
         self._reserved = False
         """Are there outputs for the tabs, above what is below them?"""
+        self._has_buttons = False
+        """Do these show the buttons already? To show them again would undo a person's choice."""
         self._begun = False
         self._next = 0.0
         self._note = ""
@@ -133,11 +135,21 @@ class Tabs:
         for rank, section in sorted(self._sections.items()):
             wanted[rank] = [item for item in section.below if not waits or moves(item) or self._below.has(item)]
             waits = waits or rank in self._running
-        if any(wanted.values()) and not self._begun and not self._reserved:
-            self._reserved = True
-            for name in (self._buttons_id, self._id):
-                self._page.show(GONE, None, name)
+        if any(wanted.values()):
+            self.reserve()
         self._below.show(wanted)
+
+    def reserve(self, buttons: bool = False) -> None:
+        """Have a place on the page for the tabs, which may come later; the `buttons`, which nobody sees, may be there
+        before."""
+        if not self._begun and not self._reserved:
+            self._reserved, self._has_buttons = True, buttons
+            self._page.show(self._buttons if buttons else GONE, None, self._buttons_id)
+            self._page.show(GONE, None, self._id)
+
+    @property
+    def _buttons(self) -> Bundle:
+        return {"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""}
 
     @property
     def _has_content(self) -> bool:
@@ -146,15 +158,14 @@ class Tabs:
     def _take_away(self) -> None:
         """There is nothing in the tabs: what was there has been cleared, or was a bar that wiped itself out."""
         if self._begun:
-            self._begun, self._reserved = False, True
+            self._begun, self._reserved, self._has_buttons = False, True, False
             for name in (self._buttons_id, self._id):
                 self._page.show(GONE, None, name, update=True)
 
     def _send(self) -> int:
         """Show the tabs as they are; returns their size."""
-        if not self._begun:
-            buttons = {"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""}
-            self._page.show(buttons, None, self._buttons_id, update=self._reserved)
+        if not self._begun and not self._has_buttons:
+            self._page.show(self._buttons, None, self._buttons_id, update=self._reserved)
         tabs = [
             Tab(
                 ranks,
@@ -169,7 +180,8 @@ class Tabs:
         texts = [f"── {tab.title} ──\n{self._plain(tab.ranks[0])}" for tab in tabs]
         text = "\n".join([*texts, self._note] if self._note else texts)
         update = self._begun or self._reserved
-        self._page.show({"text/html": page, "text/plain": text}, display_id=self._id, update=update)
+        data = {"text/html": page, "text/plain": text, **self._page.beside}
+        self._page.show(data, display_id=self._id, update=update)
         self._begun = True
         return len(page) + len(text)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias
 
 from ddip.errors import RankError
 from ddip.output.area import CellOutputArea, flush
 from ddip.output.live import Finished, LiveStream, ThrottledDisplay
 from ddip.output.transcript import Bundle, RankTranscript, labelled
+
+Errors: TypeAlias = Mapping[int, RankError]
+Beside: TypeAlias = Callable[[], Bundle]
+"""What goes beside a cell's HTML, of all that it has shown."""
 
 
 class View(Protocol):

@@ -25,6 +25,8 @@ class StackLocation:
     inner: str = ""
     """The innermost frame of all, as ``file.py:12 in function``."""
     state: State = "busy"
+    collective: str = ""
+    """The collective that the rank is in, or has begun last, in words; told for a whole `Stack` only."""
 
     def __str__(self) -> str:
         if self.state == "stopped":

@@ -4,7 +4,7 @@
     rank        message  -->  call("transfer.add", part, ...)  -->  ddip.rank.transfer.add(part, ...)
 
 ``tests/unit/test_on_rank.py`` compares the types with those of the functions. What goes over the control channel is
-JSON: a tuple arrives as a list.
+JSON: a tuple arrives as a list. Answers may have bytes in them.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -16,9 +16,25 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from ddip.protocol.rank_spec import RankSpec
-from ddip.protocol.reports import Begun, Ends, Figures, Going, Hello, LineBegun, Packed, Place, Revived, ShardsReport
+from ddip.protocol.reports import (
+    Begun,
+    Ends,
+    Figures,
+    Going,
+    Hello,
+    LineBegun,
+    Packed,
+    Paths,
+    Peeked,
+    Place,
+    ProfileReport,
+    Put,
+    Revived,
+    ShardsReport,
+    Vitals,
+)
 
-VERSION = 8
+VERSION = 13
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 IMPORTED = "is imported already"
@@ -37,6 +53,8 @@ class RemoteCall(Generic[R_co]):
     args: tuple[Any, ...]
     label: str
     """What it does, for people: "pushing"."""
+    own_thread: bool = False
+    """On the control channel: is it done in a thread of its own, so that others are answered meanwhile?"""
 
 
 @dataclass(frozen=True)
@@ -46,15 +64,16 @@ class Remote(Generic[P, R]):
     target: str
     label: str
     signature: Callable[P, R]
+    own_thread: bool = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RemoteCall[R]:
         assert not kwargs, "arguments travel by position"
-        return RemoteCall(self.target, args, self.label)
+        return RemoteCall(self.target, args, self.label, self.own_thread)
 
 
-def remote(target: str, label: str = "") -> Callable[[Callable[P, R]], Remote[P, R]]:
+def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callable[[Callable[P, R]], Remote[P, R]]:
     """Of a function without a body."""
-    return lambda signature: Remote(target, label or target, signature)
+    return lambda signature: Remote(target, label or target, signature, own_thread)
 
 
 # -- on the main thread, where a cell runs
@@ -76,8 +95,8 @@ def revive() -> Revived: ...
 def check() -> None: ...
 
 
-@remote("transfer.stage", "pushing")
-def stage(places: dict[str, Place], small: bytes | bytearray = b"") -> dict[str, str]: ...
+@remote("transfer.put", "pushing")
+def put(push: int, places: dict[str, Place], small: bytes | bytearray = b"", paths: Paths | None = None) -> Put: ...
 
 
 @remote("transfer.add", "pushing")
@@ -88,12 +107,12 @@ def add(load: int, part: bytes, first: bool, share: bool) -> str: ...
 def attach(load: int, path: str, size: int) -> bool: ...
 
 
-@remote("transfer.commit", "pushing")
-def commit() -> None: ...
+@remote("transfer.settle", "pushing")
+def settle() -> None: ...
 
 
 @remote("transfer.drop", "pushing")
-def drop() -> None: ...
+def drop(push: int = 0) -> None: ...
 
 
 @remote("modules.write", "pushing modules")
@@ -132,6 +151,18 @@ def command_app(module: str, text: str) -> str | None: ...
 def describe_shards(name: str) -> ShardsReport: ...
 
 
+@remote("profiling.prepare", "preparing the profile")
+def prepare_profile() -> None: ...
+
+
+@remote("profiling.collect", "collecting the profile")
+def collect_profile(path: str) -> ProfileReport: ...
+
+
+@remote("profiling.part", "fetching the trace")
+def trace_part(begin: int, end: int) -> bytes: ...
+
+
 @remote("names.complete", "looking for names")
 def complete(code: str, cursor: int) -> dict[str, Any]: ...
 
@@ -149,6 +180,10 @@ def hello() -> Hello: ...
 
 @remote("housekeeping.figures")
 def figures() -> Figures: ...
+
+
+@remote("vitals.now")
+def vitals(every: float, keep: float) -> Vitals: ...
 
 
 @remote("housekeeping.set_collect")
@@ -205,6 +240,22 @@ def stays_behind(key: str, number: int) -> bool: ...
 
 @remote("c10d.set_groups_made")
 def set_groups_made(count: int) -> None: ...
+
+
+@remote("peek.take", own_thread=True)
+def take_peek(number: int, names: list[str], most: int) -> Peeked: ...
+
+
+@remote("peek.part")
+def part_of_peek(number: int, name: str, begin: int, end: int) -> bytes: ...
+
+
+@remote("peek.drop")
+def drop_peek(number: int) -> dict[str, Any]: ...
+
+
+@remote("profiling.clock")
+def clock() -> int: ...
 
 
 @remote("names.has")

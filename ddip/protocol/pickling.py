@@ -97,24 +97,53 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch = sys.modules.get("torch")
         if torch is None:
             return super().reducer_override(obj)
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            return self._reduced(obj)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+            self.moved = self.moved or is_elsewhere(obj)
+            return untyped_storage, (pickle.PickleBuffer(self.memory_of(self.on_cpu(obj))),)
         if isinstance(obj, torch.Tensor) and is_elsewhere(obj):
             self.moved = True
             if not isinstance(obj, torch.nn.Parameter):  # it reduces to its data, a tensor that comes here next
-                there = obj.detach().cpu().requires_grad_(obj.requires_grad)
-                return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                there = self.on_cpu(obj.detach()).requires_grad_(obj.requires_grad)
+                return self._reduced(there) if _is_plain(there) else there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, torch.TypedStorage):
             storage = obj._untyped_storage  # its public twins warn of their age
             if storage.device.type == "cpu":
-                return typed_storage, (self._storages.setdefault(storage._cdata, storage), obj.dtype)
-        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
-            self.moved = self.moved or is_elsewhere(obj)
-            return untyped_storage, (pickle.PickleBuffer(_memory_of(obj.cpu())),)
+                return typed_storage, (self._once(storage), obj.dtype)
         if isinstance(obj, torch.Generator) and is_elsewhere(obj):
             where = f"a random generator of {obj.device}"
             raise pickle.PicklingError(
                 f"{where} stays where its device is; send its get_state(), and set_state() it there"
             )
         return super().reducer_override(obj)
+
+    def on_cpu(self, obj: Any) -> Any:
+        """A tensor or storage, on the CPU."""
+        return obj.cpu()
+
+    def memory_of(self, storage: Any) -> Any:
+        """The bytes of an UntypedStorage of the CPU, which live as long as they are looked at."""
+        return _memory_of(storage)
+
+    def _once(self, storage: Any) -> Any:
+        return self._storages.setdefault(storage._cdata, storage)
+
+    def _reduced(self, tensor: Any) -> Any:
+        """What torch's own writes of a plain tensor, in a sixth of the time."""
+        place = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+        return plain_tensor, (self._once(tensor.untyped_storage()), tensor.dtype, *place, tensor.requires_grad)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Is a tensor of torch's own class all that its storage, sizes and strides say?"""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is sys.modules["torch"].strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not vars(tensor)
+        and not tensor._backward_hooks
+    )
 
 
 def _collect(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
@@ -142,8 +171,19 @@ def untyped_storage(memory: ReadableBuffer) -> Any:
     if not view.nbytes:
         return torch.UntypedStorage(0)
     is_beside = isinstance(memory, memoryview) and not view.readonly
-    here = torch.frombuffer(view if is_beside else bytearray(view), dtype=torch.uint8)
+    ours = view if is_beside or isinstance(memory, bytearray) else bytearray(view)
+    here = torch.frombuffer(ours, dtype=torch.uint8)
     return (here if is_beside else here.clone()).untyped_storage()  # a clone's can be resized, as any tensor
+
+
+def plain_tensor(
+    storage: Any, dtype: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+) -> Any:
+    """The tensor that was written, on the CPU."""
+    import torch
+
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def typed_storage(storage: Any, dtype: Any) -> Any:

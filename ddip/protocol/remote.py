@@ -1,12 +1,23 @@
-"""The one door to a rank: every request of the notebook, on either channel, is a ``call``."""
+"""The one door to a rank: every request of the notebook, on either channel, is a ``call``.
+
+What a call on the control channel answers is JSON, with bytes beside it: ``without_bytes`` there, ``with_bytes`` here.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ddip.protocol.text import readable
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+BYTES = "ddip bytes"
+"""Key of what stands in the JSON in the place of bytes."""
 
 
 def call(target: str, *args: Any) -> dict[str, Any]:
@@ -16,11 +27,42 @@ def call(target: str, *args: Any) -> dict[str, Any]:
     since one that cannot be unpickled would be lost inside ipyparallel's client. An interrupt is told in the same way.
     """
     module, function = target.split(".")
+    name = f"ddip.rank.{module}"
     try:
-        return {"ok": getattr(importlib.import_module(f"ddip.rank.{module}"), function)(*args)}
+        return {"ok": getattr(sys.modules.get(name) or importlib.import_module(name), function)(*args)}
     except (Exception, KeyboardInterrupt) as error:
         return {
             "error": type(error).__name__,
             "message": readable(str(error)),
             "traceback": readable(traceback.format_exc()),
         }
+
+
+def without_bytes(answer: Any, beside: list[ReadableBuffer]) -> Any:
+    """`answer` with all bytes in it put `beside`.
+
+    >>> beside = []
+    >>> without_bytes({"ok": [b"one", 2]}, beside), beside
+    ({'ok': [{'ddip bytes': 0}, 2]}, [b'one'])
+    """
+    if isinstance(answer, bytes | bytearray):
+        beside.append(answer)
+        return {BYTES: len(beside) - 1}
+    if isinstance(answer, dict):
+        return {key: without_bytes(value, beside) for key, value in answer.items()}
+    if isinstance(answer, list | tuple):
+        return [without_bytes(value, beside) for value in answer]
+    return answer
+
+
+def with_bytes(answer: Any, beside: Sequence[ReadableBuffer]) -> Any:
+    """The answer that was told `without_bytes`; they are copied, and may be changed."""
+    if not beside:
+        return answer
+    if isinstance(answer, dict):
+        if answer.keys() == {BYTES}:
+            return bytearray(beside[answer[BYTES]])
+        return {key: with_bytes(value, beside) for key, value in answer.items()}
+    if isinstance(answer, list):
+        return [with_bytes(value, beside) for value in answer]
+    return answer

@@ -55,8 +55,59 @@ class Figures(TypedDict):
     """How often garbage was collected after a cell."""
 
 
+class DeviceFigures(TypedDict):
+    """A GPU as its driver has it, with all processes that use it."""
+
+    use: float
+    """Share of the last moments in which it computed anything, from 0 to 1."""
+    memory: int
+    """In use, bytes."""
+    total: int
+    temperature: int | None
+    """Degrees Celsius."""
+
+
+class Vitals(Figures):
+    """What a rank does just now; what is counted is counted from the start of its process."""
+
+    at: float
+    """When it was asked; on the ``time.monotonic`` of its host."""
+    cell: int | None
+    """Number of the cell that runs."""
+    place: dict[str, Any]
+    """A `StackLocation`."""
+    cpu: float
+    """Seconds of CPU time, with its children's."""
+    steps: int
+    """Of all optimizers."""
+    collectives: int
+    """Begun in the groups that it is in."""
+    bars: list[tuple[int, int | None]]
+    """How far progress bars are, and of how much (None: unknown), the outermost first."""
+    waited: float | None
+    """Seconds that the main thread has waited for other ranks while it was looked at; None: it cannot be known."""
+    looked: float
+    """Seconds of cells in which it was looked at."""
+    device: DeviceFigures | None
+
+
 Place: TypeAlias = "tuple[int, int, list[int]]"
 """Where a pickled object lies: in which load, where it begins there, and the sizes of its parts, bytes."""
+
+
+Paths: TypeAlias = dict[int, tuple[str, int]]
+"""Where processes of a host can read loads, by number, and how many bytes each has."""
+
+
+class Put(TypedDict):
+    """What became of a push on one rank."""
+
+    errors: dict[str, str]
+    """Of what cannot be unpickled there, by name; then none of it is there."""
+    unread: bool
+    """Could it not be read where it was said to be? Then nothing is there either."""
+    replaces: bool
+    """Is something kept that it has replaced, and that may be large, or hold something?"""
 
 
 class Packed(TypedDict):
@@ -74,6 +125,13 @@ class Packed(TypedDict):
     """Names whose tensors were moved to the CPU."""
     wrappers: dict[str, str]
     """Which are a model in a wrapper of torch's that belongs to a process group, and the wrapper's name."""
+
+
+class Peeked(Packed):
+    """Objects as they were at this moment, pickled beside the cell that may run."""
+
+    busy: bool
+    """Does a cell run?"""
 
 
 class Going(TypedDict):
@@ -181,7 +239,32 @@ class CellReport(Released, total=False):
     gpu_lost: str
     """What the GPU said, if its context is lost."""
     caught: Caught
-    silent: bool
-    """Has it shown nothing? Then no message follows that its output has ended."""
     replaced: dict[str, str]
     """What ``rank`` or ``world_size`` is now, in words, if the cell has given it another value."""
+
+
+CollectiveRow: TypeAlias = "tuple[str, list[int], int, str, list[list[int]], list[str], int, int]"
+"""A collective of a profile: name and ranks of its group, its number there, the operation, shapes and dtypes of what
+goes in, and when this rank has begun it and had its result; nanoseconds on ``time.time_ns`` of the rank."""
+
+
+class ProfileReport(TypedDict):
+    """Where the time of a cell went on a rank, between two moments on ``time.time_ns``; sums in seconds."""
+
+    fault: str
+    """Why there is none; empty if there is."""
+    note: str
+    """Why the recording has ended before the cell; empty if it has not."""
+    begin: int
+    end: int
+    compute: float
+    python: float
+    """Part of `compute`."""
+    loading: float
+    idle: float
+    communication: list[tuple[int, int, float]]
+    """From when to when, and which part of that time."""
+    collectives: list[CollectiveRow]
+    events: int
+    size: int
+    """Of the trace, bytes."""

@@ -13,6 +13,9 @@ from types import TracebackType
 MOST_PIECES = 1000
 """Of one call of the system's, which allows 1024."""
 
+COPIED = 1 << 21
+"""Bytes of what is copied out of such memory: it is not worth a mapping of its own, of which a process has so many."""
+
 
 def portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
     """What `pieces` hold, in portions of at most `size` bytes, and a full one wherever it can be."""

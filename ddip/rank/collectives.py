@@ -11,22 +11,24 @@ which function it is.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from types import CodeType
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from ddip.protocol.rank_spec import DEFAULT_GROUP
 from ddip.protocol.reports import Begun, LineBegun
 from ddip.rank import c10d, libraries, stacks
+from ddip.rank.flight_recorder import Entry
 from ddip.rank.gpu import gpu
 
 Method: TypeAlias = Callable[..., Any]
@@ -53,6 +55,11 @@ class _Tally:
         """Is it one of sends and receives?"""
         self.lines: collections.deque[tuple[list[int], CodeType | None, int, int]] = collections.deque(maxlen=LINES)
         """Collectives begun before this one, code and number of its line, and its thread."""
+        self.last: tuple[int, str, list[Any], int] | None = None
+        """Of what Python code has begun last: its number, operation, what it was given of which shape and dtype, and
+        when."""
+        self.work: Callable[[], Any] = _nothing
+        """What torch has returned for that, as long as somebody else has it."""
 
     def counted(self) -> list[int]:
         """What torch has counted."""
@@ -75,24 +82,52 @@ def _tally(group: dist.ProcessGroup) -> _Tally:
     return tally
 
 
-def _note_line(group: dist.ProcessGroup) -> None:
-    """The caller's caller begins a collective."""
+def _nothing() -> None:
+    """In place of a reference."""
+
+
+def _note_line(group: dist.ProcessGroup, op: str, given: Any = None) -> _Tally:
+    """The caller's caller begins a collective, the `op` of what is `given`."""
     frame = sys._getframe(2)
     cells = stacks.cell_files()
     while frame is not None and frame.f_code.co_filename not in cells:
         frame = frame.f_back  # type: ignore[assignment]
     code, number = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
     tally = _tally(group)
-    tally.lines.append((tally.begun(), code, number, threading.get_ident()))
+    begun = tally.begun()
+    tally.lines.append((begun, code, number, threading.get_ident()))
+    tally.last = max(begun, default=0) + 1, op, [] if given is None else _given(given), time.time_ns()
+    tally.work = _nothing
     gpu.note_begun(code, number)
+    return tally
+
+
+def _given(given: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of what goes in: a tensor, or a list of some, or a list for each tensor."""
+    if not isinstance(given, list):
+        return [(given.shape, given.dtype)]
+    if given and isinstance(given[0], list):
+        given = given[0]
+    return [(tensor.shape, tensor.dtype) for tensor in given]
 
 
 def _collective(method: Method) -> Method:
+    op = NAMES.get(method.__name__, method.__name__)
+    at = None if method.__name__ == "barrier" else int(method.__name__ in INTO_THE_FIRST)
+
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Exception):  # the line is for a warning; the collective does not depend on it
-            _note_line(group)
-        return method(group, *args, **kwargs)
+        try:  # the collective does not depend on what is noted of it
+            tally = _note_line(group, op, None if at is None or at >= len(args) else args[at])
+        except Exception:
+            return method(group, *args, **kwargs)
+        work = method(group, *args, **kwargs)
+        if work is not None:
+            try:
+                tally.work = weakref.ref(work)
+            except TypeError:  # what a backend of others' returns
+                tally.work = _nothing
+        return work
 
     return wrapper
 
@@ -121,7 +156,7 @@ def _monitored_barrier(method: Method) -> Method:
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         tally = _tally(group)
         before = tally.counted()
-        _note_line(group)
+        _note_line(group, "monitored_barrier")
         try:
             return method(group, *args, **kwargs)
         finally:
@@ -184,6 +219,32 @@ COLLECTIVES = (
     "scatter",
 )
 """Methods of ``ProcessGroup``; not every release has them all."""
+NAMES = {
+    "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+}
+"""Of those that a user knows by another."""
+INTO_THE_FIRST = {
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+}
+"""What they are given first is for the result, and what goes in comes second."""
 OTHERS = {
     "send": _send_or_receive,
     "recv": _send_or_receive,
@@ -206,6 +267,24 @@ def watch() -> None:
 def _groups() -> list[tuple[dist.ProcessGroup, str]]:
     world = c10d.world()
     return [(group, DEFAULT_GROUP if group is world else name) for group, name in c10d.groups().items()]
+
+
+def counts() -> dict[str, int]:
+    """How many collectives this rank has begun in each of its groups, by torch's name for it."""
+    return {name: max(_tally(group).begun(), default=0) for group, name in c10d.groups().items()}
+
+
+def noted() -> Entry | None:
+    """The collective that Python code has begun last, in a group that is there."""
+    found: Entry | None = None
+    for group, name in c10d.groups().items():
+        tally = _tally(group)
+        if tally.last is not None and (found is None or tally.last[3] > found.begun):
+            (number, op, given, at), work = tally.last, tally.work()
+            shapes, dtypes = [list(shape) for shape, _ in given], [str(dtype).rpartition(".")[2] for _, dtype in given]
+            is_done = work is None or work.is_completed()
+            found = Entry(name, 0, number, op, shapes, dtypes, at, is_done, (0, 0))
+    return found
 
 
 def begun() -> Begun:

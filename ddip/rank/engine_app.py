@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,6 +16,8 @@ from typing import Any, TextIO
 
 from ipyparallel.engine import app
 from traitlets import Type
+from traitlets.config import Config
+from traitlets.config.loader import DeferredConfigString
 
 from ddip.rank.kernel import RankKernel
 from ddip.rank.streams import RankStream
@@ -62,6 +66,19 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         self.connection_info_env = self.connection_info
         super().initialize(argv)
         self.log.setLevel(self.log_level)  # traitlets makes a record of each message, and then has no handler take it
+
+    def parse_command_line(self, argv: Sequence[str] | None = None) -> None:
+        """Take ``--Class.trait=value``, which is all that the notebook sends (``cluster/launch.py``).
+
+        traitlets' own makes a parser of every trait of every class, a tenth of what a rank costs until it is there.
+        """
+        config = Config()
+        for argument in sys.argv[1:] if argv is None else argv:
+            name, _, value = argument.removeprefix("--").partition("=")
+            owner, trait = name.split(".")
+            config[owner][trait] = DeferredConfigString(value)
+        self.cli_config = deepcopy(config)
+        self.update_config(config)
 
     def find_connection_file(self) -> None:
         """Wait for the controller's file, and look more often than ipyparallel does."""

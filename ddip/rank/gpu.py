@@ -47,12 +47,16 @@ class Gpu:
         """Of what cells have asked for; under way while one runs."""
         self.figures: GpuFigures | None = None
         """As the main thread noted them last, after a cell."""
+        self.uuid = ""
+        """By which the driver knows it; empty where torch does not tell (before 2.5 or so)."""
         self.lost = ""
         """What a context said that can compute nothing any more: a new process is needed."""
         self.waits = False
         """For the GPU, at the end of a cell."""
         self.last: tuple[CodeType | None, int] = (None, 0)
         """Where the cell has begun its last collective: code and number of the line."""
+        self._side: torch.cuda.Stream | None = None
+        """Of copies that wait for nothing that the GPU has to do."""
         self._noted = 0
         """Collectives, sends and receives that Python code has begun; torch counts them, but for some sends."""
         self._before = 0
@@ -67,6 +71,7 @@ class Gpu:
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            self._side = self._side or torch.cuda.Stream(device)  # now: later, to make one may wait for a kernel
             self.note_figures()
 
     def begin_cell(self) -> None:
@@ -75,6 +80,19 @@ class Gpu:
         if self._used:
             self.state = "under way"
             self._before = self.begun()
+
+    def copied(self, obj: Any) -> Any:
+        """A tensor or storage of an accelerator, copied to the CPU as it is now; what is queued is not waited for.
+
+        On any thread but the control thread: it may wait for whoever keeps the driver busy, without the interpreter.
+        """
+        if isinstance(obj, torch.UntypedStorage):  # which would be copied with the interpreter held
+            whole = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
+            return self.copied(whole).untyped_storage()
+        if self._side is None or obj.device != self.device:
+            return obj.cpu()
+        with torch.cuda.stream(self._side):
+            return obj.cpu()
 
     def note_begun(self, code: CodeType | None = None, line: int = 0) -> None:
         """A collective begins, at this line of a cell, or a send or receive."""
@@ -142,10 +160,12 @@ class Gpu:
     def note_figures(self) -> None:
         """On the main thread only."""
         if self._used:
+            properties = torch.cuda.get_device_properties(self.device)
+            self.uuid = str(getattr(properties, "uuid", ""))
             self.figures = {
                 "allocated": torch.cuda.memory_allocated(self.device),
                 "reserved": torch.cuda.memory_reserved(self.device),
-                "total": torch.cuda.get_device_properties(self.device).total_memory,
+                "total": properties.total_memory,
             }
 
     def tidy(self, empty: bool) -> None:

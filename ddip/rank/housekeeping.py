@@ -33,7 +33,10 @@ ANSWER_LEAVES_WITHIN = 0.02
 """Seconds after which a cell's last message has left this process: the collection holds the GIL, so it must not begin
 before the output thread has sent that message."""
 
-
+REST, LONGEST_REST = 5, 0.5
+"""How many times as long as the last collection took a rank rests before the next, and for how many seconds at most:
+the cells of "Run All" are not to wait. What a cell imports makes it long; torch._dynamo, which the first optimizer
+imports, 70 ms."""
 WORKER_SECONDS = 0.05
 """What a worker of a data loader that is garbage gets to end by itself."""
 TIDY_SECONDS = 1.0
@@ -53,6 +56,8 @@ class Cells:
         self.doing = ""
         """What ddip has asked for, while that is done."""
         self.seconds: float | None = None
+        self._took = 0.0
+        """That the last collection took, seconds."""
         self._started: float | None = None
         self._pending: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
@@ -90,7 +95,7 @@ class Cells:
             self.seconds = time.perf_counter() - self._started
         self._started = None
         self._error = error
-        self._pending = asyncio.get_running_loop().call_later(ANSWER_LEAVES_WITHIN, self.tidy)
+        self._pending = asyncio.get_running_loop().call_later(rest_after(self._took), self.tidy)
 
     def tidy(self) -> None:
         """What is done when the cell's answer has left, or at the latest before the next.
@@ -98,8 +103,14 @@ class Cells:
         It runs finalizers of the cell's objects. One that waits for ever, for a lock that nobody opens, would hold up
         the next cell, so who stops that one ends this, too: `interrupt_tidying`.
         """
-        with contextlib.suppress(KeyboardInterrupt), self._interruptible():
+        with self.letting_go():
             self._tidy()
+
+    @contextlib.contextmanager
+    def letting_go(self) -> Iterator[None]:
+        """While objects are let go of whose finalizers may wait for ever: who stops the next cell ends that, too."""
+        with contextlib.suppress(KeyboardInterrupt), self._interruptible():
+            yield
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -128,9 +139,16 @@ class Cells:
             _let_go(error)
             error = None  # its frames keep what they have told of their variables, from Python 3.12 on
         if self.collect:
+            began = time.perf_counter()
             collect_garbage()
+            self._took = time.perf_counter() - began
             self.collections += 1
         gpu.tidy(empty=self.collect)
+
+
+def rest_after(took: float) -> float:
+    """Seconds from the end of a cell to the collection, if the last one took so many."""
+    return max(ANSWER_LEAVES_WITHIN, min(REST * took, LONGEST_REST))
 
 
 def collect_garbage() -> None:

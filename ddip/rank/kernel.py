@@ -9,59 +9,46 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from IPython.core.error import StdinNotImplementedError
 from traitlets import Type
 
+from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
 from ddip.protocol.remote import call
 from ddip.protocol.text import packing
-from ddip.rank import apps, libraries, refusals, tracebacks
+from ddip.rank import answers, apps, cell_log, libraries, profiling, refusals, tracebacks
 from ddip.rank.aside import Aside
+from ddip.rank.cell_requests import CellKernel
 from ddip.rank.gpu import gpu
 from ddip.rank.housekeeping import cells
+from ddip.rank.mending import mend
 from ddip.rank.report import of_the_cell
 from ddip.rank.shell import RankShell
-from ddip.rank.silent import SilentKernel
 from ddip.rank.stacks import is_users
-from ddip.rank.streams import RankStream, mend, threads_belong_to_their_cells
+from ddip.rank.streams import RankStream, threads_belong_to_their_cells
 
+Run: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 NOBODY_TYPES = (
     "stdin is not available on ranks; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the "
     "answer"
 )
 
 
-class _NoShellThread:
-    """Stands where ipykernel 7 keeps its shell thread, which an ipyparallel engine has none of.
-
-    ipykernel asks it for its parent when a cell awaits, even so: with None there, such a cell never ends
-    (ipykernel 7.4, ipyparallel 9.2).
-    """
-
-    parent_thread = threading.main_thread()
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class RankKernel(SilentKernel):
+class RankKernel(CellKernel):
     """Serves the requests of the notebook to one rank."""
 
-    control_msg_types = [*SilentKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
+    control_msg_types = [*CellKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
     shell_class = Type(RankShell)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if getattr(self, "shell_channel_thread", None) is None:
-            self.shell_channel_thread = _NoShellThread()
         self.session.pack = packing(self.session.pack)
         self._aside: Aside | None = None
         threads_belong_to_their_cells()
@@ -162,41 +149,50 @@ class RankKernel(SilentKernel):
         return str(self.get_parent("shell")["header"]["msg_id"])
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run a cell of another client than ddip's; never fails."""
+        reply = await self._answer(silent, {}, partial(super().do_execute, code, silent, *args, **kwargs))
+        return dict(reply)
+
+    async def run_cell(self, request: CellRequest) -> CellReply:
         """Run a cell; never fails. The reply says what became of the group, and what was raised, as text."""
+        run = partial(self.have_run, request["code"], request["silent"], request["history"])
+        return await self._answer(request["silent"], request["asked"], run)
+
+    async def _answer(self, silent: bool, asked: Asked, run: Run) -> CellReply:
         try:
-            return await self._execute(code, silent, *args, **kwargs)
+            header = None if silent else self._begin_output(asked)
+            self.shell.begin_cell()
+            self._aside = self._aside or Aside(self.parent.end, self._say)
+            try:
+                reply = await self._run(silent, run)
+            except GeneratorExit:  # the loop is no more
+                raise
+            except BaseException as error:
+                raised = self.shell.raised
+                reply = self._error_reply("execute", error if raised is None else raised)
+            return cast(CellReply, reply) if header is None else self._with_report(reply, header)
         except Exception as error:  # ddip's own steps: memory or descriptors may have run out; an answer must leave
             if cells.busy:
                 cells.end(error)
-            return self._error_reply("execute", error)
+            reply = self._error_reply("execute", error)
+            return cast(CellReply, {**reply, "silent": True})  # nobody waits for more
 
-    async def _execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        header = None if silent else self._begin_output()
-        self.shell.begin_cell()
-        self._aside = self._aside or Aside(self.parent.end, self._say)
-        try:
-            reply = await self._run(code, silent, *args, **kwargs)
-        except GeneratorExit:  # the loop is no more
-            raise
-        except BaseException as error:
-            raised = self.shell.raised
-            reply = self._error_reply("execute", error if raised is None else raised)
-        return reply if header is None else self._with_report(reply, header)
-
-    def _begin_output(self) -> dict[str, Any]:
+    def _begin_output(self, asked: Asked) -> dict[str, Any]:
         """What is written and begun from here on is the cell's that has come; returns the header of its request."""
-        request = self.get_parent("shell")
+        header: dict[str, Any] = self.get_parent("shell")["header"]
         self.listen()
-        asked = request["content"].get("ddip", {})
         self._number_cell(asked.get("number"))
+        if "log" in asked:
+            cell_log.begin(header["msg_id"], asked["log"])
         for stream in self._streams:
-            stream.begin_cell(request["header"], asked.get("limit", sys.maxsize))
+            stream.begin_cell(header, asked.get("limit", sys.maxsize))
         cells.begin()
+        profiling.ask(asked.get("profile", ""))
         call("process_group.begin_cell")
         call("current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
-        return request["header"]  # type: ignore[no-any-return]
+        return header
 
-    async def _run(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    async def _run(self, silent: bool, run: Run) -> dict[str, Any]:
         """Run the code, and only that, where an interrupt may come; its alarms and handlers live as long."""
         assert self._aside is not None
         self._cell = self._message()
@@ -205,7 +201,8 @@ class RankKernel(SilentKernel):
             self._begin()
             if apps.before is not None and not silent:
                 apps.call_hook(apps.before)
-            reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+            profiling.begin()
+            reply = await run()
             if apps.after is not None and not silent:
                 apps.call_hook(apps.after, self.shell.raised)
             if reply["status"] == "ok":
@@ -217,6 +214,7 @@ class RankKernel(SilentKernel):
         finally:
             self._interruptible = False
             signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set its own
+            profiling.end()
             self._aside.put()
             self.aborted.discard(self._cell)
             self._cell = None
@@ -230,22 +228,26 @@ class RankKernel(SilentKernel):
             self.shell.raised, self.shell.raised_at = error, time.time()
             raise
 
-    def _with_report(self, reply: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
+    def _with_report(self, reply: dict[str, Any], header: dict[str, Any]) -> CellReply:
         """The cell of `header` has ended: `reply`, and in it what has become of this rank and its group."""
         self.mend_streams()
         report, raised = of_the_cell(self.shell), self.shell.raised
+        if cell_log.has(header["msg_id"]):
+            for stream in self._streams:
+                stream.flush_all()
+            told = None if raised is None else self.shell.told_of(raised)
+            self._streams[1].write(cell_log.end(header["msg_id"], [] if told is None else told.traceback))
         cells.end(raised)
         if raised is None:
             self.shell.begin_cell()
         del raised
         report["seconds"] = cells.seconds or 0.0
-        for stream in self._streams:
-            stream.end_cell(header)
-        for stream in self._streams:
-            stream.flush_all()  # what is kept back where nobody looks is silence, too
-        report["silent"] = self.was_silent(header["msg_id"])
-        info = reply.get("engine_info") or self.get_engine_info(method="execute")
-        return {**reply, "engine_info": {**info, "ddip": report}}
+        if not RankStream.is_quiet() or any(stream.has_rest(header) for stream in self._streams):
+            for stream in self._streams:
+                stream.end_cell(header)
+            for stream in self._streams:
+                stream.flush_all()  # what is kept back where nobody looks is silence, too
+        return cast(CellReply, {**reply, "report": report, "silent": self.was_silent(header["msg_id"])})
 
     def _say(self, text: str) -> None:
         """Tell the user, as output of the cell that ended last; may be called by a handler of a signal."""
@@ -311,10 +313,9 @@ class RankKernel(SilentKernel):
             return self._error_reply("apply", error), []
 
     def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Answer a ``call`` (``protocol/remote.py``) from the control thread."""
-        content = parent["content"]
-        reply = {"status": "ok", **call(content["target"], *content["args"])}
-        self.session.send(stream, "ddip_reply", reply, parent, ident=ident)
+        """Answer a ``call`` (``protocol/remote.py``) beside the cell."""
+        send = partial(self.session.send, stream, "ddip_reply", parent=parent, ident=ident)
+        answers.answer(parent["content"], self.control_thread.io_loop, send)
 
     def ddip_interrupt(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Interrupt one cell or call, by the id of its request, also when it is still on its way; and no other.
@@ -332,10 +333,8 @@ class RankKernel(SilentKernel):
         self._aim(cell)
 
     def interrupt_what_runs(self) -> None:
-        """Interrupt the cell that runs, if one does. Call this first, and then end what the main thread waits for.
-
-        It takes the signal before anything else, and Python looks for signals when a call returns.
-        """
+        """Interrupt the cell that runs, if one does. Call this first, and then end what the main thread waits for: it
+        takes the signal before anything else, and Python looks for signals when a call returns."""
         self._aim(self._cell)
 
     def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:

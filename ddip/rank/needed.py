@@ -12,6 +12,7 @@ import IPython.core.guarded_eval
 import IPython.core.latex_symbols
 import pygments.formatters.terminal256  # type: ignore[import-untyped]
 import stack_data
+import torch.distributed as dist
 
 from ddip.protocol import dump, pickling
 from ddip.rank import (
@@ -29,3 +30,5 @@ from ddip.rank import (
     streams,
     transfer,
 )
+
+dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl"))  # torch looks for each among all packages that are installed

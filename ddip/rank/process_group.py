@@ -36,6 +36,7 @@ from ddip.rank import (
     sockets,
     stacks,
     stores,
+    vitals,
     wrappers,
 )
 from ddip.rank.gpu import gpu
@@ -73,7 +74,7 @@ _joins = threading.Event()
 """Has this rank begun to join another group since the last release?"""
 _is_cut_off = False
 """Was the cell interrupted since a release has cut off its work on the GPU, or half of a message of gloo's?"""
-_standing: dict[str, Any] = {}
+standing: dict[str, Any] = {}
 """The variables that a cell may use."""
 _told_replaced: dict[str, str] = {}
 """What was told last of those that cells have given other values."""
@@ -88,6 +89,7 @@ def watch() -> None:
     wrappers.watch()
     changes.watch()
     rpc.watch()
+    vitals.watch()
 
 
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
@@ -123,8 +125,8 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     if _formed is None or _formed.size() != rank_spec.world_size:
         raise RuntimeError("init_process_group has formed no group of all ranks; something has taken its place")
     setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
-    _standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
-    namespace().update(_standing)
+    standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
+    namespace().update(standing)
     _told_replaced.clear()
     return connections
 
@@ -133,8 +135,7 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Form the group; returns what `join` does."""
     before = set(sockets.connections())
     nccl, at_once = has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
-    timed = nccl or rank_spec.backend == dist.Backend.GLOO
-    served = rank_spec.store.startswith("tcp:")
+    timed, served = nccl or rank_spec.backend == dist.Backend.GLOO, rank_spec.store.startswith("tcp:")
     dist.init_process_group(
         rank_spec.backend,
         init_method=None if served else f"file://{rank_spec.store}",
@@ -148,7 +149,8 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         c10d.connect_devices(gpu.device)
     if timed:
         c10d.set_timeout(dist.default_pg_timeout)
-    return [ends for ends in sockets.connections() if ends not in before], list(setup.ports())
+    listening, connected = sockets.table()
+    return [ends for ends in connected if ends not in before], list(setup.ports(set(listening.items())))
 
 
 def begin_cell() -> None:
@@ -158,7 +160,7 @@ def begin_cell() -> None:
     gpu.begin_cell()
     changes.begin_cell()
     names = namespace()
-    for name, value in _standing.items():
+    for name, value in standing.items():
         names.setdefault(name, value)
 
 
@@ -171,9 +173,9 @@ def replaced() -> dict[str, str]:
     global _told_replaced
     names, now = namespace(), dict[str, str]()
     for name in NUMBERS:
-        standing = _standing.get(name)
-        value = names.get(name, standing)
-        if value is standing or (type(value) is int and value == standing):
+        ours = standing.get(name)
+        value = names.get(name, ours)
+        if value is ours or (type(value) is int and value == ours):
             continue
         small = type(value) is int and abs(value) < 1 << 63  # Python refuses to write very long ones
         now[name] = str(value) if small else f"of type {type(value).__name__}"

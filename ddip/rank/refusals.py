@@ -8,7 +8,21 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-OF_THE_NOTEBOOK = ("makedip", "autodip", "dipush", "dipull", "dipshards", "dipstack", "dipper")
+OF_THE_NOTEBOOK = (
+    "makedip",
+    "autodip",
+    "dipush",
+    "dipull",
+    "dipshards",
+    "dipcells",
+    "dipcell",
+    "dipwait",
+    "dipstop",
+    "dipstack",
+    "dipwatch",
+    "dipstatus",
+    "dipper",
+)
 OWN_CELL = "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a cell of its own"
 DIP = "is not a magic: the cell runs on the ranks anyway"
 TWICE = "is there twice: leave out the second one; the cell runs on the ranks anyway"

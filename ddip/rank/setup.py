@@ -117,9 +117,12 @@ def free() -> None:
                     knocking.sendall(PAIR.pack(pair))
 
 
-def ports() -> set[int]:
-    """On which this rank has listened for others while its groups were set up: what came in there is gloo's."""
-    return {int(address[1]) for _, address in _fenced & _listeners()}
+def ports(listeners: set[Listener] | None = None) -> set[int]:
+    """On which this rank has listened for others while its groups were set up: what came in there is gloo's.
+
+    `listeners` are those that there are now, if that is known.
+    """
+    return {int(address[1]) for _, address in _fenced & (_listeners() if listeners is None else listeners)}
 
 
 def _listeners() -> set[Listener]:
@@ -135,7 +138,8 @@ def _fence_after(begin: Callable[[], Any], size: int, backend: str = "gloo") -> 
     All connections are there then, unless gloo was told to connect when they are needed: a group with fewer connections
     than other ranks is left alone. Raises DistBackendError if it was freed.
     """
-    before, connections = _listeners(), len(sockets.connections())
+    listening, connected = sockets.table()
+    before, connections = set(listening.items()), len(connected)
     under_way = _UnderWay(before, size)
     _under_way.append(under_way)
     try:
@@ -146,16 +150,18 @@ def _fence_after(begin: Callable[[], Any], size: int, backend: str = "gloo") -> 
     if under_way.freed:
         raise dist.DistBackendError("the group was released while gloo connected it")
     group = made[0] if isinstance(made, tuple) else made
-    new = set[Listener]() if c10d.connects_at_once(backend.lower()) else _listeners() - before
-    if new and len(sockets.connections()) - connections >= len(new) * (group.size() - 1):
-        _fence(new)
+    if not c10d.connects_at_once(backend.lower()):
+        listening, connected = sockets.table()
+        new = set(listening.items()) - before
+        if new and len(connected) - connections >= len(new) * (group.size() - 1):
+            _fence(new)
     return made
 
 
 def _fence(listeners: set[Listener]) -> None:
     global _fenced
     sockets.fence({number for number, _ in listeners})
-    _fenced = (_fenced & _listeners()) | listeners
+    _fenced = (_fenced & _listeners() if _fenced else _fenced) | listeners
 
 
 class _Agreement:

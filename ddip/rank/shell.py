@@ -91,9 +91,11 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         raise SystemExit
 
     def begin_cell(self) -> None:
-        """Forget what the last cell raised."""
+        """Forget what the last cell raised, and all that IPython keeps of what cells show, for ``%notebook``."""
         self.raised_at = 0.0
         self.raised = self.caught = self._told = self._kept = None
+        for kept in ("outputs", "exceptions"):  # from IPython 9 on
+            getattr(self.history_manager, kept, {}).clear()
 
     def forget(self) -> None:
         """The same, when its frames are let go, and all that was parsed to tell of them."""

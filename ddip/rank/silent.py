@@ -7,10 +7,12 @@ last message says so, since answer and output travel by different sockets.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
+from ddip.protocol import cell_messages
 from ddip.rank.streams import RankStream
 
 
@@ -28,7 +30,10 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
 
     def _count(self, *args: Any, **kwargs: Any) -> None:
         self._sent += 1
-        self._send_to_all(*args, **kwargs)
+        if RankStream.flushing and threading.current_thread() is self.iopub_socket.thread:
+            self.iopub_socket.socket.send_multipart(*args, **kwargs)  # ipykernel would have it wait for the next turn
+        else:
+            self._send_to_all(*args, **kwargs)
 
     def listen(self) -> None:
         """A cell begins."""
@@ -44,10 +49,6 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
         self._silent = msg_id if silent else ""
         return silent
 
-    def _publish_execute_input(self, code: str, parent: dict[str, Any], execution_count: int) -> None:
-        if not _is_cell(parent):
-            super()._publish_execute_input(code, parent, execution_count)
-
     def _publish_status(self, status: str, channel: str, parent: dict[str, Any] | None = None) -> None:
         request = parent or self.get_parent(channel)
         unasked = _is_cell(request) and (status == "busy" or request["header"]["msg_id"] == self._silent)
@@ -55,11 +56,14 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
             super()._publish_status(status, channel, parent)
 
 
+def _kind(request: dict[str, Any]) -> str:
+    return str(request.get("header", {}).get("msg_type", ""))
+
+
 def _is_cell(request: dict[str, Any]) -> bool:
-    return "ddip" in request.get("content", {})
+    return _kind(request) == cell_messages.REQUEST
 
 
 def _is_call(request: dict[str, Any]) -> bool:
     """Only its answer is of use."""
-    kind = request.get("header", {}).get("msg_type", "")
-    return "doing" in request.get("metadata", {}) or kind.startswith("ddip_")
+    return "doing" in request.get("metadata", {}) or _kind(request) in ("ddip_request", "ddip_interrupt")

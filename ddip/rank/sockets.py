@@ -22,35 +22,59 @@ REJECT = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A program of the classic Berkeley packet filter: ``ret 0``, take no packet."""
 
 
-def _tcp() -> Iterator[tuple[int, socket.socket]]:
-    """Each TCP socket: its descriptor, and a duplicate to be used before the next is asked for."""
+def _tcp() -> Iterator[tuple[int, socket.SocketType]]:
+    """Each TCP socket: its descriptor, and a duplicate to be used before the next is asked for.
+
+    Of the type that is below Python's own, which looks up names of numbers: a large group has many sockets.
+    """
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for name in os.listdir(folder):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            ours = socket.socket(fileno=os.dup(int(name)))
-            with ours:
-                if ours.type == socket.SOCK_STREAM and ours.family in (socket.AF_INET, socket.AF_INET6):
-                    yield int(name), ours
+            ours = socket.SocketType(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            if ours.type == socket.SOCK_STREAM and ours.family in (socket.AF_INET, socket.AF_INET6):
+                yield int(name), ours
+        finally:
+            ours.close()
 
 
-def _connected() -> Iterator[tuple[socket.socket, Ends]]:
-    """Each connected TCP socket, as a duplicate to be used before the next is asked for."""
-    for _, ours in _tcp():
-        with contextlib.suppress(OSError):  # not connected
-            (our_host, our_port), (their_host, their_port) = ours.getsockname()[:2], ours.getpeername()[:2]
-            # a client of a TCPStore is an IPv6 socket, whose server may be an IPv4 one
-            yield ours, (our_host.removeprefix(V4), our_port, their_host.removeprefix(V4), their_port)
+def _listens(ours: socket.SocketType) -> bool:
+    return bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _ends(ours: socket.SocketType) -> Ends | None:
+    """Both ends; None: it is not connected."""
+    try:
+        (our_host, our_port), (their_host, their_port) = ours.getsockname()[:2], ours.getpeername()[:2]
+    except OSError:
+        return None
+    # a client of a TCPStore is an IPv6 socket, whose server may be an IPv4 one
+    return our_host.removeprefix(V4), our_port, their_host.removeprefix(V4), their_port
+
+
+def table() -> tuple[dict[int, tuple[Any, ...]], list[Ends]]:
+    """Host and port of each socket that listens, by its descriptor; both ends of each connection of this process."""
+    listening, connected = dict[int, tuple[Any, ...]](), list[Ends]()
+    for number, ours in _tcp():
+        if _listens(ours):
+            listening[number] = ours.getsockname()[:2]
+        elif (ends := _ends(ours)) is not None:
+            connected.append(ends)
+    return listening, connected
 
 
 def listeners() -> dict[int, tuple[Any, ...]]:
     """Host and port of each socket that listens, by its descriptor."""
-    return {
-        number: ours.getsockname()[:2]
-        for number, ours in _tcp()
-        if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
+    return table()[0]
+
+
+def connections() -> list[Ends]:
+    """Both ends of each TCP connection of this process."""
+    return table()[1]
 
 
 def fence(numbers: Collection[int]) -> None:
@@ -59,27 +83,23 @@ def fence(numbers: Collection[int]) -> None:
     Connections that are there do not notice, and the descriptors stay as they are: gloo neither stops to listen when it
     has all its connections, nor bears that anybody else closes the socket. Only Linux can do it.
     """
-    if sys.platform != "linux":
-        return
     program = ctypes.create_string_buffer(REJECT, len(REJECT))
-    request = struct.pack("@HP", 1, ctypes.addressof(program))  # struct sock_fprog
-    for number, ours in _tcp():
-        if number in numbers:
-            with contextlib.suppress(OSError):  # a kernel without such filters: it goes on listening
-                ours.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, request)
+    _set(numbers, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))  # struct sock_fprog
 
 
 def open_again(numbers: Collection[int]) -> None:
     """Take away what `fence` has done to these sockets."""
+    _set(numbers, SO_DETACH_FILTER, 0)
+
+
+def _set(numbers: Collection[int], option: int, value: int | bytes) -> None:
+    """An option of sockets that listen, by their descriptors."""
+    if sys.platform != "linux" or not numbers:
+        return
     for number, ours in _tcp():
-        if number in numbers and sys.platform == "linux":
-            with contextlib.suppress(OSError):  # there is none
-                ours.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
-
-
-def connections() -> list[Ends]:
-    """Both ends of each TCP connection of this process."""
-    return [ends for _, ends in _connected()]
+        if number in numbers and _listens(ours):
+            with contextlib.suppress(OSError):  # a kernel without such filters, or there is none
+                ours.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def to_itself(ports: Collection[int]) -> list[Ends]:
@@ -96,8 +116,9 @@ def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
     """
     wanted = {tuple(ends) for ends in connections}
     found = 0
-    for connection, ends in _connected():
-        if ends in wanted or ends[1] in ports:
+    for _, connection in _tcp():
+        ends = _ends(connection)
+        if ends is not None and (ends in wanted or ends[1] in ports):
             with contextlib.suppress(OSError):  # the other end was quicker
                 connection.shutdown(socket.SHUT_RDWR)
             found += 1

@@ -66,7 +66,12 @@ def cell_number(code: CodeType) -> int | None:
     return cell_files().get(code.co_filename)
 
 
-_UNTORN = {("showtraceback", "ddip.rank.shell"), ("_interrupt_again", "ddip.rank.kernel")}
+_UNTORN = {
+    ("showtraceback", "ddip.rank.shell"),
+    ("_interrupt_again", "ddip.rank.kernel"),
+    ("_on_main_thread", "ddip.rank.profiling"),
+    ("finish", "ddip.rank.profiling"),
+}
 """Functions of ddip's, and their modules, that a cell's own code leads to and an interrupt must not end."""
 _HOOK = "call_hook", "ddip.rank.apps"
 """What calls an app before a cell and after it."""
@@ -86,11 +91,7 @@ def is_users(frame: FrameType | None) -> bool:
         if name == "run_code" or function == _HOOK or frame.f_code is Gpu.finish.__code__:
             return True
         if frame.f_code == call.__code__:  # what a cell begins and ends with is none of the user's
-            return frame.f_back is None or frame.f_back.f_code.co_name not in (
-                "_execute",
-                "_begin_output",
-                "of_the_cell",
-            )
+            return frame.f_back is None or frame.f_back.f_code.co_name not in ("_begin_output", "of_the_cell")
         frame = frame.f_back
     return False
 
@@ -168,6 +169,18 @@ def here() -> dict[str, Any]:
     return asdict(_here(_cell_frames()))
 
 
+def of_thread(ident: int) -> tuple[FrameType | None, StackLocation]:
+    """The innermost frame of a thread that runs beside the cells, and where it is."""
+    frames = _frames(ident)
+    return next(iter(frames), None), _place([(frame.f_code, frame.f_lineno) for frame in frames])
+
+
+def running_cell() -> int | None:
+    """Number of the cell that the main thread runs; None if it runs none, or that awaits something."""
+    frames = _cell_frames()
+    return cell_number(frames[-1].f_code) if frames else None
+
+
 def pulse() -> tuple[int, float]:
     """A number that changes when the main thread moves, and the seconds of CPU time that count as movement.
 
@@ -181,7 +194,7 @@ def pulse() -> tuple[int, float]:
 def whole() -> dict[str, Any]:
     """The `Stack` of this rank, as a dict; threads that the engine itself has are left out."""
     frames = _cell_frames()
-    place = _here(frames)
+    place = replace(_here(frames), collective=call("pending.collective").get("ok", "") if cells.busy else "")
     threads = {"main": _text(frames) or str(place)}
     for thread in threading.enumerate():
         others = _frames(thread.ident)

@@ -21,9 +21,9 @@ from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher
 from tornado.ioloop import IOLoop
 
+from ddip.rank import cell_log
 from ddip.rank.limiter import Chunk, OutputLimiter
 from ddip.rank.pipes import Pipe, Pipes, Written
-from ddip.rank.stacks import is_users
 
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
 PAUSE_SECONDS = 10e-6
@@ -73,8 +73,13 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     """What others write; of both."""
     _wrote = 0.0
     """When it was written to last; not of both, since to change a class costs all that is looked up there next."""
-    _flushing = False
-    """Does the output thread send what was written? Of both, and set before it takes that."""
+    last_text = ""
+    """The end of what was sent last, or would be if somebody looked: perhaps a progress bar; of both."""
+    flushing = False
+    """Does the output thread send what was written? Of both, and set before it takes that. All that was to leave before
+    has left, since that thread does one after the other."""
+    _timed = False
+    """Will the output thread look soon?"""
     _process = 0
     """In what a cell has forked: its pid. Asked with each write, and quicker than to ask the system."""
 
@@ -111,12 +116,28 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
                 if before is not None:
                     before._line_up()
             super().write(string)
-        super()._schedule_flush()
+        self._flush_soon()
         return len(string)
 
     def _schedule_flush(self) -> None:
         """Not within ipykernel's `write`: this waits while the output thread's queue is full, which would wait for the
         order that is held there."""
+
+    def _flush_soon(self) -> None:
+        """The output thread is woken up once for an interval, not for each line of a loop that flushes them."""
+        if not self._flush_pending:
+            self._flush_pending = True
+            if not self._timed:
+                self._timed = True
+                self.pub_thread.schedule(self._wait_an_interval)
+
+    def _wait_an_interval(self) -> None:
+        self._io_loop.call_later(self.flush_interval, self._flush_in_turn)
+
+    def _flush_in_turn(self) -> None:
+        self._timed = False  # before the look: what is written from here on asks again
+        if self._flush_pending:
+            self.pub_thread.schedule(self._flush)
 
     def _wait_for_others(self) -> None:
         """What has been written elsewhere until now goes before what is written here next."""
@@ -143,7 +164,7 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         self._take()
         if not self._flush_pending:
             self._flush_pending = True
-            self._io_loop.call_later(self.flush_interval, self._flush)
+            self._wait_an_interval()
 
     def _take(self) -> None:
         """Line up what others have written, behind what this process has written before."""
@@ -176,15 +197,18 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 
     def begin_cell(self, header: dict[str, Any], limit: int) -> None:
         """The cell of the request with this header may show `limit` characters; 0: nobody looks."""
+        RankStream.last_text = ""
         self._headers[header["msg_id"]], self._budgets[header["msg_id"]] = header, OutputLimiter(limit)
         if len(self._budgets) > CELLS:
             oldest = next(iter(self._budgets))
             del self._headers[oldest], self._budgets[oldest]
 
+    def has_rest(self, header: dict[str, Any]) -> bool:
+        """Is there an end of what the cell wrote that has not been sent?"""
+        return self._budgets[header["msg_id"]].rest() is not None
+
     def end_cell(self, header: dict[str, Any]) -> None:
-        """Send the end of what the cell wrote, with the next flush: ipykernel flushes before it answers."""
-        if self.is_quiet() and self._budgets[header["msg_id"]].rest() is None:
-            return
+        """Send it with the next flush."""
         self._ended.append(header)
         if getattr(sys, self.name) is not self:
             self.pub_thread.schedule(self._flush)
@@ -210,25 +234,39 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 
     def flush_all(self) -> None:
         """The same, also of what nobody looks at."""
-        if self._process or not self.is_quiet():
-            super().flush()
+        thread = self.pub_thread.thread
+        if self._process or self.is_quiet():
+            return
+        if thread is threading.current_thread() or not thread.is_alive():
+            self._flush()
+            return
+        sent = threading.Event()
+        self.pub_thread.schedule(partial(self._flush_for, sent))
+        sent.wait(self.flush_timeout)
+
+    def _flush_for(self, sent: threading.Event) -> None:
+        """For who waits: if the rank ends right after, nothing is lost."""
+        try:
+            self._flush()
+        finally:
+            sent.set()
 
     @classmethod
     def is_quiet(cls) -> bool:
         """Has all that was written until now been sent? Of both."""
         with cls._in_order:  # what has been taken from a pipe is in the line
             streams = list(cls._streams.values())
-            begun = any(one._flush_pending or one._ended for one in streams) or cls._line or cls._flushing
+            begun = any(one._flush_pending or one._ended for one in streams) or cls._line or cls.flushing
             return not begun and not cls._pipes.has_come() and not cls._pipes.has_begun()
 
     def _flush(self) -> None:
         if not self._is_master_process():
             return  # what the buffers hold is the parent's, which sends it
-        RankStream._flushing = True
+        RankStream.flushing = True
         try:
             self._flush_both()
         finally:
-            RankStream._flushing = False
+            RankStream.flushing = False
 
     def _flush_both(self) -> None:
         self._flush_pending = False
@@ -250,6 +288,8 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
             yield self._line.popleft()
 
     def _show(self, text: str, parent: dict[str, Any]) -> None:
+        cell_log.write(parent.get("msg_id", ""), text)
+        RankStream.last_text = text[-300:]
         budget = self._budgets.get(parent.get("msg_id", ""))
         if budget is None:
             self._send(Chunk(text), parent)
@@ -280,6 +320,11 @@ class RankDisplay(_OfThreads, ZMQDisplayPublisher):  # type: ignore[misc]
         if last is not None and last not in (sys.stdout, sys.stderr):
             last.flush()
 
+    def publish(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "<progress" in data.get("text/html", ""):  # as fastprogress shows it
+            RankStream.last_text = data["text/html"][-300:].replace("\n", " ")
+        super().publish(data, *args, **kwargs)
+
 
 def threads_belong_to_their_cells() -> None:
     """From here on each thread knows the cell in which it was started, and so do the threads that it starts."""
@@ -290,52 +335,3 @@ def threads_belong_to_their_cells() -> None:
         start(self)
 
     threading.Thread.start = start_in_cell  # type: ignore[method-assign]
-
-
-class _OfACell:
-    """A stream that a cell has put in place of stdout or stderr, and which may fail at any time: its disk may be full.
-
-    ipykernel flushes it after each request, and if that raised, the answer would be lost.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except Exception:
-            if is_users(sys._getframe()):
-                raise
-
-
-def _is_untouched(ours: RankStream) -> bool:
-    """Has nobody put something in place of its methods? IPython does in each cell, and then puts these back."""
-    for name in ("write", "flush"):
-        found = vars(ours).get(name)
-        if getattr(found, "__self__", None) is ours and found.__func__ is getattr(RankStream, name):  # type: ignore[union-attr]
-            del vars(ours)[name]
-    return not vars(ours).keys() & {"write", "flush"}
-
-
-def mend(stdout: RankStream, stderr: RankStream) -> None:
-    """Put these back where a cell has left a stream in their place that cannot be written to."""
-    for name, ours in (("stdout", stdout), ("stderr", stderr)):
-        left = getattr(sys, name)
-        known = isinstance(left, _OfACell) and not getattr(left, "closed", False)
-        if known or (left is ours and _is_untouched(ours)):
-            continue  # as it was; to try it would cost a turn of the output thread
-        try:
-            left.write("")
-            left.flush()
-            if left is not ours:
-                setattr(sys, name, _OfACell(left))
-        except Exception as error:
-            for replaced in ("write", "flush"):
-                vars(ours).pop(replaced, None)
-            setattr(sys, name, ours)
-            what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
-            stderr.write(f"ddip: {what}; the former one is back\n")

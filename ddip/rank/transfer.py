@@ -4,28 +4,38 @@ What is large comes and goes in parts, so that a person sees it go on, and no co
 is pushed to several ranks of one host is in memory once there: each of them has it as its own, and what a rank changes
 is copied before (``protocol/shared.py``). What the notebook pulls from a rank beside it is in memory once, too.
 
-A push has two steps, so that all names arrive on all ranks or none does: every rank unpickles into a waiting room, and
-only when all could, every rank takes what waits there.
+All names of a push arrive on all ranks, or none does, in one message to each: a rank that could unpickle all of it puts
+it into the namespace at once, and keeps what was there before, until the notebook knows of all ranks. Where one could
+not, the others put that back.
 """
 
 from __future__ import annotations
 
 import mmap
+import sys
 from typing import Any, TypeAlias
 
 from ddip.protocol import pickling, shared
 from ddip.protocol.pickling import Pickled
-from ddip.protocol.reports import Packed, Place
+from ddip.protocol.reports import Packed, Paths, Place, Put
 from ddip.protocol.shared import SharedBytes
 from ddip.protocol.text import readable
 from ddip.rank import namespace
+from ddip.rank.housekeeping import cells
 from ddip.rank.wrappers import WRAPPERS
 
 Memory: TypeAlias = "SharedBytes | bytearray | mmap.mmap"
 AT_ONCE = 1 << 24
 """Bytes of one call of the system's, within which no stop is heard."""
 
-_waiting: dict[str, Any] = {}
+LIGHT = (type(None), bool, int, float, complex, str, bytes)
+"""Types of what may be kept for a while where it has been replaced."""
+
+_push = 0
+"""Number of the push that came last."""
+_before: dict[str, Any] = {}
+"""What it has replaced, until all ranks have it; `_nothing` where there was no such name."""
+_nothing = object()
 _arriving: dict[int, Memory] = {}
 """What is pushed, by the number of the load: of this rank alone, or shared with others of this host."""
 _leaving: dict[str, SharedBytes | bytearray] = {}
@@ -71,27 +81,48 @@ def attach(load: int, path: str, size: int) -> bool:
     return True
 
 
-def stage(places: dict[str, Place], small: bytes | bytearray = b"") -> dict[str, str]:
-    """Unpickle what has come, of which `places` says where it lies, into the waiting room.
+def put(push: int, places: dict[str, Place], small: bytes | bytearray = b"", paths: Paths | None = None) -> Put:
+    """Unpickle what has come, of which `places` says where it lies, and put it into the namespace, if all of it can be.
 
-    `small` is all of it, as load 0, where it is not worth a way of its own. Returns the errors by name.
+    `small` is all of it, as load 0, where it is not worth a way of its own; `paths` say where another process of this
+    host has the loads. What it replaces is kept until `settle`, or until something else comes or goes; until then
+    `drop` brings it back, by the number of the `push`.
     """
-    _waiting.clear()
+    global _push
+    settle()
+    _push = push
     if small:
         _arriving[0] = bytearray(small)
-    loads, errors = _taken(), {}
+    if not all(attach(load, path, size) for load, (path, size) in (paths or {}).items()):
+        drop()
+        return {"errors": {}, "unread": True, "replaces": False}
+    loads, values, errors = _taken(), dict[str, Any](), dict[str, str]()
     for name, (load, begin, sizes) in places.items():
         try:
             came = Pickled.of(loads[load], sizes, begin)
-            _waiting[name] = (Pickled.of(came.joined(), sizes) if small else came).load()
+            values[name] = (Pickled.of(came.joined(), sizes) if len(loads[load]) <= shared.COPIED else came).load()
         except KeyboardInterrupt:
             drop()
             raise
         except BaseException as error:
             errors[name] = readable(f"{type(error).__name__}: {error}")
-    if errors:
-        _waiting.clear()
-    return errors
+    if not errors:
+        here = namespace()
+        _before.update({name: here.get(name, _nothing) for name in values})
+        here.update(values)
+    return {"errors": errors, "unread": False, "replaces": any(_is_heavy(value) for value in _before.values())}
+
+
+def _is_heavy(value: object) -> bool:
+    """May it be large, or hold something that is to be let go of soon?"""
+    return value is not _nothing and (type(value) not in LIGHT or sys.getsizeof(value) > pickling.INLINE)
+
+
+def settle() -> None:
+    """All ranks have what was pushed: let go of what it has replaced, as after a cell."""
+    if _before:
+        with cells.letting_go():
+            _before.clear()
 
 
 def _taken() -> dict[int, bytearray | mmap.mmap]:
@@ -109,15 +140,16 @@ def _let_go() -> None:
     _arriving.clear()
 
 
-def commit() -> None:
-    """Move the waiting objects into the namespace."""
-    namespace().update(_waiting)
-    _waiting.clear()
-
-
-def drop() -> None:
-    """Forget the waiting objects, what has come, and what was to leave."""
-    _waiting.clear()
+def drop(push: int = 0) -> None:
+    """Forget what has come, and what was to leave; of the `push` with this number, what it has replaced comes back."""
+    if push and push == _push:
+        here = namespace()
+        for name, value in _before.items():
+            if value is _nothing:
+                here.pop(name, None)
+            else:
+                here[name] = value
+    settle()
     for there in _leaving.values():
         if isinstance(there, SharedBytes):
             there.close()
@@ -147,7 +179,7 @@ def pack(names: list[str], most: int, share: bool) -> Packed:
         "errors": errors,
         "missing": missing,
         "moved": moved,
-        "wrappers": {name: kind for name in names if name in here and (kind := _wrapper(here[name]))},
+        "wrappers": {name: kind for name in names if name in here and (kind := wrapper_of(here[name]))},
     }
 
 
@@ -168,7 +200,7 @@ def _laid(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
     return there
 
 
-def _wrapper(value: object) -> str:
+def wrapper_of(value: object) -> str:
     """Name of the wrapper that `value` is; empty if it is none."""
     kinds = (kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
     return next((kind for kind in kinds if kind in WRAPPERS.values()), "")

@@ -18,8 +18,10 @@ from pygments.lexer import bygroups, this, using
 from pygments.token import Keyword, Operator, Text
 from sphinx.application import Sphinx
 
+from ddip.notebook.cell_magics import CellMagics
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.watching import WatchMagics
 
 DOCS = Path(__file__).parents[1]
 NOTEBOOKS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "tutorials"
@@ -51,7 +53,8 @@ class Magic(Directive):
     def run(self) -> list[nodes.Node]:
         """One section: how it is typed, what it does, its arguments."""
         name = self.arguments[0]
-        function = getattr(ObjectMagics if hasattr(ObjectMagics, name) else DipMagics, name)
+        homes = (DipMagics, ObjectMagics, CellMagics, WatchMagics)
+        function = next(getattr(home, name) for home in homes if hasattr(home, name))
         typed = ("%%" if name == "dip" else "%") + name
         section = nodes.section(ids=[name])
         section += nodes.title("", "", nodes.literal("", typed))

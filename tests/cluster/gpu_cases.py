@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 import ddip
+from ddip.cluster.seam import Recipient
 from ddip.errors import CellError, CellTimeout, GroupError
 
 from .leftovers import wait_until
@@ -263,13 +265,12 @@ def a_rank_that_ends_while_a_group_connects_is_replaced(group: ddip.Group, times
 @case(1, 2, on_cpu=False)
 def a_rank_answers_while_its_allocator_waits(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    request = group.cluster.execute(
-        group.members[0].engine,
+    (request,) = group.cluster.execute(
         "big = torch.empty(2 * 2**30, dtype=torch.uint8, device=device)\n"
         + SLEEP.format(seconds=6)
         + "\ndel big; torch.cuda.empty_cache()",
-        lambda message: None,
-        {"limit": 0},
+        [Recipient(group.members[0].engine, lambda message: None)],
+        {},
     )
     while not request.done():
         began = time.monotonic()
@@ -368,3 +369,20 @@ def tensors_arrive_on_the_cpu_and_generators_are_refused(group: ddip.Group, time
     if on_gpu(group):
         with pytest.raises(ddip.errors.TransferError, match=re.escape("a random generator of cuda:0 stays where")):
             group.pull(["generator"])
+
+
+@case(1, 2)
+def a_tensor_is_looked_at_while_a_kernel_runs(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP + "import time\nstorage, begun = x.untyped_storage(), False")
+    moves = ["storage", "x"] if on_gpu(group) else []
+    wait = "try: torch.cuda.synchronize() if on_gpu else time.sleep(60)\nexcept KeyboardInterrupt: pass"
+    cell = threading.Thread(target=group.run, args=(f"{SLEEP.format(seconds=8)}\nbegun = True\n{wait}",))
+    cell.start()
+    wait_until(lambda: group.peek(["begun"])["begun"])
+    values, moved = group.peek_all(["x", "storage"], [0], seconds=5)
+    assert group.info()[0].state == "busy"
+    group.interrupt()
+    cell.join()
+    assert values[0]["x"].tolist() == [1.0] * 3 and values[0]["storage"].device.type == "cpu"
+    assert sorted(moved) == moves
+    group.run(PROOF)

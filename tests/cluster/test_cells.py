@@ -185,19 +185,19 @@ def test_an_interrupt_stops_a_cell_that_a_rank_has_not_begun(cells: ddip.Group, 
 AT_THE_EDGE = """
 import os, signal
 kernel = get_ipython().kernel
-def at_the_edge(parent, *args):
+def at_the_edge(argument):
     del kernel.{method}
     {what}
-    return kernel.{method}(parent, *args)
+    return kernel.{method}(argument)
 if rank == 0: kernel.{method} = at_the_edge
 """
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
-ABORT = "kernel.aborted.add(parent['header']['msg_id'])"
+ABORT = "kernel.aborted.add(kernel.get_parent('shell')['header']['msg_id'])"
 
 
 @pytest.mark.parametrize("what", [INTERRUPT, ABORT], ids=["interrupted", "aborted"])
 def test_a_cell_does_not_begin_that_is_stopped_when_it_has_been_taken_up(cells: ddip.Group, what: str) -> None:
-    cells.run(AT_THE_EDGE.format(method="init_metadata", what=what))  # called when the next has come
+    cells.run(AT_THE_EDGE.format(method="run_cell", what=what))  # called when the next has come
     with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
         cells.run("here = 1")
     cells.run("ran = 'here' in globals()")
@@ -205,8 +205,8 @@ def test_a_cell_does_not_begin_that_is_stopped_when_it_has_been_taken_up(cells: 
 
 
 def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cells: ddip.Group) -> None:
-    cells.run(AT_THE_EDGE.format(method="finish_metadata", what=INTERRUPT))  # called when it has ended
-    cells.run("assert kernel.finish_metadata is not at_the_edge")
+    cells.run(AT_THE_EDGE.format(method="was_silent", what=INTERRUPT))  # called when it has ended
+    cells.run("assert kernel.was_silent is not at_the_edge")
 
 
 SWALLOWED = {
@@ -604,6 +604,27 @@ def test_a_cell_that_shows_nothing_sends_its_answer_and_nothing_else(cells: ddip
         assert heard == ["stream", "status"]
     finally:
         client._io_loop.add_callback(client._iopub_stream.on_recv, hear, copy=False)
+
+
+def test_what_is_flushed_has_been_sent_when_the_flush_returns(cells: ddip.Group) -> None:
+    """The rank may end then; ipykernel's flush returned while its thread had yet to send."""
+    cells.run("""
+        import sys
+        thread, sent = sys.stdout.pub_thread, []
+        class Socket:
+            def send_multipart(self, *args, **options):
+                sent.append(args)
+                return socket.send_multipart(*args, **options)
+            def __getattr__(self, name):
+                return getattr(socket, name)
+        socket, thread.socket = thread.socket, Socket()
+        late = 0
+        for i in range(100):
+            print(i, flush=True)
+            late += len(sent) < i + 1
+        thread.socket = socket
+    """)
+    assert cells.pull(["late"]) == {"late": 0}
 
 
 def test_a_flush_waits_where_somebody_looks_and_nowhere_else(cells: ddip.Group) -> None:

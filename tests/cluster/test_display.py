@@ -74,6 +74,13 @@ def test_stdout_and_stderr_stay_in_order_whichever_is_sent_first(notebook: Noteb
     assert [content["text"] for _, content in shown.messages] == expected
 
 
+def test_lines_that_are_flushed_one_soon_after_the_other_reach_the_page_together(notebook: Notebook) -> None:
+    """Each message costs the notebook a millisecond, and the page as much."""
+    shown = notebook.ok("%%dip\nfor i in range(100): print(i, flush=True)")
+    assert shown.text.split() == [str(i) for i in range(100)]
+    assert len(shown.messages) < 50
+
+
 def test_what_is_written_arrives_while_the_cell_runs(notebook: Notebook) -> None:
     running = notebook.begin("%%dip\nimport time\nprint('begun')\nwhile True: time.sleep(0.01)")
     assert notebook.finish(running, until="begun").status == ""
@@ -560,7 +567,7 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("""
         from ddip.group import delivery, transfer
         from ddip.notebook import objects
-        transfer.LARGE = transfer.PART = delivery.PART = delivery.LARGE = 1000
+        transfer.LARGE_BESIDE = transfer.PART = delivery.PART = delivery.LARGE = delivery.LARGE_BESIDE = 1000
         objects.QUIET_SECONDS = -1
     """)
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
@@ -574,7 +581,8 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("""
         assert big == bytes(10_000) + b'1'
         transfer.PART = delivery.PART = 1 << 24
-        transfer.LARGE = delivery.LARGE = 1 << 21
+        transfer.LARGE_BESIDE = delivery.LARGE_BESIDE = 1 << 17
+        delivery.LARGE = 1 << 21
         objects.QUIET_SECONDS = 0.5
     """)
 

@@ -15,7 +15,7 @@ import pytest
 
 import ddip
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
-from ddip.group import cell_state, cells
+from ddip.group import cell_state, running
 from ddip.protocol import on_rank
 
 from .conftest import begin_test
@@ -118,7 +118,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What a cell takes the time from."""
     clock = Clock()
-    monkeypatch.setattr(cells, "time", clock)
+    monkeypatch.setattr(running, "time", clock)
     return clock
 
 

@@ -63,6 +63,8 @@ BAD_INPUT = [
     ("%makedip --repair --from 0 a.b", r"--from 0 a.b: type names of variables of rank 0"),
     ("%makedip --repair --from 0 marker", r"--from 0 marker: every rank is there, so nothing was copied"),
     ("%dipstack 3", r"%dipstack 3: unrecognized arguments: 3"),
+    ("%dipwatch maybe", r"%dipwatch maybe: type %dipwatch, %dipwatch off, or %dipwatch --once"),
+    ("%dipwatch off -1", r"%dipwatch off -1: type %dipwatch, %dipwatch off, or %dipwatch --once"),
     (
         "%dipush rank",
         r"%dipush rank: rank is each rank's own variable, which ddip sets; leave it out, or copy it "
@@ -92,6 +94,15 @@ BAD_INPUT = [
     ("%dipshards marker", r"%dipshards marker: on ranks 0-2 it is no module but of type int; type the name of a model"),
     ("%dipull nowhere", r"nothing was pulled: rank 0 has no variable nowhere"),
     ("%dipull -r 9 marker", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
+    ("%dipcell x", r"%dipcell x: type the number of a cell, such as %dipcell 12; %dipcells lists them$"),
+    ("%dipcell 99999", r"%dipcell 99999: no cell with this number was given to ranks; the last ones are \d+"),
+    ("%dipwait 99999", r"%dipwait 99999: no cell with this number"),
+    ("%dipwait -t soon", r"-t soon: type a number of seconds, 0 or more, such as -t 120$"),
+    ("%dipstop", r"%dipstop: no cell runs in the background; %dipcells lists those that there were$"),
+    ("%dipstop me", r"%dipstop me: type the number of a cell"),
+    ("%%dip local --bg\n1", r"%%dip local --bg: only ranks run cells in the background; type %%dip --bg$"),
+    ("%%dip --log\n1", r"%%dip --log: "),
+    ("%%dip --log no/such/folder/train\n1", r"--log no/such/folder/train: there is no folder .*; make it, or type"),
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
 ]
 
@@ -103,6 +114,7 @@ BEFORE_ANY_GROUP = [
     "%makedip -i",
     "%dipper g",
     "%dipstack",
+    "%dipwatch",
     "%dipshards net",
     "%makedip --repair",
 ]
@@ -539,7 +551,7 @@ def test_help_lists_every_option(bare_notebook: Notebook) -> None:
         ("dip", "cell", ["-r", "-S", "-q", "-a", "remote", "local", "everywhere"]),
         ("autodip", "line", ["-a", "on|off"]),
         ("dipush", "line", ["-r"]),
-        ("dipull", "line", ["-r"]),
+        ("dipull", "line", ["-r", "--now", "-t"]),
     ):
         text = bare_notebook.ok(code.format(name, kind)).stdout
         assert [option for option in options if option not in text] == [], text

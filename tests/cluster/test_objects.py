@@ -268,6 +268,42 @@ def test_a_large_push_that_fails_changes_nothing_and_leaves_nothing(
     assert held_there(cells) == []
 
 
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_a_small_push_that_fails_on_one_rank_brings_back_what_the_others_had(cells: ddip.Group, how: str) -> None:
+    cells.push({"small": 1})
+    cells.run("kept = small = [rank]")
+    with pytest.raises((TransferError, GroupError), match="nothing was pushed|pushing failed"):
+        cells.push({"small": 2, "new": 3, "odd": Arrives(how)})
+    cells.repair()
+    cells.run(
+        "found = rank == 1 and 'kept' not in globals() or (small is kept, 'new' in globals(), 'odd' in globals())"
+    )
+    others = (True, False, False) if how == "raise" else True
+    assert [values["found"] for values in cells.pull_all(["found"], [0, 1])[0]] == [(True, False, False), others]
+
+
+def test_a_transfer_that_fails_leaves_alone_what_was_pushed_before(cells: ddip.Group) -> None:
+    cells.push({"number": 1})
+    cells.push({"number": 2})
+    with pytest.raises(TransferError, match="no variable nowhere"):
+        cells.pull(["nowhere"])
+    with pytest.raises(TransferError, match="odd cannot be unpickled"):
+        cells.push({"odd": Arrives("raise")})
+    cells.ranks.ask([0, 1], on_rank.drop(1 << 40))  # of a push that has never come there
+    assert [values["number"] for values in cells.pull_all(["number"], [0, 1])[0]] == [2, 2]
+
+
+def test_what_a_push_replaces_is_let_go_of_when_all_ranks_have_it(cells: ddip.Group) -> None:
+    cells.run("""
+        import numpy, weakref
+        x = numpy.zeros(10)
+        gone = []
+        weakref.finalize(x, gone.append, 1)
+    """)
+    cells.push({"x": 1})
+    assert [values["gone"] for values in cells.pull_all(["gone"], [0, 1])[0]] == [[1], [1]]
+
+
 def test_a_repair_brings_what_is_large(cells: ddip.Group) -> None:
     cells.push({"large": bytes(LARGE)})
     with pytest.raises(CellError):
@@ -347,7 +383,7 @@ def test_a_large_array_arrives_whole(cells: ddip.Group) -> None:
 def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
     """Neither of cells, nor of transfers, of questions on either channel, and of messages of widgets."""
     client = cells.cluster.client
-    tables = ("history", "results", "metadata", "outstanding", "_futures", "_output_futures", "listeners")
+    tables = ("history", "results", "metadata", "outstanding", "_futures", "_output_futures", "listeners", "cells")
 
     def kept() -> list[int]:
         return [len(getattr(client, name)) for name in tables] + [sum(map(len, client._outstanding_dict.values()))]
@@ -355,6 +391,7 @@ def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
     def work() -> None:
         cells.push({"x": 1})
         cells.pull_all(["x"], [0, 1])
+        cells.peek_all(["x"], [0, 1])
         cells.info()
         cells.try_call(on_rank.complete("x", 1), 30)
         cells.stacks()

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ import pytest
 import ddip
 from ddip.cluster import ipp_private
 from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, TransferError
-from ddip.group.cell_state import Limits
 from ddip.group.placement import Request
 from ddip.output.router import CellOutput
 from ddip.protocol import on_rank
@@ -439,7 +439,7 @@ def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_
 def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddip.output.router.CellOutput.finish", lambda self, errors, note: press_stop())
+    monkeypatch.setattr("ddip.output.router.CellOutput.finish", lambda *_: press_stop())
     with pytest.raises(CellInterrupted, match="the cell had ended when it was interrupted"):
         cells.run("pass")
 
@@ -677,8 +677,8 @@ def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) 
         cells.run("pass")
     with pytest.raises(GroupError, match=f"^pushing failed: rank 1: RankEnded: {gone}"):  # as if it had been lost here
         cells.ranks.ask([0, 1], on_rank.drop())
-    with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {gone}"):  # or here
-        cells._cells.run("pass", [0, 1], CellOutput([0]), Limits())
+    with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {gone}"), ExitStack() as stack:  # or here
+        cells._cells.run(cells._admit("pass", [0, 1], CellOutput([0]), None, stack), False, {})
     cells.interrupt()
     assert cells.repair() == [1]
     wait_until(lambda: not lives(pid))

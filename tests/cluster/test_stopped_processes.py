@@ -25,8 +25,8 @@ PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_re
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what does not answer."""
-    for name in ("INFO_SECONDS", "STACK_SECONDS"):
-        monkeypatch.setattr(f"ddip.group.group.{name}", 0.3)
+    for name in ("status.ANSWER_SECONDS", "group.STACK_SECONDS"):
+        monkeypatch.setattr(f"ddip.group.{name}", 0.3)
 
 
 LOST_BEFORE = 30

@@ -10,6 +10,7 @@ import pytest
 
 import ddip
 from ddip.errors import CellInterrupted, TransferError
+from ddip.rank.streams import CELLS
 
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
@@ -43,6 +44,28 @@ def test_a_rank_that_was_released_tells_no_traceback_and_its_cells_cost_what_the
     cells.run("pass")
     for now, then in zip(objects(), before, strict=True):
         assert now < then + 6_000  # it was 50 000 more
+
+
+def test_cells_that_have_failed_or_shown_much_leave_nothing_on_a_rank(cells: ddip.Group) -> None:
+    """IPython keeps each traceback, and all that is printed: a cell would slow down with the number of those before."""
+    count = "import gc\ngc.collect()\ncount = sum(type(one) in (dict, list) for one in gc.get_objects())"
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(ddip.CellError):
+                cells.run("for _ in range(200): print('x')\nraise ValueError")
+
+    def counts() -> list[int]:
+        cells.run(count)
+        return [values["count"] for values in cells.pull_all(["count"], [0, 1])[0]]
+
+    for _ in range(CELLS):  # whose budgets of output are kept
+        cells.run("pass")
+    fail(1)
+    before = counts()
+    fail(60)
+    for now, then in zip(counts(), before, strict=True):
+        assert now < then + 60  # it was two more with each
 
 
 SLOW = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import getpass
+import gzip
+import json
 import os
 import shutil
 import signal
@@ -203,3 +205,20 @@ def test_a_notebook_sends_its_modules_and_has_them_loaded_again(hosts: Network, 
         assert "h1: /no/such is not there; make that folder there, or name another with --cd" in error
     finally:
         notebook.shut_down()
+
+
+def test_the_traces_of_ranks_elsewhere_come_to_the_notebook(group: ddip.Group, notebook_folder: Path) -> None:
+    group.run("import time, torch, torch.distributed as dist\nx = torch.ones(4)\ndist.all_reduce(x)")
+    group.run("if rank == 2: time.sleep(0.5)\ndist.all_reduce(x)", profile="out")
+    profile = group.last_profile
+    assert profile is not None and list(profile.ranks) == [0, 1, 2, 3] and profile.slowest_rank == 2
+    assert all(profile.ranks[rank].waiting > 0.3 for rank in (0, 1, 3))
+    names = {f"rank_{rank}.pt.trace.json.gz" for rank in range(4)} | {"all_ranks.perfetto-trace"}
+    assert {path.name for path in (notebook_folder / "out").iterdir()} == names
+    events = json.loads(gzip.decompress((notebook_folder / "out" / "all_ranks.perfetto-trace").read_bytes()))
+    ends = {
+        event["pid"]: event["ts"] + event["dur"]
+        for event in events["traceEvents"]
+        if event["name"] == "gloo:all_reduce"
+    }
+    assert len(ends) == 4 and max(ends.values()) - min(ends.values()) < 100_000  # microseconds

@@ -146,6 +146,8 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     overrides = folder / "config" / "labconfig"
     overrides.mkdir(parents=True)
     (overrides / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    extensions = {"ServerApp": {"jpserver_extensions": {"jupyter_server_mcp": False}}}  # has one port
+    (folder / "config" / "jupyter_server_config.json").write_text(json.dumps(extensions))
     work = folder / "notebooks"
     work.mkdir()
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root"]

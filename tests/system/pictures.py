@@ -33,6 +33,22 @@ print(f"loss {loss:.2f}")
 assert loss > 0.6, f"loss {loss:.2f} is too good to be true"
 torch.distributed.all_reduce(loss)""",
 ]
+WATCHED = [
+    "%load_ext ddip\n%makedip -n 4",
+    "%dipwatch",
+    """%%dip
+import time, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+model = DDP(torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in tqdm(range(400)):
+    if rank == 2: time.sleep(0.05)  # this one reads from a slow disk
+    optimizer.zero_grad()
+    model(torch.randn(32, 64)).sum().backward()
+    optimizer.step()""",
+]
 
 
 TRAINER = [
@@ -74,12 +90,26 @@ def main(folder: Path) -> None:
         lab.run(3)
         lab.output(3).locator("label.ddip-rank").last.click()
         _take(lab, 3, folder / "error.png")
+        watched(lab, folder / "watch.png")
+        lab.page.set_viewport_size({"width": 900, "height": 1500})
         lab.start("trainer.ipynb", TRAINER, 0)
         lab.page.keyboard.press("Control+b")
         for number in range(1, len(TRAINER)):
             lab.run(number)
         _take(lab, 2, folder / "trainer_error.png")
         _take(lab, 3, folder / "trainer_again.png")
+
+
+def watched(lab: Lab, path: Path) -> None:
+    """A picture of %dipwatch when it has found the straggler."""
+    lab.page.set_viewport_size({"width": 1100, "height": 1500})
+    lab.start("watched.ipynb", WATCHED, 0)
+    lab.page.keyboard.press("Control+b")
+    lab.run(1)
+    lab.begin(2)
+    wait_for(lambda: re.search(r"rank 2 is the straggler.* (8|9)\d % or more", lab.text(1)), "the straggler", 60)
+    _take(lab, 1, path)
+    lab.finish(2)
 
 
 def _take(lab: Lab, number: int, path: Path) -> None:

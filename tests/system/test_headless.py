@@ -153,6 +153,26 @@ def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
     assert terminal.child.exitstatus == 0
 
 
+def test_a_terminal_shows_a_cell_in_the_background_while_it_waits_for_it(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    terminal.run("%load_ext ddip")
+    terminal.run("%makedip -n 2")
+    go = tmp_path / "go"
+    waits = f"import time, os\nwhile not os.path.exists({str(go)!r}): time.sleep(0.1); print('step')"
+    terminal.run(f"%%dip --bg\n{waits}\nprint('over')")
+    assert "Out[4]: 2" in terminal.run("1 + 1")
+    terminal.begin("%dipwait")
+    for _ in range(20):
+        terminal.child.expect("step", timeout=20)
+    go.touch()
+    shown = terminal.finish()
+    assert "over\r\ncell 3 ended" in shown
+    assert "over" not in terminal.run("2 + 2")
+    terminal.child.sendline("exit")
+    terminal.child.expect(pexpect.EOF, timeout=30)
+    terminal.child.close()
+
+
 class Console(Terminal):
     """jupyter-console, with a prompt that ends a cell only after blank lines."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddip.group import cell_state, cells, fitness, members, process_group, ranks, stopping, watch
+from ddip.group import cell_state, cells, fitness, members, process_group, ranks, running, status, stopping, watch
 from ddip.group import group as group_module
 
 from .scripted import Script, ScriptedGroup, nothing
@@ -64,14 +64,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (cell_state, "IDLE_SECONDS", 0.005),
         (cell_state, "ENDING_SECONDS", 0.005),
         (cells, "LOOK_SECONDS", 0.005),
-        (cells, "STILL_SECONDS", 0.03),
+        (running, "STILL_SECONDS", 0.03),
         (cells, "ASLEEP_SECONDS", 0.0),
         (members, "ANSWER_SECONDS", 0.01),
         (ranks, "GRACE_SECONDS", 0.01),
         (ranks, "STOP_GRACE_SECONDS", 0.01),
         (stopping, "LOOK_SECONDS", 0.005),
         (fitness, "TRY_SECONDS", 0.05),
-        (group_module, "INFO_SECONDS", 0.01),
+        (status, "ANSWER_SECONDS", 0.01),
         (group_module, "STACK_SECONDS", 0.01),
         (process_group, "TELL_SECONDS", 0.01),
         (watch, "PULSE_SECONDS", 0.005),

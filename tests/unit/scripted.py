@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from ddip.cluster.host import LocalHost
-from ddip.cluster.seam import EngineSpec, Listener, Message, Raised, Reply, Request
+from ddip.cluster.seam import EngineSpec, Listener, Message, Raised, Recipient, Reply, Request
 from ddip.cluster.ways import Reach
 from ddip.errors import GroupError
 from ddip.group import placement
 from ddip.group.group import Group
 from ddip.protocol import on_rank, shared
+from ddip.protocol.cell_messages import Asked
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.pickling import Pickled
-from ddip.protocol.reports import CellReport, Going, Hello, Packed, Place
+from ddip.protocol.reports import CellReport, Going, Hello, Packed, Paths, Peeked, Place
 
 FIRST_PID = 1 << 28
 """No process has such a number."""
@@ -80,16 +81,20 @@ class ScriptedEngine:
             on_rank.check.target: lambda: None,
             on_rank.add.target: self._add,
             on_rank.attach.target: self._attach,
-            on_rank.stage.target: self._stage,
-            on_rank.commit.target: lambda: self.names.update(self._staged),
-            on_rank.drop.target: lambda: None,
+            on_rank.put.target: self._put,
+            on_rank.settle.target: lambda: None,
+            on_rank.drop.target: self._drop,
             on_rank.pack.target: self._pack,
             on_rank.part.target: lambda name, begin, end: self._packed(name).joined()[begin:end],
+            on_rank.take_peek.target: self._take_peek,
+            on_rank.part_of_peek.target: lambda number, name, begin, end: self._packed(name).joined()[begin:end],
+            on_rank.drop_peek.target: lambda number: {"state": "finished"},
             on_rank.prepare_app.target: lambda module: None,
             on_rank.release_app.target: lambda module: None,
             on_rank.command_app.target: lambda module, text: f"{module}: {text}",
             on_rank.complete.target: lambda code, cursor: {"matches": sorted(self.names)},
             on_rank.figures.target: self._figures,
+            on_rank.vitals.target: lambda every, keep: self._vitals(),
             on_rank.set_collect.target: lambda collect: None,
             on_rank.here.target: self._here,
             on_rank.whole_stack.target: lambda: {"place": self._here(), "threads": {"main": "a stack"}},
@@ -106,7 +111,7 @@ class ScriptedEngine:
             on_rank.has_name.target: lambda name: name in self.names,
         }
         """What it does when it is called, by the target of the call."""
-        self._staged: dict[str, Any] = {}
+        self._before: tuple[int, dict[str, Any]] = 0, {}
         self._came: dict[int, Any] = {}
         self._began = 0.0
 
@@ -134,14 +139,25 @@ class ScriptedEngine:
         self._came[load] = shared.view(path)
         return len(self._came[load]) == size
 
-    def _stage(self, places: dict[str, Place], small: bytes = b"") -> dict[str, str]:
-        errors, came = {}, {0: bytearray(small)} if small else self._came
+    def _put(
+        self, push: int, places: dict[str, Place], small: bytes = b"", paths: Paths | None = None
+    ) -> dict[str, Any]:
+        if not all(self._attach(load, path, size) for load, (path, size) in (paths or {}).items()):
+            return {"errors": {}, "unread": True, "replaces": False}
+        errors, values, came = {}, {}, {0: bytearray(small)} if small else self._came
         for name, (load, begin, sizes) in places.items():
             try:
-                self._staged[name] = Pickled.of(came[load], sizes, begin).load()
+                values[name] = Pickled.of(came[load], sizes, begin).load()
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {error}"
-        return errors
+        self._before = push, {**self.names}
+        self.names.update({} if errors else values)
+        return {"errors": errors, "unread": False, "replaces": False}
+
+    def _drop(self, push: int = 0) -> None:
+        if push and push == self._before[0]:
+            self.names.clear()
+            self.names.update(self._before[1])
 
     def _packed(self, name: str) -> Pickled:
         return Pickled([memoryview(pickle.dumps(self.names[name]))])
@@ -158,6 +174,9 @@ class ScriptedEngine:
             "wrappers": {},
         }
 
+    def _take_peek(self, number: int, names: list[str], most: int) -> Peeked:
+        return {**self._pack(names, most, False), "busy": self.running is not None}
+
     def _figures(self) -> dict[str, Any]:
         busy = self.running is not None
         return {
@@ -168,6 +187,12 @@ class ScriptedEngine:
             "doing": "",
             "seconds": 0.5,
         }
+
+    def _vitals(self) -> dict[str, Any]:
+        busy = self.running is not None
+        known = {"at": time.monotonic(), "cell": 1 if busy else None, "place": self._here(), "cpu": 1.0, "steps": 0}
+        known |= {"collectives": 0, "bars": [], "waited": 0.0, "looked": 0.0, "device": None}
+        return {**self._figures(), **known}
 
     def _here(self) -> dict[str, Any]:
         if self.running is None:
@@ -348,9 +373,10 @@ class ScriptedCluster:
         self._requests += 1
         return Request(f"request {self._requests}")
 
-    def execute(
-        self, engine: int, code: str, listener: Listener, asked: Mapping[str, Any], *, history: bool = True
-    ) -> Request:
+    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+        return [self._execute(one.engine, code, one.listener) for one in to]
+
+    def _execute(self, engine: int, code: str, listener: Listener) -> Request:
         if engine not in self.live:
             return Request.to_ended()
         request, here = self._request(), self.engines[engine]

@@ -1,26 +1,25 @@
-"""What ipyparallel makes of an engine's answer, in the words of the seam."""
+"""What is made of an engine's answer, in the words of the seam."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ipyparallel.error import RemoteError, TaskAborted
 
-from ddip.cluster import channels
+from ddip.cluster import channels, ipp_private
 
 REPORT: Any = {"released": False, "state": "ours"}
 
 
-def test_an_engine_that_ended_is_told_from_an_error_that_is_called_so() -> None:
+def test_an_engine_that_ended_is_told_from_a_call_whose_error_is_called_so() -> None:
     assert channels._reply(RemoteError("EngineError", "", "", {})).ended
-    reply = channels._reply(RemoteError("EngineError", "mine", "where", {"ddip": REPORT}))
-    assert not reply.ended and reply.report == REPORT
+    reply = channels._reply(RemoteError("EngineError", "mine", "where", {"engine_id": 1}))
+    assert not reply.ended
     assert reply.raised is not None and (reply.raised.name, reply.raised.message) == ("EngineError", "mine")
 
 
-def test_a_cell_that_was_aborted_was_interrupted_before_it_began() -> None:
+def test_a_call_that_was_aborted_was_interrupted_before_it_began() -> None:
     reply = channels._reply(TaskAborted())
     assert reply.raised is not None and reply.raised.name == "KeyboardInterrupt" and reply.raised.at > 0
 
@@ -30,14 +29,26 @@ def test_what_ipyparallel_raises_itself_is_an_error() -> None:
     assert reply.raised is not None and (reply.raised.name, reply.raised.message) == ("OSError", "no route")
 
 
+def test_a_cell_that_was_aborted_was_interrupted_before_it_began() -> None:
+    reply = ipp_private.cell_reply({"status": "aborted"})
+    assert reply.raised is not None and reply.raised.name == "KeyboardInterrupt" and reply.raised.at > 0
+
+
+def test_a_failed_cell_has_its_error_and_its_report() -> None:
+    reply = ipp_private.cell_reply(
+        {"status": "error", "ename": "EngineError", "evalue": "mine", "traceback": ["a", "b"], "report": REPORT}
+    )
+    assert reply.raised is not None and not reply.ended and reply.report == REPORT
+    assert (reply.raised.name, reply.raised.message, reply.raised.traceback) == ("EngineError", "mine", "a\nb")
+
+
 def test_a_good_cell_has_its_report_and_its_pages() -> None:
     page = {"source": "page"}
-    content = {"engine_info": {"ddip": REPORT}, "payload": [page]}
-    reply = channels._reply(SimpleNamespace(_content=content))
+    reply = ipp_private.cell_reply({"status": "ok", "report": REPORT, "payload": [page]})
     assert (reply.raised, reply.report, reply.payload) == (None, REPORT, [page])
 
 
-@pytest.mark.parametrize("content", [{"engine_info": 7}, {"payload": 7}])
-def test_an_answer_that_cannot_be_read_is_an_error_and_not_waited_for(content: dict[str, Any]) -> None:
-    reply = channels._reply(SimpleNamespace(_content=content))
+@pytest.mark.parametrize("content", [{}, {"status": "error", "ename": "E"}, {"status": "odd"}])
+def test_an_answer_that_cannot_be_read_is_an_error_and_not_waited_for(content: Any) -> None:
+    reply = ipp_private.cell_reply(content)
     assert reply.raised is not None and "its answer cannot be read" in reply.raised.message

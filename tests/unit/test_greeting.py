@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jupyter_client.session import Session
 
 from ddip.cluster import greeting
 from ddip.errors import GroupError
@@ -13,7 +14,9 @@ from ddip.errors import GroupError
 
 def test_an_engine_that_ends_while_it_is_greeted_is_named_by_the_check() -> None:
     """The client has heard of its end, and knows no engine of that number any more."""
-    client: Any = SimpleNamespace(_engines={}, _send=None, _control_stream=None)
+    loop = SimpleNamespace(add_callback=lambda *_: None)
+    client: Any = SimpleNamespace(_engines={}, _closed=False, session=Session(), _io_loop=loop)
+    client._send = client._control_stream = client.send_cells = None
 
     def check(waiting: set[int]) -> None:
         raise GroupError(f"engine {min(waiting)} ended while it started")

@@ -53,7 +53,8 @@ def test_names_go_to_all_ranks_and_come_back(new_group: NewGroup) -> None:
 def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (transfer, delivery):
         monkeypatch.setattr(module, "PART", 100)
-        monkeypatch.setattr(module, "LARGE", 100)
+        monkeypatch.setattr(module, "LARGE_BESIDE", 100)
+    monkeypatch.setattr(delivery, "LARGE", 100)
     group = new_group(2)
     told: list[tuple[str, float | None]] = []
     text = "x" * 1000
@@ -72,6 +73,7 @@ def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PART", 100)
     monkeypatch.setattr(delivery, "LARGE", 100)
+    monkeypatch.setattr(delivery, "LARGE_BESIDE", 100)
 
 
 def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewGroup, small_parts: None) -> None:
@@ -80,14 +82,13 @@ def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewG
     group.push(values, [0, 2])
     assert group.pull([*values], 2) == values
     calls = [target for engine in (0, 2) for target in group.engine(engine).calls if target.startswith("transfer.")]
-    push = [on_rank.attach.target, on_rank.attach.target, on_rank.stage.target, on_rank.commit.target]  # two loads
-    assert calls == [*push, *push, on_rank.pack.target]
-    assert on_rank.stage.target not in group.engine(1).calls
+    assert calls == [on_rank.put.target, on_rank.put.target, on_rank.pack.target]
+    assert on_rank.put.target not in group.engine(1).calls
 
 
 def test_who_cannot_read_it_gets_it_in_parts(new_group: NewGroup, small_parts: None) -> None:
     group = new_group(3)
-    group.engine(1).answers[on_rank.attach.target] = lambda load, path, size: False
+    group.engine(1)._attach = lambda load, path, size: False  # type: ignore[method-assign]
     told: list[float] = []
     group.push({"text": "x" * 1000}, progress=lambda text, share=None: told.append(share or 0.0))
     assert [values["text"] for values in group.pull_all(["text"], range(3))[0]] == ["x" * 1000] * 3
@@ -144,7 +145,7 @@ def test_a_pull_of_what_cannot_be_had_says_why(new_group: NewGroup) -> None:
         group.pull(["x"])
 
 
-@pytest.mark.parametrize("target", [on_rank.stage.target, on_rank.pack.target])
+@pytest.mark.parametrize("target", [on_rank.put.target, on_rank.pack.target])
 def test_a_transfer_that_is_stopped_changes_nothing(new_group: NewGroup, target: str) -> None:
     group = new_group(2)
     group.push({"x": 1})
@@ -156,7 +157,7 @@ def test_a_transfer_that_is_stopped_changes_nothing(new_group: NewGroup, target:
 
     group.engine(0).answers[target] = press
     with pytest.raises(RequestInterrupted):
-        group.push({"x": 2}) if target == on_rank.stage.target else group.pull(["x"])
+        group.push({"x": 2}) if target == on_rank.put.target else group.pull(["x"])
     group.engine(0).answers[target] = answer
     assert group.pull(["x"]) in ({"x": 1}, {"x": 2})
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddip.protocol.rank_spec import RankSpec
-from ddip.rank import process_group
+from ddip.rank import needed, process_group
 
 SPEC = RankSpec(
     rank=0,
@@ -67,3 +69,15 @@ def test_what_an_interrupt_has_left_out_of_the_first_join_is_done_by_the_next(mo
         with pytest.raises(AsFarAsItGoes):
             process_group.join(SPEC)
         assert visited == ["/the/notebook"] * 2 and sys.path == ["/of/the/notebook"]
+
+
+def test_torch_looks_for_no_backend_among_the_packages_when_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has done so in the warm process: that takes longer than all the rest, on every rank."""
+
+    def looks(*args: object, **kwargs: object) -> None:
+        raise AssertionError("torch looks for a backend")
+
+    assert needed
+    monkeypatch.setattr(importlib.metadata, "entry_points", looks)
+    for backend in ("gloo", "cpu:gloo,cuda:nccl"):
+        dist.BackendConfig(dist.Backend(backend))

@@ -19,7 +19,8 @@ from ddip.protocol.reports import Hello
 
 ROWS = {name: row for name, row in vars(on_rank).items() if isinstance(row, Remote)}
 TARGET = re.compile(
-    r'"(?:process_group|stacks|sockets|transfer|modules|apps|names|housekeeping|collectives|c10d|calls)\.\w+"'
+    r'"(?:process_group|stacks|sockets|transfer|modules|apps|names|housekeeping|collectives|c10d|calls|peek|profiling)'
+    r'\.\w+"'
 )
 
 

@@ -47,6 +47,53 @@ def test_tensors_keep_gradients_parameters_and_views() -> None:
     assert back["v"].tolist() == [0, 2, 4]
 
 
+class Named(torch.Tensor):
+    """A class of somebody's own."""
+
+
+def marked() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.mark = "kept"  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3),
+        torch.ones(0, 4),
+        torch.ones(3).expand(5, 3),
+        torch.arange(12).reshape(3, 4).T[1:, ::2],
+        torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(2, requires_grad=True) * 2,
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.ones(2).to_sparse(),
+        torch.ones(2).as_subclass(Named),
+        marked(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("times", [1, LARGE])
+def test_a_tensor_is_there_what_it_is_when_torch_pickles_it(tensor: torch.Tensor, times: int) -> None:
+    value = tensor if times == 1 or tensor.layout is not torch.strided else torch.stack([tensor.detach()] * times)
+    here, theirs = sent(value), pickle.loads(pickle.dumps(value))
+    assert type(here) is type(theirs) and here.dtype == theirs.dtype and here.layout == theirs.layout
+    assert here.requires_grad == theirs.requires_grad and here.is_leaf == theirs.is_leaf
+    assert vars(here).keys() == vars(theirs).keys() and here.is_conj() == theirs.is_conj()
+    assert torch.equal(here.to_dense(), theirs.to_dense())
+    if here.layout is torch.strided:
+        assert here.stride() == theirs.stride() and here.storage_offset() == theirs.storage_offset()
+        assert here.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+
+
+def test_hooks_of_a_tensor_stay_and_torch_says_so() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_hook(lambda gradient: gradient)
+    with pytest.warns(UserWarning, match="hooks"):
+        assert sent(tensor).requires_grad
+
+
 def test_a_tensor_on_meta_stays_there() -> None:
     packed, _, moved = dump_all({"m": torch.ones(2, device="meta")})
     assert packed["m"].load().device.type == "meta"

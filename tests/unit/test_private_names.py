@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gzip
 import importlib
 import inspect
+import io
+import json
+import os
 import re
 import sys
+import threading
+import time
+from pathlib import Path
 
 import executing
 import ipyparallel
 import pytest
 import torch
+import torch.distributed as dist
+import tqdm
 import zmq
 from ipykernel.iostream import IOPubThread, OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from ipyparallel.apps.baseapp import BaseParallelApplication
-from ipyparallel.client.client import ExecuteReply
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
 from ipyparallel.controller import app as controller_app
@@ -40,16 +48,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
 from ddip.cluster.controller import READ_BY_HUB
-from ddip.rank import c10d, collectives, lost_waits, wrappers
+from ddip.rank import (
+    c10d,
+    collectives,
+    flight_recorder,
+    lost_waits,
+    profile_events,
+    profiling,
+    trace_file,
+    vitals,
+    waiting,
+    wrappers,
+)
 from ddip.rank import rpc as ddip_rpc
 from ddip.sharded import layout
 
 
 def test_the_client_sends_as_ddip_asks() -> None:
-    wanted = {"socket", "msg_type", "content", "ident", "metadata", "track_outstanding", "message_future_hook"}
+    wanted = {"socket", "msg_type", "content", "ident", "metadata", "buffers", "header"}
     assert wanted <= set(inspect.signature(ipyparallel.Client._send).parameters)
     source = inspect.getsource(ipyparallel.Client)
-    for name in ("metadata", "_mux_stream", "_control_stream", "_query_stream", "_engines"):
+    for name in ("metadata", "_mux_stream", "_control_stream", "_query_stream", "_engines", "_io_loop", "_closed"):
         assert f"self.{name}" in source
     assert list(inspect.signature(ipyparallel.Client._update_engines).parameters) == ["self", "engines"]
     assert "msg_future.output = output" in source
@@ -87,17 +106,18 @@ def test_the_hub_reads_what_passes_by_topics() -> None:
 
 
 def test_the_client_itself_ends_requests_to_an_engine_that_has_ended() -> None:
-    assert "self._handle_stranded_msgs(" in inspect.getsource(ipyparallel.Client._unregister_engine)
+    ended = inspect.getsource(ipyparallel.Client._unregister_engine)
+    assert ended.index("= self._engines.pop(") < ended.index("self._handle_stranded_msgs(eid, uuid)")
+    assert list(inspect.signature(ipyparallel.Client._handle_stranded_msgs).parameters) == ["self", "eid", "uuid"]
 
 
-def test_the_kernel_sends_states_and_input_where_ddip_keeps_them_back() -> None:
+def test_the_client_takes_answers_where_ddip_does() -> None:
+    assert "_mux_stream.on_recv(self._dispatch_reply, copy=False)" in inspect.getsource(ipyparallel.Client)
+    assert list(inspect.signature(ipyparallel.Client._dispatch_reply.__wrapped__).parameters) == ["self", "msg"]
+
+
+def test_the_kernel_sends_states_where_ddip_keeps_them_back() -> None:
     assert list(inspect.signature(Kernel._publish_status).parameters) == ["self", "status", "channel", "parent"]
-    assert list(inspect.signature(Kernel._publish_execute_input).parameters) == [
-        "self",
-        "code",
-        "parent",
-        "execution_count",
-    ]
     assert "iopub_socket = IOPubThread(iopub_socket" in inspect.getsource(app.IPEngine.complete_registration)
     send = inspect.getsource(IOPubThread.send_multipart)
     assert "self.schedule(lambda: self._really_send(*args, **kwargs))" in send
@@ -176,9 +196,20 @@ def test_the_engine_makes_its_kernel_from_a_name_of_its_module() -> None:
         assert app.IPEngine.class_traits()[name].metadata["config"]
 
 
-def test_the_kernel_takes_handlers_by_the_names_of_its_control_messages() -> None:
-    assert "self.control_handlers[msg_type] = getattr(self, msg_type)" in inspect.getsource(Kernel.__init__)
-    assert IPythonParallelKernel.control_msg_types
+def test_the_kernel_takes_handlers_by_the_names_of_its_messages() -> None:
+    for channel in ("control", "shell"):
+        assert f"self.{channel}_handlers[msg_type] = getattr(self, msg_type)" in inspect.getsource(Kernel.__init__)
+    assert IPythonParallelKernel.control_msg_types and IPythonParallelKernel.msg_types
+
+
+def test_the_kernel_runs_a_cell_between_what_ddip_calls() -> None:
+    run = inspect.getsource(IPythonKernel.do_execute)
+    assert run.index("self._forward_input(allow_stdin)") < run.index("self._restore_input()")
+    for name in ("shell._last_traceback or []", "shell.payload_manager.clear_payload()", "should_run_async("):
+        assert name in run
+    if hasattr(Kernel, "_supports_kernel_subshells"):
+        assert 'getattr(shell, "_last_traceback_during_displayhook", False)' in run
+    assert 'msg["header"]["msg_type"].rsplit("_", 1)[0] + "_reply"' in inspect.getsource(Kernel._send_abort_reply)
 
 
 def test_ipykernel_still_asks_an_absent_shell_thread_for_its_parent() -> None:
@@ -190,7 +221,6 @@ def test_ipykernel_still_asks_an_absent_shell_thread_for_its_parent() -> None:
 def test_the_kernel_handles_requests_between_the_hooks_that_ddip_replaces() -> None:
     assert "signal(SIGINT, default_int_handler)" in inspect.getsource(Kernel.pre_handler_hook)
     assert "signal(SIGINT, self.saved_sigint_handler)" in inspect.getsource(Kernel.post_handler_hook)
-    assert "= self.do_execute(**do_execute_args)" in inspect.getsource(Kernel.execute_request)
     assert "if msg_id in self.aborted:" in inspect.getsource(IPythonParallelKernel.should_handle)
     assert "self.do_apply(content, bufs, msg_id, md)" in inspect.getsource(IPythonParallelKernel.apply_request)
 
@@ -232,6 +262,43 @@ def test_torch_begins_collectives_through_the_methods_that_ddip_wraps() -> None:
     methods -= {name for name in methods if isinstance(getattr(ProcessGroup, name), (type, ProcessGroup.BackendType))}
     assert methods - quiet <= {*collectives.COLLECTIVES, *collectives.OTHERS}
     assert {"allreduce", "broadcast", "send", "recv", "recv_anysource", "monitored_barrier"} <= methods
+
+
+def test_the_flight_recorder_tells_what_ddip_asks_for() -> None:
+    """gloo's, in a group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.distributed.all_reduce(torch.ones(4))
+        torch.distributed.all_reduce(torch.ones(2, 3, dtype=torch.int64))
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+    if not flight_recorder.is_there():
+        return  # a release that records nccl only
+    found = [(each.number, each.op, each.shapes, each.dtypes) for each in flight_recorder.entries()[-3:]]
+    assert found[:2] == [(1, "gloo:all_reduce", [[4]], ["float32"]), (2, "gloo:all_reduce", [[2, 3]], ["int64"])]
+    assert found[2][:2] == (3, "gloo:barrier")
+    assert all(each.is_done and each.group == "0" for each in flight_recorder.entries()[-3:])
+
+
+def test_the_profiler_tells_what_ddip_asks_for(tmp_path: Path) -> None:
+    for name in profiling.STARTERS:
+        assert callable(getattr(torch.autograd.profiler, name))
+    assert torch.autograd.profiler._is_profiler_enabled is False
+    with trace_file.quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert torch.autograd.profiler._is_profiler_enabled is True
+        list(torch.utils.data.DataLoader([1, 2]))
+    recorded = profile_events.Recorded(profile_events.Layers(0, 1 << 63))
+    assert profiler.profiler is not None
+    profile_events.read(profiler.profiler.kineto_results.events(), threading.get_native_id(), recorded)
+    assert recorded.layers.ops and len(recorded.layers.loading) >= 2
+    assert profiler._get_distributed_info() is None
+    with (tmp_path / "trace").open("wb") as to:
+        trace_file.write([trace_file.exported(profiler)], to)
+    trace = json.loads(gzip.decompress((tmp_path / "trace").read_bytes()))
+    first = min(event["ts"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
+    assert abs(trace["baseTimeNanoseconds"] / 1000 + first - time.time_ns() / 1000) < 60e6
 
 
 def test_a_wrapper_keeps_its_reducer_under_the_name_that_ddip_drops() -> None:
@@ -337,9 +404,9 @@ def test_the_client_dispatches_output_where_ddip_takes_it() -> None:
 def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
     assert "for parent, data in self._flush_buffers():" in inspect.getsource(OutStream._flush)
     assert "self._schedule_flush()" in inspect.getsource(OutStream.write)
-    assert "self.call_later(self.flush_interval" in inspect.getsource(OutStream._schedule_flush).replace(
-        "_io_loop.", ""
-    )
+    assert "self._flush_pending = False" in inspect.getsource(OutStream._flush)
+    assert "self.socket = socket" in inspect.getsource(IOPubThread.__init__)
+    assert "event_f = self._events.popleft()" in inspect.getsource(IOPubThread._handle_event)  # in their order
     assert "parent = self.parent_header" in inspect.getsource(OutStream.write)
     assert inspect.signature(OutStream.__init__).parameters["watchfd"].kind is inspect.Parameter.KEYWORD_ONLY
     assert "self._original_stdstream_copy" in inspect.getsource(OutStream.fileno)
@@ -351,13 +418,12 @@ def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
     assert InteractiveShell.class_traits()["display_pub_class"].klass is not None
 
 
-def test_the_client_keeps_what_a_cell_replied() -> None:
-    assert "self._content = content" in inspect.getsource(ExecuteReply)
+def test_the_client_keeps_which_engine_has_made_an_error() -> None:
     assert "content.get('engine_info', {})" in inspect.getsource(unwrap_exception)
 
 
-def test_the_kernel_flushes_the_streams_before_it_replies_and_asks_through_its_own_methods() -> None:
-    assert "sys.stdout.flush()" in inspect.getsource(Kernel.execute_request)
+def test_the_kernel_flushes_the_streams_when_it_has_replied_and_asks_through_its_own_methods() -> None:
+    assert "sys.stdout.flush()" in inspect.getsource(Kernel.dispatch_shell)
     assert IPythonKernel.class_traits()["shell_class"].klass is ZMQInteractiveShell
     assert list(inspect.signature(Kernel.raw_input).parameters) == ["self", "prompt"]
     assert list(inspect.signature(Kernel.getpass).parameters)[:2] == ["self", "prompt"]
@@ -370,6 +436,25 @@ def test_what_ends_a_wait_in_gloo_has_its_names() -> None:
     library = ctypes.CDLL(str(lost_waits.LIBRARY))
     ctypes.c_char.in_dll(library, lost_waits.METHODS)
     assert [name for name in lost_waits.ENDING if not hasattr(library, name)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells for which address a thread waits")
+def test_gloos_threads_have_the_name_by_which_they_are_found(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        end = time.monotonic() + 30  # a new thread gives itself its name when it runs first
+        while waiting.WORKER not in {waiting._name(thread) for thread in os.listdir("/proc/self/task")}:
+            assert time.monotonic() < end, "no thread has this name"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tqdm_knows_its_bars_by_the_names_that_are_used() -> None:
+    with tqdm.tqdm(total=9, file=io.StringIO()) as outer, tqdm.tqdm(total=5, file=io.StringIO()) as inner:
+        outer.update(3)
+        inner.update(2)
+        assert vitals.bars() == [(3, 9), (2, 5)]
+    assert vitals.bars() == []
 
 
 def test_a_data_loader_waits_for_its_workers_as_long_as_ddip_tells_it() -> None:

@@ -103,8 +103,8 @@ def test_what_is_meant_leaves_the_group_good_until_ranks_begin_more() -> None:
 def test_the_connections_between_ranks_are_those_with_a_rank_at_both_ends() -> None:
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     others = ("127.0.0.1", 3, "127.0.0.1", 4)
-    assert sorted(shared({0: [here, others], 1: [there]})) == [here, there]
-    assert shared({0: [here, there], 1: [others]}) == []  # of a rank to itself
+    assert shared({0: [here, others], 1: [there]}) == {0: [here], 1: [there]}
+    assert shared({0: [here, there], 1: [others]}) == {0: [], 1: []}  # of a rank to itself
 
 
 def test_a_group_is_spoilt_when_a_stranger_has_taken_the_place_of_a_rank() -> None:

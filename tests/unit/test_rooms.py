@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DDIP = Path(__file__).parents[2] / "ddip"
-ROOMS = {"notebook", "call", "group", "output", "cluster", "protocol", "rank", "sharded", "apps", "doctor"}
+ROOMS = {"notebook", "call", "group", "output", "cluster", "protocol", "rank", "sharded", "apps", "doctor", "server"}
 
 
 def test_the_rooms_import_each_other_as_agreed() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddip.output.bundles import to_tab
 from ddip.output.display_options import DisplayOptions
 from ddip.output.router import CellOutput
 from ddip.output.sizes import size_text
 from ddip.output.tables import RankInfo, info_table, where_text
 from ddip.output.terminal_text import Screen, plain
+from ddip.output.transcript import Display
 from ddip.rank.limiter import Chunk, OutputLimiter
 
 
@@ -168,3 +173,25 @@ def test_a_terminal_has_the_bars_of_all_ranks_at_the_bottom(capsys: pytest.Captu
     show.receive(0, stream("\r100%\n"))
     show.finish()
     assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0] 100%"]
+
+
+def test_a_page_that_is_gone_ends_no_cell(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    show = CellOutput([0, 1])
+    show.receive(0, stream("half a line"))
+    with Path(os.devnull).open("w") as closed:
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed)
+        show.draw()
+        show.ended(0, False)
+        show.finish()
+    assert show.page.closed
+    assert caplog.text.count("cannot be drawn: ValueError") == 1
+
+
+@pytest.mark.parametrize(
+    "mime", ["text/html", "text/latex", "text/plain", "text/markdown", "image/png", "image/svg+xml"]
+)
+def test_a_tab_shows_what_is_no_text_at_all(mime: str) -> None:
+    for odd in ({}, [], 5, None):
+        to_tab([Display({mime: odd})], live=True)

@@ -27,6 +27,7 @@ class Page:
     closed = False
 
     def __init__(self) -> None:
+        self.beside: dict[str, Any] = {}
         self.written: list[tuple[str, str]] = []
         self.shown: list[dict[str, Any]] = []
         """One for each display; an update takes the place of what had its id."""

@@ -1,0 +1,107 @@
+"""The traces of all ranks as one file for Perfetto: a process each rank, all on the clock of the notebook.
+
+The events of a trace are read and written one by one: a trace may have gigabytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Event: TypeAlias = dict[str, Any]
+PIECE = 1 << 20
+"""Characters that are read at once."""
+EVENTS = '"traceEvents"'
+BASE = "baseTimeNanoseconds"
+OTHERS_APART = 10_000_000
+"""Tracks of a GPU have numbers of their own, which may be those of threads."""
+OF_KINETO = ("Spans", "Traces", "")
+"""Processes of a trace that are none."""
+
+
+def merge(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to: Path) -> None:
+    """Write the traces of ranks as one. The clock of a rank is ahead of the notebook's by its offset, and on that the
+    cell has begun at `begin`; nanoseconds."""
+    part = to.with_name(f"{to.name}.part")
+    try:
+        with gzip.open(part, "wt", compresslevel=3, encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(",\n".join(json.dumps(event) for rank in traces for event in _names(rank)))
+            for rank, path in traces.items():
+                with gzip.open(path, "rt", encoding="utf-8") as trace:
+                    for event in of_rank(rank, trace, offsets[rank] + begin):
+                        file.write(",\n")
+                        file.write(json.dumps(event))
+            file.write("\n]}\n")
+        part.replace(to)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _names(rank: int) -> list[Event]:
+    named = {"ph": "M", "pid": rank + 1, "tid": 0, "ts": 0}
+    return [
+        {**named, "name": "process_name", "args": {"name": f"rank {rank}"}},
+        {**named, "name": "process_sort_index", "args": {"sort_index": rank}},
+    ]
+
+
+def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event]:
+    """The events of the trace of `rank`, as they are in the file of all; there it begins at `begin` on its clock."""
+    head, events = _parts(trace)
+    shift = (begin - int(head.get(BASE, 0))) / 1000
+    pid: Any = None
+    for event in events:
+        its = event.get("pid")
+        if its in OF_KINETO:
+            continue
+        if event.get("ph") == "M" and str(event.get("name", "")).startswith("process_"):
+            labels = event.get("args", {}).get("labels", "")
+            if pid is None and labels == "CPU":
+                pid = its
+            continue
+        if isinstance(its, int) and its != pid and pid is not None and isinstance(event.get("tid"), int):
+            event["tid"] += OTHERS_APART * (its + 1)
+            if event.get("name") == "thread_name":
+                event["args"] = {"name": f"GPU {its}, {event.get('args', {}).get('name', '')}"}
+        event["pid"] = rank + 1
+        if "ts" in event:
+            event["ts"] = round(float(event["ts"]) - shift, 3)
+        if "id" in event:  # arrows: each rank counts its own
+            event["id"] = f"{rank}.{event['id']}"
+        yield event
+
+
+def _parts(trace: Any) -> tuple[Event, Iterator[Event]]:
+    """What stands before the events of a trace, and the events."""
+    text = ""
+    while EVENTS not in text:
+        piece = trace.read(PIECE)
+        if not piece:
+            raise ValueError("the file is no trace of torch's profiler")
+        text += piece
+    head, _, rest = text.partition(EVENTS)
+    return json.loads(f"{head.rstrip().rstrip(',')}}}"), _events(trace, rest[rest.index("[") + 1 :])
+
+
+def _events(trace: Any, text: str) -> Iterator[Event]:
+    decoder, at = json.JSONDecoder(), 0
+    while True:
+        while at < len(text) and text[at] in " \r\n\t,":
+            at += 1
+        if at < len(text) and text[at] == "]":
+            return
+        try:
+            event, at = decoder.raw_decode(text, at)
+        except ValueError:  # the rest of it has not been read
+            piece = trace.read(PIECE)
+            if not piece:
+                raise
+            text, at = text[at:] + piece, 0
+            continue
+        yield event

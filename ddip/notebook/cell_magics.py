@@ -1,0 +1,207 @@
+"""``%dipcells``, ``%dipcell``, ``%dipwait``, ``%dipstop``, ``%dipstack``, ``%dipstatus``: the cells that run, and those
+that have."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from ddip.cluster import folder
+from ddip.errors import BadInput, CellError, GroupError
+from ddip.notebook import arguments
+from ddip.notebook.examples import examples
+from ddip.output.area import notify
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.group.cell import Cell
+    from ddip.notebook.magics import DipMagics
+
+LISTED = 20
+"""Cells that are listed without ``-a``."""
+WAITS = "%dipwait"
+
+
+@magics_class
+class CellMagics(Magics):
+    """They are beside the other magics, whose group they ask."""
+
+    shell: InteractiveShell
+
+    def __init__(self, main: DipMagics) -> None:
+        super().__init__(shell=main.shell)
+        self._main = main
+        main.shell.events.register("pre_run_cell", self._tell)
+
+    def close(self) -> None:
+        """Leave IPython as it was."""
+        self.shell.events.unregister("pre_run_cell", self._tell)
+
+    @magic_arguments()
+    @argument("-a", "--all", action="store_true", help=f"All that are known, and not the last {LISTED} only.")
+    @line_magic
+    def dipcells(self, line: str = "") -> None:
+        """The cells that run on ranks, wait, or have run: number, ranks, state, seconds and first line."""
+        from ddip.output.cells_table import cells_table
+
+        args = arguments.parse(self.dipcells, "%dipcells", line)
+        cells = list(self._main.history)
+        shown = cells if args.all else [cell for cell in cells[:-LISTED] if not cell.done.done()] + cells[-LISTED:]
+        print(cells_table([cell.row() for cell in shown]) if shown else "ddip: no cell was given to ranks yet")
+
+    @examples("%dipstatus", "%dipstatus --json          as data, for programs")
+    @magic_arguments()
+    @argument("--json", action="store_true", help="As JSON; docs/for_programs.md describes it.")
+    @line_magic
+    def dipstatus(self, line: str = "") -> None:
+        """All that is known of the group, also while a cell runs: ranks, the last cells, each rank's last error."""
+        with folder.left_out():
+            from ddip.group import group_status
+
+        args = arguments.parse(self.dipstatus, "%dipstatus", line)
+        group, history = self._main.group, self._main.history
+        group = group if group is not None and group.alive else None
+        if args.json:
+            print(json.dumps(group_status.of(group, history), ensure_ascii=False))
+        else:
+            print(group_status.text_of(group, history))
+
+    @examples("%dipcell 12", "%dipcell          the last one")
+    @magic_arguments()
+    @argument("number", nargs="?", metavar="N", help="Number of the cell; without it, the last one.")
+    @line_magic
+    def dipcell(self, line: str = "") -> None:
+        """Show the whole output of a cell again; of one that still runs also what comes from here on."""
+        from ddip.group.again import show_again
+
+        args = arguments.parse(self.dipcell, "%dipcell", line)
+        cells = list(self._main.history)
+        if args.number is None and not cells:
+            raise BadInput("%dipcell: no cell was given to ranks yet")
+        group = self._main.group
+        comms = None if group is None or not group.alive else group.comms
+        show_again(cells[-1] if args.number is None else self._found("%dipcell", args.number), comms)
+
+    @examples("%dipwait 12", "%dipwait          all that go on in the background, or have failed there unseen")
+    @magic_arguments()
+    @argument("numbers", nargs="*", metavar="N", help="Numbers of cells; without any, all in the background.")
+    @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait; the cell goes on then, and this fails.")
+    @line_magic
+    def dipwait(self, line: str = "") -> None:
+        """Wait for a cell that runs in the background, and fail if it has failed. Stop ends the wait, not the cell.
+
+        Without a number: for all that nobody has waited for; it fails, as the first of them, if any has.
+        """
+        args = arguments.parse(self.dipwait, "%dipwait", line)
+        seconds = None if args.timeout is None else arguments.seconds(args.timeout, "-t", 0)
+        numbers = [number for word in args.numbers for number in word.split(",") if number]
+        cells = [cell for number in numbers for cell in self._all("%dipwait", number)] or self._unseen()
+        failed = [cell for cell in cells if not self._wait(cell, seconds)]
+        if failed:
+            raise self._error_of(failed)
+
+    @examples("%dipstop 12", "%dipstop          the one that runs in the background")
+    @magic_arguments()
+    @argument("number", nargs="?", metavar="N", help="Number of the cell; without it, the one in the background.")
+    @line_magic
+    def dipstop(self, line: str = "") -> None:
+        """End a cell that runs in the background, as the stop button ends others; the variables are kept."""
+        args = arguments.parse(self.dipstop, "%dipstop", line)
+        if args.number is not None:
+            cell = self._found("%dipstop", args.number)
+            if cell.done.done():
+                raise BadInput(f"%dipstop {args.number}: it has ended already ({cell.outcome_text})")
+        else:
+            going = [cell for cell in self._main.history.background if not cell.done.done()]
+            running = [cell for cell in going if cell.state == "running"] or going
+            if len(running) != 1:
+                if not running:
+                    raise BadInput("%dipstop: no cell runs in the background; %dipcells lists those that there were")
+                ways = " or ".join(f"%dipstop {cell.number}" for cell in running)
+                raise BadInput(f"%dipstop: {len(running)} cells run in the background; type {ways}")
+            (cell,) = running
+        cell.stop()
+        what = f"{cell.outcome_text} after {cell.seconds:.1f} s"
+        self._main.confirm_done(f"{cell.text} {'left the queue' if cell.outcome == 'not_run' else what}")
+
+    @magic_arguments()
+    @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
+    @line_magic
+    def dipstack(self, line: str = "") -> None:
+        """Where each rank is right now: its innermost function, and the line of its cell."""
+        from ddip.output.tables import places_text, stacks_text
+
+        args = arguments.parse(self.dipstack, "%dipstack", line)
+        group = self._main.require_group("%dipstack")
+        stacks = group.stacks()
+        places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
+        print(stacks_text(stacks) if args.verbose else places_text(places))
+
+    @no_var_expand
+    @line_magic
+    def dipper(self, line: str = "") -> None:
+        """Put the Group behind the magics into a variable: %dipper g."""
+        name = line.strip()
+        if not name.isidentifier():
+            raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
+        self.shell.push({name: self._main.require_group("%dipper")})
+
+    # -- common to them
+
+    def _found(self, magic: str, typed: str) -> Cell:
+        if not typed.isdecimal():
+            raise BadInput(f"{magic} {typed}: type the number of a cell, such as {magic} 12; %dipcells lists them")
+        cell = self._main.history.find(int(typed))
+        if cell is None:
+            numbers = ", ".join(str(known.number) for known in list(self._main.history)[-5:])
+            known = f"the last ones are {numbers}" if numbers else "none was yet"
+            raise BadInput(f"{magic} {typed}: no cell with this number was given to ranks; {known}")
+        return cell
+
+    def _all(self, magic: str, typed: str) -> list[Cell]:
+        """One cell of the notebook may have started several, by ``Group.start``."""
+        last = self._found(magic, typed)
+        return [cell for cell in self._main.history.background if cell.number == last.number] or [last]
+
+    def _unseen(self) -> list[Cell]:
+        """The cells in the background for which nobody has waited to their end."""
+        return [cell for cell in self._main.history.background if not cell.told]
+
+    def _wait(self, cell: Cell, seconds: float | None) -> bool:
+        """Returns whether the cell has ended well."""
+        from ddip.output.background import BackgroundOutput
+
+        shown = cell.output
+        waiting = shown.shown_by_the_cell_that_waits() if isinstance(shown, BackgroundOutput) else nullcontext()
+        with waiting:
+            if not cell.wait_for_end(seconds):
+                ways = f"%dipwait {cell.number} goes on waiting, %dipstop {cell.number} ends it"
+                raise GroupError(f"{cell.text} still runs after {seconds:g} s: {ways}")
+        return cell.error is None
+
+    def _error_of(self, failed: list[Cell]) -> BaseException:
+        """What to raise for cells that have failed."""
+        first, others = failed[0].error, [str(cell.number) for cell in failed[1:]]
+        assert first is not None
+        if others:
+            notify(f"{failed[0].text} was not the only one that failed: {', '.join(others)} did, too")
+        if isinstance(first, CellError) and not failed[0].explained:
+            failed[0].explained = True
+            self._main.hints.explain(first)
+        return first
+
+    def _tell(self, info: Any) -> None:
+        """Before a cell: what has failed in the background since the last."""
+        if str(getattr(info, "raw_cell", "")).lstrip().startswith(WAITS) or self._main.autodipper.hidden():
+            return
+        for cell in self._unseen():
+            if cell.done.done() and cell.error is not None and not cell.noted:
+                cell.noted = True
+                why = cell.message.partition("\n")[0]
+                what = why if cell.outcome == "not_run" else f"{cell.text} {cell.outcome_text}: {why}"
+                notify(f"{what}; {WAITS} {cell.number} shows all")

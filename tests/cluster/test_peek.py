@@ -1,0 +1,372 @@
+"""A look into a busy rank: what its variables are at this moment, while its cell goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ddip
+from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
+from ddip.group import delivery, transfer
+
+from .leftovers import controllers_of, wait_until
+from .meanwhile import meanwhile, press_stop
+from .notebook import Notebook
+from .test_objects import held_here, held_there
+from .test_stopped_processes import stopped
+from .variants import few
+
+LARGE = 2 * delivery.LARGE
+THREAD = "ddip-beside"
+"""Name of the thread that pickles."""
+
+
+@contextlib.contextmanager
+def running(cells: ddip.Group, folder: Path, code: str) -> Iterator[None]:
+    """A cell runs meanwhile: `code`, in which ``end()`` tells whether it is to end, and which calls ``begun()``."""
+    errors: list[BaseException] = []
+    set_up = f"""
+from pathlib import Path
+import time
+end = Path({str(folder / "end")!r}).exists
+begun = lambda: Path({str(folder)!r}, f"begun{{rank}}").touch()
+def wait():
+    begun()
+    while not end(): time.sleep(0.001)
+"""
+
+    def run() -> None:
+        try:
+            cells.run(set_up + code, quiet=True, show_ranks=[])
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: errors or all((folder / f"begun{rank}").exists() for rank in range(2)))
+        assert not errors
+        yield
+    finally:
+        (folder / "end").touch()
+        thread.join()
+    assert not errors
+
+
+def threads_of(cells: ddip.Group, rank: int = 0) -> list[str]:
+    """Names of the threads of `rank`."""
+    stack = cells.stacks()[rank]
+    return [] if stack is None else list(stack.threads)
+
+
+def left(cells: ddip.Group) -> list[tuple[int, int]]:
+    """Looks of which each rank has something, and those that pickle."""
+    cells.run("from ddip.rank import peek\nleft = len(peek._peeks), len(peek._pickling)")
+    return [values["left"] for values in cells.pull_all(["left"], [0, 1])[0]]
+
+
+def test_a_value_changes_while_a_loop_runs(cells: ddip.Group, tmp_path: Path) -> None:
+    loop = """
+losses, weight = [], torch.zeros(3)
+begun()
+while not end():
+    losses.append(len(losses)); weight += 1
+"""
+    with running(cells, tmp_path, f"import torch\n{loop}"):
+        first = cells.peek(["losses", "weight"])
+        assert first["losses"] == [*range(len(first["losses"]))]
+        wait_until(lambda: len(cells.peek(["losses"])["losses"]) > len(first["losses"]))
+        wait_until(lambda: cells.peek(["weight"])["weight"][0] > first["weight"][0])
+        assert [info.state for info in cells.info()] == ["busy", "busy"]
+
+
+def test_all_ranks_are_looked_into_while_some_wait_in_a_collective(cells: ddip.Group, tmp_path: Path) -> None:
+    set_up = "import torch, torch.distributed as dist\nx = torch.ones(1) + rank"
+    code = f"{set_up}\nbegun()\nif rank: wait()\ndist.all_reduce(x)"
+    with running(cells, tmp_path, code):
+        wait_until(lambda: str(cells.stacks()[0].place).startswith("all_reduce"))  # type: ignore[union-attr]
+        values, moved = cells.peek_all(["rank", "x"], [0, 1])
+        assert values == [{"rank": 0, "x": torch.ones(1)}, {"rank": 1, "x": torch.full((1,), 2.0)}] and moved == []
+        assert cells.peek(["rank"], 1) == {"rank": 1}
+    assert cells.peek_all(["x"], [1, 0])[0] == [{"x": torch.full((1,), 3.0)}] * 2  # idle ranks, too
+
+
+def test_a_name_that_is_not_there_yet_says_when_it_is(cells: ddip.Group, tmp_path: Path) -> None:
+    with running(cells, tmp_path, "def train():\n    inner = 1\n    wait()\nouter = 2\ntrain()"):
+        assert cells.peek(["outer"]) == {"outer": 2}
+        with pytest.raises(TransferError) as error:
+            cells.peek(["outer", "inner"])
+    assert str(error.value) == (
+        "nothing was pulled: rank 0 has no variable inner yet; it has one as soon as its cell has assigned it, unless "
+        "that is a local variable of a function"
+    )
+    with pytest.raises(TransferError, match="rank 1 has no variable inner; type names that a %%dip cell has defined"):
+        cells.peek(["inner"], 1)
+
+
+def test_what_cannot_be_pickled_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
+    cells.run(f"import threading, numpy; lock = threading.Lock(); fine = 1; large = numpy.zeros({LARGE})")
+    with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0: TypeError: .*lock"):
+        cells.peek(["large", "lock", "fine"])
+    assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
+
+
+def test_a_dict_that_a_thread_changes_all_the_time(cells: ddip.Group, tmp_path: Path) -> None:
+    code = """
+import threading
+table = {i: i for i in range(10_000)}
+def change():
+    i = 10_000
+    while not done:
+        table[i] = i; table.pop(i - 1 if i > 10_000 else None, None); i += 1
+done = False
+thread = threading.Thread(target=change); thread.start()
+wait()
+done = True; thread.join()
+"""
+    with running(cells, tmp_path, code):
+        for _ in range(10):
+            table = cells.peek(["table"])["table"]
+            assert all(table[i] == i for i in range(10_000)) and len(table) <= 10_002
+
+
+@pytest.mark.parametrize("times", [3, 1000], ids=["a few times", "always"])
+def test_what_changes_size_while_it_is_pickled_is_tried_again(cells: ddip.Group, times: int) -> None:
+    cells.run(f"""
+        class Grows:
+            left = {times}
+            def __reduce__(self):
+                if Grows.left > 0:
+                    Grows.left -= 1; inner[len(inner)] = 0
+                return int, ()
+        inner = {{"grows": Grows(), "last": 1}}
+        outer = {{"inner": inner}}
+    """)
+    if times == 3:
+        assert len(cells.peek(["outer"])["outer"]["inner"]) == 5
+    else:
+        with pytest.raises(
+            TransferError,
+            match=r"outer cannot be pickled on rank 0: Changed: dictionary changed size during iteration \(20 times\): "
+            "the cell changes it all the time; keep a copy",
+        ):
+            cells.peek(["outer"])
+
+
+@pytest.mark.parametrize("times", [pytest.param(1, id="once"), pytest.param(1000, id="always", marks=pytest.mark.grid)])
+def test_a_tensor_whose_memory_is_given_back_while_it_is_pickled_does_no_harm(cells: ddip.Group, times: int) -> None:
+    cells.run(f"""
+        import torch
+        class Frees:
+            left = {times}
+            def __reduce__(self):
+                if Frees.left > 0:
+                    Frees.left -= 1
+                    storage = pair[0].untyped_storage(); size = storage.nbytes()
+                    storage.resize_(0); storage.resize_(size if Frees.left == 0 else size + 2 ** 20)
+                    if Frees.left == 0: pair[0].fill_(1)
+                return int, ()
+        pair = [torch.ones({1 << 23}), Frees()]
+    """)
+    if times == 1:
+        assert cells.peek(["pair"])["pair"][0].sum() == 1 << 23
+    else:
+        with pytest.raises(
+            TransferError, match=r"pair cannot be pickled on rank 0: Changed: .*tensor of it .*20 times"
+        ):
+            cells.peek(["pair"])
+    assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
+
+
+HANGS = {"loops": "while True: pass", "lock": "lock.acquire()", "sleeps": "time.sleep(3)"}
+
+
+@pytest.mark.parametrize("how", few(HANGS, "loops", "lock"))
+def test_an_object_that_hangs_is_given_up_and_the_rank_lives_on(cells: ddip.Group, tmp_path: Path, how: str) -> None:
+    code = f"""
+import threading, time
+lock = threading.Lock(); lock.acquire(); fine = 7
+class Bad:
+    def __getstate__(self):
+        {HANGS[how]}
+bad = Bad()
+wait()
+"""
+    with running(cells, tmp_path, code):
+        began = time.monotonic()
+        with pytest.raises(TransferError) as error:
+            cells.peek(["fine", "bad"], seconds=0.5)
+        assert time.monotonic() - began < 2.5
+        where = re.escape(HANGS[how])
+        assert re.fullmatch(
+            r"nothing was pulled: rank 0 has not answered within 0\.5 s: it pickles fine, bad, in .*line \d+.*: "
+            rf"{where}; -t SECONDS waits longer",
+            str(error.value),
+        )
+        assert cells.peek(["fine"]) == {"fine": 7}
+        if how == "lock":
+            assert THREAD in threads_of(cells)
+        else:
+            wait_until(lambda: THREAD not in threads_of(cells))
+    cells.run("import torch.distributed as dist; dist.barrier(); lock.release()")
+    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+
+
+@pytest.mark.grid
+def test_only_so_many_hang_at_once(cells: ddip.Group) -> None:
+    cells.run("""
+        import threading
+        lock, fine = threading.Lock(), 1
+        class Bad:
+            def __reduce__(self):
+                with lock: return int, ()
+        bad = Bad(); lock.acquire()
+    """)
+    for _ in range(8):
+        with pytest.raises(TransferError, match="has not answered within 0.1 s"):
+            cells.peek(["bad"], seconds=0.1)
+    with pytest.raises(TransferError, match=r"rank 0: RuntimeError: 8 former ones have not ended: cell .*line 5$"):
+        cells.peek(["fine"])
+    cells.run("lock.release()")
+    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+    assert cells.peek(["fine"]) == {"fine": 1}
+
+
+def test_a_rank_that_is_stopped_is_named_and_goes_on(cells: ddip.Group) -> None:
+    cells.run("kept = rank")
+    pid = cells.members[1].pid
+    with stopped([pid]), pytest.raises(TransferError) as error:
+        cells.peek_all(["kept"], [0, 1], seconds=0.5)
+    assert str(error.value) == (
+        f"nothing was pulled: rank 1 has not answered within 0.5 s: stopped (SIGSTOP); kill -CONT {pid} continues it; "
+        "-t SECONDS waits longer"
+    )
+    assert cells.peek(["kept"], 1) == {"kept": 1}
+    assert left(cells) == [(0, 0), (0, 0)]
+
+
+@pytest.mark.grid
+def test_a_controller_that_is_stopped_is_named(cells: ddip.Group) -> None:
+    cells.run("kept = rank")
+    its = [controllers_of(os.getpid())[0].pid]
+    text = r"^nothing was pulled: the controller is stopped \(SIGSTOP\)"
+    with stopped(its), pytest.raises(TransferError, match=text):
+        cells.peek(["kept"], seconds=0.3)
+    assert cells.peek(["kept"], 1) == {"kept": 1}
+    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+
+
+def test_a_rank_whose_main_thread_holds_the_interpreter_is_named(cells: ddip.Group, tmp_path: Path) -> None:
+    code = "import ctypes\nkept = rank\nbegun()\nif rank: ctypes.PyDLL(None).usleep(2_500_000)\nwait()"
+    with running(cells, tmp_path, code):
+        with pytest.raises(TransferError, match=r"rank 1 has not answered within 0.2 s: .*line \d+.*C code may hold"):
+            cells.peek(["kept"], 1, seconds=0.2)
+        assert cells.peek(["kept"], 1) == {"kept": 1}
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_rank_that_has_ended_is_named(cells: ddip.Group, when: str) -> None:
+    cells.run("""
+        import os, signal
+        class Dies:
+            def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)
+        dies = Dies()
+    """)
+    if when == "before":
+        with pytest.raises(CellError):
+            cells.run("if rank: os.kill(os.getpid(), signal.SIGKILL)")
+    began = time.monotonic()
+    with pytest.raises(GroupError, match="pulling failed: rank 1: RankEnded: pid .*SIGKILL.*%makedip --repair"):
+        cells.peek_all(["rank", "dies" if when == "meanwhile" else "signal"], [1], seconds=30)
+    assert time.monotonic() - began < 20
+    assert cells.repair() == [1]
+
+
+@pytest.mark.parametrize("way", ["memory", "parts"])
+def test_what_is_large_arrives_whole_and_leaves_nothing(
+    cells: ddip.Group, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "parts":
+        monkeypatch.setattr(transfer, "read", lambda path, size: None)
+        monkeypatch.setattr("ddip.group.peek.PART", LARGE // 3)
+    before = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
+    code = f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank\nwait()"
+    with running(cells, tmp_path, code):
+        values, _ = cells.peek_all(["large", "tensor", "rank"], [0, 1])
+        for rank, value in enumerate(values):
+            assert (value["large"] == np.arange(LARGE) + rank).all()
+            assert torch.equal(value["tensor"], torch.arange(LARGE) - rank)
+            value["large"][0] = value["tensor"][0] = 1000  # ours alone
+        again = cells.peek(["large", "tensor"], 1)
+        assert again["large"][0] == 1 and again["tensor"][0] == -1
+    assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
+    del values, value, again  # what came is their memory
+    assert held_here() == []
+    assert not before or sorted(os.listdir("/dev/shm")) == before
+
+
+def test_the_stop_button_ends_the_wait_and_neither_the_rank_nor_its_cell(cells: ddip.Group, tmp_path: Path) -> None:
+    code = """
+import threading
+lock = threading.Lock(); lock.acquire()
+class Bad:
+    def __reduce__(self):
+        with lock: return int, ()
+bad, fine = Bad(), 1
+wait()
+"""
+    with running(cells, tmp_path, code):
+        thread = meanwhile(lambda: THREAD in threads_of(cells), press_stop)
+        with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was interrupted$"):
+            cells.peek(["bad"], seconds=60)
+        thread.join()
+        assert cells.peek(["fine"]) == {"fine": 1}
+    cells.run("lock.release()")
+    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+
+
+def test_a_cell_can_be_stopped_while_something_large_is_pickled(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run("large = [float(i) for i in range(3_000_000)]")
+    pulled: list[object] = []
+    with running(cells, tmp_path, "begun()\ntry:\n    while not end(): pass\nexcept KeyboardInterrupt: stopped = True"):
+        thread = threading.Thread(target=lambda: pulled.append(len(cells.peek(["large"], 0, 60)["large"])))
+        thread.start()
+        wait_until(lambda: THREAD in threads_of(cells))
+        cells.interrupt()
+        wait_until(lambda: cells.info()[0].state == "idle", 5)
+        thread.join()
+    assert pulled == [3_000_000] and cells.pull(["stopped"]) == {"stopped": True}
+
+
+def test_bad_input(cells: ddip.Group) -> None:
+    with pytest.raises(BadInput, match="there is no rank 7"):
+        cells.peek(["x"], 7)
+    with pytest.raises(BadInput, match=r"ranks=\[\]"):
+        cells.peek_all(["x"], [])
+
+
+def test_the_magic(notebook: Notebook) -> None:
+    notebook.ok("%makedip -n 2\n%dipper g")
+    notebook.ok("import threading, time, os\nif os.path.exists('end'): os.remove('end')")
+    code = 'import os, time\\nmine, step = rank * 10, 0\\nwhile not os.path.exists("end"): step += 1; time.sleep(0.001)'
+    notebook.ok(f"cell = threading.Thread(target=g.run, args=('{code}',)); cell.start()")
+    notebook.ok("while not g.has_name('step'): time.sleep(0.01)")
+    shown = notebook.ok("%dipull --now mine -r all\nassert mine == [0, 10]")
+    assert "pulled mine: " in shown.text and shown.text.endswith("from ranks 0, 1\n")
+    notebook.ok("%dipull --now -t 20 step mine\nassert mine == 0\nfirst = step")
+    notebook.ok("while step == first:\n    %dipull --now step")
+    assert "rank 0 has no variable nix yet" in notebook.run("%dipull --now nix").message
+    notebook.ok("open('end', 'w').close(); cell.join()")
+    assert notebook.run("%dipull step -t 3").message == (
+        "%dipull step -t 3: -t goes with --now; a pull waits until the rank is free"
+    )
+    assert "-t 0: type a number of seconds" in notebook.run("%dipull --now step -t 0").message

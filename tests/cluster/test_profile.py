@@ -1,0 +1,273 @@
+"""Profiled cells, and which collective each rank is in."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddip
+from ddip.output.profile_figures import PARTS, Profile
+from ddip.protocol.location import StackLocation
+
+from .meanwhile import meanwhile, press_stop
+from .notebook import Notebook
+
+SETUP = """
+import os, time, torch, torch.distributed as dist
+class Items(torch.utils.data.Dataset):
+    slow = -1
+    def __len__(self): return 16
+    def __getitem__(self, i):
+        if rank == self.slow: time.sleep(0.02)
+        return torch.ones(8)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+opt = torch.optim.SGD(net.parameters(), 0.1)
+def train(sleeper=-1):
+    for x in torch.utils.data.DataLoader(Items(), batch_size=4):
+        if rank == sleeper: time.sleep(0.1)
+        net(x).sum().backward(); opt.step(); opt.zero_grad()
+train()
+"""
+
+
+def result(cells: ddip.Group, ranks: tuple[int, ...] = (0, 1)) -> Profile:
+    """Of the last cell; the parts of the time of each rank add up."""
+    profile = cells.last_profile
+    assert profile is not None and tuple(profile.ranks) == ranks
+    for each in profile.ranks.values():
+        assert sum(getattr(each, part) for part in PARTS) == pytest.approx(each.seconds, rel=0.05)
+    return profile
+
+
+def traces_in(folder: Path) -> dict[str, Any]:
+    """All files there, which are JSON."""
+    return {path.name: json.loads(gzip.decompress(path.read_bytes())) for path in folder.iterdir()}
+
+
+def test_a_rank_that_sleeps_is_named_and_each_rank_has_a_trace(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(SETUP)
+    capsys.readouterr()
+    cells.run("train(sleeper=1)", profile=str(tmp_path / "out"))
+    profile = result(cells)
+    assert profile.slowest_rank == 1 and profile.ranks[0].waiting > 0.3 and profile.ranks[1].idle > 0.3
+    assert profile.ranks[1].waiting < 0.1
+    slowest = profile.slowest_collective
+    assert slowest is not None and slowest.waiting > 0.05 and slowest.last == 1 and slowest.group == "the default group"
+    assert ("all_reduce", ((9,),), "float32") in {(each.op, each.shapes, each.dtype) for each in profile.collectives}
+    shown = capsys.readouterr()
+    assert re.search(r"slowest: rank 1; rank 0 waited 0\.\d\d s for it, while it was idle, 0\.\d\d s more", shown.out)
+    assert re.search(r"slowest collective: number \d+ of the default group, ", shown.out)
+    assert "USDT" not in shown.out + shown.err and "ERROR" not in shown.err
+    files = traces_in(tmp_path / "out")
+    merged = files.pop("all_ranks.perfetto-trace")
+    assert set(files) == {f"rank_{rank}.pt.trace.json.gz" for rank in (0, 1)}
+    for rank in (0, 1):  # what Holistic Trace Analysis and TensorBoard know a rank by
+        trace = files[f"rank_{rank}.pt.trace.json.gz"]
+        info = trace["distributedInfo"]
+        assert (info["rank"], info["world_size"], info["backend"]) == (rank, 2, "gloo")
+        text = gzip.decompress((tmp_path / "out" / f"rank_{rank}.pt.trace.json.gz").read_bytes()).decode()
+        assert re.search(r'"rank":\s+' + str(rank), text)
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert {"aten::addmm", "c10d::allreduce_", "gloo:all_reduce"} <= set(names)
+    its = {event["pid"]: event["args"]["name"] for event in merged["traceEvents"] if event["name"] == "process_name"}
+    assert its == {1: "rank 0", 2: "rank 1"}
+    work = [event for event in merged["traceEvents"] if event["name"] == "gloo:all_reduce"]
+    ends = [max(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in its]
+    assert abs(ends[0] - ends[1]) < 50_000  # microseconds: the last all_reduce ends on both at once
+
+
+def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run(SETUP)
+    cells.run("Items.slow = 0; train()", profile=str(tmp_path))
+    profile = result(cells)
+    assert profile.slowest_rank == 0 and profile.ranks[0].loading > 0.25 and profile.ranks[1].loading < 0.1
+    assert "slowest: rank 0; rank 1 waited" in capsys.readouterr().out
+    cells.run("t = time.thread_time()\nwhile time.thread_time() < t + 0.2: pass", profile=str(tmp_path))
+    profile = result(cells)  # in place of the former one
+    assert all(each.python > 0.15 for each in profile.ranks.values()) and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_cell_that_fails_or_is_stopped_is_told_all_the_same(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run("import time, torch, torch.distributed as dist")
+    with pytest.raises(ddip.CellError, match="division by zero"):
+        cells.run("1 / rank\ndist.barrier()", profile=str(tmp_path / "failed"))
+    assert result(cells).slowest_rank == 0
+    stopped = meanwhile(lambda: all(on and on.place.line == 2 for on in cells.stacks().values()), press_stop)
+    with pytest.raises(ddip.CellInterrupted):
+        cells.run("time.sleep(0.3)\ntime.sleep(30)", profile=str(tmp_path / "stopped"))
+    stopped.join()
+    assert all(0.1 < each.idle < 10 for each in result(cells).ranks.values())
+    for folder in ("failed", "stopped"):
+        assert len(traces_in(tmp_path / folder)) == 3
+    cells.run("pass")
+    assert result(cells).ranks[0].idle > 0.1  # of the last that was profiled
+
+
+@pytest.mark.grid
+def test_of_a_rank_that_has_ended_there_is_none(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ddip.CellError, match="RankEnded"):
+        cells.run(
+            "import os, torch.distributed as dist\nif rank: os._exit(3)\ndist.barrier()", profile=str(tmp_path / "out")
+        )
+    assert result(cells, (0,)).missing == {1: "its process has ended"}
+    assert "rank 1: no profile: its process has ended" in capsys.readouterr().out
+    assert set(traces_in(tmp_path / "out")) == {"rank_0.pt.trace.json.gz", "all_ranks.perfetto-trace"}
+    cells.repair()
+
+
+def test_a_profiler_of_the_cells_own_has_precedence(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(
+        """
+        import torch
+        x = torch.ones(8) + 1
+        if rank == 1:
+            with torch.profiler.profile() as mine: torch.ones(8) * 2
+            assert any(event.name == "aten::mul" for event in mine.events())
+        """,
+        profile=str(tmp_path),
+    )
+    result(cells)
+    out = capsys.readouterr().out
+    assert re.search(r"rank 1: recorded only the first .*: a profiler that the cell itself has started", out)
+    cells.run("left_on = torch.profiler.profile(); left_on.start()", ranks=[0])
+    try:
+        cells.run("pass", profile=str(tmp_path))
+        assert result(cells, (1,)).missing == {0: "a profiler of a former cell's is still on"}
+    finally:
+        cells.run("left_on.stop()", ranks=[0])
+
+
+def test_a_profiler_in_a_thread_of_the_cell_takes_the_recording_away_and_nothing_else(
+    cells: ddip.Group, tmp_path: Path
+) -> None:
+    """To write what is left of ours crashes the process."""
+    cells.run(
+        """
+        import threading, torch
+        seen = []
+        def profiled():
+            with torch.profiler.profile() as mine: torch.ones(8) * 2
+            seen.extend(event.name for event in mine.events())
+        thread = threading.Thread(target=profiled); thread.start(); thread.join()
+        assert "aten::mul" in seen
+        """,
+        profile=str(tmp_path / "out"),
+    )
+    why = "a thread of the cell has started a profiler"
+    assert result(cells, ()).missing == {0: why, 1: why} and not (tmp_path / "out").exists()
+    cells.run("await __import__('asyncio').sleep(0.05)", profile=str(tmp_path))  # and the next has one
+    assert all(each.idle > 0.04 for each in result(cells).ranks.values())
+
+
+@pytest.mark.grid
+def test_of_too_many_events_the_first_are_kept_and_the_cell_goes_on(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("import torch, ddip.rank.profiling as p\nkept = p.GROWTH_BYTES, p.MOST_EVENTS")
+    cells.run("p.GROWTH_BYTES, p.MOST_EVENTS = 1 << 20, 2_000")
+    loop = """
+        n = 0
+        while p._recording._profiler or n < 1000:
+            torch.ones(1) + n; n += 1
+        for i in range(100):
+            torch.ones(1) + i; n += 1
+    """
+    cells.run(loop, profile=str(tmp_path), timeout=30)
+    cells.run("p.GROWTH_BYTES, p.MOST_EVENTS = kept")
+    profile = result(cells)
+    assert "events, as many as are kept" in profile.ranks[0].note
+    assert "recorded only the first" in capsys.readouterr().out
+    events = traces_in(tmp_path)["rank_0.pt.trace.json.gz"]["traceEvents"]
+    assert 1_000 < sum(event["name"] == "aten::add" for event in events) <= cells.pull(["n"])["n"] - 100
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_ends_it_before_it_begins(
+    cells: ddip.Group, tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ddip.BadInput, match="type the name of a folder that can be written"):
+        cells.run("began = True", profile=str(tmp_path / folder))
+    cells.run("assert 'began' not in globals()")
+
+
+STUCK = """
+import time, torch, torch.distributed as dist
+{recorder}
+x = torch.ones(4)
+dist.all_reduce(x); dist.all_reduce(x)
+if rank == 1: time.sleep(8)
+dist.all_reduce(x)
+"""
+TOLD = r"(?:in|last) collective,? (\d+) of the default group: all_reduce of \(4,\) float32"
+NO_RECORDER = "import ddip.rank.flight_recorder as f; f.DUMPS = ()"
+RECORDER = "import ddip.rank.flight_recorder as f; f.DUMPS = ('_dump_fr_trace', '_dump_nccl_trace')"
+
+
+@pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])
+def test_where_a_cell_stands_still_each_rank_tells_its_collective(cells: ddip.Group, recorder: str) -> None:
+    cells.run("import torch.distributed as dist; dist.destroy_process_group()")  # the next has counted nothing
+
+    seen: list[StackLocation] = []
+
+    def places() -> list[StackLocation]:
+        seen[:] = [stack.place for stack in cells.stacks().values() if stack is not None]
+        return seen
+
+    def stand_still() -> bool:
+        return len(places()) == 2 and "sleep" in seen[1].source and seen[0].line == 6
+
+    stopped = meanwhile(stand_still, press_stop)
+    with pytest.raises(ddip.CellInterrupted):
+        cells.run(STUCK.format(recorder=recorder))
+    stopped.join()
+    cells.run(RECORDER)
+    numbers = [re.fullmatch(TOLD, place.collective) for place in seen]
+    assert all(numbers), seen
+    assert int(numbers[0][1]) == int(numbers[1][1]) + 1  # type: ignore[index]
+    assert [stack.place.collective for stack in cells.stacks().values() if stack] == ["", ""]  # no cell runs
+    stopped = meanwhile(lambda: "sleep" in places()[0].source, press_stop)
+    with pytest.raises(ddip.CellInterrupted):  # what was broken off has not ended, and is not told any more
+        cells.run("for i in range(5):\n    dist.all_reduce(x)\ntime.sleep(8)")
+    stopped.join()
+    assert all(re.fullmatch(TOLD, place.collective) and place.collective.startswith("last") for place in seen), seen
+
+
+@pytest.mark.grid
+def test_collectives_that_ddp_begins_are_told_too(cells: ddip.Group) -> None:
+    cells.run(f"{SETUP}\npair = dist.new_group([0, 1])")
+    seen: list[str] = []
+
+    def stand_still() -> bool:
+        seen[:] = [str(stack.place.collective) for stack in cells.stacks().values() if stack is not None]
+        return "in collective" in seen[0]
+
+    stopped = meanwhile(stand_still, press_stop)
+    with pytest.raises(ddip.CellInterrupted):
+        cells.run("if rank == 1: time.sleep(8)\nnet(torch.ones(4, 8)).sum().backward()")
+    stopped.join()
+    assert re.match(r"in collective \d+ of the default group: all_reduce of \(9,\) float32", seen[0])
+
+
+def test_the_magics_show_it(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nimport time, torch")
+    shown = notebook.ok("%%dip --profile traces -S all\nprint(rank)\ntime.sleep(0.05)")
+    (bundle,) = (data for data in shown.data if "ddip-profile" in data.get("text/html", ""))
+    assert "<svg" in bundle["text/html"] and "where the time of the cell went: ranks 0-2" in bundle["text/plain"]
+    assert len(list((notebook.folder / "traces").iterdir())) == 4
+    notebook.ok("%%dip -r 0 --profile\nx = torch.ones(3)")
+    (made,) = (notebook.folder / "ddip_profile").iterdir()
+    assert {path.name for path in made.iterdir()} == {"rank_0.pt.trace.json.gz", "all_ranks.perfetto-trace"}
+    for typed in ("local --profile", "--profile local", "everywhere --profile"):
+        assert "type %%dip --profile" in notebook.fails(f"%%dip {typed}\npass").message

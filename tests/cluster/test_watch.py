@@ -1,0 +1,248 @@
+"""``%dipwatch``: what real ranks do just now, and the view below a cell of a real notebook."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.group import vitals
+from ddip.group.vitals import Sampler
+from ddip.output.vitals import RankVitals, stragglers
+
+from .leftovers import wait_until
+from .meanwhile import meanwhile
+from .notebook import Messages, Notebook, Shown
+from .test_stopped_processes import stopped
+
+TRAIN = """
+import time, torch
+import torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+model = DDP(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+bar = tqdm(total=10_000)
+enough = torch.zeros(())
+while not enough:
+    if rank == 1: time.sleep(0.03)
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    bar.update()
+    enough = torch.tensor(float(Path({path!r}).exists()))
+    dist.broadcast(enough, 0)
+bar.close()
+"""
+"""Rank 1 is slow; ends when there is a file."""
+
+
+def looks(group: ddip.Group, condition: Callable[[list[RankVitals]], object]) -> Callable[[], bool]:
+    """Look at the ranks until the condition holds; what was seen last is kept in the attribute ``seen``."""
+    sampler = Sampler(group)
+
+    def look() -> bool:
+        time.sleep(0.1)  # no rank need do anything else than answer
+        look.seen = sampler.look()  # type: ignore[attr-defined]
+        return bool(condition(look.seen))  # type: ignore[attr-defined]
+
+    return look
+
+
+def second_is_the_straggler(ranks: list[RankVitals]) -> bool:
+    """And by far, which the first look at it need not show."""
+    first, second = (rank.waited for rank in ranks)
+    return stragglers(ranks) == [1] and first is not None and second is not None and second < 0.3 < 0.5 < first
+
+
+def test_rates_and_waits_of_ranks_that_train_name_the_straggler(cells: ddip.Group, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    condition = looks(cells, second_is_the_straggler)
+    thread = meanwhile(condition, enough.touch)
+    cells.run(TRAIN.format(path=str(enough)), show_ranks=[])
+    thread.join()
+    first, second = condition.seen  # type: ignore[attr-defined]
+    assert first.state == second.state == "busy" and first.cell == second.cell is not None
+    assert 3 < first.steps_per_second < 33 and 3 < second.steps_per_second < 33
+    assert first.collectives_per_second > first.steps_per_second
+    ((done, total),) = first.bars
+    assert total == 10_000 and 0 < done <= first.steps
+    assert first.cores is not None and first.memory > 50_000_000 and first.place.cell == first.cell
+    assert [one.state for one in cells.vitals()] == ["idle", "idle"]
+
+
+IMPORTS = "import torch, torch.distributed as dist\nfrom torch.distributed._functional_collectives import all_reduce"
+SLEEPS = """
+import time
+from pathlib import Path
+
+while rank and not Path({path!r}).exists():
+    time.sleep(0.05)
+"""
+MEET = """%%dip -q
+import time, torch.distributed as dist
+from pathlib import Path
+from tqdm import tqdm
+
+bar, enough = tqdm(total=10_000), [False]
+while not enough[0]:
+    if rank == 1: time.sleep(0.03)
+    bar.update()
+    enough = [Path("enough").exists()]
+    dist.broadcast_object_list(enough, 0)
+bar.close()
+"""
+BLOCKED = {
+    "a call": "dist.barrier()",
+    "a wait": "work = dist.all_reduce(torch.ones(3), async_op=True); work.wait()",
+    "a receive": "dist.send(torch.ones(3), 0) if rank else dist.recv(torch.ones(3), 1)",
+    "an object": "dist.all_gather_object([None, None], rank)",
+    "a functional collective": "all_reduce(torch.ones(3), 'sum', group=dist.group.WORLD).sum()",
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("how", BLOCKED)
+def test_whatever_a_rank_waits_in_it_is_told_and_sleep_is_no_wait(cells: ddip.Group, how: str, tmp_path: Path) -> None:
+    cells.run(IMPORTS)  # which takes half a second of the first cell that needs it, and is no wait
+    told = tmp_path / "told"
+    condition = looks(cells, first_waits_for_second)
+    thread = meanwhile(condition, told.touch)
+    cells.run(f"{SLEEPS.format(path=str(told))}\n{BLOCKED[how]}", timeout=60)
+    thread.join()
+    assert first_waits_for_second(condition.seen)  # type: ignore[attr-defined]
+
+
+def first_waits_for_second(ranks: list[RankVitals]) -> bool:
+    """And not the other way round."""
+    first, second = (rank.waited for rank in ranks)
+    return first is not None and second is not None and second < 0.2 < 0.6 < first
+
+
+def test_a_rank_that_a_signal_has_stopped_is_told_and_comes_back(
+    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vitals, "LATE_SECONDS", 0.2)
+    pid = cells.members[1].pid
+    sampler = Sampler(cells)
+    assert [one.state for one in sampler.look()] == ["idle", "idle"]
+    with stopped([pid]):
+        wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "stopped"])
+        assert sampler.look()[1].doing == f"stopped (SIGSTOP); kill -CONT {pid} continues it"
+    wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "idle"])
+
+
+def views(messages: Messages) -> list[tuple[str, str, str]]:
+    """Kind, id and text of each change of a view."""
+    return [
+        (kind, content["transient"]["display_id"], content["data"]["text/plain"])
+        for kind, content in messages
+        if kind.endswith("display_data") and content["transient"].get("display_id")
+    ]
+
+
+def threads(notebook: Notebook) -> str:
+    """Of the kernel, that watch."""
+    return notebook.ok(
+        "import threading; print([t.name for t in threading.enumerate() if t.name == 'ddip-watch'])"
+    ).stdout
+
+
+def begin_view(notebook: Notebook, shown: Shown) -> str:
+    """The id of the view that a cell has shown."""
+    ((kind, name, text),) = views(shown.messages)
+    assert kind == "display_data" and text.startswith("rank  state")
+    return name
+
+
+def test_the_view_goes_on_while_a_cell_runs_and_ends_in_one_line(notebook: Notebook) -> None:
+    began = time.monotonic()
+    name = begin_view(notebook, notebook.ok("%dipwatch"))
+    assert time.monotonic() < began + 2
+    enough = notebook.folder / "enough"
+    enough.unlink(missing_ok=True)
+    running = notebook.begin(MEET)
+    shown = notebook.finish(running, until="rank 1 is the straggler")
+    changes = views(shown.messages)
+    assert {(kind, its) for kind, its, _ in changes} == {("update_display_data", name)}
+    assert "collectives/s" in changes[-1][2] and "/10000" in changes[-1][2]
+    enough.touch()
+    notebook.finish(running)
+    enough.unlink()
+    moved = notebook.ok("%dipwatch")
+    (_, old, text), (kind, new, _) = views(moved.messages)
+    assert (old, kind) == (name, "display_data") and new != name
+    assert text == f"ddip: %dipwatch has ended: it is below cell [{moved.number}] now"
+    assert threads(notebook) == "['ddip-watch']\n"
+    ended = notebook.ok("%dipwatch off")
+    assert views(ended.messages) == [("update_display_data", new, "ddip: %dipwatch has ended: it was turned off")]
+    assert threads(notebook) == "[]\n"
+    assert notebook.ok("%dipwatch off").stdout == "ddip: nothing is watched\n"
+
+
+def test_the_view_tells_of_a_rank_that_is_killed_and_goes_on_after_a_repair(notebook: Notebook) -> None:
+    begin_view(notebook, notebook.ok("%dipwatch"))
+    pid = int(notebook.ok("%%dip -r 2\nimport os; print(os.getpid())").stdout)
+    running = notebook.begin("import time; time.sleep(30)")  # a cell of the notebook's own
+    os.kill(pid, signal.SIGKILL)
+    notebook.finish(running, until="2  ended")
+    notebook.interrupt()
+    notebook.finish(running)
+    notebook.ok("%makedip --repair")
+    running = notebook.begin("import time; time.sleep(30)")
+    notebook.finish(running, until="2  idle")
+    notebook.interrupt()
+    notebook.finish(running)
+    notebook.ok("%dipwatch off")
+
+
+def test_once_is_text(notebook: Notebook) -> None:
+    shown = notebook.ok("%dipwatch --once")
+    assert shown.messages == [("stream", {"name": "stdout", "text": shown.stdout})]
+    assert [line.split()[:2] for line in shown.stdout.splitlines()] == [
+        ["rank", "state"],
+        ["0", "idle"],
+        ["1", "idle"],
+        ["2", "idle"],
+    ]
+    assert threads(notebook) == "[]\n"
+
+
+CALLBACKS = "print({name: len(get_ipython().events.callbacks[name]) for name in ('pre_run_cell', 'post_run_cell')})"
+
+
+def test_the_view_ends_with_its_group(bare_notebook: Notebook) -> None:
+    before = bare_notebook.ok(CALLBACKS).stdout
+    bare_notebook.ok("%makedip -n 1")
+    name = begin_view(bare_notebook, bare_notebook.ok("%dipwatch"))
+    bare_notebook.ok("%makedip -r")
+    assert threads(bare_notebook) == "['ddip-watch']\n"
+    shown = bare_notebook.ok("%makedip -k")
+    text = "ddip: %dipwatch has ended: its group has ended"
+    assert views(shown.messages)[-1] == ("update_display_data", name, text)
+    assert threads(bare_notebook) == "[]\n"
+    assert bare_notebook.ok(CALLBACKS).stdout == before
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("how", ["%unload_ext ddip", "restart", "kill"])
+def test_nothing_is_left_of_the_view(new_notebook: Callable[[], Notebook], how: str) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
+    notebook.ok("%dipwatch")
+    if how == "kill":
+        notebook.kill()
+        return
+    if how == "restart":
+        notebook.restart()
+    else:
+        text = views(notebook.ok(how).messages)[-1][2]
+        assert text == "ddip: %dipwatch has ended: ddip was unloaded, or the kernel has ended"
+    assert threads(notebook) == "[]\n"

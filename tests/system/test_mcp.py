@@ -1,0 +1,285 @@
+"""A program trains in a notebook by way of the tools for MCP servers of Jupyter, and by nothing else.
+
+The server is Jupyter's with the extension jupyter-server-mcp, on loopback, with a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from jupyter_client import BlockingKernelClient
+
+from ddip.cluster.on_host import hold_port
+
+from ..cluster.leftovers import assert_nothing_left
+from .lab import wait_for
+
+pytest.importorskip("jupyter_server_mcp")
+from fastmcp import Client
+from fastmcp.client.transports import StdioTransport, StreamableHttpTransport
+from fastmcp.exceptions import ToolError
+
+TOKEN = "a-token-of-this-test"
+TRAIN = """
+import os, time, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+losses = []
+def train(steps, fails_at=None, seconds=0.0):
+    for step in range(steps):
+        if rank == 2 and step == fails_at:
+            raise ValueError(f"the batch of step {step} is empty")
+        optimizer.zero_grad()
+        x = torch.randn(8, 4)
+        loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        print("rank", rank, "step", step)
+        time.sleep(seconds)
+"""
+Call = Callable[..., Awaitable[Any]]
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """In a thread: the browser of other tests has a loop that runs in this one."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, work).result()
+
+
+@dataclass
+class Server:
+    """One that runs."""
+
+    url: str
+    mcp: str
+    log: Path
+
+    def request(self, path: str, /, **data: Any) -> Any:
+        """What its own interface answers."""
+        body = json.dumps(data).encode() if data else None
+        request = urllib.request.Request(f"{self.url}{path}", body, {"Authorization": f"token {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or "null")
+
+    def open(self, name: str) -> str:
+        """A notebook with a kernel; returns the kernel's id."""
+        kernel = {"name": "python3"}
+        return str(self.request("/api/sessions", path=name, name=name, type="notebook", kernel=kernel)["kernel"]["id"])
+
+    def client(self, token: str = TOKEN, in_url: bool = False) -> Client[Any]:
+        """A program that has this `token`."""
+        url = f"{self.mcp}?token={token}" if in_url else self.mcp
+        headers = {"Authorization": f"Bearer {token}"} if token and not in_url else {}
+        return Client(StreamableHttpTransport(url, headers=headers))
+
+    def by_the_proxy(self, token: str = TOKEN) -> Client[Any]:
+        """A program that speaks over standard input, to the proxy that jupyter-server-mcp has for such."""
+        settings = {**os.environ, "JUPYTER_SERVER_MCP_URL": f"{self.mcp}?token={token}"}
+        proxy = ["-m", "jupyter_server_mcp.proxy"]
+        return Client(StdioTransport(sys.executable, proxy, env=settings, keep_alive=False))
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_of_the_module() -> Iterator[pytest.MonkeyPatch]:
+    """Taken back when all tests here have ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_the_module: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A Jupyter server, and the proof that no rank outlives it."""
+    folder = tmp_path_factory.mktemp("mcp")
+    places = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    settings = {**places, "IPYTHONDIR": str(folder / "ipython"), "JUPYTER_TOKEN": TOKEN}
+    monkeypatch_of_the_module.setenv("IPYTHONDIR", settings["IPYTHONDIR"])  # for the search for what is left
+    port = hold_port()
+    command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--ip=127.0.0.1", "--allow-root"]
+    command += [f"--port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}"]
+    command += ["--ServerApp.jpserver_extensions=jupyter_server_mcp=True", "--MCPExtensionApp.mcp_port=0"]
+    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **settings}, cwd=folder)
+    kernels: list[int] = []
+    try:
+        told = folder / "runtime" / f"jpserver-mcp-{process.pid}.json"
+        wait_for(lambda: told.exists() or process.poll() is not None, "the server", 90)
+        assert process.poll() is None, log.read_text()
+        yield Server(url, json.loads(told.read_text())["url"], log)
+        kernels += [child.pid for child in psutil.Process(process.pid).children()]
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+    for pid in kernels:
+        assert_nothing_left(pid)
+
+
+def run(server: Server, steps: Callable[[Call], Awaitable[None]]) -> None:
+    """What a program does, with the tools as a function; an answer that is no list or object is text."""
+
+    async def all_of_it() -> None:
+        async with server.client() as client:
+
+            async def call(tool: str, **arguments: Any) -> Any:
+                return (await client.call_tool(tool, arguments)).data
+
+            await steps(call)
+
+    _run(all_of_it())
+
+
+@pytest.mark.timeout(240)
+def test_a_program_trains_reads_an_error_repairs_a_killed_rank_and_stops(server: Server) -> None:
+    server.open("train.ipynb")
+
+    async def steps(call: Call) -> None:
+        assert [found["notebook"] for found in await call("ddip_notebooks")] == ["train.ipynb"]
+        assert (await call("ddip_status"))["group"] is None
+        started = await call("ddip_start", arguments="-n 3")
+        assert started["group"]["size"] == len(started["ranks"]) == 3
+
+        cell = await call("ddip_run", code=TRAIN)
+        assert (await call("ddip_poll", number=cell["number"], wait=60))["outcome"] == "ok"
+        cell = await call("ddip_run", code="train(4)")
+        assert (await call("ddip_poll", wait=60))["outcome"] == "ok"
+        output = await call("ddip_output", number=cell["number"])
+        for rank in "012":
+            assert f"rank {rank} step 3" in output["ranks"][rank]["text"]
+        pulled = await call("ddip_pull", names=["losses", "net"], rank=1)
+        assert len(pulled["losses"]["json"]) == 4 and "Linear" in pulled["net"]["text"]
+
+        cell = await call("ddip_run", code="train(4, fails_at=2)")
+        assert (await call("ddip_poll", wait=60))["outcome"] == "user_error"
+        ranks = (await call("ddip_output", number=cell["number"]))["ranks"]
+        assert [ranks[rank]["state"] for rank in "012"] == ["released", "released", "failed"]
+        error = ranks["2"]["error"]
+        assert (error["name"], error["message"]) == ("ValueError", "the batch of step 2 is empty")
+        assert "fails_at" in error["traceback"] and "\x1b" not in error["traceback"]
+        assert "step 1" in ranks["2"]["text"]
+        assert (await call("ddip_status"))["errors"]["2"]["cell"] == cell["number"]
+
+        await call("ddip_run", code="if rank == 1: os.kill(os.getpid(), 9)\ntorch.distributed.barrier()")
+        assert (await call("ddip_poll", wait=60))["outcome"] == "rank_died"
+        assert [found["state"] for found in (await call("ddip_status"))["ranks"]] == ["idle", "ended", "idle"]
+        with pytest.raises(ToolError, match="%makedip --repair"):
+            await call("ddip_run", code="1")
+        repaired = await call("ddip_repair", names=["losses"])
+        assert repaired["group"]["healthy"] and len({found["pid"] for found in repaired["ranks"]}) == 3
+        pulled = await call("ddip_pull", names=["losses"], rank=1)
+        assert len(pulled["losses"]["json"]) > 4
+
+        await call("ddip_run", code=TRAIN)
+        cell = await call("ddip_run", code="train(10_000, seconds=0.05)", queue=True)
+        running = await call("ddip_poll", number=cell["number"], wait=1)
+        assert (running["state"], running["outcome"]) == ("running", None)
+        now = await call("ddip_status")
+        assert [found["cell"] for found in now["ranks"]] == [cell["number"]] * 3
+        with pytest.raises(ToolError, match=f"cell {cell['number']} runs on rank 0"):
+            await call("ddip_pull", names=["losses"])
+        assert (await call("ddip_stop"))["outcome"] == "interrupted"
+        assert len((await call("ddip_pull", names=["losses"]))["losses"]["json"]) >= 1
+        assert await call("ddip_shutdown") == "there is no group any more"
+        assert (await call("ddip_status"))["group"] is None
+
+    run(server, steps)
+
+
+def test_who_has_not_the_token_gets_nothing(server: Server) -> None:
+    server.open("train.ipynb")
+
+    async def attempt(client: Client[Any], tool: str = "ddip_status") -> str:
+        async with client:
+            try:
+                await client.call_tool(tool, {"code": "1"} if tool == "ddip_run" else {})
+            except ToolError as error:
+                return str(error)
+            return ""
+
+    async def attempts() -> None:
+        for tool in ("ddip_notebooks", "ddip_start", "ddip_run", "ddip_status", "ddip_shutdown"):
+            assert "needs the token of the Jupyter server" in await attempt(server.client(token=""), tool)
+        assert "is not the token" in await attempt(server.client(token="another"))
+        assert "is not the token" in await attempt(server.client(token="another", in_url=True))
+        assert await attempt(server.client(in_url=True)) == ""
+        assert await attempt(server.client()) == ""
+
+        assert await attempt(server.by_the_proxy()) == ""
+        assert "needs the token" in await attempt(server.by_the_proxy(token=""))
+
+    _run(attempts())
+    assert "needs the token" in _within_the_session_of_another(server)
+    assert server.request("/api/sessions")[0]["kernel"]["execution_state"] in ("idle", "starting", "busy")
+    request = urllib.request.Request(f"{server.url}/api/sessions")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, timeout=30)
+
+
+def _within_the_session_of_another(server: Server) -> str:
+    """What a call without a token is told, in a session that was begun with it."""
+    kinds = {"Accept": "application/json, text/event-stream"}
+    own = {**kinds, "Authorization": f"token {TOKEN}"}
+    about = {"protocolVersion": "2025-03-26", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": about}
+    begun = httpx.post(server.mcp, json=message, headers=own)
+    assert begun.status_code == 200, begun.text
+    session = {"Mcp-Session-Id": begun.headers["mcp-session-id"]}
+    told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    httpx.post(server.mcp, json=told, headers={**own, **session})
+    call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "ddip_status", "arguments": {}}}
+    assert '"group' in httpx.post(server.mcp, json=call, headers={**own, **session}).text
+    return httpx.post(server.mcp, json=call, headers={**kinds, **session}).text
+
+
+def test_a_busy_kernel_says_so_and_does_nothing_later(server: Server) -> None:
+    kernel = server.open("train.ipynb")
+
+    async def steps(call: Call) -> None:
+        assert (await call("ddip_status"))["group"] is None
+        with _busy(server, kernel), pytest.raises(ToolError, match="busy with a cell of its own .* nothing was done"):
+            await call("ddip_start", arguments="-n 1")
+        assert (await call("ddip_status"))["group"] is None
+        server.open("another.ipynb")
+        with pytest.raises(ToolError, match="several notebooks are open.*another.ipynb"):
+            await call("ddip_status")
+        assert (await call("ddip_status", notebook="train.ipynb"))["group"] is None
+        with pytest.raises(ToolError, match="no notebook is called so"):
+            await call("ddip_status", notebook="no.ipynb")
+        with pytest.raises(ToolError, match="BadInput: %makedip -x"):
+            await call("ddip_start", arguments="-x", notebook="train.ipynb")
+
+    run(server, steps)
+
+
+@contextlib.contextmanager
+def _busy(server: Server, kernel: str) -> Iterator[None]:
+    """A cell of the notebook runs, as a person has started it."""
+    client = BlockingKernelClient()
+    folder = server.log.parent / "runtime"
+    client.load_connection_file(str(folder / f"kernel-{kernel}.json"))
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        client.execute("import time; time.sleep(60)")
+        yield
+    finally:
+        server.request(f"/api/kernels/{kernel}/interrupt", now=True)
+        client.stop_channels()

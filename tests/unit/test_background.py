@@ -1,0 +1,267 @@
+"""Cells in the background, on engines that do what a script says."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
+from ddip.group.cell import Cell
+from ddip.group.history import KEPT, History
+from ddip.output.router import CellOutput
+
+from .conftest import NewGroup
+
+
+def ended(cell: Cell) -> Cell:
+    """The cell, when it has ended, however it has."""
+    cell.done.result(timeout=10)
+    return cell
+
+
+def test_a_cell_in_the_background_returns_at_once_and_is_busy_until_it_ends(new_group: NewGroup) -> None:
+    group = new_group(2)
+    cell = group.start("sleep")
+    assert (cell.state, cell.outcome, cell.done.done()) == ("running", None, False)
+    cell.stop()
+    assert (cell.state, cell.outcome) == ("ended", "interrupted")
+    group.run("pass")
+    assert [known.outcome for known in group.cells] == ["interrupted", "ok"]
+
+
+def test_waiting_raises_what_the_cell_has_raised_each_time(new_group: NewGroup) -> None:
+    cell = new_group(2).start("1: raise ValueError no")
+    for _ in range(2):
+        with pytest.raises(CellError, match="^rank 1: ValueError: no"):
+            cell.wait()
+    assert cell.outcome == "user_error"
+    assert cell.errors[1].name == "ValueError"
+
+
+def test_waiting_for_a_while_tells_whether_it_has_ended(new_group: NewGroup) -> None:
+    cell = new_group(2).start("sleep")
+    assert cell.wait(0.01) is False
+    cell.stop()
+
+
+@pytest.mark.parametrize("what", ["run", "push", "pull", "change", "repair", "shards"])
+def test_a_busy_rank_says_which_cell_runs_and_how_to_wait(new_group: NewGroup, what: str) -> None:
+    group = new_group(2)
+    cell = group.start("sleep", ranks=[1])
+    calls: dict[str, Any] = {
+        "run": lambda: group.run("pass"),
+        "push": lambda: group.push({"a": 1}),
+        "pull": lambda: group.pull(["a"], 1),
+        "change": lambda: group.change(type(group.request)(3)),
+        "repair": group.repair,
+        "shards": lambda: group.shards("model"),
+    }
+    number = cell.number
+    with pytest.raises(GroupError, match=rf"cell {number} runs on rank 1.*\(sleep\).*%dipwait {number} .*%dipstop"):
+        calls[what]()
+    cell.stop()
+
+
+def test_ranks_that_are_free_run_other_cells_and_take_objects(new_group: NewGroup) -> None:
+    group = new_group(3)
+    cell = group.start("sleep", ranks=[2])
+    group.run("pass", ranks=[0, 1])
+    group.push({"a": 1}, [0])
+    assert group.pull(["a"], 0) == {"a": 1}
+    cell.stop()
+
+
+def test_a_queued_cell_runs_when_those_before_it_have_ended(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first, second = group.start("sleep", timeout=0.05), group.start("pass", queue=True)
+    other = group.start("pass", queue=True)
+    assert second.state == other.state == "queued"
+    first.press_stop()
+    assert [ended(cell).outcome for cell in (first, second, other)] == ["interrupted", "not_run", "not_run"]
+    with pytest.raises(GroupError, match="cell 1, for which cell 2 waited, was stopped; cell 2 did not run"):
+        second.wait()
+    assert ended(group.start("pass", queue=True)).outcome == "ok"
+
+
+def test_a_queued_cell_runs_after_a_good_one(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first = group.start("wait")
+    second = group.start("pass", queue=True)
+    for rank in range(2):
+        group.engine(rank).end()
+    assert ended(first).outcome == ended(second).outcome == "ok"
+
+
+def test_a_queued_cell_is_stopped_before_it_begins(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first, second = group.start("sleep"), group.start("pass", queue=True)
+    second.stop()
+    assert (second.outcome, first.done.done()) == ("not_run", False)
+    first.stop()
+
+
+def test_a_failure_releases_only_the_ranks_of_its_cell(new_group: NewGroup) -> None:
+    group = new_group(4)
+    cell = group.start("wait", ranks=[2, 3])
+    with pytest.raises(CellError, match="rank 0: ValueError: no; rank 1 was blocked"):
+        group.run("0: raise ValueError no\n1: wait", ranks=[0, 1])
+    assert not cell.done.done()
+    with pytest.raises(GroupError, match="cell 1 runs on ranks 2, 3.*\nthe group must be formed again"):
+        group.run("pass", ranks=[0, 1])
+    for rank in (2, 3):
+        group.engine(rank).end()
+    assert ended(cell).outcome == "ok"
+    group.run("pass")
+
+
+def test_steps_are_judged_when_no_cell_runs_any_more(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    group = new_group(2)
+    cell = group.start("sleep", ranks=[1])
+    group.run("begin 1", ranks=[0])
+    assert "different numbers" not in capsys.readouterr().err
+    group.engine(1).begun = {"default cpu": (1, 0, None)}
+    group.engine(1).end()
+    ended(cell)
+    group.run("pass")
+    assert "different numbers" not in capsys.readouterr().err
+
+
+def test_a_dead_rank_ends_its_cell_and_a_repair_waits_for_that(new_group: NewGroup) -> None:
+    group = new_group(2)
+    cell = group.start("0: wait\n1: wait")
+    group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
+    assert group.repair() == [1]
+    assert (ended(cell).outcome, cell.errors[0].waited) == ("rank_died", "all_reduce")
+    group.run("pass")
+
+
+def test_a_cell_that_takes_too_long_is_ended_in_the_background_too(new_group: NewGroup) -> None:
+    cell = new_group(2).start("sleep", timeout=0.05)
+    with pytest.raises(CellTimeout):
+        cell.wait()
+    assert cell.outcome == "timeout"
+
+
+def test_a_rank_that_does_not_stop_is_named(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddip.group.cell_state.STOP_SECONDS", 0.05)
+    cell = new_group(2).start("1: deaf")
+    with pytest.raises(GroupError, match="rank 1 did not stop"):
+        cell.stop()
+    assert cell.outcome == "stuck"
+
+
+def test_the_end_of_the_group_ends_its_cells(new_group: NewGroup) -> None:
+    group = new_group(2)
+    running, queued = group.start("sleep"), group.start("pass", queue=True)
+    group.shutdown()
+    with pytest.raises(GroupError, match="the cell ended with its group"):
+        running.wait()
+    assert (running.outcome, ended(queued).outcome) == ("rank_died", "not_run")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ddip cell")]
+
+
+def test_the_controllers_end_ends_a_cell(new_group: NewGroup) -> None:
+    group = new_group(2)
+    cell = group.start("sleep")
+    group.cluster.controller_ended = True  # type: ignore[attr-defined]
+    with pytest.raises(GroupError, match="the controller process ended"):
+        cell.wait()
+    group.cluster.controller_ended = False  # type: ignore[attr-defined]
+
+
+def test_who_waits_until_ranks_are_free_runs_then(new_group: NewGroup) -> None:
+    group = new_group(2)
+    cell = group.start("sleep", timeout=0.05)
+    with pytest.raises(GroupError, match="cell 1, for which this cell waited, timed out; it did not run"):
+        group.wait_until_free([0])
+    assert cell.done.done()
+    group.wait_until_free()
+
+
+def test_a_cell_that_nobody_gave_is_not_found(new_group: NewGroup) -> None:
+    group = new_group(2)
+    with pytest.raises(BadInput, match="there were none"):
+        group.cell(3)
+    group.run("pass")
+    assert group.cell(1) is group.cells[0]
+    with pytest.raises(BadInput, match="the last ones are 1"):
+        group.cell(3)
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_the_cell_runs(new_group: NewGroup, tmp_path: Any) -> None:
+    group = new_group(2)
+    for typed, why in [(f"{tmp_path}/no/train", "there is no folder"), (str(tmp_path), "this is a folder")]:
+        with pytest.raises(BadInput, match=why):
+            group.run("pass", log=typed)
+    assert group.cells == []
+
+
+def test_cells_of_former_groups_are_known(new_group: NewGroup) -> None:
+    history = History()
+    new_group(2, history=history).run("pass")
+    group = new_group(2, history=history)
+    with pytest.raises(CellInterrupted):
+        cell = group.start("sleep")
+        cell.stop()
+        cell.wait()
+    assert [known.outcome for known in group.cells] == ["ok", "interrupted"]
+
+
+def test_a_cell_in_the_queue_does_not_run_if_what_it_waits_for_has_failed_before_it_looks(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first = group.start("sleep")
+    threading.settrace(lambda *_: first.done.result(timeout=10))  # called first in each new thread
+    try:
+        queued = group.start("pass", queue=True)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    first.stop()
+    assert ended(queued).outcome == "not_run"
+
+
+def test_a_cell_that_runs_is_known_however_many_come_after_it(new_group: NewGroup) -> None:
+    group = new_group(2)
+    long = group.start("sleep", ranks=[1])
+    for _ in range(KEPT + 5):
+        group.history.add(ended_cell())
+    assert group.cell(long.number) is long
+    assert len(group.cells) == KEPT
+    long.stop()
+
+
+def ended_cell() -> Cell:
+    """Of which nothing is known but that it has ended."""
+    cell = Cell(-1, (0,), "pass", CellOutput([0]))
+    cell.end(None)
+    cell.done.set_result(None)
+    return cell
+
+
+def test_a_press_of_stop_as_soon_as_a_cell_is_known_ends_it(new_group: NewGroup) -> None:
+    """Between the moment in which ranks are busy with it and that in which it is waited for."""
+    group = new_group(2)
+
+    class PressesStop(History):
+        def add(self, cell: Cell) -> None:
+            super().add(cell)
+            signal.raise_signal(signal.SIGINT)
+
+    group.history = group._cells.history = PressesStop()
+    with pytest.raises(CellInterrupted):
+        group.run("sleep")
+    ended(group.start("sleep"))
+    group._cells.history = History()
+    group.run("pass")
+
+
+def test_of_cells_with_one_number_the_one_that_runs_is_found(new_group: NewGroup) -> None:
+    group = new_group(2)
+    cell = group.start("sleep", ranks=[0])
+    other = ended(group.start("pass", ranks=[1]))
+    other.number = cell.number  # as if both were of one cell of the notebook
+    assert group.cell(cell.number) is cell
+    cell.stop()
+    assert group.cell(cell.number) is other

@@ -1,0 +1,179 @@
+"""What programs ask a kernel, and what they are told; who may ask, and which notebook is meant."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from ddip.notebook import for_programs
+from ddip.notebook.for_programs import call, value_data
+from ddip.protocol.status import ANSWER_MIME
+from ddip.server import kernels, notebooks, tokens
+from ddip.server.kernels import KernelBusy, KernelError, answer_in
+
+# -- in the kernel
+
+
+def told(name: str, before: float | None = None, **arguments: Any) -> dict[str, Any]:
+    """What the kernel answers."""
+    answer: dict[str, Any] = json.loads(call(name, json.dumps(arguments), before)._repr_mimebundle_()[ANSWER_MIME])
+    return answer
+
+
+def test_without_ddip_there_is_no_group_and_nothing_is_loaded_for_that(shell: InteractiveShell) -> None:
+    nothing = {"schema": 1, "group": None, "ranks": [], "devices": [], "cells": [], "errors": {}}
+    assert told("status", time.time() + 60) == {"ok": nothing}
+    assert told("shutdown") == {"ok": None}
+
+
+def test_a_request_that_nobody_waits_for_any_more_does_nothing() -> None:
+    assert told("start", before=time.time() - 1)["error"] == "TooLate"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "message"),
+    [
+        ("fly", {}, "BadInput", "fly: no such function; there are status, start"),
+        ("status", {"much": 1}, "TypeError", "unexpected keyword argument 'much'"),
+    ],
+)
+def test_what_cannot_be_done_is_told(name: str, arguments: Any, error: str, message: str) -> None:
+    answer = told(name, **arguments)
+    assert answer["error"] == error and message in answer["message"]
+
+
+class Odd:
+    def __repr__(self) -> str:
+        return "x" * 20_000 + "\udcff"
+
+
+@pytest.mark.parametrize(
+    ("value", "data"),
+    [
+        (None, {"type": "NoneType", "json": None}),
+        ([1, 2.5, "a", {"b": None}], {"type": "list", "json": [1, 2.5, "a", {"b": None}]}),
+        ({1: 2}, {"type": "dict", "text": "{1: 2}", "truncated": False}),  # JSON would make the key a string
+        ((1, 2), {"type": "tuple", "text": "(1, 2)", "truncated": False}),
+        (float("nan"), {"type": "float", "text": "nan", "truncated": False}),
+        (np.float64(0.5), {"type": "numpy.float64", "shape": [], "dtype": "float64", "json": 0.5}),
+        (torch.tensor([[1, 2]]), {"type": "torch.Tensor", "shape": [1, 2], "dtype": "torch.int64", "json": [[1, 2]]}),
+        ({1}, {"type": "set", "text": "{1}", "truncated": False}),
+    ],
+    ids=str,
+)
+def test_a_value_is_json_where_json_has_it_and_else_text(value: Any, data: dict[str, Any]) -> None:
+    assert value_data(value) == data
+
+
+def test_a_large_value_is_text_and_cut() -> None:
+    large = value_data(torch.zeros(2000))
+    assert large["text"].startswith("tensor([0., 0.") and large["shape"] == [2000]
+    assert value_data([0.1] * 10_000)["truncated"] is True
+    odd = value_data(Odd())
+    assert len(odd["text"]) == 10_000 and odd["truncated"] is True
+
+
+def test_every_function_is_a_tool_and_the_other_way_round() -> None:
+    tools = pytest.importorskip("ddip.server.tools")
+    names = {spec.rpartition(":")[2].removeprefix("ddip_") for spec in tools.TOOLS}
+    assert names == {*for_programs.FUNCTIONS, "notebooks"}
+    assert all(getattr(tools, f"ddip_{name}").__doc__ for name in names)
+
+
+# -- in the Jupyter server
+
+
+@pytest.mark.parametrize("header", ["token secret", "Token secret", "Bearer secret", "bearer  secret "])
+def test_the_token_opens_as_it_opens_the_server(header: str) -> None:
+    assert tokens.why_not("secret", header, "") == ""
+
+
+@pytest.mark.parametrize(
+    ("token", "header", "typed", "why"),
+    [
+        ("secret", "", "", "needs the token"),
+        ("secret", "Basic secret", "", "needs the token"),
+        ("secret", "token Secret", "", "is not the token"),
+        ("secret", "token secret2", "", "is not the token"),
+        ("secret", "token ünïcode", "", "is not the token"),
+        ("secret", "token secret", "another", "is not the token"),
+        ("", "", "", "has no token"),
+        ("", "token ", "", "has no token"),
+    ],
+)
+def test_who_has_no_token_or_another_is_refused(token: str, header: str, typed: str, why: str) -> None:
+    assert why in tokens.why_not(token, header, typed)
+
+
+def test_a_token_in_the_url_opens_too() -> None:
+    assert tokens.why_not("secret", "", "secret") == ""
+
+
+def session(path: str) -> dict[str, Any]:
+    return {"path": path, "kernel": {"id": f"id of {path}", "execution_state": "idle"}}
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("a.ipynb", "a.ipynb"),
+        ("/a.ipynb", "a.ipynb"),
+        ("b.ipynb", "work/b.ipynb"),
+        ("id of work/b.ipynb", "work/b.ipynb"),
+    ],
+)
+def test_a_notebook_is_named_by_its_path_its_name_or_its_kernel(typed: str, found: str) -> None:
+    assert notebooks.chosen([session("a.ipynb"), session("work/b.ipynb")], typed)["notebook"] == found
+
+
+@pytest.mark.parametrize(
+    ("paths", "typed", "why"),
+    [
+        ([], "", "no notebook is open"),
+        (["a", "b"], "", "several notebooks are open; say which as `notebook`: a, b"),
+        (["a", "b"], "c", "c: no notebook is called so; open: a, b"),
+        (["x/a", "y/a"], "a", "a: several notebooks are called so; open: x/a, y/a"),
+    ],
+)
+def test_where_it_is_not_clear_which_notebook_is_meant_they_are_named(paths: list[str], typed: str, why: str) -> None:
+    with pytest.raises(KernelError) as raised:
+        notebooks.chosen([session(path) for path in paths], typed)
+    assert why in str(raised.value)
+
+
+def test_the_only_notebook_need_not_be_named() -> None:
+    assert notebooks.chosen([session("a")], "") == {"notebook": "a", "kernel": "id of a", "state": "idle"}
+
+
+def reply(**answer: Any) -> dict[str, Any]:
+    data = {ANSWER_MIME: json.dumps(answer)}
+    return {"status": "ok", "user_expressions": {kernels.KEY: {"status": "ok", "data": data}}}
+
+
+def test_what_the_kernel_replies_is_the_answer() -> None:
+    assert answer_in(reply(ok={"number": 7})) == {"number": 7}
+    with pytest.raises(KernelError, match="^BadInput: type this$"):
+        answer_in(reply(error="BadInput", message="type this"))
+    with pytest.raises(KernelBusy, match="nothing was done"):
+        answer_in(reply(error="TooLate", message=""))
+
+
+@pytest.mark.parametrize(
+    ("expressions", "why"),
+    [
+        (
+            {kernels.KEY: {"status": "error", "ename": "ModuleNotFoundError", "evalue": "no ddip"}},
+            "has no ddip: Module",
+        ),
+        ({}, "is not one of IPython"),
+    ],
+)
+def test_a_kernel_that_has_no_ddip_says_so(expressions: Any, why: str) -> None:
+    with pytest.raises(KernelError, match=why):
+        answer_in({"status": "ok", "user_expressions": expressions})

@@ -1,0 +1,12 @@
+"""What a rank does between cells: when."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddip.rank import housekeeping
+
+
+@pytest.mark.parametrize(("took", "seconds"), [(0.0, 0.02), (0.001, 0.02), (0.07, 0.35), (5.0, 0.5)])
+def test_a_collection_that_takes_long_waits_until_no_cell_is_likely_to_come(took: float, seconds: float) -> None:
+    assert housekeeping.rest_after(took) == pytest.approx(seconds)

@@ -1,0 +1,20 @@
+"""Every magic of ddip's is the notebook's own business, on both sides."""
+
+from __future__ import annotations
+
+from ddip.notebook.autodip import LOCAL_MAGICS
+from ddip.notebook.cell_magics import CellMagics
+from ddip.notebook.magics import DipMagics
+from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.watching import WatchMagics
+from ddip.rank.refusals import OF_THE_NOTEBOOK
+
+OURS = {name for home in (DipMagics, CellMagics, ObjectMagics, WatchMagics) for name in home.magics["line"]}
+
+
+def test_autodip_leaves_each_in_the_notebook() -> None:
+    assert set(LOCAL_MAGICS) >= OURS
+
+
+def test_a_rank_refuses_each() -> None:
+    assert set(OF_THE_NOTEBOOK) == OURS

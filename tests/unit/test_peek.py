@@ -1,0 +1,162 @@
+"""A look into a busy rank, on engines that do what a script says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError
+from ddip.group import peek
+from ddip.notebook import arguments
+from ddip.protocol import on_rank
+from ddip.protocol.remote import with_bytes, without_bytes
+
+from .conftest import NewGroup
+from .scripted import ScriptedEngine, Silence, press_stop
+
+TAKE, PART, DROP = on_rank.take_peek.target, on_rank.part_of_peek.target, on_rank.drop_peek.target
+
+
+def silent(*args: Any) -> Any:
+    """An engine that does not answer."""
+    raise Silence
+
+
+def calls(engine: ScriptedEngine) -> list[str]:
+    """What it was asked of a peek."""
+    return [target for target in engine.calls if target in (TAKE, PART, DROP)]
+
+
+def test_ranks_are_asked_once_and_small_things_come_with_the_answer(new_group: NewGroup) -> None:
+    group = new_group(3)
+    group.push({"a": 1, "b": [2]})
+    group.push({"a": 5}, ranks=[1])
+    assert group.peek(["a", "b"], 2) == {"a": 1, "b": [2]}
+    assert group.peek_all(["a"], [1, 0]) == ([{"a": 5}, {"a": 1}], [])
+    assert [calls(group.engine(rank)) for rank in range(3)] == [[TAKE]] * 3
+
+
+def test_what_is_large_comes_in_parts_where_it_cannot_be_read(
+    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peek, "PART", 100)
+    monkeypatch.setattr(peek, "LARGE", 100)
+    group = new_group(2)
+    group.push({"text": "x" * 1000, "n": 1})
+    told: list[float | None] = []
+    values, _ = group.peek_all(["text", "n"], [1], progress=lambda text, share=None: told.append(share))
+    assert values == [{"text": "x" * 1000, "n": 1}] and group.transferred > 1000
+    assert calls(group.engine(1)) == [TAKE, *[PART] * 11, DROP] and len(told) == 12
+    assert all(share is not None and 0 <= share < 1 for share in told[1:])
+
+
+def test_a_busy_rank_without_the_name_says_when_it_has_it(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.push({"a": 1})
+    with pytest.raises(TransferError, match="rank 0 has no variable x, y; type names that a %%dip cell has defined"):
+        group.peek(["a", "x", "y"])
+    answer = group.engine(0).answers[TAKE]
+    group.engine(0).answers[TAKE] = lambda *args: {**answer(*args), "busy": True}
+    with pytest.raises(
+        TransferError, match="rank 0 has no variable x, y yet; it has one as soon as its cell has assig"
+    ):
+        group.peek(["a", "x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ({"cell": 3, "line": 2, "source": "sleep(9)"}, r"it pickles a, in cell \[3\] line 2: sleep\(9\)"),
+        ({"state": "finished"}, "it was about to"),
+        ({}, "it still pickles a"),
+    ],
+)
+def test_a_rank_that_is_late_says_where_it_is_and_lets_go(
+    new_group: NewGroup, place: dict[str, Any], text: str
+) -> None:
+    group = new_group(2)
+    group.push({"a": 1})
+    group.engine(1).answers.update({TAKE: silent, DROP: lambda number: place})
+    with pytest.raises(
+        TransferError, match=rf"^nothing was pulled: rank 1 has not answered within 0.05 s: {text}; -t SECONDS waits"
+    ):
+        group.peek_all(["a"], [0, 1], seconds=0.05)
+    assert [calls(group.engine(rank)) for rank in (0, 1)] == [[TAKE, DROP]] * 2
+
+
+def test_a_rank_that_does_not_even_answer_where_it_is(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = new_group(2)
+    monkeypatch.setattr(peek, "WHERE_SECONDS", 0.05)
+    group.engine(1).answers.update({TAKE: silent, DROP: silent})
+    with pytest.raises(TransferError, match="rank 1 has not answered within 0.05 s: it does not even take a signal"):
+        group.peek(["a"], 1, seconds=0.05)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_rank_that_has_ended_is_named_at_once(new_group: NewGroup, when: str) -> None:
+    group = new_group(2)
+
+    def ends(*args: Any) -> Any:
+        group.scripted.end_engine(group.members[1].engine, -9)
+        raise Silence
+
+    if when == "before":
+        group.scripted.end_engine(group.members[1].engine, -9)
+    group.engine(1).answers[TAKE] = ends
+    with pytest.raises(GroupError, match="^pulling failed: rank 1: RankEnded: .*SIGKILL.*%makedip --repair"):
+        group.peek_all(["a"], [0, 1], seconds=60)
+
+
+def test_the_stop_button_ends_it(new_group: NewGroup) -> None:
+    group = new_group(2)
+
+    def stops(*args: Any) -> Any:
+        press_stop()
+        raise Silence
+
+    group.engine(0).answers[TAKE] = stops
+    with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was interrupted$"):
+        group.peek(["a"], seconds=60)
+    assert calls(group.engine(0)) == [TAKE, DROP]
+
+
+def test_what_a_rank_refuses_is_told(new_group: NewGroup) -> None:
+    group = new_group(2)
+
+    def refuses(*args: Any) -> Any:
+        raise RuntimeError("8 former ones have not ended")
+
+    group.engine(1).answers[TAKE] = refuses
+    with pytest.raises(TransferError, match="^nothing was pulled: rank 1: RuntimeError: 8 former ones have not ended$"):
+        group.peek(["a"], 1)
+
+
+def test_bytes_travel_beside_the_json() -> None:
+    answer = {"ok": {"values": {"a": bytearray(b"one"), "b": b""}, "sizes": [1, (2, b"two")], "none": None}}
+    beside: list[Any] = []
+    told = without_bytes(answer, beside)
+    assert beside == [b"one", b"", b"two"] and b"two" not in str(told).encode()
+    assert with_bytes(told, [memoryview(each) for each in beside]) == {
+        "ok": {"values": {"a": b"one", "b": b""}, "sizes": [1, [2, b"two"]], "none": None}
+    }
+    assert with_bytes({"ok": 1}, []) == {"ok": 1}
+
+
+@pytest.mark.parametrize(("now", "timeout", "seconds"), [(False, None, None), (True, None, 5.0), (True, "20", 20.0)])
+def test_seconds(now: bool, timeout: str | None, seconds: float | None) -> None:
+    assert arguments.seconds_of_now(SimpleNamespace(now=now, timeout=timeout), "") == seconds
+
+
+@pytest.mark.parametrize(
+    ("now", "timeout", "text"),
+    [
+        (False, "3", "^%dipull x -t 3: -t goes with --now; a pull waits until the rank is free$"),
+        (True, "soon", "^-t soon: type a number of seconds, 0.1 or more, such as -t 120$"),
+        (True, "0", "^-t 0: type a number of seconds"),
+    ],
+)
+def test_bad_seconds(now: bool, timeout: str, text: str) -> None:
+    with pytest.raises(BadInput, match=text):
+        arguments.seconds_of_now(SimpleNamespace(now=now, timeout=timeout), f"x -t {timeout}")

@@ -1,0 +1,328 @@
+"""Where the time of a profiled cell went, and who kept whom waiting: as pure functions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddip.errors import BadInput
+from ddip.group import stragglers, traces
+from ddip.group.profile import folder_for, offset
+from ddip.notebook.arguments import check_profile
+from ddip.output import profile_report
+from ddip.output.profile_figures import Profile
+from ddip.protocol.reports import CollectiveRow, ProfileReport
+from ddip.rank import flight_recorder, profile_events, timeline, trace_file
+from ddip.rank.profile_events import Recorded
+from ddip.rank.timeline import Divided, Layers
+
+S = 1_000_000_000
+
+
+def ns(*seconds: float) -> Any:
+    return tuple(round(each * S) for each in seconds)
+
+
+def layers(**which: Any) -> Layers:
+    return Layers(0, 10 * S, **{name: [ns(*moment) for moment in moments] for name, moments in which.items()})
+
+
+def communication(divided: Divided) -> float:
+    return sum((b - a) * share for a, b, share in divided.communication) / S
+
+
+def whole(divided: Divided) -> float:
+    return divided.compute + divided.loading + divided.idle + communication(divided)
+
+
+def test_moments_that_are_in_both_or_in_one_only() -> None:
+    a, b = [(0, 5), (8, 12)], [(3, 9), (11, 20)]
+    assert timeline.overlap(a, b) == [(3, 5), (8, 9), (11, 12)]
+    assert timeline.without(a, b) == [(0, 3), (9, 11)]
+    assert timeline.without(b, a) == [(5, 8), (12, 20)]
+    assert timeline.without([(10, 20)], [(0, 5), (25, 30)]) == [(10, 20)]
+    assert timeline.union([(7, 9), (1, 3), (2, 5), (-4, 0), (9, 30)], 0, 10) == [(1, 5), (7, 10)]
+
+
+def test_a_blocked_thread_waits_for_gloo_loads_data_or_is_idle() -> None:
+    """It is blocked from 2 s on; from 2 to 5 gloo works, from 6 to 8 the loader does."""
+    samples = [(0, 0), (2, 2), (10, 2)]
+    divided = timeline.divide(layers(ops=[(0, 1)], transfers=[(2, 5)], loading=[(6, 8)], samples=samples))
+    assert divided == Divided(
+        compute=pytest.approx(2),
+        python=pytest.approx(1),
+        loading=2,
+        idle=pytest.approx(3),
+        communication=[ns(2, 5, 0)[:2] + (1.0,)],
+    )
+
+
+def test_gloo_that_works_beside_a_thread_that_computes_costs_nothing() -> None:
+    divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(1, 9)], samples=[(0, 0), (10, 10)]))
+    assert (divided.compute, divided.python, divided.idle, communication(divided)) == (10, 6, 0, 0)
+
+
+def test_between_two_samples_the_thread_is_blocked_in_what_it_can_be_blocked_in() -> None:
+    """Half of the time: in the collective, of which three of five seconds count then, and one was hidden by Python."""
+    divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(4, 9)], samples=[(0, 0), (10, 7)]))
+    assert communication(divided) == pytest.approx(3)
+    assert (divided.compute, divided.idle) == (pytest.approx(7), pytest.approx(0))
+    assert whole(divided) == pytest.approx(10)
+
+
+def test_that_a_thread_has_waited_for_a_core_is_told_late() -> None:
+    """From 2 to 6 s; the sample at 6 s says so of all of it, and that it has run since 5."""
+    divided = timeline.divide(layers(transfers=[(0, 10)], samples=[(0, 0), (2, 2), (4, 2), (6, 6), (10, 6)]))
+    assert (divided.python, communication(divided)) == (pytest.approx(6), pytest.approx(4))
+
+
+def test_without_samples_it_is_blocked_wherever_no_operation_is_on() -> None:
+    divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(3, 6)]))
+    assert (divided.compute, communication(divided), divided.idle) == (4, 2, 4)
+
+
+def test_on_a_gpu_kernels_hide_everything_and_those_of_nccl_are_communication() -> None:
+    divided = timeline.divide(layers(kernels=[(1, 4)], network=[(3, 6)], loading=[(5, 8)], samples=[(0, 0), (10, 10)]))
+    assert (communication(divided), divided.loading, divided.compute) == (2, 2, pytest.approx(6))
+    assert whole(divided) == pytest.approx(10)
+
+
+class Event:
+    """As Kineto's are."""
+
+    def __init__(self, name: str, begin: float, end: float, thread: int = 1, kind: str = "cpu_op") -> None:
+        self._name, self._moment, self._thread, self._activity = name, ns(begin, end), thread, kind
+
+    def __getattr__(self, name: str) -> Any:
+        values = {
+            "name": self._name,
+            "start_ns": self._moment[0],
+            "duration_ns": self._moment[1] - self._moment[0],
+            "device_resource_id": self._thread,
+            "activity_type": self._activity,
+            "is_user_annotation": self._activity == "user_annotation",
+            "device_type": "DeviceType.CUDA"
+            if "kernel" in self._activity or "gpu" in self._activity
+            else "DeviceType.CPU",
+        }
+        return lambda: values[name]
+
+
+def test_events_belong_to_layers_by_their_names_and_threads() -> None:
+    recorded = Recorded(Layers(0, 10 * S))
+    note = "user_annotation"
+    profile_events.read(
+        [
+            Event("aten::mm", 0, 1),
+            Event("Optimizer.step#SGD.step", 0, 3, kind=note),
+            Event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 1, 2, kind=note),
+            Event("c10d::allreduce_", 2, 3),
+            Event("gloo:all_reduce", 2, 5, thread=7, kind=note),
+            Event("aten::copy_", 3, 4, thread=7),
+            Event("aten::mm", 5, 6, thread=8),
+            Event("ncclDevKernel_AllReduce", 6, 7, kind="kernel"),
+            Event("gemm", 7, 8, kind="kernel"),
+            Event("cudaLaunchKernel", 0, 9, kind="cuda_runtime"),
+        ],
+        1,
+        recorded,
+    )
+    its = recorded.layers
+    assert its.ops == [ns(0, 1), ns(5, 6)]
+    assert its.loading == [ns(1, 2)]
+    assert its.network == [ns(2, 3), ns(6, 7)]
+    assert its.transfers == recorded.work["gloo:all_reduce"] == [ns(2, 5)]
+    assert its.kernels == [ns(7, 8)]
+
+
+def test_collectives_of_the_flight_recorder_meet_the_work_of_their_backend() -> None:
+    recorded = Recorded(Layers(1 * S, 10 * S))
+    recorded.work["gloo:all_reduce"] = [ns(4, 6), ns(2, 3), ns(0.2, 0.5)]
+    of = {"formed": 0, "number": 0, "shapes": [[4]], "dtypes": ["float32"], "is_done": True}
+    entries = [
+        flight_recorder.Entry("0", op="gloo:all_reduce", begun=round(at * S), record=(0, i), **{**of, "number": i})
+        for i, at in enumerate((0.2, 1.9, 3.9, 7), 4)
+    ]
+    rows = profile_events.collectives(recorded, entries, {"0": [0, 1]}, [0, 1])
+    assert [(row[2], row[3], row[6] / S, row[7] / S) for row in rows] == [
+        (5, "all_reduce", 1.9, 3),
+        (6, "all_reduce", 3.9, 6),
+        (7, "all_reduce", 7, 10),  # it has not ended
+    ]
+
+
+def test_without_a_flight_recorder_calls_count_in_their_order() -> None:
+    recorded = Recorded(Layers(0, 10 * S), calls=[(*ns(5, 6), "c10d::barrier"), (*ns(1, 2), "c10d::allreduce_")])
+    rows = profile_events.collectives(recorded, [], {}, [0, 1])
+    assert [(row[0], row[2], row[3]) for row in rows] == [("?", 1, "allreduce"), ("?", 2, "barrier")]
+
+
+def row(number: int, begin: float, end: float, group: str = "0", ranks: tuple[int, ...] = (0, 1)) -> CollectiveRow:
+    return (group, list(ranks), number, "all_reduce", [[4]], ["float32"], *ns(begin, end))
+
+
+def report(
+    collectives: list[CollectiveRow], exposed: list[tuple[float, float]], ahead: float = 0, **more: Any
+) -> ProfileReport:
+    """Of ten seconds on a clock that is `ahead` of the notebook's."""
+    rest = 10 - sum(b - a for a, b in exposed) - sum(more.values())
+    base: dict[str, Any] = {"compute": rest, "python": 0.0, "loading": 0.0, "idle": 0.0, **more}
+    shift = round(ahead * S)
+    return {
+        **base,
+        "fault": "",
+        "note": "",
+        "begin": shift,
+        "end": 10 * S + shift,
+        "communication": [(a + shift, b + shift, 1.0) for a, b in (ns(*moment) for moment in exposed)],
+        "collectives": [(*each[:6], each[6] + shift, each[7] + shift) for each in collectives],
+        "events": 0,
+        "size": 0,
+    }  # type: ignore[typeddict-item]
+
+
+def profile_of(reports: dict[int, ProfileReport], ahead: dict[int, float] | None = None) -> Profile:
+    offsets = {rank: round((ahead or {}).get(rank, 0) * S) for rank in reports}
+    found = stragglers.find(reports, offsets, 2)
+    return Profile(found.ranks, found.collectives, found.waited_for)
+
+
+@pytest.mark.parametrize("ahead", [0, 3600, -5], ids=["one clock", "an hour ahead", "behind"])
+def test_a_rank_waits_until_the_last_one_comes_whatever_its_clock_says(ahead: float) -> None:
+    waits = report([row(1, 1, 4.5)], [(1, 4.5)])
+    late = report([row(1, 4, 4.5)], [(4, 4.5)], ahead, idle=3)
+    profile = profile_of({0: waits, 1: late}, {1: ahead})
+    assert (profile.ranks[0].waiting, profile.ranks[0].communication) == (pytest.approx(3), pytest.approx(0.5))
+    assert (profile.ranks[1].waiting, profile.ranks[1].communication) == (0, pytest.approx(0.5))
+    assert profile.waited_for == {1: pytest.approx(3)} and profile.slowest_rank == 1
+    assert "slowest: rank 1; rank 0 waited 3.00 s for it, while it was idle, 3.00 s more than rank 0" in str(
+        profile_report.remarks(profile)
+    )
+    slowest = profile.slowest_collective
+    assert slowest is not None and str(slowest) == "number 1 of the default group, all_reduce of (4,) float32"
+    assert (slowest.last, slowest.seconds, slowest.waiting) == (1, pytest.approx(3.5), pytest.approx(3))
+
+
+def test_of_collectives_that_are_under_way_together_a_moment_counts_once() -> None:
+    """As DDP's buckets are."""
+    first = report([row(1, 1, 5), row(2, 2, 5), row(3, 3, 5)], [(3, 5)])
+    second = report([row(1, 4, 5), row(2, 4, 5), row(3, 4.5, 5)], [(4.5, 5)])
+    profile = profile_of({0: first, 1: second})
+    assert profile.ranks[0].waiting == pytest.approx(1.5)
+    assert profile.waited_for[1] == pytest.approx(1.5)
+    assert [each.waiting for each in profile.collectives] == [pytest.approx(1), 0, pytest.approx(0.5)]
+
+
+def test_a_rank_that_never_comes_is_waited_for_until_the_end() -> None:
+    profile = profile_of({0: report([row(1, 2, 10)], [(2, 10)]), 1: report([], [])})
+    assert profile.ranks[0].waiting == pytest.approx(8) and profile.slowest_rank == 1
+    assert "waiting for ranks that never came" in str(profile_report.remarks(profile))
+
+
+def test_of_a_rank_that_has_not_told_all_nobody_knows_whether_it_came() -> None:
+    short = report([], [])
+    short["note"] = "too many events"
+    profile = profile_of({0: report([row(1, 2, 10)], [(2, 10)]), 1: short})
+    assert (profile.ranks[0].waiting, profile.ranks[0].communication) == (0, pytest.approx(8))
+
+
+def test_ranks_that_begin_different_operations_are_not_compared() -> None:
+    other = (*row(1, 4, 5)[:3], "barrier", *row(1, 4, 5)[4:])
+    profile = profile_of({0: report([row(1, 2, 5)], [(2, 5)]), 1: report([other], [])})  # type: ignore[list-item]
+    assert profile.ranks[0].waiting == 0
+
+
+def test_ranks_that_wait_for_each_other_have_no_slowest() -> None:
+    first = report([row(1, 1, 3), row(2, 6, 6)], [(1, 3)])
+    second = report([row(1, 3, 3), row(2, 4.1, 6)], [(4.1, 6)])
+    assert "no rank is slow all along" in str(profile_report.remarks(profile_of({0: first, 1: second})))
+
+
+def test_the_report_names_shares_the_slow_and_what_is_missing() -> None:
+    found = profile_of({0: report([row(1, 1, 4)], [(1, 4)], loading=1), 1: report([row(1, 4, 4)], [], loading=5)})
+    profile = Profile(found.ranks, found.collectives, found.waited_for, {2: "its process has <ended>"}, Path("out"))
+    bundle = profile._repr_mimebundle_()
+    text = bundle["text/plain"]
+    assert "3.00 (30 %)" in text and "rank 2: no profile" in text and "loaded data, 4.00 s more than rank 0" in text
+    assert "rank 0  |####" in text and "all_reduce of (4,) float32      1     3.00     3.00  rank 1 (1 of 1)" in text
+    assert "<svg" in bundle["text/html"] and "its process has &lt;ended&gt;" in bundle["text/html"]
+    assert profile_report.text(Profile({}, [], missing={0: "why"})).endswith("rank 0: no profile: why")
+
+
+def trace_of(path: Path, pid: int, base: int, *events: dict[str, Any], rank: int = 0) -> Path:
+    labels = {"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "ts": 0, "args": {"labels": "CPU"}}
+    text = json.dumps(
+        {"schemaVersion": 1, "distributedInfo": {"rank": rank}, traces.BASE: base, "traceEvents": [labels, *events]},
+        indent=1,
+    )
+    path.write_bytes(gzip.compress(text.encode()))
+    return path
+
+
+def test_traces_are_one_with_a_process_a_rank_and_one_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "PIECE", 50)
+    op = {"ph": "X", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 2_000_000.5, "dur": 10}
+    gpu = {**op, "pid": 0, "tid": 7, "name": "gemm"}
+    flow = {"ph": "s", "name": "fwdbwd", "pid": 77, "tid": 77, "ts": 2_000_000.5, "id": 3}
+    span = {**op, "pid": "Spans"}
+    paths = {
+        0: trace_of(tmp_path / "a.gz", 77, 5 * S, op, flow, span),
+        2: trace_of(tmp_path / "b.gz", 77, 6 * S, op, gpu, flow),
+    }
+    to = tmp_path / "all"
+    traces.merge(paths, {0: 0, 2: 1 * S}, 6 * S, to)
+    events = json.loads(gzip.decompress(to.read_bytes()))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {1: "rank 0", 3: "rank 2"}
+    ops = {event["pid"]: event["ts"] for event in events if event["name"] == "aten::mm"}
+    assert ops == {1: 1_000_000.5, 3: 1_000_000.5}  # both at one second after the begin
+    assert {event["id"] for event in events if event["name"] == "fwdbwd"} == {"0.3", "2.3"}
+    assert [event["tid"] for event in events if event["name"] == "gemm"] == [10_000_007]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gz", "all", "b.gz"]
+
+
+def test_what_is_no_trace_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match="no trace"):
+        traces.merge({0: tmp_path / "a.gz"}, {0: 0}, 0, tmp_path / "all")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gz"]
+
+
+def test_the_parts_of_a_recording_are_one_trace(tmp_path: Path) -> None:
+    files = []
+    for number in (1, 2, 3):
+        path = tmp_path / str(number)
+        path.write_text(f'{{ "rank": 0, "traceEvents": [ {{"n": {number}, "a": [1]}} ],"traceName": "x[]" }}')
+        files.append(path.open("rb"))
+    with (tmp_path / "all").open("wb") as to:
+        trace_file.write([*files], to)
+    whole_trace = json.loads(gzip.decompress((tmp_path / "all").read_bytes()))
+    assert [event["n"] for event in whole_trace["traceEvents"]] == [1, 2, 3] and whole_trace["rank"] == 0
+    assert all(file.closed for file in files)
+
+
+def test_the_quickest_answer_sets_the_clock() -> None:
+    assert offset([]) == 0
+    assert offset([(0, 900, 1000), (2000, 2105, 2010), (3000, 3950, 4000)]) == 100
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_a_former_profile_goes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"--profile .*file: .*; type the name of a folder"):
+        folder_for(str(tmp_path / "file"))
+    for name in ("rank_3.pt.trace.json.gz", "all_ranks.perfetto-trace", "mine.json"):
+        (tmp_path / name).write_text("")
+    assert folder_for(str(tmp_path)) == tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine.json"]
+
+
+def test_profile_is_of_ranks_only() -> None:
+    check_profile(None, "local", ("remote", "local"))
+    check_profile("folder", "remote", ("remote", "local"))
+    for typed, where in (("", "local"), ("local", "remote"), ("remote", "remote")):
+        with pytest.raises(BadInput, match="type %%dip --profile"):
+            check_profile(typed, where, ("remote", "local"))

@@ -1,0 +1,96 @@
+"""What a cell has shown, kept so that it can be shown again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddip.output.recording import OVERHEAD, Recording, trim
+
+
+def stream(text: str, name: str = "stdout", **where: int) -> dict[str, Any]:
+    return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": text, **where}}
+
+
+def display(text: str, name: str | None = None, kind: str = "display_data") -> dict[str, Any]:
+    content = {"data": {"text/plain": text}, "metadata": {}, "transient": {} if name is None else {"display_id": name}}
+    return {"header": {"msg_type": kind}, "content": content}
+
+
+def clear(wait: bool) -> dict[str, Any]:
+    return {"header": {"msg_type": "clear_output"}, "content": {"wait": wait}}
+
+
+def kept(recording: Recording) -> list[tuple[int, str]]:
+    """By rank, what the messages say."""
+    return [
+        (rank, message["content"].get("text") or message["content"]["data"]["text/plain"])
+        for rank, message in recording.messages()
+    ]
+
+
+def test_text_that_follows_text_is_one_message() -> None:
+    recording = Recording()
+    for part in ("a", "b\n", "c"):
+        recording.add(0, stream(part))
+    recording.add(1, stream("d"))
+    recording.add(0, stream("e", "stderr"))
+    assert kept(recording) == [(0, "ab\nc"), (1, "d"), (0, "e")]
+
+
+def test_of_an_updated_display_the_last_form_is_kept() -> None:
+    recording = Recording()
+    recording.add(0, display("0 %", "bar"))
+    for percent in range(1, 101):
+        recording.add(0, display(f"{percent} %", "bar", "update_display_data"))
+        recording.add(1, display(f"rank 1: {percent} %", "bar", "update_display_data"))
+    assert kept(recording) == [(0, "0 %"), (0, "100 %"), (1, "rank 1: 100 %")]
+
+
+def test_of_a_flood_the_beginning_and_the_last_end_are_kept() -> None:
+    recording = Recording()
+    recording.add(0, stream("begin\n"))
+    for line in range(1000, 1100, 10):
+        recording.add(0, stream(f"line {line}\n", line=line, cut=0))
+        recording.add(1, display("between"))
+        recording.add(0, stream(f"line {line + 1}\n"))
+    assert [text for rank, text in kept(recording) if rank == 0] == ["begin\n", "line 1090\n", "line 1091\n"]
+
+
+def test_what_was_cleared_is_not_kept_and_a_plot_that_is_drawn_again_is_there_once() -> None:
+    recording = Recording()
+    recording.add(1, stream("of another rank"))
+    for number in range(50):
+        recording.add(0, display(f"plot {number}"))
+        recording.add(0, clear(wait=True))
+    assert kept(recording) == [(1, "of another rank"), (0, "plot 49")]
+    recording.add(0, clear(wait=False))
+    assert kept(recording) == [(1, "of another rank")]
+
+
+def test_a_clear_within_an_output_widget_clears_nothing_else() -> None:
+    recording = Recording()
+    recording.add(0, stream("before"))
+    recording.add(0, clear(wait=False), captured=True)
+    assert kept(recording) == [(0, "before")]
+
+
+def test_the_oldest_gives_way_when_there_is_too_much() -> None:
+    first, second = Recording(), Recording()
+    for recording in (first, second):
+        for number in range(10):
+            recording.add(0, display(str(number) * 1000))
+    trim([first, second], 15 * (1000 + OVERHEAD))
+    assert (len(kept(first)), first.left_out, len(kept(second)), second.left_out) == (5, 5, 10, 0)
+    trim([first, second], 0)
+    assert first.size == second.size == 0
+    assert kept(first) == kept(second) == []
+
+
+def test_a_cell_that_still_runs_keeps_no_more_than_is_kept() -> None:
+    recording = Recording()
+    recording.most = 3000
+    for number in range(100):
+        recording.add(0, display(f"{number:4}" * 100))
+    assert recording.size <= 3000
+    assert kept(recording)[-1] == (0, "  99" * 100)
+    assert recording.left_out == 100 - len(kept(recording))

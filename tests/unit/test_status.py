@@ -1,0 +1,270 @@
+"""A group and its cells as plain data: what programs are told, and the schemas of it."""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import ddip
+from ddip.cluster import devices
+from ddip.errors import CellError, CellTimeout, RankError
+from ddip.group import group_status
+from ddip.group.cell import Cell
+from ddip.group.cell_status import data_of
+from ddip.group.history import History
+from ddip.group.placement import SHARES
+from ddip.output.cell_data import Part, cell_data, error_data, state_of, texts
+from ddip.protocol import status
+from ddip.protocol.status import CellData, PartData, Status
+
+from .conftest import NewGroup
+
+SCHEMAS = {
+    name: json.loads((Path(ddip.__file__).parent / "schemas" / f"{name}.{status.SCHEMA}.json").read_text())
+    for name in ("status", "cell")
+}
+
+
+def fits(name: str, data: Any) -> None:
+    """Fails unless `data`, as JSON, is what the schema `name` describes."""
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(json.dumps(data, allow_nan=False)))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_schemas_are_schemas(name: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMAS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "kind"),
+    [
+        ("status", None, Status),
+        ("status", "group", status.GroupStatus),
+        ("status", "rank", status.RankStatus),
+        ("status", "gpu", status.GpuFigures),
+        ("status", "device", status.DeviceStatus),
+        ("status", "cell", status.CellStatus),
+        ("status", "error", status.LastError),
+        ("cell", None, CellData),
+        ("cell", "part", PartData),
+        ("cell", "error", status.ErrorData),
+    ],
+)
+def test_the_schemas_describe_every_key_and_no_other(name: str, place: str | None, kind: Any) -> None:
+    described = SCHEMAS[name] if place is None else SCHEMAS[name]["$defs"][place]
+    assert set(described["properties"]) == set(typing.get_type_hints(kind))
+    assert set(described["required"]) == kind.__required_keys__
+
+
+def test_the_schemas_know_every_state_and_outcome() -> None:
+    of = lambda name, place, key: SCHEMAS[name]["$defs"][place]["properties"][key]["enum"]  # noqa: E731
+    assert of("status", "rank", "state") == list(typing.get_args(status.RankState))
+    assert of("cell", "part", "state") == list(typing.get_args(status.PartState))
+    outcomes = [*typing.get_args(status.CellOutcome), None]
+    assert of("status", "cell", "outcome") == SCHEMAS["cell"]["properties"]["outcome"]["enum"] == outcomes
+
+
+# -- a cell, by rank
+
+
+def stream(text: str, **where: int) -> dict[str, Any]:
+    return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": text, **where}}
+
+
+def test_what_a_rank_has_shown_is_text_without_colours_and_bars_as_they_are_in_the_end() -> None:
+    shown = {"data": {"text/plain": "a plot", "text/html": "<b>"}, "metadata": {}, "transient": {"display_id": "p"}}
+    changed = {**shown, "data": {"text/plain": "another plot"}}
+    result = {"data": {"text/plain": "3"}, "metadata": {}, "execution_count": 7}
+    messages = [
+        (0, stream("\x1b[31mred\x1b[0m\n 10 %\r100 %\n")),
+        (1, stream("of rank 1")),
+        (0, {"header": {"msg_type": "display_data"}, "content": shown}),
+        (0, {"header": {"msg_type": "update_display_data"}, "content": changed}),
+        (0, {"header": {"msg_type": "execute_result"}, "content": result}),
+    ]
+    assert texts(messages, [0], 1000) == {0: ("red\n100 %\nanother plot\nOut[7]: 3", False)}
+
+
+def test_of_long_text_the_end_is_kept_and_half_a_character_does_no_harm() -> None:
+    messages = [(0, stream("x" * 50 + "\udcff" + "y" * 9))]
+    assert texts(messages, [0, 1], 1000, most=12) == {0: ("cff" + "y" * 9, True), 1: ("", False)}
+
+
+def test_text_that_ranks_share_is_there_once() -> None:
+    parts = {rank: Part("ok", 0.5, None, text) for rank, text in enumerate(["same", "other", "same", ""])}
+    data = cell_data(7, "ok", 1.23456, {**parts, 4: Part("ok", None, None, ""), 5: Part("ok")})
+    fits("cell", data)
+    assert [(part.get("text"), part.get("same_text_as")) for part in data["ranks"].values()] == [
+        ("same", None),
+        ("other", None),
+        (None, 0),
+        ("", None),
+        ("", None),
+        (None, None),
+    ]
+    assert (data["number"], data["outcome"], data["seconds"]) == (7, "ok", 1.235)
+
+
+@pytest.mark.parametrize(
+    ("error", "replied", "outcome", "begun", "state"),
+    [
+        (None, True, "ok", True, "ok"),
+        (None, False, None, True, "running"),
+        (None, False, "stuck", True, "running"),
+        (None, False, None, False, "queued"),
+        (None, False, "not_run", False, "not_run"),
+        (RankError("ValueError", "no", ""), True, "user_error", True, "failed"),
+        (RankError("RuntimeError", "closed", "", waited="all_reduce"), True, "user_error", True, "released"),
+        (RankError("KeyboardInterrupt", "", ""), True, "interrupted", True, "interrupted"),
+        (RankError("RankEnded", "pid 3 ended", ""), False, "rank_died", True, "ended"),
+    ],
+)
+def test_what_has_become_of_a_cell_on_a_rank(
+    error: RankError | None, replied: bool, outcome: Any, begun: bool, state: str
+) -> None:
+    assert state_of(error, replied, outcome, begun) == state
+
+
+def test_an_error_is_told_without_colours_and_of_a_long_one_the_end() -> None:
+    data = error_data(RankError("ValueError", "no" * 5000, "\x1b[31m" + "x" * 30_000 + "end"))
+    assert len(data["message"]) == 5000
+    assert len(data["traceback"]) == 20_000 and data["traceback"].endswith("xend")
+
+
+# -- cells of groups
+
+
+def by_rank(cell: Cell) -> list[tuple[str, str | None]]:
+    """State and text, by rank; the data fits its schema."""
+    data = data_of(cell)
+    fits("cell", data)
+    return [(part["state"], part.get("text")) for part in data["ranks"].values()]
+
+
+def test_a_failed_cell_by_rank(new_group: NewGroup) -> None:
+    group = new_group(3)
+    with pytest.raises(CellError):
+        group.run("0: print hello\n1: raise ValueError no\n2: wait", show_ranks=[0, 1])
+    assert by_rank(group.cell(1)) == [("ok", "hello"), ("failed", ""), ("released", None)]
+    data = data_of(group.cell(1), only=[1])
+    assert list(data["ranks"]) == ["1"] and data["outcome"] == "user_error"
+    assert all(isinstance(part["seconds"], float) for part in data["ranks"].values())
+
+
+def test_a_cell_that_runs_waits_or_never_ran_by_rank(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first, second = group.start("0: print hello\n1: sleep"), group.start("pass", queue=True)
+    assert by_rank(first) == [("ok", "hello"), ("running", None)]
+    assert by_rank(second) == [("queued", ""), ("queued", None)]
+    assert [cell["state"] for cell in group.status()["cells"]] == ["running", "queued"]
+    first.stop()
+    second.done.result(timeout=10)
+    assert by_rank(first) == [("ok", "hello"), ("interrupted", None)]
+    assert by_rank(second) == [("not_run", ""), ("not_run", None)]
+    fits("status", group.status())
+    assert [cell["outcome"] for cell in group.status()["cells"]] == ["interrupted", "not_run"]
+
+
+def test_the_outcome_is_known_before_the_end_is_shown(new_group: NewGroup, impatient: None) -> None:
+    seen: list[Any] = []
+    group = new_group(2)
+    scripts: list[tuple[str, float | None]] = [
+        ("pass", None),
+        ("1: raise ValueError no", None),
+        ("1: die", None),
+        ("sleep", 0.05),
+        ("1: deaf", 0.05),
+    ]
+    for script, timeout in scripts:
+        cell = group.start(script, timeout=timeout)
+        cell.done.result(timeout=10)
+        seen.append(cell.outcome)
+        if cell.outcome in ("rank_died", "stuck"):
+            group.repair()
+    assert seen == ["ok", "user_error", "rank_died", "timeout", "stuck"]
+
+
+# -- a group
+
+
+def test_the_status_of_a_group_fits_its_schema_whatever_its_ranks_do(new_group: NewGroup) -> None:
+    group = new_group(3)
+    with pytest.raises(CellError):
+        group.run("2: raise ValueError no")
+    cell = group.start("sleep", ranks=[1])
+    told = group.status()
+    fits("status", told)
+    assert told["group"] == {"size": 3, "backend": "gloo", "healthy": True, "app": None, "hosts": ["here"]}
+    assert [(rank["state"], rank["cell"]) for rank in told["ranks"]] == [("idle", None), ("busy", 2), ("idle", None)]
+    assert told["devices"] == [{"device": "cpu", "host": "here", "ranks": [0, 1, 2], "memory_total": None}]
+    assert told["errors"]["2"]["message"] == "no" and told["errors"]["2"]["cell"] == 1
+    cell.stop()
+
+
+def test_a_rank_that_has_ended_or_does_not_answer_is_told_so(new_group: NewGroup) -> None:
+    group = new_group(3)
+    group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
+    del group.engine(2).answers["housekeeping.figures"]
+    told = group.status()
+    fits("status", told)
+    assert [rank["state"] for rank in told["ranks"]] == ["idle", "ended", "no_answer"]
+    assert told["group"] is not None and told["group"]["healthy"] is False
+    assert told["ranks"][1]["memory"] is None
+
+
+def test_a_cell_that_was_given_up_is_the_one_that_the_rank_runs(new_group: NewGroup, impatient: None) -> None:
+    group = new_group(2)
+    with pytest.raises(CellTimeout):
+        group.run("1: deaf", timeout=0.02)
+    told = group.status()
+    assert [rank["cell"] for rank in told["ranks"]] == [None, 1]
+    assert told["cells"][0]["outcome"] == "stuck"
+    assert "took longer" in str(told["cells"][0]["error"])
+
+
+def test_a_group_that_has_ended_is_none(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.run("pass")
+    group.shutdown()
+    told = group.status()
+    fits("status", told)
+    assert (told["group"], told["ranks"], told["devices"]) == (None, [], [])
+    assert [cell["outcome"] for cell in told["cells"]] == ["ok"]
+    fits("status", group_status.of(None, History()))
+    assert group_status.text_of(None, History()) == "there is no group"
+
+
+def test_gpus_are_devices(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1"])
+    monkeypatch.setenv(SHARES, "1")
+    group = new_group(None, gpus=[0, 0, 1])
+    for rank in range(3):
+        figures = {"allocated": rank, "reserved": 10, "total": 100 + rank}
+        answer = group.engine(rank).answers["housekeeping.figures"]
+        group.engine(rank).answers["housekeeping.figures"] = lambda answer=answer, figures=figures: {
+            **answer(),
+            "gpu": figures,
+        }
+    told = group.status()
+    fits("status", told)
+    assert [(device["device"], device["ranks"]) for device in told["devices"]] == [("GPU 0", [0, 1]), ("GPU 1", [2])]
+    assert told["devices"][1]["memory_total"] == 102
+    assert told["ranks"][1]["gpu"] == {"allocated": 1, "reserved": 10, "total": 101}
+
+
+def test_the_last_cells_are_listed_and_those_that_go_on(new_group: NewGroup) -> None:
+    group = new_group(2)
+    cell = group.start("sleep", ranks=[1])
+    for _ in range(5):
+        group.run("pass", ranks=[0])
+    assert [known["number"] for known in group.status(cells=2)["cells"]] == [1, 5, 6]
+    text = group_status.text_of(group, group.history)
+    assert "2 ranks" in text and "in the background" in text and "last errors" not in text
+    cell.stop()
+    text = group_status.text_of(group, group.history)
+    assert "last errors\nrank 1, cell 1: KeyboardInterrupt" in text

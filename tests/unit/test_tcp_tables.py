@@ -1,0 +1,55 @@
+"""The connections of processes, read from outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ddip.cluster import tcp_tables
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_both_ends_of_each_connection_are_found_and_no_listener(family: socket.AddressFamily, address: str) -> None:
+    with socket.socket(family) as listener:
+        try:
+            listener.bind((address, 0))
+        except OSError:
+            pytest.skip(f"there is no {address} here")
+        listener.listen()
+        with socket.create_connection(listener.getsockname()[:2]) as ours, listener.accept()[0] as theirs:
+            there = [*ours.getsockname()[:2], *ours.getpeername()[:2]]
+            back = [*theirs.getsockname()[:2], *theirs.getpeername()[:2]]
+            found, nothing = tcp_tables.connections([os.getpid(), 1 << 28])
+            assert there in found and back in found and nothing == []
+            assert not any(ends[:2] == there[2:] and not ends[3] for ends in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the names may differ")
+def test_an_address_of_version_4_is_named_as_such_where_the_socket_is_of_version_6() -> None:
+    with socket.socket() as listener, socket.socket(socket.AF_INET6) as ours:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        try:
+            ours.connect(("::ffff:127.0.0.1", port))
+        except OSError:
+            pytest.skip("there is no version 6 here")
+        assert ["127.0.0.1", ours.getsockname()[1], "127.0.0.1", port] in tcp_tables.connections([os.getpid()])[0]
+
+
+def test_what_several_processes_hold_is_found_with_each() -> None:
+    """As with the workers of a data loader, which have the sockets of their rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as ours:
+            command = [sys.executable, "-c", "input()"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[ours.fileno()]) as child:
+                ends = [*ours.getsockname(), *ours.getpeername()]
+                mine, its = tcp_tables.connections([os.getpid(), child.pid])
+                child.kill()
+    assert ends in mine and ends in its
