@@ -11,8 +11,10 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -80,11 +82,23 @@ def room_of(sizes: Iterable[int]) -> int:
     return sum(size + -size % ALIGNED for size in sizes)
 
 
+def _reduced_code(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return code_of_file, (make, args, code.co_filename)
+
+
+def code_of_file(make: Callable[..., CodeType], args: tuple[Any, ...], file: str) -> CodeType:
+    """Code that was written, with the file that tracebacks name; cloudpickle 3.1.3 leaves that out."""
+    return make(*args).replace(co_filename=file)
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with tensors of an accelerator written as tensors of the CPU.
+    """cloudpickle, with tensors of an accelerator written as tensors of the CPU, and code with the name of its file.
 
     The `buffers` of what is large are collected, if it is to stand beside the pickle.
     """
+
+    dispatch_table = ChainMap({CodeType: _reduced_code}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer] | None = None) -> None:
         collect = None if buffers is None else functools.partial(_collect, buffers)

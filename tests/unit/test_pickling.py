@@ -31,6 +31,13 @@ def address(obj: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(obj))
 
 
+def test_code_keeps_the_name_of_its_file() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def outer():\n    return lambda: 0", "<a cell>", "exec"), names)
+    arrived = sent(names["outer"])
+    assert [arrived.__code__.co_filename, arrived().__code__.co_filename] == ["<a cell>"] * 2
+
+
 def test_each_value_is_packed_or_named() -> None:
     packed, errors, moved = dump_all({"a": [1, 2], "lock": threading.Lock(), "f": lambda x: x + 1})
     assert packed["a"].load() == [1, 2]
