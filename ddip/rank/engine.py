@@ -66,12 +66,14 @@ def main() -> None:
 
     from ddip.protocol import dump
     from ddip.rank import (
+        freed,
         needed,  # noqa: F401
         process_group,
     )
     from ddip.rank.engine_app import RankEngine
 
     gc.enable()
+    freed.keep()
     process_group.watch()
     dump.listen(run_folder, os.getpid())
     log = os.fdopen(os.dup(2), "w")  # ipykernel puts a pipe in place of 2

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.autograd import profiler as torch_profiler
 
 from ddip.protocol.reports import CollectiveRow, ProfileReport
-from ddip.rank import c10d, collectives, flight_recorder, libraries, profile_events, timeline, trace_file
+from ddip.rank import c10d, collectives, flight_recorder, freed, libraries, profile_events, timeline, trace_file
 from ddip.rank.flight_recorder import Entry
 from ddip.rank.gpu import gpu
 from ddip.rank.profile_events import Recorded
@@ -220,7 +220,7 @@ class _Recording:
             "size": size,
         }
         self.recorded = Recorded(Layers(0, 0))
-        trace_file.give_back_memory()
+        freed.give_back_all()
         return report
 
     def _write(self, path: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gzip
 import json
 import os
@@ -81,10 +80,3 @@ def _copy(source: IO[bytes], to: Any, size: int) -> None:
             return
         to.write(piece)
         size -= len(piece)
-
-
-def give_back_memory() -> None:
-    """What C++ has let go stays with the process, unless glibc is asked."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import ddip
@@ -203,3 +205,31 @@ def test_what_a_cell_does_to_its_interpreter_costs_no_rank(warmed_up: None) -> N
                 group.run("if rank == 0: raise ValueError('x')\ndist.barrier()", timeout=60)
             assert [member.pid for member in group.members] == pids, what
             group.run("sys.settrace(None); sys.setprofile(None)")
+
+
+STEPS = """
+import resource, torch
+def step():
+    return [torch.ones(2_000_000).add_(1) for _ in range(40)]
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5): _ = step()[0].sum()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+"""Each step needs 320 MB, which has 80 000 pages."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_a_step_has_the_memory_that_the_last_one_freed_and_the_system_has_it_after_the_cell(cells: ddip.Group) -> None:
+    before = [resident(member.pid) for member in cells.members]
+    cells.run(STEPS)
+    faults = [pulled["faults"] for pulled in cells.pull_all(["faults"], [0, 1])[0]]
+    assert max(faults) < 40_000, faults
+    for member, least in zip(cells.members, before, strict=True):
+        wait_until(lambda pid=member.pid, least=least: resident(pid) < least + 200e6)  # type: ignore[misc]
+
+
+def resident(pid: int) -> int:
+    """Bytes."""
+    return psutil.Process(pid).memory_info().rss

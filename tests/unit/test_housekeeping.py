@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ddip.rank import housekeeping
+from ddip.rank import freed, housekeeping
 
 
 @pytest.mark.parametrize(("took", "seconds"), [(0.0, 0.02), (0.001, 0.02), (0.07, 0.35), (5.0, 0.5)])
 def test_a_collection_that_takes_long_waits_until_no_cell_is_likely_to_come(took: float, seconds: float) -> None:
     assert housekeeping.rest_after(took) == pytest.approx(seconds)
+
+
+def test_an_allocator_that_the_user_has_set_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    freed.keep()
+    assert not freed._kept
