@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -53,7 +54,7 @@ DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
 """How often what changes in place is looked at, and how long what was shown waits for more: each is a message more."""
 Requests: TypeAlias = Mapping[int, Request]
 Events: TypeAlias = "queue.SimpleQueue[tuple[str, int, Any]]"
-"""What happened (a reply, the output's end, a message, a stop, the group's end), to which rank, and with what."""
+"""What happened (a reply, the output's end, messages, a stop, the group's end), to which rank, and with what."""
 
 
 class RunningCell:
@@ -78,7 +79,10 @@ class RunningCell:
         """Done when the cell has ended, and before its ranks are free; some may be `stuck` in it."""
         self._places: dict[int, StackLocation | None] = {}
         """Where the ranks were when their time was over."""
+        self._messages: deque[tuple[int, Message]] = deque()
+        """Not shown yet."""
         self._drawn, self._undrawn = 0.0, False
+        """When, and is there something that is not? Then messages wait for the next time, and wake nobody."""
         stop = f"%dipstop {cell.number}" if cell.background else stop_name()
         self._notices = Notices(stop)
         self._lock = threading.Lock()
@@ -122,7 +126,10 @@ class RunningCell:
         def on_message(message: Message) -> None:
             with self._lock:
                 if not self._shown:
-                    self.events.put(("message", rank, message))
+                    self._messages.append((rank, message))
+                    if not self._undrawn:
+                        self._undrawn = True
+                        self.events.put(("messages", -1, None))
                     return
             self._show.late(rank, message)
 
@@ -138,15 +145,7 @@ class RunningCell:
         if not self.unfinished:
             self._notices.take_back()
         self._shown = True
-        others = []
-        while not self.events.empty():
-            kind, rank, payload = event = self.events.get()
-            if kind == "message":
-                self._show.receive(rank, payload)
-            else:
-                others.append(event)
-        for event in others:
-            self.events.put(event)
+        self._show_messages()
         seconds = {rank: report["seconds"] for rank, report in sorted(self.reports.items()) if report is not None}
         tell_it = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
         self.cell.summary = where_text(seconds)
@@ -233,18 +232,31 @@ class RunningCell:
     def follow(self) -> None:
         """Show messages until every rank has answered and fallen silent, or has been given up."""
         while not self._state.is_over:
-            if time.monotonic() > self._drawn + (PAUSE_SECONDS if self.events.empty() else DRAW_SECONDS):
-                self._show.draw()
-                self._drawn, self._undrawn = time.monotonic(), False
+            if time.monotonic() > self._drawn + (DRAW_SECONDS if self._messages else PAUSE_SECONDS):
+                self._draw()
             self._step(self._next_event())
 
+    def _draw(self) -> None:
+        with self._lock:
+            self._undrawn = bool(self._messages)
+        self._show.draw()
+        self._drawn = time.monotonic()
+
+    def _show_messages(self) -> None:
+        while self._messages:
+            self._show.receive(*self._messages.popleft())
+            self._watch.moved()
+
     def _next_event(self) -> Event:
-        """What happens next; a message is shown."""
+        """What happens next; the messages until then are shown."""
+        pause = max(0.0, self._drawn + PAUSE_SECONDS - time.monotonic())
         try:
-            kind, rank, payload = self.events.get(timeout=PAUSE_SECONDS if self._undrawn else self._state.interval)
+            kind, rank, payload = self.events.get(timeout=pause if self._undrawn else self._state.interval)
         except queue.Empty:
+            self._show_messages()
             return TimePassed()
         self._watch.moved()
+        self._show_messages()
         match kind:
             case "reply":
                 return self._take_reply(rank)
@@ -254,10 +266,6 @@ class RunningCell:
                 return StopPressed()
             case "over":
                 raise GroupError(payload)
-            case "other":
-                return TimePassed()
-        self._show.receive(rank, payload)
-        self._undrawn = True
         return TimePassed()
 
     def _take_reply(self, rank: int) -> Replied:
