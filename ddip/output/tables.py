@@ -10,6 +10,9 @@ from ddip.errors import ranks_text
 from ddip.output.sizes import size_text
 from ddip.protocol.location import Stack, StackLocation
 
+SLOW_SECONDS, SLOW_SHARE = 0.1, 0.1
+"""By how much a rank must have ended later than the first to be called slow: in seconds, and as a share of the cell."""
+
 
 def places_text(places: Mapping[int, StackLocation | None]) -> str:
     """Where each rank is, one line each, ranks at the same place together; None: it does not answer."""
@@ -42,12 +45,13 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
 
 
 def where_text(seconds: Mapping[int, float]) -> str:
-    """Which ranks a cell ran on, how long it took, and which of them was the slowest."""
+    """Which ranks a cell ran on, how long it took, and which of them was the slowest, if that is more than chance."""
     if not seconds:
         return ""
     slowest = max(seconds, key=seconds.__getitem__)
-    text = f"{ranks_text(list(seconds))} · {seconds[slowest]:.{2 if seconds[slowest] < 10 else 1}f} s"
-    return text if len(seconds) == 1 else f"{text} · slowest: rank {slowest}"
+    took, behind = seconds[slowest], seconds[slowest] - min(seconds.values())
+    text = f"{ranks_text(list(seconds))} · {took:.{2 if took < 10 else 1}f} s"
+    return f"{text} · slowest: rank {slowest}" if behind >= max(SLOW_SECONDS, SLOW_SHARE * took) else text
 
 
 def stack_of(answer: dict[str, Any]) -> Stack:

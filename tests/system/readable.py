@@ -11,7 +11,7 @@ from ddip.output.terminal_text import Screen, plain
 
 CHANGES = [
     (r"\d+\.\d+ s\b", "# s"),
-    (r"slowest: rank \d", "slowest: rank #"),
+    (r" · slowest: rank \d", ""),
     (r"\[\d\d:\d\d<\d\d:\d\d, +[^\]]*\]", "[time]"),
     (r"In\[\d+\]", "In[#]"),
     (r"Out\[(\d):\d+\]", r"Out[\1:#]"),

@@ -135,6 +135,11 @@ def test_where_a_cell_ran_is_for_people() -> None:
     assert where_text({0: 1.0, 1: 61.23, 2: 3.0}) == "ranks 0-2 · 61.2 s · slowest: rank 1"
 
 
+@pytest.mark.parametrize("seconds", [{0: 0.01, 1: 0.1}, {0: 60.0, 1: 61.0}])
+def test_a_rank_that_ended_a_little_later_is_not_called_slow(seconds: dict[int, float]) -> None:
+    assert "slowest" not in where_text(seconds)
+
+
 def test_sizes_are_for_people() -> None:
     assert [size_text(size) for size in (None, 0, 999, 2.5e8, 80e9)] == ["", "0 B", "999 B", "250 MB", "80.0 GB"]
 
