@@ -67,8 +67,14 @@ class Members:
 
     @property
     def repair_text(self) -> str:
-        """What to say of ``%makedip --repair`` where a rank has ended."""
-        return REPAIR if self.live else NONE_LEFT
+        """What to say of ``%makedip --repair`` where a rank has ended; with the controller gone it cannot help."""
+        if self.live:
+            return REPAIR
+        try:
+            self.cluster.ensure_controller()
+        except GroupError as error:
+            return str(error)
+        return NONE_LEFT
 
     def with_repair(self, why: str) -> str:
         """`why`, and what to say of ``%makedip --repair``, once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,15 @@ def test_the_error_of_two_ranks_that_died_says_that_the_third_keeps_its_variable
     group = new_group(3)
     with pytest.raises(CellError, match="; the other ranks keep their variables$"):
         group.run(cell("die", "pass", "die"))
+
+
+def test_with_the_controller_gone_nobody_is_sent_to_repair(new_group: NewGroup) -> None:
+    group = new_group(2)
+    group.scripted.controller_ended = True
+    assert group.ranks.repair_text.startswith("%makedip --repair")
+    for member in group.members:
+        group.scripted.end_engine(member.engine, -signal.SIGKILL)
+    assert group.ranks.repair_text == "the controller process ended; %makedip -r starts the group afresh"
 
 
 def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
