@@ -15,6 +15,8 @@ from ddip.output.transcript import WIDGET
 Message = dict[str, Any]
 OVERHEAD = 200
 """Bytes that an entry takes besides what it says."""
+PIECE, MOST_TEXT = 4096, 1_000_000
+"""Short texts are kept together, for each takes 50 bytes besides; what an entry has is dropped all at once."""
 
 
 @dataclass
@@ -82,8 +84,12 @@ class Recording:
             goes_on
             and last is not None
             and (last.rank, last.kind, last.content.get("name")) == (rank, "stream", stream)
+            and last.size < MOST_TEXT
         ):
-            last.texts.append(text)
+            if len(last.texts[-1]) < PIECE:
+                last.texts[-1] += text
+            else:
+                last.texts.append(text)
             last.size += len(text)
             self.size += len(text)
             return
@@ -122,7 +128,7 @@ class Recording:
     def messages(self) -> Iterator[tuple[int, Message]]:
         """What shows it again, by rank, in order."""
         for entry in list(self._entries.values()):
-            content = entry.content if len(entry.texts) < 2 else {**entry.content, "text": "".join(entry.texts)}
+            content = {**entry.content, "text": "".join(entry.texts)} if entry.texts else entry.content
             yield entry.rank, {"header": {"msg_type": entry.kind}, "content": content}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddip.output.recording import OVERHEAD, Recording, trim
+from ddip.output.recording import MOST_TEXT, OVERHEAD, Recording, trim
 
 
 def stream(text: str, name: str = "stdout", **where: int) -> dict[str, Any]:
@@ -94,3 +94,14 @@ def test_a_cell_that_still_runs_keeps_no_more_than_is_kept() -> None:
     assert recording.size <= 3000
     assert kept(recording)[-1] == (0, "  99" * 100)
     assert recording.left_out == 100 - len(kept(recording))
+
+
+def test_of_much_text_the_beginning_gives_way() -> None:
+    recording = Recording()
+    recording.most = 3 * MOST_TEXT
+    for number in range(50_000):
+        recording.add(0, stream(f"{number:99}\n"))
+    assert recording.size <= recording.most
+    text = "".join(part for _, part in kept(recording))
+    assert len(text) > 2 * MOST_TEXT and text.endswith(f"{49_999:99}\n")
+    assert recording.left_out == 3
