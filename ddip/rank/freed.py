@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
@@ -17,6 +18,8 @@ HEAP_BYTES = 1 << 25
 """Larger blocks come from the system, and go back there: the most to which glibc raises that limit by itself."""
 SPARE_BYTES = 1 << 26
 """That may stay free between cells."""
+LONG_SECONDS, REST = 0.02, 50
+"""A heap of a hundred thousand holes takes longer to be looked at; it is left alone for so many times as long then."""
 THEIRS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 """With any of these in the environment the user has set the allocator."""
 
@@ -28,6 +31,9 @@ class _MallocInfo(ctypes.Structure):
 
 
 _kept = False
+_left = 0
+"""What was free after the last time: between blocks in use, where it stays, but has no pages any more."""
+_not_before = 0.0
 _libc = ctypes.CDLL(None)
 _mallopt, _mallinfo, _malloc_trim = (getattr(_libc, name, None) for name in ("mallopt", "mallinfo2", "malloc_trim"))
 """None: another C library, or a glibc before 2.33."""
@@ -43,9 +49,19 @@ def keep() -> None:
 
 
 def give_back() -> None:
-    """To the system, after a cell; where there is little, the next one has it."""
-    if _kept and _mallinfo is not None and _mallinfo().fordblks > SPARE_BYTES:
+    """To the system, after a cell; where there is little more than the last time, the next one has it."""
+    global _left, _not_before
+    began = time.perf_counter()
+    if not _kept or _mallinfo is None or began < _not_before:
+        return
+    free = _mallinfo().fordblks
+    if free > _left + SPARE_BYTES:
         give_back_all()
+        _left = _mallinfo().fordblks
+    else:
+        _left = min(_left, free)
+    ended = time.perf_counter()
+    _not_before = ended + REST * (ended - began) if ended - began > LONG_SECONDS else ended
 
 
 def give_back_all() -> None:
