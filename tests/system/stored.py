@@ -37,7 +37,8 @@ def store(path: Path, folder: Path) -> None:
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Pieces of one stream that follow each other as one; of other outputs, what a page can show."""
+    """Pieces of one stream that follow each other as one; of other outputs, what a page can show. What was taken
+    back is empty."""
     joined: list[NotebookNode] = []
     for output in outputs:
         if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
@@ -45,7 +46,7 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
         elif output.output_type in ("stream", "error"):
             joined.append(output)
         else:
-            data = {kind: text for kind, text in output.data.items() if kind in KEPT}
+            data = {kind: text for kind, text in output.data.items() if kind in KEPT and text}
             if data:
                 joined.append(NotebookNode(output_type="display_data", data=data, metadata={}))
     return joined
