@@ -80,9 +80,11 @@ class RunningCell:
         self._places: dict[int, StackLocation | None] = {}
         """Where the ranks were when their time was over."""
         self._messages: deque[tuple[int, Message]] = deque()
-        """Not shown yet."""
-        self._drawn, self._undrawn = 0.0, False
-        """When, and is there something that is not? Then messages wait for the next time, and wake nobody."""
+        """Have come, and are not shown yet."""
+        self._drawn = 0.0
+        """When the page was last brought up to date, on ``time.monotonic``."""
+        self._undrawn = False
+        """Has something come since? The page is then about to be drawn, and more messages need not wake this thread."""
         stop = f"%dipstop {cell.number}" if cell.background else stop_name()
         self._notices = Notices(stop)
         self._lock = threading.Lock()
@@ -243,7 +245,8 @@ class RunningCell:
         self._drawn = time.monotonic()
 
     def _show_messages(self) -> None:
-        while self._messages:
+        """Those that are there: what comes meanwhile, without an end perhaps, must not hold up a stop."""
+        for _ in range(len(self._messages)):
             self._show.receive(*self._messages.popleft())
             self._watch.moved()
 

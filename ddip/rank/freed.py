@@ -1,8 +1,8 @@
 """What C++ has freed: kept while a cell runs, and given back to the system when it has ended.
 
-A training step on the CPU frees all that it has allocated, and the next one allocates it again. As glibc is set, most
-of that goes back to the system and comes again as pages that the kernel must clear, whenever what is freed lies at the
-end of the heap: it depends on the order of a few blocks whether a step has ten page faults or ten thousand.
+A training step on the CPU frees all that it has allocated, and the next one allocates it again. With glibc's defaults,
+what is freed at the end of the heap goes back to the system, and comes again as pages that the kernel must clear first:
+the order of a few blocks decides whether a step has ten page faults or ten thousand.
 """
 
 from __future__ import annotations

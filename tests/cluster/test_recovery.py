@@ -118,7 +118,7 @@ def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytes
 
 def test_a_cell_after_which_a_rank_cannot_even_report_ends(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written something, and the message that says that nothing more follows never comes."""
-    monkeypatch.setattr(cells, "timeout", 10.0)  # for so long the repair waits for its answer
+    monkeypatch.setattr(cells, "timeout", 20.0)  # for so long the repair waits for its answer
     cells.run("kept = rank; import time; get_ipython().kernel.log.setLevel('DEBUG')")
     with pytest.raises(CellError, match="^rank 1: TypeError: 'NoneType' object is not callable"):
         cells.run("print('last words')\nif rank == 1: time.time = None")

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from ddip.cluster.seam import Message
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
 from ddip.group.placement import Request
+from ddip.output.router import CellOutput
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
@@ -37,7 +39,7 @@ def test_a_quiet_cell_shows_what_was_written_at_its_end(
 
 def test_a_cell_that_is_told_about_says_where_it_ran(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     new_group().run("pass", tell=True)
-    assert re.match(r"ranks 0, 1 · 0\.\d\d s", capsys.readouterr().out)
+    assert re.fullmatch(r"ranks 0, 1 · 0\.\d\d s\n", capsys.readouterr().out)
 
 
 def test_the_errors_of_all_ranks_are_told_the_earliest_first(new_group: NewGroup) -> None:
@@ -168,6 +170,31 @@ def test_the_error_of_two_ranks_that_died_says_that_the_third_keeps_its_variable
     group = new_group(3)
     with pytest.raises(CellError, match="; the other ranks keep their variables$"):
         group.run(cell("die", "pass", "die"))
+
+
+def test_messages_without_an_end_do_not_hold_up_a_stop(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = new_group(1)
+    engine = group.engine(0)
+    begin, receive, shown = engine.run, CellOutput.receive, 0
+
+    def begin_and_print(*args: Any) -> None:
+        begin(*args)
+        args[-1](stream("first"))
+
+    def show_while_another_comes(self: CellOutput, rank: int, message: Message) -> None:
+        nonlocal shown
+        receive(self, rank, message)
+        shown += 1
+        if shown == 100:
+            press_stop()
+        if engine.running is not None and shown < 5000:
+            engine.running[-1](message)
+
+    monkeypatch.setattr(engine, "run", begin_and_print)
+    monkeypatch.setattr(CellOutput, "receive", show_while_another_comes)
+    with pytest.raises(CellInterrupted):
+        group.run("sleep")
+    assert 100 <= shown < 5000
 
 
 def test_with_the_controller_gone_nobody_is_sent_to_repair(new_group: NewGroup) -> None:
