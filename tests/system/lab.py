@@ -125,11 +125,16 @@ class Lab:
             ) from None
 
     def save(self) -> None:
-        """Save, by keyboard."""
-        self.page.keyboard.press("Escape")
-        self.page.keyboard.press("Control+s")
+        """Save, by keyboard; again if output came while the page was saved, which leaves it unsaved."""
         dirty = self.page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty")
-        wait_for(lambda: dirty.count() == 0, "the notebook to be saved")
+        for _ in range(10):
+            self.page.keyboard.press("Escape")
+            self.page.keyboard.press("Control+s")
+            with contextlib.suppress(AssertionError):
+                return wait_for(lambda: dirty.count() == 0, "the notebook to be saved", 4)
+        self.page.screenshot(path=str(self.folder.parent / "page.png"))
+        dialog = self.page.locator(".jp-Dialog")
+        raise AssertionError(f"the notebook is not saved; dialogs: {dialog.all_inner_texts()}")
 
     def picture(self, locator: Any, path: Path) -> None:
         """A picture of a part of the page."""
