@@ -42,8 +42,16 @@ class _Output:
     """One of the page."""
 
     display_id: str
-    sent: tuple[object, object] | None = None
+    sent: tuple[Bundle, Bundle | None] | None = None
     """What it shows: data and metadata, themselves."""
+
+
+def _differ(before: Bundle, after: Bundle) -> bool:
+    """Are both widgets, and not the same? JupyterLab leaves the one before in its place, unseen, and hides the place
+    when that is closed.
+    """
+    models = [data[WIDGET].get("model_id") for data in (before, after) if WIDGET in data]
+    return len(models) == 2 and models[0] != models[1]
 
 
 class Below:
@@ -107,6 +115,8 @@ class Below:
                 self._outputs.append(_Output(self._new_id(row)))
             output = self._outputs[at]
             if output.sent is None or output.sent[0] is not data or output.sent[1] is not metadata:
+                if output.sent is not None and _differ(output.sent[0], data):
+                    self._page.show(GONE, None, output.display_id, update=True)
                 self._page.show(data, metadata, output.display_id, update=output.sent is not None)
                 output.sent = (data, metadata)
 

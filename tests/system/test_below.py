@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +19,13 @@ CELLS = {
         "    for j in tqdm(range(3), desc='inner', leave=False): pass"
     ),
     "wiped": "%%dip -S all\nfrom tqdm import tqdm\nfor i in tqdm(range(9), leave=False): pass",
+    "moves": (
+        "%%dip -S all\nimport time\nfrom pathlib import Path\n"
+        "def wait(name):\n    while not Path(name).exists(): time.sleep(0.01)\n"
+        "if rank == 1: wait('rank-1-comes')\n"
+        "slider = ipywidgets.IntSlider(rank, description=f'of {rank}')\nif rank: display(slider)\n"
+        "wait('rank-2-goes')\nif rank == 2: slider.close()"
+    ),
     "plots": (
         "%%dip -S all\nimport torch.distributed as dist\nfor turn in (2, 1, 0):\n    if turn == rank:\n"
         "        display({'text/html': f'<div id=\"plot-{rank}\"></div>'}, raw=True)\n"
@@ -33,13 +39,9 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
     """A notebook with three ranks that has been run to its end."""
-    for _ in range(3):  # what is typed while the page still connects to its kernel may be lost
-        lab.open("below.ipynb", list(CELLS.values()))
-        with contextlib.suppress(AssertionError):
-            lab.run(NUMBER["start"], 20)
-            break
+    lab.start("below.ipynb", list(CELLS.values()), NUMBER["start"])
     for name in CELLS:
-        if name != "start":
+        if name not in ("start", "moves"):
             lab.run(NUMBER[name])
     yield lab
 
@@ -72,6 +74,20 @@ def test_bars_that_are_closed_leave_no_label_and_no_room(notebook: Lab) -> None:
     heights = rooms.evaluate_all("all => all.map(child => child.getBoundingClientRect().height)")
     assert sum(height > 0 for height in heights) == 2 < len(heights)
     assert lines(notebook, "wiped") == []
+
+
+def test_a_widget_that_took_the_place_of_another_stays_when_that_is_closed(notebook: Lab) -> None:
+    def shows(*ranks: int) -> None:
+        expected = [line for rank in ranks for line in (f"rank {rank}", f"of {rank}", f"{rank}")]
+        wait_for(lambda: lines(notebook, "moves") == expected, f"the sliders of {ranks}")
+
+    notebook.begin(NUMBER["moves"])
+    shows(2)
+    (notebook.folder / "rank-1-comes").touch()
+    shows(1, 2)
+    (notebook.folder / "rank-2-goes").touch()
+    notebook.finish(NUMBER["moves"])
+    shows(1)
 
 
 def test_plots_that_a_script_draws_are_below_the_tabs_by_rank(notebook: Lab) -> None:

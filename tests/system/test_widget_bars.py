@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -25,11 +24,7 @@ CELLS = [
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Lab:
     """A notebook with bars that has been run to its end, and saved."""
-    for _ in range(3):  # what is typed while the page still connects to its kernel may be lost
-        lab.open("bars.ipynb", CELLS)
-        with contextlib.suppress(AssertionError):
-            lab.run(0, 20)
-            break
+    lab.start("bars.ipynb", CELLS, 0)
     for number in range(1, len(CELLS)):
         lab.run(number)
     lab.save()
