@@ -180,6 +180,25 @@ def script(text: str) -> dict[str, Any]:
     return {"application/javascript": "run()", "text/html": f"<div>{text}</div>", "text/plain": text}
 
 
+def test_a_widget_takes_no_place_that_still_has_another(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JupyterLab would hide it when the other one closes."""
+    view, show = tabs(page), page.show
+    followed: list[tuple[Any, Any]] = []
+
+    def notes(data: Any, metadata: Any = None, display_id: str | None = None, update: bool = False) -> None:
+        if update:
+            followed.append((page.shown[page.ids.index(display_id)].get(WIDGET), data.get(WIDGET)))
+        show(data, metadata, display_id, update)
+
+    monkeypatch.setattr(page, "show", notes)
+    for rank, text in ((1, "0 %"), (0, "0 %")):
+        view.display(rank, {WIDGET: {"model_id": f"of {rank}"}, "text/plain": text}, {}, "bar")
+    view.update(0, {WIDGET: {"model_id": "of 0"}, "text/plain": "100 %"}, {}, "bar")
+    assert [data[WIDGET]["model_id"] for data in page.shown if WIDGET in data] == ["of 0", "of 1"]
+    both = [(before, after) for before, after in followed if before and after]
+    assert both == [({"model_id": "of 0"}, {"model_id": "of 0"})]
+
+
 def test_what_runs_a_script_is_shown_once_and_where_it_stays(page: Page) -> None:
     view = tabs(page, 3)
     view.display(2, script("plot of 2"), {}, None)
