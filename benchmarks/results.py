@@ -7,7 +7,6 @@ Sections of benchmarks that were not run stay as they are.
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -127,8 +126,7 @@ def main() -> None:
         if benchmark not in found:
             page += ["", f"## {title}", "", *former[title]] if title in former else []
             continue
-        rows = found[benchmark]
-        when = f"On {datetime.date.today()}, with torch {importlib.metadata.version('torch')}."
+        when, rows = found[benchmark]
         page += ["", f"## {title}", "", when, "", HEAD, *(row.line() for row in rows)]
         drawn = [row for what in PLOTS.get(benchmark, ()) for row in rows if row.what == what]
         file = folder / "results" / f"{benchmark}.svg"
@@ -136,7 +134,7 @@ def main() -> None:
         if drawn and draw(drawn, file):
             page += ["", f"![{title}, over the number of ranks](results/{file.name})"]
     there.write_text("\n".join(page) + "\n")
-    print(f"{folder / 'RESULTS.md'}: {sum(map(len, found.values()))} measurements")
+    print(f"{folder / 'RESULTS.md'}: {sum(len(rows) for _, rows in found.values())} measurements")
 
 
 if __name__ == "__main__":

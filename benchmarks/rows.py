@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import math
 import os
@@ -71,9 +73,12 @@ def show(benchmark: str, rows: Sequence[Row]) -> None:
     """Print them, and keep them for ``results.py``."""
     print("\n".join([HEAD, *(row.line() for row in rows)]))
     KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / f"{benchmark}.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+    when = f"On {datetime.date.today()}, with torch {importlib.metadata.version('torch')}."
+    kept = {"when": when, "rows": [dataclasses.asdict(row) for row in rows]}
+    (KEPT / f"{benchmark}.json").write_text(json.dumps(kept))
 
 
-def kept() -> dict[str, list[Row]]:
-    """What was kept, by benchmark."""
-    return {file.stem: [Row(**row) for row in json.loads(file.read_text())] for file in sorted(KEPT.glob("*.json"))}
+def kept() -> dict[str, tuple[str, list[Row]]]:
+    """What was kept, by benchmark: when it was measured, and with which torch, and the rows."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
+    return {name: (its["when"], [Row(**row) for row in its["rows"]]) for name, its in found.items()}
