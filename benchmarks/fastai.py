@@ -14,7 +14,7 @@ from rows import Row, show
 import ddip
 
 BATCH, STEPS, PIXELS = 16, 24, 96
-"""The app agrees on the model before each fit, and makes a DistributedDataParallel: a short one would measure that."""
+"""The app makes a DistributedDataParallel in the first step of each fit: a short one would measure that."""
 SETUP = f"""
 import time
 from fastai.basics import *

@@ -46,9 +46,9 @@ class _Output:
     """What it shows: data and metadata, themselves."""
 
 
-def _differ(before: Bundle, after: Bundle) -> bool:
+def _is_another_widget(before: Bundle, after: Bundle) -> bool:
     """Are both widgets, and not the same? JupyterLab leaves the one before in its place, unseen, and hides the place
-    when that is closed.
+    when that one closes.
     """
     models = [data[WIDGET].get("model_id") for data in (before, after) if WIDGET in data]
     return len(models) == 2 and models[0] != models[1]
@@ -115,7 +115,7 @@ class Below:
                 self._outputs.append(_Output(self._new_id(row)))
             output = self._outputs[at]
             if output.sent is None or output.sent[0] is not data or output.sent[1] is not metadata:
-                if output.sent is not None and _differ(output.sent[0], data):
+                if output.sent is not None and _is_another_widget(output.sent[0], data):
                     self._page.show(GONE, None, output.display_id, update=True)
                 self._page.show(data, metadata, output.display_id, update=output.sent is not None)
                 output.sent = (data, metadata)

@@ -127,7 +127,7 @@ class Lab:
     def save(self) -> None:
         """Save, by keyboard; again if output came while the page was saved, which leaves it unsaved."""
         dirty = self.page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty")
-        for _ in range(10):
+        for _ in range(7):
             self.page.keyboard.press("Escape")
             self.page.keyboard.press("Control+s")
             with contextlib.suppress(AssertionError):

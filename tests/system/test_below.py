@@ -38,7 +38,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
-    """A notebook with three ranks that has been run to its end."""
+    """A notebook with three ranks that has been run, but for the cell that waits for its test."""
     lab.start("below.ipynb", list(CELLS.values()), NUMBER["start"])
     for name in CELLS:
         if name not in ("start", "moves"):
