@@ -1,7 +1,8 @@
 # make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
 # make check   ruff, format, mypy, imports              make bench   the benchmarks, and benchmarks/RESULTS.md of them
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons,
-#                    frameworks, grids
+#                    frameworks, grids; ARGS=--half half of the grids, as CI does
+# make test-long     more of the kind of test-system, which CI leaves out
 # make test-hosts    several hosts, as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
 # make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
@@ -10,6 +11,8 @@
 # make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
 # make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
 # make dist    the sdist and the wheel, checked, and tried in an environment that has nothing of this checkout
+# make fuzz-training  faults in training loops, and whether the ranks are equal then; FAULTS=100 SEED=2 fewer, others
+# make fuzz-objects  random graphs of objects through pickling; GRAPHS=100 SEED=2 fewer, others
 # make fuzz    150 random steps against a model; STEPS=10000 SEED=7 more, and the same again
 #
 # Another Python, another torch, another place:
@@ -26,7 +29,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system test-hosts docs pictures notebooks check format bench soak fuzz wheelhouse dist clean
+.PHONY: demo test test-ten test-system test-long test-hosts docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-objects wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
@@ -44,6 +47,9 @@ test-system: $(SYSTEM)
 	$(BIN)/python -m pytest tests/system $(ARGS)
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 	$(BIN)/python -m pytest tests/cluster -m grid $(ARGS)
+
+test-long: $(SYSTEM)
+	$(BIN)/python -m pytest tests/unit tests/cluster tests/frameworks tests/system -m long $(ARGS)
 
 # Debian's packages come without their services being started.
 HOSTS := $(BIN)/python -m tests.hosts.network
@@ -81,6 +87,14 @@ STEPS ?= 150
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+FAULTS ?= 2000
+fuzz-training: $(READY)
+	$(BIN)/python -m tests.training_fuzz --faults $(FAULTS) --seed $(or $(SEED),1) $(ARGS)
+
+GRAPHS ?= 5000
+fuzz-objects: $(READY)
+	$(BIN)/python -m tests.object_graphs --graphs $(GRAPHS) --seed $(or $(SEED),1) $(ARGS)
+
 # For the GPU tests, tests/gpu.sh, and for clusters without a network.
 PYTHON_VERSION ?= 3.12
 wheelhouse:
@@ -94,6 +108,7 @@ dist: $(READY)
 bench: $(READY) $(PEERS)
 	PEERS=$(PEERS) $(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/cell.py
+	$(BIN)/python benchmarks/differences.py
 	$(BIN)/python benchmarks/objects.py
 	$(HOSTS) run -- $(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/many_starts.py

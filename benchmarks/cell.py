@@ -16,7 +16,7 @@ from collections.abc import Callable
 from rows import Row, seconds, show
 
 from ddip import CellError, Group
-from ddip.cluster.own_cluster import OwnCluster
+from ddip.cluster.ipyparallel.own_cluster import OwnCluster
 
 PAUSE = 0.3
 

@@ -44,7 +44,7 @@ def by_fastai(bs, name, data=data):
     return N / clock.seconds
 
 def apart():
-    from ddip.apps import ranks
+    from ddip.apps import rank_exchange as ranks
     with ranks.single_process_mode(): return by_fastai({BATCH}, "apart", data[rank::2])
 
 model = DDP(xresnet18(n_out=10)); opt = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -20,8 +20,8 @@ import torch
 from rows import Row, seconds, show
 
 from ddip import Group
-from ddip.cluster.own_cluster import OwnCluster
-from ddip.group.delivery import LARGE
+from ddip.cluster.ipyparallel.own_cluster import OwnCluster
+from ddip.group.objects.delivery import LARGE
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "8 MiB": 1 << 23, "64 MiB": 1 << 26, "256 MiB": 1 << 28}
 COPY = "pickle and one copy"

@@ -23,6 +23,7 @@ from rows import HEAD, Row, interval, kept
 TITLES = {
     "start": "Start",
     "cell": "A cell",
+    "differences": "Comparing the ranks",
     "objects": "Objects",
     "train": "Training",
     "recovery": "Recovery",

@@ -21,7 +21,7 @@ import psutil
 from rows import Row, seconds, show
 
 from ddip import Group
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 
 MANY = 1000
 """Ranks of the prediction."""

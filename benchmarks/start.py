@@ -50,7 +50,7 @@ shell.run_line_magic("load_ext", "ddip")
 {OURS}{TAIL}"""
 WARM = f"""{HEAD}
 shell.run_line_magic("load_ext", "ddip")
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 preload_client.begin().asleep.wait()
 began = clock()
 {OURS}{TAIL}"""

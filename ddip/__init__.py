@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.call.torchddp import in_torchddp
-    from ddip.cluster.ways import Reach
+    from ddip.cluster.reach import Reach
     from ddip.errors import (
         BadInput,
         CellError,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from ddip.group.group import Group
-    from ddip.group.placement import HostRequest, Request
+    from ddip.group.members.placement import HostRequest, Request
     from ddip.group.session import current_group
     from ddip.sharded.state import dist_state
 
@@ -89,9 +89,9 @@ def __dir__() -> list[str]:
 
 _HOME = {
     "Group": "ddip.group.group",
-    "HostRequest": "ddip.group.placement",
-    "Reach": "ddip.cluster.ways",
-    "Request": "ddip.group.placement",
+    "HostRequest": "ddip.group.members.placement",
+    "Reach": "ddip.cluster.reach",
+    "Request": "ddip.group.members.placement",
     "current_group": "ddip.group.session",
     "dist_state": "ddip.sharded.state",
     "in_torchddp": "ddip.call.torchddp",

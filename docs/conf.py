@@ -33,8 +33,11 @@ smartquotes = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|typing|types|IPython|torch)\..*"),
-    ("py:class", r"(ddip\.output\.progress\.)?Report|(ddip\.output\.display_options\.)?DisplayOptions"),
-    ("py:class", r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport|ddip\.cluster\.attached\.Attachment"),
+    ("py:class", r"(ddip\.output\.progress\.)?Report|(ddip\.output\.cells\.display_options\.)?DisplayOptions"),
+    (
+        "py:class",
+        r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport|ddip\.cluster\.reach\.Attachment",
+    ),
 ]
 
 html_theme = "furo"

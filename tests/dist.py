@@ -81,7 +81,11 @@ def ensure_whole(names: Sequence[str], there: Sequence[str]) -> None:
 
 def files_of_the_package() -> list[str]:
     """Paths as they are in a wheel."""
-    files = [*(HERE / "ddip").rglob("*.py"), HERE / "ddip" / "py.typed", *(HERE / "ddip" / "schemas").glob("*.json")]
+    files = [
+        *(HERE / "ddip").rglob("*.py"),
+        HERE / "ddip" / "py.typed",
+        *(HERE / "ddip" / "protocol" / "schemas").glob("*.json"),
+    ]
     return [path.relative_to(HERE).as_posix() for path in files]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 import ddip
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 from ddip.errors import CellInterrupted, CellTimeout
 
 RANKS = 4

@@ -24,15 +24,12 @@ NEEDED = {"deepspeed": ("deepspeed",), "fastai": ("fastai", "accelerate")}
 """What ddip's own apps need, which its core does not."""
 ANY_OF = {"hf": ("accelerate", "transformers"), "lightning": ("lightning", "pytorch_lightning")}
 """Apps that need one of these at least."""
-OLD_NAMES = {"fastai_v1": "fastai", "fastai_v2": "fastai"}
-"""Of the tool that ddip's magics are from."""
 
 
 def find(name: str | None) -> str:
     """The module of the app `name` (empty for None); raises BadInput that lists what there is."""
     if name is None:
         return ""
-    name = OLD_NAMES.get(name, name)
     found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     if name not in found:
         there = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"

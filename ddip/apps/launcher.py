@@ -13,7 +13,7 @@ import accelerate
 from accelerate import launchers, state
 from accelerate.utils import patch_environment
 
-from ddip.apps import patches, ranks
+from ddip.apps import patches, rank_exchange
 
 CALLED = "\x1b[90mnotebook_launcher: the ranks are there; {} runs on each of them\x1b[0m"
 
@@ -50,8 +50,8 @@ def apply() -> None:
         Raises ValueError if `num_processes` is not the number of ranks.
         """
         __tracebackhide__ = True
-        if num_processes not in (None, ranks.size()):
-            there = f"the group has {ranks.size()} ranks"
+        if num_processes not in (None, rank_exchange.size()):
+            there = f"the group has {rank_exchange.size()} ranks"
             raise ValueError(
                 f"notebook_launcher(num_processes={num_processes}): {there}; leave it out, or type "
                 f"%makedip -n {num_processes} first"

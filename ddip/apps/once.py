@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ddip.apps import ranks
-from ddip.rank import current
-from ddip.rank.c10d import store
+from ddip.apps import rank_exchange
+from ddip.rank.runtime import current
+from ddip.rank.runtime.c10d import store
 
 WAIT_SECONDS = 0.05
 OK, FAILED, RAISED = b"ok", b"failed:", b"raised:"
@@ -45,11 +45,11 @@ def once_a_host(
     `patience`: seconds that the first rank may take to begin; None: for ever. `kind`: ranks that do things of one kind
     do the same in the same order, or each its own.
     """
-    if not ranks.together():
+    if not rank_exchange.together():
         return fetch()
     key, turn = _key(f"what {what}"), _key(f"kind {kind}")
-    with ranks.single_process_mode():
-        if ranks.is_first_here():
+    with rank_exchange.single_process_mode():
+        if rank_exchange.is_first_here():
             store().set(key + BEGUN, OK)
             store().set(turn, OK)
             return _fetch(key, fetch, same_error)
@@ -64,7 +64,7 @@ def once_a_host(
 def end_cell() -> None:
     """Whoever waits for something that this cell has not done need not wait any more."""
     _calls.clear()
-    if ranks.together() and ranks.is_first_here():
+    if rank_exchange.together() and rank_exchange.is_first_here():
         with contextlib.suppress(RuntimeError):  # of a group that was released nobody waits any more
             store().set(_over(), OK)
 

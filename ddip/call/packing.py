@@ -1,33 +1,30 @@
 """What a call of ``in_torchddp`` carries to the ranks: a function, its arguments, and what these refer to.
 
-Functions of the notebook get the call's variables for their globals there (``rank/calls.py``), so that a name means
-what the ranks have imported, or the user has named. cloudpickle would give them copies of the notebook's globals.
+Functions of the notebook get the call's variables for their globals there (``rank/kernel/call_runner.py``). All that is
+carried has one memo: a model and an optimizer that a function reads belong together there, too.
 """
 
 from __future__ import annotations
 
 import ast
-import dis
 import io
 import linecache
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 
 from ddip.errors import TransferError
-from ddip.output.sizes import size_text
-from ddip.protocol import calls, pickling
+from ddip.output.tables.tables import size_text
+from ddip.protocol.objects import calls, pickling
+from ddip.protocol.rank_spec import STANDING_VARIABLES
 
 LIMIT = 1_000_000
 """Bytes of an object that is carried though nobody has named it."""
-READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-ATTRIBUTES = ("__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__")
-"""Of a function, besides its own."""
 
 
 class _TooLarge(Exception):
@@ -48,6 +45,7 @@ class _Pickler(pickling.Pickler):
         self, file: io.BytesIO, payload: CallPayload, buffers: list[pickle.PickleBuffer] | None = None
     ) -> None:
         super().__init__(file, buffers)
+        self.homes = payload.homes
         self._payload = payload
         self._limited = isinstance(file, _Limited)
 
@@ -83,9 +81,15 @@ class CallPayload:
         self.modules: set[str] = set()
         """Modules inside of packages that functions reach through the packages."""
         self.sources: dict[str, calls.Source] = {}
+        self.standing: dict[str, str] = {}
+        """Names that ddip defines on each rank, of which the notebook has others, and the function that reads it."""
+        self.has_hooks = False
+        """Whether a tensor or an optimizer that is carried has hooks, which stay behind."""
+        self.left: dict[str, str] = {}
+        """Names of `globals` that are not carried, and why."""
         self._numbers: dict[int, int] = {}
         self._namespace = namespace
-        self._homes = frozenset(homes)
+        self.homes = frozenset(homes)
 
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
         """What the pickler is to write for a function or class that is pickled by value."""
@@ -93,15 +97,14 @@ class CallPayload:
             return reduced
         if isinstance(obj, FunctionType):
             self._look_into(obj)
-            reduced = (calls.function, (obj.__code__, obj.__name__), _state(obj), None, None, calls.fill)
-        if self._namespace.get(obj.__name__) is obj:
+        if self._namespace.get(obj.__name__) is obj and obj.__name__ not in STANDING_VARIABLES:
             self.named[obj.__name__] = obj
         make, args, *rest = reduced
         return (calls.sent, (self._number(obj), make, args), *rest)
 
     def _is_of_the_notebook(self, obj: FunctionType | type) -> bool:
-        home = obj.__globals__.get("__name__") if isinstance(obj, FunctionType) else obj.__module__
-        return home in self._homes
+        home = pickling.home_of(obj) if isinstance(obj, FunctionType) else obj.__module__
+        return home in self.homes
 
     def is_own(self, obj: Any) -> bool:
         """Is it a function or class of the notebook that has been packed?"""
@@ -115,9 +118,11 @@ class CallPayload:
 
     def _look_into(self, function: FunctionType) -> None:
         """Remember what its code refers to, and the lines of its cell."""
-        for code in _codes(function.__code__):
-            for name in _reads(code):
-                if name in function.__globals__ and not name.startswith("__"):
+        for code in pickling.codes(function.__code__):
+            for name in pickling.reads(code):
+                if name in function.__globals__ and name in STANDING_VARIABLES:
+                    self.standing.setdefault(name, function.__qualname__)
+                elif name in function.__globals__ and not name.startswith("__"):
                     value = self.globals.setdefault(name, function.__globals__[name])
                     if isinstance(value, ModuleType):
                         self.packages.add(value.__name__.partition(".")[0])
@@ -133,6 +138,7 @@ class CallPayload:
         pickler = _Pickler(file, self, buffers)
         for obj in objects:
             pickler.dump(obj)
+        self.has_hooks = pickler.has_hooks
         return file.getvalue(), buffers
 
     def pack_small(self, obj: Any) -> bytes:
@@ -142,35 +148,11 @@ class CallPayload:
         return file.getvalue()
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """`code` and those of the functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _reads(code: CodeType) -> list[str]:
-    """Global names that `code` reads."""
-    return [step.argval for step in dis.get_instructions(code) if step.opname in READS]
-
-
 def _reached(package: ModuleType, code: CodeType) -> set[str]:
     """Modules inside of `package` that `code` can mean: with ``import a.b`` it says ``a.b``, and has only ``a``."""
     prefix = f"{package.__name__}."
     inside = [name for name in list(sys.modules) if name.startswith(prefix)]
     return {name for name in inside if set(name.removeprefix(prefix).split(".")) <= set(code.co_names)}
-
-
-def _state(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any], list[tuple[Any, ...]]]:
-    """What ``calls.fill`` gives it there; a cell's content is in a tuple, which is empty where the cell is."""
-    contents: list[tuple[Any, ...]] = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append((cell.cell_contents,))
-        except ValueError:
-            contents.append(())
-    return dict(vars(function)), {name: getattr(function, name) for name in ATTRIBUTES}, contents
 
 
 def packages_of(imports: str) -> set[str]:
@@ -197,22 +179,29 @@ def pack(
     Raises TransferError that names what cannot be pickled of what the user has named; of what else the functions refer
     to, that is told where it is missed.
     """
+    references: dict[str, bytes] = {}
+    named = fn, args, dict(kwargs), dict(needed)
     try:
-        packed, buffers = payload.pack((fn, args, dict(kwargs), dict(needed)), payload.named)
+        payload.pack(named)  # to learn what it refers to, which goes first: classes may use it while they are loaded
+        read = _carry(payload, needed, references)
+        values = {**read, **payload.named}
+        names = sorted(values, key=lambda name: pickling.loading_order(values[name]))
+        packed, buffers = payload.pack(*(values[name] for name in names), named)
     except Exception as error:
         raise TransferError(f"in_torchddp: {_culprits(fn, args, kwargs, needed, payload, error)}") from None
-    carried, left = _carry(payload, {*needed, *payload.named})
-    own = {name: data for name, data in carried.items() if payload.is_own(payload.globals[name])}
-    others = {name: data for name, data in carried.items() if name not in own}
-    return calls.Call(packed, buffers, own, others, left, imports, sorted(payload.modules), payload.sources)
+    own = [name for name in names if payload.is_own(values[name])]
+    modules = sorted(payload.modules)
+    return calls.Call(packed, buffers, names, own, references, payload.left, imports, modules, payload.sources)
 
 
-def _carry(payload: CallPayload, there: set[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Pickle the globals of the functions, and what these refer to; what cannot be carried has its reason instead."""
-    carried: dict[str, bytes] = {}
-    left: dict[str, str] = {}
+def _carry(payload: CallPayload, needed: Collection[str], references: dict[str, bytes]) -> dict[str, Any]:
+    """Find the globals of the functions, and what these refer to, that can be carried; the others have their reason.
+
+    Those that are only imported there are pickled by themselves, as `references`: one may be missing there.
+    """
+    values: dict[str, Any] = {}
     hidden = getattr(get_ipython(), "user_ns_hidden", {})  # IPython's own, which every rank has
-    done = set(there)
+    done = set(needed)
     while todo := [name for name in payload.globals if name not in done]:
         for name in todo:
             done.add(name)
@@ -220,12 +209,18 @@ def _carry(payload: CallPayload, there: set[str]) -> tuple[dict[str, bytes], dic
             if name in hidden and hidden[name] is value:
                 continue
             try:
-                carried[name] = payload.pack_small(value)
+                data = payload.pack_small(value)
             except _TooLarge:
-                left[name] = f"it is larger than {size_text(LIMIT)}; add {name} to need="
+                payload.left[name] = f"it is larger than {size_text(LIMIT)}; add {name} to need="
             except Exception as error:
-                left[name] = f"{type(error).__name__}: {error}; make it in the function"
-    return carried, left
+                payload.left[name] = f"{type(error).__name__}: {error}; make it in the function"
+            else:
+                is_code = isinstance(value, (FunctionType, type, ModuleType, BuiltinFunctionType))
+                if is_code and not payload.is_own(value):
+                    references[name] = data
+                else:
+                    values[name] = value
+    return values
 
 
 def _culprits(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import textwrap
+import unicodedata
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,12 +17,15 @@ from IPython.core.getipython import get_ipython
 from ddip import apps
 from ddip.call import packing
 from ddip.cluster.devices import gpu_names
-from ddip.errors import BadInput, TransferError
+from ddip.errors import BadInput, TransferError, ranks_text
 from ddip.group import session
 from ddip.group.group import Group
+from ddip.group.objects.transfer import check_own, known_names
 from ddip.output.area import notify
 from ddip.output.progress import Progress
-from ddip.protocol import calls, on_rank
+from ddip.protocol import on_rank
+from ddip.protocol.objects import calls
+from ddip.protocol.reports import CallNotes
 
 QUIET_SECONDS = 0.5
 """After which it is shown how far large objects are on their way."""
@@ -39,9 +43,11 @@ def in_torchddp(
     button. The notebook's own group (``%makedip``) is taken if it has `nprocs` ranks, and gets no new variables. Else
     a group is made for this call: one rank on each of the first GPUs, or on the CPU if there are too few.
 
-    What a global name means to `fn` there is, in this order: what `need` names; a function or class of the notebook,
-    as it is now; what `imports` brings; a variable of the ranks (``rank``, ``world_size``, ``device``, and those of
-    earlier cells); and last anything else that the notebook has, if it can be pickled in 1 MB. What `fn` assigns to
+    A global name means to `fn` there what it means here: what `need` names, a function or class of the notebook, or
+    any other value of the notebook that can be pickled in 1 MB. Two things come first: ``rank``, ``world_size`` and
+    ``device`` are always each rank's own, and a name that `imports` brings is that, unless it is a function or class
+    of the notebook. Variables of earlier cells of the ranks come last: if one has another value than the notebook's, or
+    stands in for one that was not sent, a line names it. What is shared here is shared there. What `fn` assigns to
     globals is gone when it returns.
 
     The result comes with its tensors on the CPU, and as an instance of the notebook's own classes. Other ranks' results
@@ -77,6 +83,11 @@ def in_torchddp(
     packages, needed = _packages_of(imports), _needed(need, frame)
     payload = packing.CallPayload(_globals_of(frame), {"__main__", frame.f_globals.get("__name__", "__main__")})
     call = packing.pack(fn, args, kwargs, needed, imports, payload)
+    call.known = known_names()
+    for name, reader in payload.standing.items():
+        notify(f"{reader} reads {name}: on each rank that is ddip's variable, and the notebook's was not sent")
+    if payload.has_hooks:
+        notify("in_torchddp: hooks of parameters and optimizers were not sent; register them in the function")
     app = _app_for(packages | payload.packages)
     with _group(nprocs, app) as group:
         if app is not None and group.request.app is None:
@@ -115,7 +126,8 @@ def _globals_of(frame: FrameType) -> ChainMap[str, Any]:
 
 
 def _needed(need: str, frame: FrameType) -> dict[str, Any]:
-    names, found = need.split(), _globals_of(frame).new_child(dict(frame.f_locals))
+    names, found = unicodedata.normalize("NFKC", need).split(), _globals_of(frame).new_child(dict(frame.f_locals))
+    check_own(names, f"in_torchddp: need={need!r}:")
     missing = [name for name in names if name not in found]
     if missing:
         what = f"the notebook has no {', '.join(missing)}"
@@ -154,7 +166,8 @@ def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
             yield group
         finally:
             if group.alive:
-                group.ranks.call_on_control_channel(group.ranks.live, on_rank.forget_call())
+                notes = group.ranks.call_on_control_channel(group.ranks.live, on_rank.forget_call())
+                _notify_notes({rank: note for rank, note in notes.items() if note is not None})
         return
     progress = Progress()
     try:
@@ -165,6 +178,16 @@ def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
     with group:
         progress.end(f"{group.describe()}, {group.seconds:.1f} s")
         yield group
+
+
+def _notify_notes(notes: Mapping[int, CallNotes]) -> None:
+    """Say which variables the notebook and its ranks do not have alike, in one line each."""
+    for name in dict.fromkeys(name for note in notes.values() for name in note["other"]):
+        ranks = ranks_text([rank for rank, note in notes.items() if name in note["other"]])
+        notify(f"in_torchddp used the notebook's {name}; {ranks} had another value")
+    for name, why in {name: why for note in notes.values() for name, why in note["used"].items()}.items():
+        ranks = ranks_text([rank for rank, note in notes.items() if name in note["used"]])
+        notify(f"in_torchddp used {name} of {ranks}, and not the notebook's: {why}")
 
 
 def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group:

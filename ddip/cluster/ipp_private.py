@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,12 +19,11 @@ from ipyparallel.serialize import can
 from IPython.core.getipython import get_ipython
 
 from ddip.cluster import folder
-from ddip.cluster.seam import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.cluster.cluster_api import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.guard import Guard
 from ddip.protocol import cell_messages
 from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
 from ddip.protocol.remote import with_bytes
-
-log = logging.getLogger("ddip")
 
 
 def import_numpy() -> None:
@@ -46,6 +44,7 @@ class RankClient(Client):  # type: ignore[misc]
         """By the id of the request; called on the client's own thread."""
         self.cells: dict[str, tuple[str, Request]] = {}
         """Cells under way, with the name that their engine has at the controller; by the id of the request."""
+        self._guard = Guard("a message of a rank could not be used")
         super().__init__(*args, **kwargs)
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> list[MessageFuture]:
@@ -70,25 +69,26 @@ class RankClient(Client):  # type: ignore[misc]
             self._io_loop.add_callback(tell)
         super().close(linger)
 
+    def _dispatch_iopub(self, frames: Sequence[Any]) -> None:
+        with self._guard:  # the notebook may be shutting down; the next message must not be lost
+            self._take_output(frames)
+
     @unpack_message  # type: ignore[untyped-decorator]
-    def _dispatch_iopub(self, message: Message) -> None:
+    def _take_output(self, message: Message) -> None:
         parent = message["parent_header"]
         kind = message["header"]["msg_type"]
         number = parent.get("msg_id")
         if parent.get("session") != self.session.session:
             return
-        try:
-            if kind == "status" and number in self.cells:
-                if message["content"]["execution_state"] == "idle":
-                    self._hear_end(number)
-            elif number in self.listeners and kind != "status":
-                self.listeners[number](message)
-            elif kind.startswith("comm_") and getattr(get_ipython(), "kernel", None) is None:
-                pass  # a widget that a request has begun or ended; ipyparallel takes any shell for that of a kernel
-            elif number in self._futures or number in self._output_futures:
-                Client._dispatch_iopub.__wrapped__(self, message)
-        except Exception as error:  # the notebook may be shutting down; the next message must not be lost
-            log.warning("a message of a rank could not be shown: %s: %s", type(error).__name__, error)
+        if kind == "status" and number in self.cells:
+            if message["content"]["execution_state"] == "idle":
+                self._hear_end(number)
+        elif number in self.listeners and kind != "status":
+            self.listeners[number](message)
+        elif kind.startswith("comm_") and getattr(get_ipython(), "kernel", None) is None:
+            pass  # a widget that a request has begun or ended; ipyparallel takes any shell for that of a kernel
+        elif number in self._futures or number in self._output_futures:
+            Client._dispatch_iopub.__wrapped__(self, message)
 
     def send_cells(self, cells: Sequence[tuple[int, Request, Message]]) -> None:
         """To engines; only on the client's own thread, which also hears that one of them has ended."""
@@ -110,9 +110,11 @@ class RankClient(Client):  # type: ignore[misc]
     def _dispatch_reply(self, frames: Sequence[Any]) -> None:
         """An answer has come on the channel of requests; those that have come after it are taken at once."""
         socket = self._mux_stream.socket
-        self._take_reply(frames)
+        with self._guard:
+            self._take_reply(frames)
         while socket.get(zmq.EVENTS) & zmq.POLLIN:
-            self._take_reply(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            with self._guard:
+                self._take_reply(socket.recv_multipart(zmq.NOBLOCK, copy=False))
 
     @unpack_message  # type: ignore[untyped-decorator]
     def _take_reply(self, message: Message) -> None:
@@ -203,7 +205,8 @@ def cell_reply(content: CellReply) -> Reply:
             case "ok":
                 return Reply(report=content.get("report"), payload=content.get("payload") or [])
             case "aborted":
-                return Reply(raised=Raised(KeyboardInterrupt.__name__, "before the cell began", at=time.time()))
+                raised = Raised(KeyboardInterrupt.__name__, "before the cell began", at=time.time())
+                return Reply(raised=raised, report={"released": False, "state": "none"})
         raised = Raised(content["ename"], content["evalue"], "\n".join(content["traceback"]))
         return Reply(raised=raised, report=content.get("report"))
     except Exception as error:
@@ -286,13 +289,15 @@ class LinkClient(Client):  # type: ignore[misc]
 
     def __init__(self, file: str, heard: Callable[[dict[str, Any]], None], seconds: float) -> None:
         self._heard = heard
+        self._guard = Guard("a message of an engine could not be used")
         super().__init__(file, timeout=seconds)
 
     @unpack_message  # type: ignore[untyped-decorator]
     def _dispatch_single_reply(self, msg: dict[str, Any]) -> None:
         future = self._futures.get(msg["parent_header"].get("msg_id"))
         if future is None:
-            self._heard(msg)
+            with self._guard:
+                self._heard(msg)
         elif not future.done():
             future.set_result(msg)
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ddip.cluster import links
+from ddip.cluster.processes import links
 
 MISSED_BEATS = 40
 """How many of its own heartbeats ssh may miss: what is silent for so long, though its kernel acknowledges, is of no
@@ -37,7 +37,7 @@ def command(host: str, python: str, setup: str) -> list[str]:
 
 def agent_line(python: str, setup: str) -> str:
     """A line for a shell on another host that becomes the agent; arguments as in `command`."""
-    agent = "-P -m ddip.cluster.agent"
+    agent = "-P -m ddip.cluster.hosts.agent"
     if setup:
         line = f"{setup} && exec {shlex.quote(python or 'python')} {agent}"
         return f"exec bash -lc {shlex.quote(line)}"

@@ -1,7 +1,7 @@
-"""The command: what is looked at, in which order, and what is printed.
+"""``python -m ddip doctor``: run the checks in order, and print each result at once.
 
-A check imports what it needs when its turn comes, so that the first lines are there at once, and what cannot be
-imported is a check that failed.
+A check imports what it needs when its turn comes, so that the first lines come at once, and a module that cannot be
+imported fails one check only.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ddip.doctor import report
-from ddip.doctor.report import Check, failed
+from ddip.doctor import doctor_report
+from ddip.doctor.doctor_report import Check, failed
 
 if TYPE_CHECKING:
     from ddip.doctor.torch_build import Probe
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as that of a shell's."""
+"""Exit code after Ctrl-C, as in a shell."""
 ABOUT = "Look at this machine and this environment, and say what keeps ddip from working, and what to do."
 ENDING = "Exit code: 0 if no check failed, else 1."
-
-
 CHECKS = [
     ("platform", "machine", "check_platform"),
     ("packages", "software", "check_packages"),
-    ("front-end", "software", "check_front_end"),
     ("folder", "software", "check_folder"),
     ("environment", "software", "check_environment"),
     ("memory", "machine", "check_memory"),
@@ -41,11 +38,11 @@ CHECKS = [
     ("leftovers", "machine", "check_leftovers"),
     ("gpus", "gpus", "check_gpus"),
 ]
-"""What needs no torch: a name, by which it is told if the check itself fails, a module of the doctor, its function."""
+"""Checks that need no torch: the name that is shown if the check itself fails, a module of the doctor, a function."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``doctor`` with these arguments; returns the exit code."""
+    """Run ``doctor`` with these arguments, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ddip doctor", description=ABOUT, epilog=ENDING)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--no-start", action="store_true", help="do not start any ranks")
@@ -65,17 +62,17 @@ def main(words: Sequence[str]) -> int:
         print("interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
     seconds = time.monotonic() - began
-    print(report.as_json(checks, seconds) if typed.json else report.summary(checks, seconds))
-    return report.exit_code(checks)
+    print(doctor_report.as_json(checks, seconds) if typed.json else doctor_report.summary(checks, seconds))
+    return doctor_report.exit_code(checks)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End as by an exception, which takes the ranks along."""
+    """End with an exception, which ends the ranks."""
     raise SystemExit(128 + number)
 
 
 def look(*, start: bool) -> Iterator[Check]:
-    """Every check, as soon as it is done; with `start`, ranks are started at the end."""
+    """Yield every check as soon as it is done; with `start`, start ranks at the end."""
     yield from guarded("python", _check("software", "check_python"))
     probe = _begin_probe()
     try:
@@ -90,12 +87,12 @@ def look(*, start: bool) -> Iterator[Check]:
 
 
 def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
-    """A function of a module of the doctor, which is imported when it is called."""
+    """Return a function that imports a module of the doctor and calls `function` in it."""
     return lambda: getattr(importlib.import_module(f"ddip.doctor.{module}"), function)()
 
 
 def _begin_probe() -> Probe | None:
-    """Have torch imported while the other checks run; None: what that needs is not there."""
+    """Have torch imported while the other checks run; None if ddip cannot start the process."""
     try:
         from ddip.doctor import torch_build
     except ImportError:
@@ -110,7 +107,7 @@ def _torch(probe: Probe | None) -> list[Check]:
 
 
 def _starts(has_torch: bool) -> Iterator[Check]:
-    """A group for each backend that can be here."""
+    """Start a group for each backend that this machine can have."""
     if not has_torch:
         yield failed("start-gloo", "not tried, since torch cannot be imported", "see what torch above needs")
         return
@@ -123,7 +120,7 @@ def _starts(has_torch: bool) -> Iterator[Check]:
 
 
 def guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
-    """What `check` finds; what it raises is a check that failed: the others say what is wrong all the same."""
+    """Yield the results of `check`; an error is a check that failed, so that the other checks run."""
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found

@@ -1,10 +1,8 @@
-"""The machine and what it lets a process have.
-
-Each ``check_`` function reads figures, and its ``judge_`` function decides what they mean.
-"""
+"""Checks of the machine, and of the resources that it gives to a process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -15,162 +13,139 @@ from pathlib import Path
 
 import psutil
 
-from ddip.cluster import ownership
-from ddip.doctor import cgroups
-from ddip.doctor.report import Check, failed, ok, warning
-from ddip.output.sizes import size_text
+from ddip.cluster.processes import ownership
+from ddip.doctor.doctor_report import Check, failed, ok, warning
+from ddip.output.tables.tables import size_text
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 1 << 30
-"""Free, enough for a few data loader workers."""
+"""Free space that is enough for a few data loader workers."""
 MEMORY_BYTES, TIGHT_BYTES = 400 << 20, 1500 << 20
-"""That two ranks need for themselves, and with which a small network can be trained."""
+"""Memory that two ranks need for themselves, and with which a small network can be trained."""
 MANY_RANKS = 8
-"""The limits must do for so many, or for one on each GPU."""
+"""The limits must do for so many ranks, or for one on each GPU."""
 BOUND_THREADS = 200
 """Processes and threads that a control group should have free: those of a few ranks."""
 LOOPBACK_SECONDS = 3.0
+CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def check_platform() -> Check:
-    """Operating system and cores."""
-    from ddip.cluster import on_host
+    """Report operating system and cores."""
+    from ddip.cluster.processes import on_host
 
-    text = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    return judge_platform(sys.platform, text, on_host.cores())
-
-
-def judge_platform(name: str, text: str, cores: int) -> Check:
-    """`name` is that of ``sys.platform``."""
-    found = f"{text}, {cores} core{'s' if cores > 1 else ''}"
-    if name == "linux":
-        return ok("platform", found)
-    if name == "darwin":
-        return ok("platform", f"{found}; ranks are spawned, not forked, and start more slowly")
-    return failed("platform", found, "use Linux or macOS; on Windows, WSL 2 is Linux")
+    found = f"{platform.system()} {platform.release()}, {platform.machine()}, cores: {on_host.cores()}"
+    if sys.platform not in ("linux", "darwin"):
+        return failed("platform", found, "use Linux or macOS; on Windows, WSL 2 is Linux")
+    return ok("platform", found)
 
 
 def check_shared_memory() -> Check:
-    """/dev/shm: data loader workers send batches through it."""
-    if not SHARED_MEMORY.is_dir():
-        return judge_shared_memory(sys.platform, None)
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    return judge_shared_memory(sys.platform, (usage.total, usage.free))
-
-
-def judge_shared_memory(name: str, figures: tuple[int, int] | None) -> Check:
-    """`figures`: size and free bytes; None: there is no such folder."""
+    """Check the space in /dev/shm, through which data loader workers send batches."""
     advice = "give the container more: docker run --shm-size=8g, or a memory-backed emptyDir at /dev/shm"
-    if figures is None:
-        if name != "linux":
+    if not SHARED_MEMORY.is_dir():
+        if sys.platform != "linux":
             return ok("shared-memory", "this system has no /dev/shm and needs none")
         return failed("shared-memory", "there is no /dev/shm; data loader workers cannot send batches", advice)
-    total, free = figures
-    found = f"/dev/shm has {size_text(total)}, {size_text(free)} free"
-    if free >= SHARED_MEMORY_BYTES:
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    found = f"/dev/shm has {size_text(usage.total)}, {size_text(usage.free)} free"
+    if usage.free >= SHARED_MEMORY_BYTES:
         return ok("shared-memory", found)
-    if total >= 2 * SHARED_MEMORY_BYTES:
+    if usage.total >= 2 * SHARED_MEMORY_BYTES:
         advice = "remove what ended programs have left in /dev/shm"
     return warning("shared-memory", f"{found}; data loader workers may end with a bus error", advice)
 
 
+def control_group(controller: str, root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int]:
+    """Return limit and use of `controller` (``memory`` in bytes, or ``pids``) in the tightest control group of this
+    process; (0, 0) if there is no limit, or no control groups of version 2."""
+    found = []
+    with contextlib.suppress(OSError):
+        _, _, path = membership.read_text(errors="replace").splitlines()[-1].partition("::")  # "0::/a/b"
+        folder = root / path.lstrip("/")
+        for group in [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]:
+            with contextlib.suppress(OSError, ValueError):  # "max" is not a number; in a container some are not there
+                limit, used = (int((group / f"{controller}.{name}").read_text()) for name in ("max", "current"))
+                if controller == "memory":  # the kernel gives up cached files on demand
+                    words = (group / "memory.stat").read_text().split()
+                    used -= int(words[words.index("inactive_file") + 1])
+                found.append((limit, max(0, used)))
+    return min(found, key=lambda bound: bound[0] - bound[1], default=(0, 0))
+
+
 def check_memory() -> Check:
-    """RAM, and the control group's limit."""
+    """Check the free memory of the machine and of the control group."""
     from ddip.cluster.limits import Limits
 
     figures = psutil.virtual_memory()
-    return judge_memory(figures.total, figures.available, cgroups.bound("memory"), Limits.now().memory)
+    return judge_memory(figures.total, figures.available, *control_group("memory"), Limits.now().memory)
 
 
-def judge_memory(total: int, available: int, bound: cgroups.Bound | None, address_space: float) -> Check:
-    """All in bytes; `address_space` is that of ``ulimit -v``."""
+def judge_memory(total: int, available: int, limit: int, used: int, address_space: float) -> Check:
+    """Judge figures in bytes; `limit` is that of the control group or 0, `address_space` that of ``ulimit -v``."""
     found = f"{size_text(total)}, {size_text(available)} available"
-    if bound is not None and bound.limit < total:
-        found += f"; the control group allows {size_text(bound.limit)}, {size_text(bound.free)} free"
-        available = min(available, bound.free)
-    if address_space < float("inf"):
-        found += f"; ulimit -v {size_text(address_space)}"
+    if 0 < limit < total:
+        available = min(available, max(0, limit - used))
+        found += f"; the control group allows {size_text(limit)}, {size_text(max(0, limit - used))} free"
     if available < MEMORY_BYTES:
         return failed("memory", found, "end other programs, or give the machine or container more memory")
     if available < TIGHT_BYTES:
         return warning("memory", found, "two ranks start in this, with little left for data: end other programs")
     if address_space < float("inf"):
-        return warning("memory", found, "remove the limit (ulimit -v unlimited): torch reserves more than it uses")
+        advice = "remove the limit (ulimit -v unlimited): torch reserves more than it uses"
+        return warning("memory", f"{found}; ulimit -v {size_text(address_space)}", advice)
     return ok("memory", found)
 
 
 def check_limits() -> Check:
-    """``ulimit -n`` and ``-u``, and the control group's number of processes, for as many ranks as there may be."""
+    """Check ``ulimit -n`` and ``-u``, and the control group's number of processes, for the largest likely group."""
     from ddip.cluster import devices, limits
 
     now, files = limits.Limits.now(), len(os.listdir("/dev/fd"))
     threads = limits.user_threads() if now.threads < limits.MANY_THREADS else 0
     ranks = max(MANY_RANKS, len(devices.gpu_names()))
     short = {n: limits.shortage(n, 0, now, files, threads) for n in (2, ranks)}
-    return judge_limits(now.files, now.threads, cgroups.bound("pids"), short)
+    return judge_limits(now.files, now.threads, *control_group("pids"), short)
 
 
-def judge_limits(files: float, threads: float, bound: cgroups.Bound | None, short: Mapping[int, str]) -> Check:
-    """`short`: what is missing for a group of so many ranks, or nothing."""
-    found = f"ulimit -n {_limit(files)}, -u {_limit(threads)}"
-    if bound is not None:
-        found += f"; the control group allows {bound.limit} processes and threads, {bound.free} free"
+def judge_limits(files: float, threads: float, limit: int, used: int, short: Mapping[int, str]) -> Check:
+    """Judge the limits; `short` has the text of a shortage, or none, per number of ranks."""
+    found = f"ulimit -n {files:.0f}, -u {threads:.0f}".replace("inf", "unlimited")
+    if limit:
+        found += f"; the control group allows {limit} processes and threads, {limit - used} free"
     fewest = next((ranks for ranks, text in sorted(short.items()) if text), None)
     if fewest is not None:
-        make = failed if fewest <= 2 else warning
         what, _, advice = short[fewest].partition("; ")
-        return make("limits", f"{found}; {what}", advice)
-    if bound is not None and bound.free < BOUND_THREADS:
-        make = failed if bound.free < BOUND_THREADS // 4 else warning
-        return make("limits", found, "raise the limit of the container: docker run --pids-limit=-1")
+        return (failed if fewest <= 2 else warning)("limits", f"{found}; {what}", advice)
+    if limit and limit - used < BOUND_THREADS:
+        is_tight = limit - used < BOUND_THREADS // 4
+        advice = "raise the limit of the container: docker run --pids-limit=-1"
+        return (failed if is_tight else warning)("limits", found, advice)
     return ok("limits", found)
 
 
-def _limit(number: float) -> str:
-    return "unlimited" if number == float("inf") else f"{number:.0f}"
-
-
 def check_loopback() -> Check:
-    """Ranks on one host talk over it."""
-    from ddip.group.host import loopback
+    """Check the interface over which the ranks of one host talk."""
+    from ddip.group.members.host_facts import loopback
 
     name = loopback()
     state = psutil.net_if_stats().get(name)
+    if state is None or not state.isup:
+        what = f"the interface {name} is {'missing' if state is None else 'down'}"
+        return failed("loopback", what, f"give the machine or container that interface: ip link set {name} up")
     try:
-        talk_over_loopback()
-        error = ""
-    except OSError as raised:
-        error = str(raised) or type(raised).__name__
-    return judge_loopback(name, None if state is None else state.isup, error)
-
-
-def judge_loopback(name: str, is_up: bool | None, error: str) -> Check:
-    """`is_up` None: there is no such interface; `error`: why nothing could be sent over it, or nothing."""
-    if is_up is None:
-        return failed("loopback", f"there is no interface {name}", f"give the container a loopback interface {name}")
-    if not is_up:
-        return failed("loopback", f"the interface {name} is down", f"bring it up: ip link set {name} up")
-    if error:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(LOOPBACK_SECONDS)
+            with socket.create_connection(server.getsockname(), LOOPBACK_SECONDS), server.accept()[0]:
+                pass
+    except OSError as error:
         advice = f"let programs connect to 127.0.0.1 over {name}: look at firewall rules and sandboxes"
-        return failed("loopback", f"a connection to 127.0.0.1 fails: {error}", advice)
+        return failed("loopback", f"a connection to 127.0.0.1 fails: {error or type(error).__name__}", advice)
     return ok("loopback", f"{name} is up, and 127.0.0.1 takes connections")
 
 
-def talk_over_loopback() -> None:
-    """Send a word to ourselves; raises OSError."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(LOOPBACK_SECONDS)
-        with socket.create_connection(server.getsockname(), LOOPBACK_SECONDS) as one:
-            other, _ = server.accept()
-            with other:
-                one.sendall(b"ddip")
-                other.settimeout(LOOPBACK_SECONDS)
-                if other.recv(4) != b"ddip":
-                    raise OSError("what arrives is not what was sent")
-
-
 def check_run_folder() -> Check:
-    """Where the sockets of a group are; the folder is removed at once."""
+    """Check that a folder for the sockets of a group can be made; it is removed at once."""
     try:
         folder = ownership.make_run_folder()
     except OSError as error:
@@ -181,23 +156,16 @@ def check_run_folder() -> Check:
 
 
 def check_leftovers() -> Check:
-    """Groups of this user, also those of notebooks that are gone; nothing is removed."""
+    """List what groups of this user have left whose notebooks ended; nothing is removed."""
     return judge_runs(ownership.runs())
 
 
 def judge_runs(runs: Sequence[ownership.Run]) -> Check:
-    """Those whose notebooks live are counted, the others are listed."""
-    live = sum(run.owner_lives for run in runs)
-    found = ["no group of another notebook runs", "1 other notebook has a group"][live] if live < 2 else ""
-    found = found or f"{live} other notebooks have groups"
+    """Count the groups of notebooks that live, and list the others."""
     dead = [run for run in runs if not run.owner_lives]
+    found = f"groups of other notebooks: {len(runs) - len(dead)}"
     if not dead:
         return ok("leftovers", found)
-    lines = [f"{run.folder}, of process {run.owner.pid}, which ended; {_processes(run.processes)}" for run in dead]
-    what = "1 run is" if len(dead) == 1 else f"{len(dead)} runs are"
-    text = "\n".join([f"{what} left of notebooks that ended; {found}", *lines])
-    return warning("leftovers", text, "nothing, if you start a group: the next %makedip ends and removes them")
-
-
-def _processes(count: int) -> str:
-    return {0: "no process of it runs", 1: "1 process of it runs"}.get(count, f"{count} processes of it run")
+    lines = [f"left by process {run.owner.pid}, which ended: {run.folder}, processes: {run.processes}" for run in dead]
+    advice = "nothing, if you start a group: the next %makedip ends and removes them"
+    return warning("leftovers", "\n".join([found, *lines]), advice)

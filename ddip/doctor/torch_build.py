@@ -1,4 +1,7 @@
-"""torch: its build, its backends, and whether it can use the GPUs that are here."""
+"""Check torch: its build, its backends, and whether it can use the GPUs of this machine.
+
+torch is imported in a process of its own (`main`), so that an import that crashes or hangs breaks no other check.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,70 @@ import contextlib
 import json
 import os
 import subprocess
+import warnings
 from typing import TypedDict
 
-from ddip.cluster import boot, preload_client
-from ddip.doctor.report import Check, failed, ok, warning
+from ddip.cluster.processes import boot, preload_client
+from ddip.doctor.doctor_report import Check, failed, ok, warning
+from ddip.protocol import compat_torch
 
 IMPORT_SECONDS = 120.0
-"""After which `import torch` is given up: the first one after an installation reads gigabytes."""
+"""Time limit of ``import torch``: the first one after an installation reads gigabytes."""
 LAST_LINES = 6
-"""Of what a process that failed has written."""
+"""Lines of a failed process that are shown."""
 
 
 class Facts(TypedDict):
-    """What `torch_probe.py` prints."""
+    """The line of JSON that `main` prints."""
 
     version: str
     cuda: str
-    """Version of CUDA that it was built for; empty: it was not."""
+    """Version of CUDA that torch was built for, or empty."""
     hip: str
     backends: list[str]
-    nccl: str
     gpus: int
-    """That torch can use."""
+    """Number of GPUs that torch can use."""
     why_no_gpu: str
-    """What torch raised when it was to use them; empty: nothing."""
+    """The error with which torch failed to use them, or empty."""
     warnings: list[str]
+    lacks: list[str]
+    """Private names without which there is no group."""
+    off: dict[str, list[str]]
+    """Features without private names that they need, with these names."""
+
+
+def main() -> None:
+    """Import torch and print `Facts` as one line of JSON."""
+    import torch
+    import torch.distributed as dist
+
+    why, gpus = "", 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.version.cuda or torch.version.hip:
+            try:
+                torch.cuda.init()
+                gpus = torch.cuda.device_count()
+                for gpu in range(gpus):
+                    torch.cuda.get_device_capability(gpu)
+            except Exception as error:  # RuntimeError, AssertionError, and whatever a broken driver raises
+                why = _one_line(error)
+    facts: Facts = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "hip": torch.version.hip or "",
+        "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()],
+        "gpus": gpus,
+        "why_no_gpu": why,
+        "warnings": [_one_line(one.message) for one in caught if one.category is UserWarning],
+        "lacks": compat_torch.find_missing(compat_torch.CORE),
+        "off": compat_torch.find_off(),
+    }
+    print(json.dumps(facts))
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
 
 
 class Probe:
@@ -40,7 +82,7 @@ class Probe:
         self.has_torch = False
         """Has the import succeeded?"""
         self._process = subprocess.Popen(
-            preload_client.command("ddip.doctor.torch_probe"),
+            preload_client.command("ddip.doctor.torch_build"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -50,12 +92,12 @@ class Probe:
         )
 
     def end(self) -> None:
-        """Kill it if it has not ended."""
+        """Kill the process if it has not ended."""
         self._process.kill()
         self._process.communicate()
 
     def result(self) -> tuple[Facts | None, str]:
-        """What it has found; or None, and why not."""
+        """Return the facts, or None and the reason why there are none."""
         try:
             out, errors = self._process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -66,7 +108,7 @@ class Probe:
 
 
 def read(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
-    """What the process has found that ended with exit code `code`; or None, and why not."""
+    """Return the facts that a process with exit code `code` has printed, or None and the reason."""
     if not code:
         with contextlib.suppress(ValueError, IndexError):
             facts: Facts = json.loads(out.splitlines()[-1])
@@ -77,7 +119,7 @@ def read(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
 
 
 def check_torch(probe: Probe) -> list[Check]:
-    """Wait for `probe`, and judge what it has found."""
+    """Wait for `probe`, and judge its result."""
     from ddip.cluster import devices
 
     facts, why = probe.result()
@@ -85,39 +127,50 @@ def check_torch(probe: Probe) -> list[Check]:
 
 
 def judge_torch(facts: Facts | None, why: str, gpus: int) -> list[Check]:
-    """The checks `torch` and `backends`; `gpus`: how many NVIDIA's library counts, of those that may be seen."""
+    """Return the checks `torch`, `backends` and `torch-names`; `gpus`: number of visible GPUs in NVIDIA's library."""
     if facts is None:
         if "No module named 'torch'" in why:
             return [failed("torch", "torch is not installed", "install it: python -m pip install torch")]
         if boot.INSTEAD in why:
             return [failed("torch", why, "rename the file that the last line names, or take its folder off PYTHONPATH")]
         return [failed("torch", why, "install torch again: python -m pip install --force-reinstall torch")]
-    return [_judge_build(facts, gpus), _judge_backends(facts, gpus)]
+    found, missing = ", ".join(facts["backends"]) or "none", {"gloo"} - {*facts["backends"]}
+    if gpus:
+        missing = {"gloo", "nccl"} - {*facts["backends"]}
+    if missing:
+        text, advice = f"{found}; missing: {', '.join(sorted(missing))}", "install a torch build from pytorch.org"
+        return [_judge_build(facts, gpus), failed("backends", text, advice), _judge_names(facts)]
+    return [_judge_build(facts, gpus), ok("backends", found), _judge_names(facts)]
 
 
 def _judge_build(facts: Facts, gpus: int) -> Check:
     build = f"built for CUDA {facts['cuda']}" if facts["cuda"] else "built without CUDA"
     if facts["hip"]:
         build = f"built for ROCm {facts['hip']}"
-    found = f"{facts['version']}, {build}"
-    here = "there is 1 GPU" if gpus == 1 else f"there are {gpus} GPUs"
+    found = f"{facts['version']}, {build}, GPUs: {facts['gpus']}"
     if gpus and not facts["cuda"]:
-        return failed("torch", f"{found}, and {here}", "install a build for CUDA: pytorch.org says which")
+        return failed("torch", f"{found} of {gpus}", "install a build for CUDA: pytorch.org says which")
     if gpus and not facts["gpus"]:
-        text = f"{found}; {here}, which torch cannot use: {facts['why_no_gpu'] or 'it finds none'}"
+        text = f"{found} of {gpus}; {facts['why_no_gpu'] or 'torch finds none'}"
         return failed("torch", text, "update the NVIDIA driver, or install a torch for an older CUDA")
     if gpus and facts["warnings"]:
         text = "\n".join([f"{found}; torch warns:", *facts["warnings"]])
         return warning("torch", text, "install a torch that was built for these GPUs and this driver")
-    can = "1 GPU" if facts["gpus"] == 1 else f"{facts['gpus']} GPUs"
-    return ok("torch", f"{found}, {can if facts['gpus'] else 'no GPU'}")
+    return ok("torch", found)
 
 
-def _judge_backends(facts: Facts, gpus: int) -> Check:
-    names = [f"nccl {facts['nccl']}" if name == "nccl" else name for name in facts["backends"]]
-    found = ", ".join(names) or "none"
-    if "gloo" not in facts["backends"]:
-        return failed("backends", f"{found}; gloo is missing", "install a torch with distributed and gloo, as pip's")
-    if gpus and "nccl" not in facts["backends"]:
-        return failed("backends", f"{found}; nccl is missing", "install a build of torch for CUDA, which has nccl")
-    return ok("backends", found)
+def _judge_names(facts: Facts) -> Check:
+    advice = f"install torch {compat_torch.TESTED}, which ddip is tested with"
+    if facts["lacks"]:
+        return failed("torch-names", f"missing: {', '.join(facts['lacks'])}", advice)
+    if facts["off"]:
+        lines = [f"{feature} (missing: {', '.join(names)})" for feature, names in facts["off"].items()]
+        return warning("torch-names", "\n".join(lines), advice)
+    newest = compat_torch.TESTED.split()[-1]
+    if _numbers(facts["version"]) > _numbers(newest):
+        return warning("torch-names", f"all are there, but torch is newer than {newest}", advice)
+    return ok("torch-names", "all private names that ddip uses are there")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:2]]

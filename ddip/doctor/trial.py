@@ -1,6 +1,6 @@
-"""A real start: a group of ranks, one all_reduce, and the end of it all.
+"""Check a real start: a group of ranks, one all_reduce, and its end.
 
-Nothing of it stays, and it leaves alone what other notebooks have left, which the report lists.
+Nothing is left behind, and what other notebooks have left stays: the report lists it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ddip.cluster import devices, preload_client
-from ddip.doctor.report import Check, failed, ok, warning
+from ddip.cluster import devices
+from ddip.cluster.processes import preload_client
+from ddip.doctor.doctor_report import Check, failed, ok, warning
 from ddip.errors import DdipError
 from ddip.group import stopping
 from ddip.group.group import Group
@@ -30,23 +30,9 @@ CELL_SECONDS = 60.0
 
 
 class TrialGroup(Group):
-    """A group that does not clear up what others have left."""
+    """A group that does not remove leftovers of others."""
 
     clears_up = False
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What came of one start."""
-
-    ranks: int
-    start_seconds: float
-    all_reduce_seconds: float
-    """Of the slowest rank, the first use of its device included."""
-    totals: tuple[float, ...]
-    """What each rank has got."""
-    spawned: str
-    """Why the ranks were not forked, though they should be; empty if they were."""
 
 
 def check_start(backend: str) -> Check:
@@ -57,33 +43,22 @@ def check_start(backend: str) -> Check:
         several = not any(name.startswith(devices.SLICE) for name in names)
         gpus = tuple(range(min(2 if several else 1, len(names))))
     try:
-        trial = run(gpus)
+        with _surroundings(), TrialGroup(None if gpus else 2, gpus) as group:
+            group.run(CELL, show_ranks=[], timeout=CELL_SECONDS)
+            answers, _ = group.pull_all(["total", "seconds"], range(group.world_size))
+            begun, slowest = group.seconds, max(answer["seconds"] for answer in answers)
+            return judge(backend, [answer["total"] for answer in answers], begun, slowest, group.cluster.spawned)
     except DdipError as error:
         if isinstance(error, KeyboardInterrupt):
             raise
         return judge_failure(backend, str(error))
-    return judge(backend, trial)
-
-
-def run(gpus: tuple[int, ...] | None) -> Trial:
-    """One rank on each of `gpus`; None: two on the CPU. Raises DdipError as ``Group`` and its cells do."""
-    with _surroundings(), TrialGroup(None if gpus else 2, gpus) as group:
-        group.run(CELL, show_ranks=[], timeout=CELL_SECONDS)
-        answers, _ = group.pull_all(["total", "seconds"], range(group.world_size))
-        return Trial(
-            group.world_size,
-            group.seconds,
-            max(answer["seconds"] for answer in answers),
-            tuple(answer["total"] for answer in answers),
-            group.cluster.spawned,
-        )
 
 
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
-    """The user's IPython profile if there is one, which may be what is wrong, else one that is removed afterwards.
+    """Use the user's IPython profile if there is one, which may be what is wrong, else one that is removed afterwards.
 
-    The warm process, and whatever it forked, is ended afterwards, too; a second Ctrl-C does not keep it from that.
+    The preload process, and all that it forked, is ended afterwards; a second Ctrl-C does not prevent that.
     """
     former, folder = dict(os.environ), tempfile.mkdtemp(prefix="ddip-doctor-")
     try:
@@ -99,23 +74,22 @@ def _surroundings() -> Iterator[None]:
             os.environ.update(former)
 
 
-def judge(backend: str, trial: Trial) -> Check:
-    """Was the sum right on every rank, and were they forked where they can be?"""
-    name, where = f"start-{backend}", "the CPU" if backend == "gloo" else "GPUs"
-    count = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks"
-    found = f"{count} on {where} in {trial.start_seconds:.1f} s, all_reduce in {trial.all_reduce_seconds:.3f} s"
-    right = trial.ranks * (trial.ranks + 1) / 2
-    if any(total != right for total in trial.totals):
-        got = ", ".join(f"{total:g}" for total in trial.totals)
+def judge(backend: str, totals: list[float], start_seconds: float, reduce_seconds: float, spawned: str) -> Check:
+    """Judge a start; `totals`: the sum on each rank; `spawned`: why ranks were not forked though they should be."""
+    name, where, ranks = f"start-{backend}", "the CPU" if backend == "gloo" else "GPUs", len(totals)
+    found = f"ranks on {where}: {ranks}, started in {start_seconds:.1f} s, all_reduce in {reduce_seconds:.3f} s"
+    right = ranks * (ranks + 1) / 2
+    if any(total != right for total in totals):
+        got = ", ".join(f"{total:g}" for total in totals)
         advice = "do not train here; report it with the versions of torch, driver and CUDA above"
         return failed(name, f"{found}, with the wrong sum: {got} instead of {right:g}", advice)
-    if trial.spawned:
-        return warning(name, f"{found}; spawned, not forked: {trial.spawned}", "ranks start faster without that reason")
+    if spawned:
+        return warning(name, f"{found}; spawned, not forked: {spawned}", "ranks start faster without that reason")
     return ok(name, found)
 
 
 def judge_failure(backend: str, error: str) -> Check:
-    """`error`: what ddip says of a group that did not form, or of its cell."""
+    """Report the `error` with which a group did not form, or its cell failed."""
     advice = "mend what failed above first; if nothing did, run it in a fresh environment, and report both"
     if backend == "nccl":
         advice = "NCCL_DEBUG=INFO python -m ddip doctor tells more; ranks on the CPU (%makedip -n 2) need no nccl"

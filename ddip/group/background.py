@@ -6,20 +6,22 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from ddip.errors import BadInput, GroupError, ranks_text
-from ddip.group import group_status, logs, placement, stopping
-from ddip.group.cell import Cell
-from ddip.group.cell_state import Limits
-from ddip.group.comms import Comms
-from ddip.group.profile import Profiling, folder_for
-from ddip.group.running import RunningCell
-from ddip.group.status import rank_infos
-from ddip.group.vitals import Watchable
-from ddip.output.background import BackgroundOutput
-from ddip.output.display_options import DisplayOptions
-from ddip.output.profile_figures import Profile
-from ddip.output.router import CellOutput
+from ddip.group import stopping
+from ddip.group.cells import logs
+from ddip.group.cells.cell import Cell
+from ddip.group.cells.cell_state import Limits
+from ddip.group.cells.comms import Comms
+from ddip.group.cells.running import RunningCell
+from ddip.group.members import placement
+from ddip.group.profiling.profile import Profiling, folder_for
+from ddip.group.status import LISTED, about, group_status, last, rank_infos
+from ddip.group.watching.vitals import Watchable
+from ddip.output.cells.background_page import BackgroundOutput
+from ddip.output.cells.display_options import DisplayOptions
+from ddip.output.cells.router import CellOutput
+from ddip.output.tables.profile_report import Profile
 from ddip.protocol.cell_messages import Asked
-from ddip.protocol.status import Status
+from ddip.protocol.status_types import Status
 
 
 class Background(Watchable):
@@ -48,20 +50,20 @@ class Background(Watchable):
             raise BadInput(f"{number}: no cell with this number was given to ranks; {known}")
         return cell
 
-    def status(self, cells: int = group_status.LISTED) -> Status:
+    def status(self, cells: int = LISTED) -> Status:
         """All that is known of the group as plain data, which JSON holds: ranks, devices, the last `cells` and those
         that go on, and the last error of each rank. Works while cells run, and never waits for them.
 
         A group that has ended is None there.
         """
-        kept = group_status.last(self.cells, cells)
+        kept = last(self.cells, cells)
         if self.alive:
             with contextlib.suppress(GroupError):  # another thread ends it just now
                 with stopping.button("asking the ranks was interrupted") as button:
                     infos = rank_infos(self.ranks, self.spec, button)
-                about = group_status.about(self.spec, self.request.app, self._manager.healthy, infos)
-                return group_status.status(kept, about, infos, self._cells.stuck)
-        return group_status.status(kept)
+                group = about(self.spec, self.request.app, self._manager.healthy, infos)
+                return group_status(kept, group, infos, self._cells.stuck)
+        return group_status(kept)
 
     def start(
         self,
@@ -87,7 +89,7 @@ class Background(Watchable):
         profiling = None if profile is None else Profiling(self.ranks, folder_for(profile))
 
         def ready(cell: Cell | None = None) -> None:
-            self.ensure_ready(where, cell)
+            self.ensure_ready_for_cell(where, cell)
             if profiling is not None:
                 profiling.prepare(where)
 
@@ -99,7 +101,7 @@ class Background(Watchable):
             begins = f"cell {number} {'waits for' if queued else 'runs in the background on'} {ranks_text(where)}"
             output = BackgroundOutput(seen, begins, self.display, quiet=quiet, comms=self._comms)
             cell = Cell(number, tuple(where), code, output, background=True)
-            limits = Limits(self.failure_grace, self.stall_timeout, timeout)
+            limits = Limits(self.failure_grace, self.stall_timeout, timeout, self.ranks.can_unblock)
             with contextlib.ExitStack() as until_it_goes_on:
                 running = self._cells.admit(cell, limits, until_it_goes_on)
                 if profiling is not None:
@@ -159,7 +161,8 @@ class Background(Watchable):
         until_it_ends: contextlib.ExitStack,
     ) -> RunningCell:
         cell = Cell(self._cells.number(), tuple(where), code, show, told=True)
-        return self._cells.admit(cell, Limits(self.failure_grace, self.stall_timeout, timeout), until_it_ends)
+        limits = Limits(self.failure_grace, self.stall_timeout, timeout, self.ranks.can_unblock)
+        return self._cells.admit(cell, limits, until_it_ends)
 
     def _asked_of_ranks(self, log: str) -> Asked:
         """What the ranks are told of a cell besides; raises BadInput for a `log` that cannot be written."""

@@ -19,23 +19,28 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from ddip import apps
+from ddip import apps, guard
 from ddip.cluster import devices
-from ddip.cluster.ways import Reach
-from ddip.errors import BadInput
-from ddip.group import modules, placement, shards, status, stopping, transfer
+from ddip.cluster.reach import Reach
+from ddip.errors import BadInput, GroupError, RequestInterrupted
+from ddip.group import status, stopping
 from ddip.group.background import Background
-from ddip.group.history import History
+from ddip.group.cells.history import History
 from ddip.group.lifecycle import nobody
-from ddip.group.modules import ModulesPushed
-from ddip.group.placement import HostRequest, Request
-from ddip.output import tables
-from ddip.output.differing import Differing
-from ddip.output.display_options import DisplayOptions
-from ddip.output.profile_figures import Profile
+from ddip.group.members import placement
+from ddip.group.members.placement import HostRequest, Request
+from ddip.group.objects import model_layout as shards
+from ddip.group.objects import modules, transfer
+from ddip.group.objects.modules import ModulesPushed
+from ddip.output.area import notify
+from ddip.output.cells.background_page import Differing
+from ddip.output.cells.display_options import DisplayOptions
+from ddip.output.cells.router import CellOutput
 from ddip.output.progress import Report
-from ddip.output.router import CellOutput
-from ddip.output.shards import ShardsTable
+from ddip.output.tables import tables
+from ddip.output.tables.check_table import CheckTable
+from ddip.output.tables.profile_report import Profile
+from ddip.output.tables.shards_table import ShardsTable
 from ddip.protocol import on_rank
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
@@ -43,7 +48,10 @@ from ddip.settings import DEFAULTS
 
 log = logging.getLogger("ddip")
 log.addHandler(logging.NullHandler())
+guard.show = notify
 
+NAME_SECONDS = 2.0
+"""How long ``has_name`` waits for rank 0's answer, after a cell that has failed anyway."""
 STACK_SECONDS = 1.0
 """How long ``stacks`` waits for a rank's answer."""
 ASKING = "asking the ranks was interrupted"
@@ -114,7 +122,7 @@ class Group(Background):
         self.failure_grace = failure_grace
         self.stall_timeout = stall_timeout
         self.display = display or DisplayOptions()
-        self.transferred = 0
+        self.transferred = transfer.Transferred()
         """Size of what the last push sent to each rank, or the last pull brought, bytes."""
         self.last_profile: Profile | None = None
         """Of the cell that was profiled last."""
@@ -172,7 +180,7 @@ class Group(Background):
         asked = self._asked_of_ranks(log)
         with contextlib.ExitStack() as until_it_ends:
             with self.turn:
-                self.ensure_ready(where)
+                self.ensure_ready_for_cell(where)
                 if profile is not None:
                     asked |= until_it_ends.enter_context(self._profiled(profile, where))
                 show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self._comms)
@@ -182,12 +190,12 @@ class Group(Background):
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
     ) -> None:
-        """Run `code` as a cell that has run in the notebook, and has shown `here` there (``output/differing.py``); only
-        what ranks show that differs is shown. Otherwise as `run`."""
+        """Run `code` as a cell that has run in the notebook, and has shown `here` there
+        (``output/cells/background_page.py``); only what ranks show that differs is shown. Otherwise as `run`."""
         where = self._checked(ranks)
         with contextlib.ExitStack() as until_it_ends:
             with self.turn:
-                self.ensure_ready(where)
+                self.ensure_ready_for_cell(where)
                 show = Differing(where, self._display(tell), here, comms=self._comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
             self._cells.run(running, False, {})
@@ -244,7 +252,7 @@ class Group(Background):
 
     def has_name(self, name: str) -> bool:
         """Is `name` a variable of rank 0?"""
-        return bool(self.ranks.call_on_control_channel([0], on_rank.has_name(name))[0])
+        return bool(self.ranks.call_on_control_channel([0], on_rank.has_name(name), seconds=NAME_SECONDS)[0])
 
     # -- objects
 
@@ -262,8 +270,8 @@ class Group(Background):
         with self.turn:
             with self._told(progress):
                 self.ensure_ready(to)
-            moved, self.transferred = transfer.push(self.ranks, values, to, progress)
-        return moved
+            self.transferred = transfer.push(self.ranks, values, to, progress)
+        return [*self.transferred.moved]
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = nobody) -> dict[str, Any]:
         """The objects `names` of `rank`, with tensors on the CPU.
@@ -288,8 +296,44 @@ class Group(Background):
                     self.ensure_free(of)
                 else:
                     self.ensure_ready(of)
-            values, moved, self.transferred = transfer.pull(self.ranks, names, of, progress)
-        return values, moved
+            values, self.transferred = transfer.pull(self.ranks, names, of, progress)
+        return values, [*self.transferred.moved]
+
+    # -- the state of a training
+
+    def check(self, names: Sequence[str] = ()) -> CheckTable:
+        """Compare the variables of all ranks, and look for common mistakes in a distributed training.
+
+        Only in the variables `names`, if there are any. Raises GroupError if a rank is gone or busy.
+        """
+        with self.turn:
+            self.ensure_ready_for_cell()
+            return self._differences.check(names)
+
+    def sync(self, names: Sequence[str] = (), source: int = 0) -> list[str]:
+        """Copy the state of rank `source` into the other ranks' objects: the same tensors and wrappers, other values.
+
+        `names` are variables of the ranks. Without them: all that a fault has left different, and all that differs now
+        and did not after the last good cell. What differs by design stays. The gradients of these models are cleared.
+        Returns the paths that were copied. Raises BadInput for sharded objects and for a rank that the group has not,
+        GroupError if a rank is gone or busy; nothing has changed then.
+        """
+        (rank,) = placement.check_ranks([source], self.world_size, "source")
+        with self.turn:
+            self.ensure_ready_for_cell()
+            copied, refused = self._differences.sync(names, rank)
+        for path, why in refused.items():
+            notify(f"{path} was not copied: {why}")
+        return copied
+
+    def report_faults(self) -> None:
+        """Form the group again after a fault, and say what differs on the ranks, if that can be done at once.
+
+        Otherwise it is done before the next cell. Never raises.
+        """
+        with contextlib.suppress(GroupError, RequestInterrupted), self.turn:
+            if self.alive and self._differences.pending and not (self.ranks.ended or self._cells.stuck):
+                self.ensure_ready_for_cell()
 
     # -- the notebook's modules
 
@@ -305,7 +349,7 @@ class Group(Background):
         Raises BadInput for a module that is not the notebook's own, such as an installed one, and what `push` raises.
         """
         sources = modules.find(names)
-        with self._told(progress), self.turn:
+        with self.turn, self._told(progress):
             self.ensure_ready()
             return self._modules.push(self.ranks, sources, reload, progress)
 

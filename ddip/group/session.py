@@ -20,6 +20,7 @@ class Session(Protocol):
 
 
 _session: Session | None = None
+"""The notebook's, from %load_ext ddip on."""
 
 
 def begin(session: Session) -> None:

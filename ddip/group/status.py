@@ -1,18 +1,25 @@
-"""What is known of the ranks, asked beside the cells that run."""
+"""Describe the ranks, the group and its cells as plain data, beside the cells that run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddip.group import stopping
-from ddip.group.placement import GroupSpec
-from ddip.group.ranks import Ranks
-from ddip.output.tables import RankInfo
+from ddip.group.cells.cell import Cell
+from ddip.group.cells.cell_status import status_of
+from ddip.group.members.placement import GroupSpec
+from ddip.group.members.ranks import Ranks
+from ddip.output.cells.cell_data import error_data
+from ddip.output.tables.tables import RankInfo
 from ddip.protocol import on_rank
+from ddip.protocol.status_types import SCHEMA, DeviceStatus, GroupStatus, LastError, RankStatus, Status
 
 ANSWER_SECONDS = 2.0
 """How long a rank may take to tell its figures."""
+LISTED = 20
+"""Cells that are listed, besides those that go on."""
+STATES: dict[str, Any] = {"no answer": "no_answer", "GPU lost": "gpu_lost"}
 
 
 def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[RankInfo]:
@@ -45,3 +52,80 @@ def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[R
             )
         )
     return infos
+
+
+def last(cells: Sequence[Cell], most: int) -> list[Cell]:
+    """The last ones, and those that have not ended."""
+    first = max(0, len(cells) - most)
+    return [cell for number, cell in enumerate(cells) if number >= first or not cell.done.done()]
+
+
+def about(spec: GroupSpec, app: str | None, healthy: bool, infos: Sequence[RankInfo]) -> GroupStatus:
+    """The group of `spec` as a whole; `healthy`: as far as its process group is concerned."""
+    return {
+        "size": spec.size,
+        "backend": spec.backend,
+        "healthy": healthy and not any(info.state in ("ended", "GPU lost") for info in infos),
+        "app": app,
+        "hosts": list(dict.fromkeys(info.host for info in infos)),
+    }
+
+
+def group_status(
+    cells: Sequence[Cell],
+    about: GroupStatus | None = None,
+    infos: Sequence[RankInfo] = (),
+    stuck: Collection[int] = (),
+) -> Status:
+    """All of it, out of what is known; `stuck` ranks run a cell that was given up."""
+    ranks = [_rank(info, _cell_on(info.rank, info.rank in stuck, cells)) for info in infos]
+    errors: dict[int, LastError] = {}
+    for cell in cells:
+        for rank, error in cell.errors.items():
+            errors[rank] = {**error_data(error), "cell": cell.number}
+    return {
+        "schema": SCHEMA,
+        "group": about,
+        "ranks": ranks,
+        "devices": _devices(ranks),
+        "cells": [status_of(cell) for cell in cells],
+        "errors": {str(rank): error for rank, error in sorted(errors.items())},
+    }
+
+
+def _rank(info: RankInfo, cell: int | None) -> RankStatus:
+    gpu = (info.gpu_allocated, info.gpu_reserved, info.gpu_total)
+    figures = None if gpu == (None, None, None) else gpu
+    return {
+        "rank": info.rank,
+        "host": info.host,
+        "pid": info.pid,
+        "device": info.device,
+        "memory": info.memory,
+        "gpu": figures and {"allocated": figures[0], "reserved": figures[1], "total": figures[2]},
+        "state": STATES.get(info.state, info.state),
+        "doing": info.doing,
+        "busy_for": info.busy_for,
+        "cell": None if info.state == "ended" else cell,
+    }
+
+
+def _cell_on(rank: int, stuck: bool, cells: Sequence[Cell]) -> int | None:
+    """Number of the cell that `rank` runs."""
+    for cell in reversed(cells):
+        runs = cell.state == "running" or (stuck and cell.outcome in ("stuck", "interrupted", "timeout"))
+        if runs and rank in cell.ranks and rank not in cell.replied:
+            return cell.number
+    return None
+
+
+def _devices(ranks: Sequence[RankStatus]) -> list[DeviceStatus]:
+    devices: dict[tuple[str, str], DeviceStatus] = {}
+    for rank in ranks:
+        key = rank["host"], rank["device"]
+        none: DeviceStatus = {"device": key[1], "host": key[0], "ranks": [], "memory_total": None}
+        device = devices.setdefault(key, none)
+        device["ranks"].append(rank["rank"])
+        if rank["gpu"] is not None:
+            device["memory_total"] = rank["gpu"]["total"]
+    return list(devices.values())

@@ -1,23 +1,131 @@
-"""What was typed after a magic: parsed, or refused with one line that says what to type instead."""
+"""Parse what was typed after a magic, or refuse it with one line that says what to type instead; examples for help."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import parse_argstring
+from IPython.core.magic_arguments import MagicArgumentParser, parse_argstring
 
-from ddip.cluster import engines, folder, on_host, slurm
-from ddip.cluster.ways import Reach
+from ddip.cluster import folder
+from ddip.cluster.hosts import slurm
+from ddip.cluster.ipyparallel import launcher_engines
+from ddip.cluster.processes import on_host
+from ddip.cluster.reach import Reach
 from ddip.errors import BadInput, ranks_text
-from ddip.group import placement
-from ddip.notebook import mistakes
+from ddip.group.members import placement
+
+UNKNOWN = "unrecognized arguments: "
+"""How argparse begins its list of the words that it could not place."""
+VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
+DASHES = re.compile(r"[\u2012-\u2015\u2212]+")
+"""Of pages that make one out of two."""
+SIZE = re.compile(r"-n\d*|-g.*|--gpus.*")
+AS_N = re.compile(r"-np|--?(?:nproc|num|n)[-_](?:per[-_]node|processes|procs|ranks)|--?(?:nproc|ranks|world[-_]size)")
+"""How others call the number of ranks: torchrun, accelerate, mpirun."""
+ALONE = ("-i", "--info", "-k", "--kill", "--repair")
+"""After these no number of ranks is meant."""
+
+
+def meant(name: str, line: str, parser: MagicArgumentParser, error: str = "") -> str:
+    """The line to type instead of `line` after the magic `name`; empty if that cannot be told.
+
+    Without an `error` of the `parser`: is it one that can be parsed, and is not what it looks like?
+
+    >>> parser = MagicArgumentParser(); _ = parser.add_argument("-S", "--see")
+    >>> meant("%%dip", "-s all", parser, "unrecognized arguments: -s all")
+    '%%dip -S all'
+    """
+    options = [option for action in parser._actions for option in action.option_strings]
+    words, unknown = line.split(), error.partition(UNKNOWN)[2].split()
+    better = list(_better(name, words, unknown, options))
+    return " ".join([name, *better]) if better != words and _parses(parser, better) else ""
+
+
+def is_code(line: str) -> bool:
+    """Is it a line of Python, and no arguments?
+
+    >>> is_code("print(rank)"), is_code("local"), is_code("-S 0,1")
+    (True, False, False)
+    """
+    return not line.lstrip().startswith("-") and bool(re.search(r"[()=\[\]{}:]", line))
+
+
+def missing_value(parser: MagicArgumentParser, error: str) -> str:
+    """The option that lacks its value, and what may be typed there; empty if `error` says something else."""
+    found = VALUE.search(error)
+    actions = [action for action in parser._actions if found and "/".join(action.option_strings) == found[1]]
+    return f"type a value after {actions[0].option_strings[0]}: {actions[0].help}" if actions else ""
+
+
+def _parses(parser: MagicArgumentParser, words: list[str]) -> bool:
+    try:
+        parser.parse_argstring(" ".join(words))
+    except (UsageError, ValueError):
+        return False
+    return True
+
+
+def _better(name: str, words: list[str], unknown: list[str], options: list[str]) -> Iterator[str]:
+    has_size = any(SIZE.fullmatch(word.lower()) for word in words)
+    former = ""
+    for word in words:
+        for better in _of_word(name, word, unknown, options, has_size, former):
+            former = better
+            yield better
+
+
+def _of_word(
+    name: str, word: str, unknown: list[str], options: list[str], has_size: bool, former: str
+) -> Iterator[str]:
+    """What to type for `word`, which stands after `former`."""
+    dashed = DASHES.sub(lambda found: "-" if len(word) - found.end() == 1 else "--", word, count=1)
+    option, equals, value = dashed.partition("=")
+    if name == "%%dip" and word in ("-all", "--all"):
+        yield "-S all"
+    elif name == "%makedip" and AS_N.fullmatch(option):
+        yield f"-n {value}".rstrip()
+    elif re.fullmatch(r"-[a-z]{2,}", word) and f"-{word}" in options:  # -repair
+        yield f"-{word}"
+    elif dashed != word and option in options:
+        yield dashed
+    elif word not in unknown:
+        yield word
+    elif word.isdecimal() and former in ALONE:
+        return
+    elif name == "%makedip" and word.isdecimal() and not has_size and (former in options or former[:1] != "-"):
+        yield f"-n {word}"
+    elif re.fullmatch(r"-[A-Za-z]", word) and word.swapcase() in options:
+        yield word.swapcase()
+    elif option.startswith("--") and (like := difflib.get_close_matches(option, options, 1, 0.7)):
+        yield like[0] + equals + value
+    else:
+        yield word
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def examples(*lines: str) -> Callable[[F], F]:
+    """Put `lines` above the help that ``magic_arguments`` makes: they are what most people look for."""
+
+    def above(magic: F) -> F:
+        magic.__doc__ = "\n".join(["Examples::", "", *(f"    {line}" for line in lines), "", magic.__doc__ or ""])
+        return magic
+
+    return above
+
 
 COMMENT = re.compile(r"""(?:^|\s+)#[^"']*$""")
 """At the end of a line; with quotes it may be part of an argument."""
 CODE_BELOW = "type %%dip alone in the first line of a cell, and the code below it"
+HAVE_NAMES = ("name", "names", "ranks", "source")
+"""Arguments that have names of variables in them."""
 RANKS_A_CORE = 8
 """More than that are asked back for."""
 MOST_GPUS = 64
@@ -27,23 +135,30 @@ MOST_GPUS = 64
 def parse(magic: Any, name: str, line: str) -> Any:
     """The arguments of `magic`, which a person calls `name`; raises BadInput, with the line that was typed."""
     line = COMMENT.sub("", line).rstrip().removesuffix(";")  # a habit: in IPython it keeps a value from being shown
-    if name == "%%dip" and mistakes.is_code(line):
+    if name == "%%dip" and is_code(line):
         raise BadInput(f"%%dip {line.strip()}: {CODE_BELOW}")
-    better = mistakes.meant(name, line, magic.parser)
+    better = meant(name, line, magic.parser)
     if better:
         raise BadInput(f"{name} {line.strip()}: type {better}")
     try:
         args = parse_argstring(magic, line)
     except UsageError as error:
-        better = mistakes.meant(name, line, magic.parser, str(error))
-        value = mistakes.missing_value(magic.parser, str(error))
+        better = meant(name, line, magic.parser, str(error))
+        value = missing_value(magic.parser, str(error))
         what = f"type {better}" if better else value or f"{error}; %{name.lstrip('%')}? lists the options"
         raise BadInput(f"{name} {line.strip()}: {what}") from None
     except ValueError as error:  # a quote without an end
         raise BadInput(f"{name} {line.strip()}: {error}") from None
     for key, value in vars(args).items():
-        setattr(args, key, [unquoted(item) for item in value] if isinstance(value, list) else unquoted(value))
+        typed = [unquoted(item) for item in value] if isinstance(value, list) else unquoted(value)
+        if key in HAVE_NAMES and typed is not None:  # Python finds a name so, whatever its letters look like
+            typed = [*map(as_python_reads, typed)] if isinstance(typed, list) else as_python_reads(typed)
+        setattr(args, key, typed)
     return args
+
+
+as_python_reads = functools.partial(unicodedata.normalize, "NFKC")
+"""A name as Python's parser has it (PEP 3131)."""
 
 
 def unquoted(value: Any) -> Any:
@@ -116,7 +231,7 @@ def _reach(args: Any) -> Reach:
     if args.slurm is not None:
         slurm.parse(args.slurm)
     if args.engines is not None:
-        engines.check(args.engines)
+        launcher_engines.check(args.engines)
     elif args.profile is not None:
         raise BadInput(
             f"--profile {args.profile}: it configures a launcher; type it with --engines, such as --engines ssh"

@@ -18,6 +18,8 @@ LOCAL_MAGICS = [
     "dipush",
     "dipull",
     "dipshards",
+    "dipcheck",
+    "dipsync",
     "dipcells",
     "dipstatus",
     "dipcell",

@@ -11,20 +11,53 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
-from ddip.errors import BadInput, CellError, GroupError
+from ddip.errors import BadInput, CellError, GroupError, ranks_text
 from ddip.notebook import arguments
-from ddip.notebook.examples import examples
+from ddip.notebook.arguments import examples
 from ddip.output.area import notify
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ddip.group.cell import Cell
+    from ddip.group.cells.cell import Cell
+    from ddip.group.cells.history import History
+    from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
+    from ddip.protocol.status_types import Status
 
 LISTED = 20
 """Cells that are listed without ``-a``."""
 WAITS = "%dipwait"
+
+
+def status_now(group: Group | None, history: History) -> Status:
+    """Return what is known of a `group` that lives, or of none, and of the last cells of `history`."""
+    with folder.left_out():
+        from ddip.group.status import LISTED, group_status, last
+
+    return group_status(last(list(history), LISTED)) if group is None else group.status()
+
+
+def status_text(group: Group | None, history: History) -> str:
+    """Return the same for people."""
+    with folder.left_out():
+        from ddip.group.status import LISTED, last
+        from ddip.output.tables.tables import cells_table, info_table
+
+    cells = last(list(history), LISTED)
+    blocks = ["there is no group"]
+    if group is not None:
+        blocks = ["\n".join([group.describe().removeprefix("ddip: "), info_table(group.info()), *group.remarks()])]
+    if cells:
+        blocks.append(cells_table([cell.row() for cell in cells]))
+    errors = {rank: (cell, error) for cell in cells for rank, error in cell.errors.items()}
+    lines = [
+        f"{ranks_text([rank])}, cell {cell.number}: {f'was blocked in {error.waited}' if error.waited else error}"
+        for rank, (cell, error) in sorted(errors.items())
+    ]
+    if lines:
+        blocks.append("\n".join(["last errors", *lines]))
+    return "\n\n".join(blocks)
 
 
 @magics_class
@@ -47,7 +80,7 @@ class CellMagics(Magics):
     @line_magic
     def dipcells(self, line: str = "") -> None:
         """The cells that run on ranks, wait, or have run: number, ranks, state, seconds and first line."""
-        from ddip.output.cells_table import cells_table
+        from ddip.output.tables.tables import cells_table
 
         args = arguments.parse(self.dipcells, "%dipcells", line)
         cells = list(self._main.history)
@@ -60,16 +93,13 @@ class CellMagics(Magics):
     @line_magic
     def dipstatus(self, line: str = "") -> None:
         """All that is known of the group, also while a cell runs: ranks, the last cells, each rank's last error."""
-        with folder.left_out():
-            from ddip.group import group_status
-
         args = arguments.parse(self.dipstatus, "%dipstatus", line)
         group, history = self._main.group, self._main.history
         group = group if group is not None and group.alive else None
         if args.json:
-            print(json.dumps(group_status.of(group, history), ensure_ascii=False))
+            print(json.dumps(status_now(group, history), ensure_ascii=False))
         else:
-            print(group_status.text_of(group, history))
+            print(status_text(group, history))
 
     @examples("%dipcell 12", "%dipcell          the last one")
     @magic_arguments()
@@ -77,7 +107,7 @@ class CellMagics(Magics):
     @line_magic
     def dipcell(self, line: str = "") -> None:
         """Show the whole output of a cell again; of one that still runs also what comes from here on."""
-        from ddip.group.again import show_again
+        from ddip.group.cells.again import show_again
 
         args = arguments.parse(self.dipcell, "%dipcell", line)
         cells = list(self._main.history)
@@ -134,7 +164,7 @@ class CellMagics(Magics):
     @line_magic
     def dipstack(self, line: str = "") -> None:
         """Where each rank is right now: its innermost function, and the line of its cell."""
-        from ddip.output.tables import places_text, stacks_text
+        from ddip.output.tables.tables import places_text, stacks_text
 
         args = arguments.parse(self.dipstack, "%dipstack", line)
         group = self._main.require_group("%dipstack")
@@ -174,7 +204,7 @@ class CellMagics(Magics):
 
     def _wait(self, cell: Cell, seconds: float | None) -> bool:
         """Returns whether the cell has ended well."""
-        from ddip.output.background import BackgroundOutput
+        from ddip.output.cells.background_page import BackgroundOutput
 
         shown = cell.output
         waiting = shown.shown_by_the_cell_that_waits() if isinstance(shown, BackgroundOutput) else nullcontext()

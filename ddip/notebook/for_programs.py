@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
 
-from ddip.cluster import folder
 from ddip.errors import BadInput, NoGroup
-from ddip.protocol.status import (
+from ddip.protocol.status_types import (
     ANSWER_MIME,
     SCHEMA,
     TEXT_CHARACTERS,
@@ -30,7 +29,7 @@ from ddip.protocol.status import (
 from ddip.protocol.text import readable
 
 if TYPE_CHECKING:
-    from ddip.group.cell import Cell
+    from ddip.group.cells.cell import Cell
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
 
@@ -75,10 +74,9 @@ def status() -> Status:
     magics = _magics_that_are_there()
     if magics is None:
         return {"schema": SCHEMA, "group": None, "ranks": [], "devices": [], "cells": [], "errors": {}}
-    with folder.left_out():
-        from ddip.group import group_status
+    from ddip.notebook.cell_magics import status_now
 
-    return group_status.of(_group(magics), magics.history)
+    return status_now(_group(magics), magics.history)
 
 
 def start(arguments: str = "") -> Status:
@@ -94,7 +92,7 @@ def run(
     queue: bool = False,
 ) -> CellStatus:
     """``%%dip --bg -S all``; returns at once."""
-    from ddip.group.cell_status import status_of
+    from ddip.group.cells.cell_status import status_of
 
     magics = _magics()
     group = _group(magics)
@@ -114,7 +112,7 @@ def run(
 
 def poll(number: int | None = None) -> CellStatus:
     """One cell of the list; without a number the last."""
-    from ddip.group.cell_status import status_of
+    from ddip.group.cells.cell_status import status_of
 
     return status_of(_cell(number))
 
@@ -123,7 +121,7 @@ def output(
     number: int | None = None, ranks: Sequence[int] | None = None, characters: int = TEXT_CHARACTERS
 ) -> CellData:
     """What each rank has shown so far, and the errors; of each rank's text the last `characters`."""
-    from ddip.group.cell_status import data_of
+    from ddip.group.cells.cell_status import data_of
 
     cell = _cell(number)
     lacking = [rank for rank in ranks or () if rank not in cell.ranks]
@@ -137,7 +135,7 @@ def output(
 def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
     """``%dipull``, but into the answer, and not into the notebook: of each name its type, and its value as JSON, or as
     text where JSON has nothing for it or it is large."""
-    from ddip.group.transfer import check_names
+    from ddip.group.objects.transfer import check_names
 
     group = _group(_magics())
     if group is None:

@@ -1,19 +1,19 @@
 """Help while a person types, and hints when a name is on the other side.
 
 Tab and ``?`` in a cell that will run on ranks are answered by rank 0, if it is idle and quick; else by the notebook.
+One hint is about IPython's autoreload: if the notebook alone has it, ranks would run old modules unseen.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 
 from ddip.errors import CellError, RankError, ranks_text
-from ddip.notebook.autoreload import Autoreload
 from ddip.output.area import notify, notify_late
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from ddip.group.group import Group
     from ddip.notebook.autodip import Autodip
     from ddip.protocol.on_rank import RemoteCall
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.group.group import Group
+
 
 ANSWER_SECONDS = 0.2
 """How long a person waits for rank 0's answer; then the notebook answers alone."""
@@ -132,6 +138,7 @@ class Hints:
         if group is None or not group.alive:
             return
         self.autoreload.after_cell(group)
+        group.report_faults()
         if not isinstance(error, NameError):
             return
         found = UNKNOWN.search(str(error))
@@ -153,7 +160,7 @@ class Hints:
         text = "\n".join(problem.message for problem in error.by_rank.values() if problem.name in missing)
         if not text or group is None or not group.alive:
             return []
-        from ddip.group import modules
+        from ddip.group.objects import modules
 
         return [*filter(None, [modules.hint(text, group.ranks)])]
 
@@ -197,3 +204,40 @@ class Hints:
 def _worker_ended_itself(problem: RankError) -> bool:
     """Has a worker of a data loader ended, and no signal has ended it?"""
     return bool(WORKER_ENDED.search(problem.message)) and "killed by signal" not in problem.traceback
+
+
+TURNED_ON = re.compile(r"^\s*%(?:autoreload|(?:re)?load_ext\s+autoreload)\b", re.MULTILINE)
+
+
+class Autoreload:
+    """Which ranks have been told of it."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._pids: set[int] = set()
+        """Of ranks to which a cell has sent it."""
+        self._told = False
+        """Has the user been told since?"""
+
+    @property
+    def is_on(self) -> bool:
+        """Is it on in the notebook?"""
+        magics = self._shell.magics_manager.registry.get("AutoreloadMagics")
+        return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
+
+    def sent(self, cell: str, group: Group, ranks: Iterable[int]) -> None:
+        """These ranks run the cell."""
+        if TURNED_ON.search(cell):
+            self._pids |= {group.members[rank].pid for rank in ranks}
+            self._told = False  # ranks that come later will lack it
+
+    def after_cell(self, group: Group) -> None:
+        """Say once that ranks lack what the notebook has."""
+        if self._told or not self.is_on:
+            return
+        lack = [rank for rank, member in enumerate(group.members) if member.pid not in self._pids]
+        if lack:
+            self._told = True
+            where = " only" if len(lack) == group.world_size else f", and not on {ranks_text(lack)}"
+            also = "run %%dip, %load_ext autoreload, %autoreload 2 in a cell"
+            notify(f"autoreload is on in the notebook{where}; to have it on the ranks, {also}")

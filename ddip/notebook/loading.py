@@ -7,15 +7,16 @@ import traceback
 from typing import TYPE_CHECKING
 
 from ddip import apps
-from ddip.cluster import preload_client, registry
+from ddip.cluster.ipyparallel import registry
+from ddip.cluster.processes import preload_client
 from ddip.errors import ranks_text
 from ddip.group import session
 from ddip.notebook.cell_magics import CellMagics
-from ddip.notebook.magics import DipMagics
-from ddip.notebook.misplaced import Misplaced
+from ddip.notebook.magics import DipMagics, Misplaced
 from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
-from ddip.output import frontend
+from ddip.output import area
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -36,8 +37,9 @@ def load(shell: InteractiveShell) -> None:
         return
     magics = DipMagics(shell)
     modules = [apps.find(name) for name in magics.warm_apps]
-    shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics), Misplaced(shell))
-    frontend.watch(getattr(shell, "kernel", None))
+    shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics))
+    shell.register_magics(TrainingMagics(magics), Misplaced(shell))
+    area.watch_front_end(getattr(shell, "kernel", None))
     session.begin(magics)
     if magics.warm and not magics.spawn and preload_client.possible():
         preload_client.begin(modules)
@@ -51,7 +53,7 @@ def unload(shell: InteractiveShell) -> None:
     watch = registry.remove(shell, WatchMagics.__name__)
     if watch is not None:
         watch.close()
-    for also in (ObjectMagics, Misplaced):
+    for also in (ObjectMagics, TrainingMagics, Misplaced):
         registry.remove(shell, also.__name__)
     cell_magics = registry.remove(shell, CellMagics.__name__)
     if cell_magics is not None:
@@ -62,7 +64,7 @@ def unload(shell: InteractiveShell) -> None:
         magics.end_group()
         magics.autodipper.close()
         magics.hints.close()
-        frontend.forget(getattr(shell, "kernel", None))
+        area.forget_front_end(getattr(shell, "kernel", None))
         preload_client.end()
 
 

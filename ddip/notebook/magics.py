@@ -1,18 +1,21 @@
-"""The magics: a line is parsed, one method of the Group is called, an error is shown."""
+"""The magics: a line is parsed, one method of the Group is called, an error is shown.
+
+``%dip``, and ``%%dip`` below the first line of a cell, are line magics for IPython: they say what to type instead.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import cell_magic, line_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
 from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestInterrupted, ranks_text
-from ddip.group import placement
+from ddip.group.members import placement
 from ddip.notebook import arguments, both_sides
+from ddip.notebook.arguments import examples
 from ddip.notebook.autodip import Autodip
-from ddip.notebook.examples import examples
 from ddip.notebook.hints import Hints
 from ddip.notebook.traits import Traits
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
+
 
 PLACES = ("remote", "local", "everywhere")
 
@@ -170,7 +174,9 @@ class DipMagics(Traits):
                 self.end_group()
             raise
         self._asked = self.group.request
-        progress.end(f"{self.group.describe()}, {f'{self.group.seconds:.1f} s' if new else 'unchanged'}")
+        seconds = f"{self.group.seconds:.1f} s" if new else "unchanged"
+        carried = f", new ranks with {self.group.carried}" if new and self.group.carried else ""
+        progress.end(f"{self.group.describe()}{carried}, {seconds}")
         for notice in self.group.notices:
             print(f"ddip: {notice}")
         if self.group.cluster.spawned:
@@ -196,10 +202,11 @@ class DipMagics(Traits):
             progress.end("ddip: every rank is there, there is nothing to repair")
         else:
             copied = f", with {', '.join(names)} from rank {source}" if names else ""
-            progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}, {group.seconds:.1f} s")
+            carried = f", {group.carried}" if group.carried else ""
+            progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}{carried}, {group.seconds:.1f} s")
 
     def _info(self) -> None:
-        from ddip.output.tables import info_table
+        from ddip.output.tables.tables import info_table
 
         group = self.require_group("%makedip -i")
         print("\n".join([info_table(group.info()), *group.remarks()]))
@@ -207,7 +214,7 @@ class DipMagics(Traits):
 
     def end_group(self) -> None:
         """End the group, and what a dead session of a notebook left behind; %autodip goes off with it."""
-        from ddip.cluster.ownership import clear_up_orphans
+        from ddip.cluster.processes.ownership import clear_up_orphans
 
         group, self.group = self.group, None
         self.autodipper.off()
@@ -331,3 +338,26 @@ class DipMagics(Traits):
         elif args.switch == "off":
             self.autodipper.off()
         print(f"automatic %%dip: {self.autodipper.state}")
+
+
+@magics_class
+class Misplaced(Magics):
+    """Refuses both, with what to type instead."""
+
+    @no_var_expand
+    @line_magic("%dip")  # type: ignore[arg-type]
+    def below(self, line: str = "") -> None:
+        """Nothing may stand above %%dip."""
+        typed = f"%%dip {line}".rstrip()
+        raise BadInput(f"{typed}: it must be the first line of its cell; move what is above it to another cell")
+
+    @no_var_expand
+    @line_magic
+    def dip(self, line: str = "") -> None:
+        typed = f"dip {line}".rstrip()
+        if arguments.is_code(line):
+            raise BadInput(f"%{typed}: {arguments.CODE_BELOW}")
+        raise BadInput(f"%{typed}: type %%{typed} in the first line of a cell, and the code below it")
+
+
+Misplaced.dip.__doc__ = DipMagics.dip.__doc__

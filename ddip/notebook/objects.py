@@ -13,7 +13,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.cluster import folder
 from ddip.errors import BadInput, ranks_text
 from ddip.notebook import arguments
-from ddip.notebook.examples import examples
+from ddip.notebook.arguments import examples
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -41,7 +41,7 @@ class ObjectMagics(Magics):
     ) -> tuple[Group, list[str], list[int] | None]:
         """The group, and the variables and the ranks that were typed after `magic`."""
         with folder.left_out():
-            from ddip.group.transfer import check_names
+            from ddip.group.objects.transfer import check_names
 
         group = self._main.require_group(magic)
         names, chosen = arguments.names_and_ranks(typed, ranks, group.world_size, magic)
@@ -70,7 +70,7 @@ class ObjectMagics(Magics):
                 return
         group, names, ranks = self._typed("%dipush", args.names, args.ranks)
         with folder.left_out():
-            from ddip.group.transfer import check_own
+            from ddip.group.objects.transfer import check_own
 
         check_own(names, "%dipush")
         missing = [name for name in names if name not in self.shell.user_ns]
@@ -78,7 +78,7 @@ class ObjectMagics(Magics):
             raise BadInput(f"%dipush: the notebook has no variable {', '.join(missing)}; nothing was pushed")
         values = {name: self.shell.user_ns[name] for name in names}
         to = range(group.world_size) if ranks is None else ranks
-        with self._shown(group, lambda size: f"pushed {', '.join(names)}: {size} to {ranks_text(to)}") as progress:
+        with self._shown(group, lambda size: f"pushed {', '.join(names)}{size} to {ranks_text(to)}") as progress:
             moved = group.push(values, ranks, progress)
         _tell_moved(moved)
 
@@ -115,15 +115,15 @@ class ObjectMagics(Magics):
     def dipull(self, line: str = "") -> None:
         """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU.
 
-        With --now the cell that the rank runs goes on, and each object is pickled between two of its steps: what it
-        changes meanwhile may be half of one step and half of the next, and a tensor is copied as it is at that moment.
+        With --now the cell that the rank runs waits between two of its steps while tensors are copied, and goes on:
+        each tensor on the CPU is one of its values; parts of a model may be those before and after an optimizer's step.
         Variables are there as soon as the cell has assigned them; the local variables of functions are not.
         """
         args = arguments.parse(self.dipull, "%dipull", line)
         seconds = arguments.seconds_of_now(args, line)
         group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
         assert ranks is not None
-        with self._shown(group, lambda size: f"pulled {', '.join(names)}: {size} from {ranks_text(ranks)}") as progress:
+        with self._shown(group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}") as progress:
             if seconds is None:
                 values, moved = group.pull_all(names, ranks, progress)
             else:
@@ -156,7 +156,7 @@ class ObjectMagics(Magics):
     def _shown(self, group: Group, done: Callable[[str], str] | None = None) -> Iterator[Progress]:
         """Show how far objects are on their way, if that takes long; and then, with their size, what was `done`."""
         from ddip.output.progress import Progress
-        from ddip.output.sizes import size_text
+        from ddip.output.tables.tables import size_text
 
         began = time.monotonic()
         bar = Progress(after=QUIET_SECONDS)
@@ -168,11 +168,15 @@ class ObjectMagics(Magics):
         if done is None:
             bar.end("")
             return
-        text = done(size_text(group.transferred))
+        text = done(f"{_along_text(group.transferred.along)}: {size_text(group.transferred.size)}")
         if bar.shown:
             bar.end(f"ddip: {text}, {time.monotonic() - began:.1f} s")
         else:
             self._main.confirm_done(text)
+
+
+def _along_text(along: Sequence[str]) -> str:
+    return f", with {', '.join(along)}, which functions of it read" if along else ""
 
 
 def _tell_moved(moved: Sequence[str]) -> None:

@@ -6,29 +6,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics
-from traitlets import Any as AnyTrait
-from traitlets import Bool, Enum, Float, Int, List, TraitType, Unicode, observe
+from traitlets import Bool, Enum, Float, Int, List, Unicode, observe
 
 from ddip.cluster import folder
 from ddip.notebook.autodip import LOCAL_MAGICS
-from ddip.output.area import notify
-from ddip.output.display_options import STYLES, DisplayOptions
+from ddip.output.cells.display_options import STYLES, DisplayOptions
 from ddip.settings import DEFAULTS
-
-RENAMED = {
-    "see": "show_ranks",
-    "grace": "failure_grace",
-    "patience": "stall_timeout",
-    "limit": "max_output_chars",
-    "tell_after": "report_after",
-}
-"""Old names of settings, which are understood, with a warning, for one release."""
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from ddip.group.cells.history import History
     from ddip.group.group import Group
-    from ddip.group.history import History
 
 
 class Traits(Magics):
@@ -94,25 +83,8 @@ class Traits(Magics):
     confirm = Bool(True, help="Say in one line what %makedip -k, %dipush and %dipull have done.").tag(config=True)
     verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
 
-    see = AnyTrait(help="Old name of show_ranks.").tag(config=True)
-    grace = AnyTrait(help="Old name of failure_grace.").tag(config=True)
-    patience = AnyTrait(help="Old name of stall_timeout.").tag(config=True)
-    limit = AnyTrait(help="Old name of max_output_chars.").tag(config=True)
-    tell_after = AnyTrait(help="Old name of report_after.").tag(config=True)
-
     shell: InteractiveShell
     group: Group | None = None
-
-    @classmethod
-    def class_traits(cls, **metadata: Any) -> dict[str, TraitType[Any, Any]]:
-        """What ``%config DipMagics`` lists: not the old names, which it and IPython's configuration still set."""
-        return {name: trait for name, trait in super().class_traits(**metadata).items() if name not in RENAMED}
-
-    @observe(*RENAMED)
-    def _old_name_used(self, change: dict[str, Any]) -> None:
-        name = RENAMED[change["name"]]
-        notify(f"DipMagics.{change['name']} is called DipMagics.{name} now; the old name will go")
-        setattr(self, name, change["new"])
 
     @observe("collect")
     def _collect_changed(self, change: dict[str, Any]) -> None:
@@ -133,7 +105,7 @@ class Traits(Magics):
     def history(self) -> History:
         """The cells of this notebook's groups, one group after the other."""
         with folder.left_out():
-            from ddip.group.history import History
+            from ddip.group.cells.history import History
 
         return History(self.keep_output_bytes)
 

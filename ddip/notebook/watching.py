@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import html
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -22,19 +21,17 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
 from ddip.errors import BadInput, GroupError
+from ddip.guard import Guard
 from ddip.notebook import arguments
-from ddip.notebook.examples import examples
-from ddip.output.area import CellOutputArea, cell_number, new_id
-from ddip.output.frontend import is_page
+from ddip.notebook.arguments import examples
+from ddip.output.area import CellOutputArea, cell_number, is_page, new_id
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
-    from ddip.output.vitals import RankVitals
-
-log = logging.getLogger("ddip")
+    from ddip.output.tables.vitals_table import RankVitals
 
 REST_SECONDS = 10.0
 """How often ranks are looked at while none of them runs a cell: one may have been given to them by a thread."""
@@ -93,7 +90,7 @@ class WatchMagics(Magics):
         atexit.register(self.close)
 
     def _print_once(self, group: Group) -> None:
-        from ddip.output.vitals import table_text
+        from ddip.output.tables.vitals_table import table_text
 
         print(table_text(group.vitals()))
 
@@ -130,7 +127,7 @@ class LiveView:
 
     def __init__(self, group: Group) -> None:
         with folder.left_out():
-            from ddip.group.vitals import Sampler
+            from ddip.group.watching.vitals import Sampler
 
         self.group = group
         self._sampler = Sampler(group)
@@ -140,6 +137,7 @@ class LiveView:
         self._id = new_id()
         self._shown = ""
         self._lock = threading.Lock()
+        self._guard = Guard("the ranks could not be looked at", shown=False)
         self._over = threading.Event()
         self._wake = threading.Event()
         self._looked = 0.0
@@ -177,11 +175,12 @@ class LiveView:
                 if self._over.wait(soon):
                     return
             if not self._over.is_set():
-                self._busy = self._look()
+                with self._guard:
+                    self._busy = self._look()
 
     @property
     def _period(self) -> float:
-        from ddip.group.vitals import period
+        from ddip.group.watching.vitals import period
 
         return period(self.group.spec.size)
 
@@ -193,13 +192,13 @@ class LiveView:
         except GroupError:  # it restarts, or has ended just now
             ranks = []
         except Exception as error:  # between two groups: the next look is another one
-            log.debug("the ranks could not be looked at: %s: %s", type(error).__name__, error)
+            self._guard.report(error)
             return self._busy
         self._show(ranks)
         return any(rank.state not in ("idle", "ended", "GPU lost") for rank in ranks)
 
     def _show(self, ranks: Sequence[RankVitals]) -> None:
-        from ddip.output.vitals import table_html, table_text
+        from ddip.output.tables.vitals_table import table_html, table_text
 
         text = table_text(ranks) if ranks else "ddip: there are no ranks just now"
         page = table_html(ranks) if ranks else f"<div>{text}</div>"

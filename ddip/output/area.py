@@ -1,4 +1,7 @@
-"""The place below the notebook's cell: what is shown there while the cell runs, and when it has ended."""
+"""The place below the notebook's cell: what is shown there while the cell runs, and when it has ended.
+
+It asks what the front end can do, and shows pages of help (``model?``) of a rank as the notebook shows its own.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,54 @@ import contextlib
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.page import page as page_text
 from IPython.display import clear_output, publish_display_data
 
-from ddip.output.frontend import is_page
 from ddip.output.transcript import OUR_IDS
+
+_asked: set[str] = set()
+"""Sessions of front ends that have asked whether what was typed is complete: those with a prompt."""
+
+
+def watch_front_end(kernel: Any) -> None:
+    """Note which front ends of `kernel`, if there is one, have a prompt; until `forget`."""
+    if kernel is None:
+        return
+    own = kernel.do_is_complete
+
+    def do_is_complete(code: str) -> Any:
+        _asked.add(kernel.get_parent("shell").get("header", {}).get("session", ""))
+        return own(code)
+
+    kernel.do_is_complete = do_is_complete
+
+
+def forget_front_end(kernel: Any) -> None:
+    """Leave the kernel, if there is one, as it was."""
+    _asked.clear()
+    if kernel is not None:
+        del kernel.do_is_complete
+
+
+def is_page() -> bool:
+    """Does the cell that runs have a page below it, on which what is shown can be changed?
+
+    jupyter-console has none, nor has a terminal. It has a kernel, and tells it nothing of itself; but it has a prompt,
+    and its cells have no id, unlike those of JupyterLab's console.
+    """
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel is None:
+        return False
+    parent = kernel.get_parent("shell")
+    session = parent.get("header", {}).get("session", "")
+    return session not in _asked or "cellId" in parent.get("metadata", {})
+
 
 Bundle = dict[str, Any]
 
@@ -33,6 +74,15 @@ _late: collections.deque[str] = collections.deque(maxlen=1000)
 _lock = threading.Lock()
 _told_in: ContextVar[CellOutputArea | None] = ContextVar("ddip_told_in", default=None)
 """Where notices of this thread belong: below a cell that runs in the background."""
+
+
+def publish(data: Bundle, metadata: Bundle | None = None, *, transient: Bundle, update: bool) -> None:
+    """Display a MIME bundle. In a script IPython makes a shell for it, whose module must not become ``__main__``."""
+    main = sys.modules["__main__"]
+    try:
+        publish_display_data(data, metadata, transient=transient, update=update)
+    finally:
+        sys.modules["__main__"] = main
 
 
 class CellOutputArea:
@@ -112,7 +162,7 @@ class CellOutputArea:
             self._shown[display_id] = data, metadata
         if not self.closed:
             flush()
-            publish_display_data(data, metadata, transient=transient, update=update)
+            publish(data, metadata, transient=transient, update=update)
         elif self.rich:
             kind = "update_display_data" if update else "display_data"
             self._send(kind, {"data": data, "metadata": metadata or {}, "transient": transient})
@@ -254,7 +304,7 @@ class Notice:
             self._page.show(data, display_id=self._id, update=update)
             return
         flush()
-        publish_display_data(data, transient={"display_id": self._id}, update=update)
+        publish(data, transient={"display_id": self._id}, update=update)
 
 
 def stop_name() -> str:
@@ -270,3 +320,21 @@ def notify_late() -> None:
     if texts:
         _write("stdout", "".join(texts))
         flush()
+
+
+PAGES = ("page", "set_next_input")
+"""What a cell may ask of the notebook, besides output."""
+
+
+def show_pages(payload: Sequence[dict[str, Any]]) -> bool:
+    """Show what is in the `payload` of a rank's reply; returns False if there is nothing."""
+    shell = get_ipython()
+    pages = [page for page in payload if page.get("source") in PAGES]
+    if not pages or shell is None:
+        return False
+    for page in pages:
+        if getattr(shell, "kernel", None) is not None:
+            shell.payload_manager.write_payload(page)  # type: ignore[union-attr]
+        elif page["source"] == PAGES[0]:
+            page_text(page["data"])
+    return True

@@ -10,8 +10,7 @@ from typing import Protocol
 from IPython.core.getipython import get_ipython
 from IPython.display import publish_display_data
 
-from ddip.output.area import new_id
-from ddip.output.frontend import is_page
+from ddip.output.area import is_page, new_id
 
 
 class Report(Protocol):

@@ -1,7 +1,7 @@
 """Every function of ``ddip.rank`` that the notebook calls, a row each: its types, and what it is called for people.
 
-    notebook    ranks.ask(to, on_rank.add(part, ...))  -->  RemoteCall("transfer.add", (part, ...))  -->  message
-    rank        message  -->  call("transfer.add", part, ...)  -->  ddip.rank.transfer.add(part, ...)
+    notebook    ranks.ask(to, on_rank.clock())  -->  RemoteCall("profiling.profiling.clock", ())  -->  message
+    rank        message  -->  call("profiling.profiling.clock")  -->  ddip.rank.profiling.profiling.clock()
 
 ``tests/unit/test_on_rank.py`` compares the types with those of the functions. What goes over the control channel is
 JSON: a tuple arrives as a list. Answers may have bytes in them.
@@ -18,23 +18,27 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from ddip.protocol.rank_spec import RankSpec
 from ddip.protocol.reports import (
     Begun,
+    CallNotes,
+    Checked,
+    Compared,
+    Described,
     Ends,
     Figures,
     Going,
     Hello,
-    LineBegun,
+    IterationFacts,
     Packed,
     Paths,
     Peeked,
     Place,
     ProfileReport,
     Put,
-    Revived,
     ShardsReport,
+    Synced,
     Vitals,
 )
 
-VERSION = 13
+VERSION = 18
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 IMPORTED = "is imported already"
@@ -79,188 +83,238 @@ def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callabl
 # -- on the main thread, where a cell runs
 
 
-@remote("process_group.join", "forming the group")
+@remote("process_group.membership.join", "forming the group")
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
 
 
-@remote("process_group.leave", "leaving the group")
+@remote("process_group.membership.leave", "leaving the group")
 def leave() -> Going: ...
 
 
-@remote("wrappers.revive", "reviving DDP wrappers")
-def revive() -> Revived: ...
+@remote("objects.wrappers.revive", "reviving DDP wrappers")
+def revive() -> int: ...
 
 
-@remote("process_group.check", "using the group")
+@remote("runtime.process_settings.find_changed", "reading settings of the process")
+def find_changed_settings() -> dict[str, bytes]: ...
+
+
+@remote("runtime.process_settings.take_over", "setting up a new rank")
+def take_over_settings(changed: dict[str, bytes]) -> list[tuple[str, str]]: ...
+
+
+@remote("objects.iteration.facts", "looking at the training state")
+def iteration_facts() -> IterationFacts: ...
+
+
+@remote("objects.iteration.reset", "resetting the training iteration")
+def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> list[str]: ...
+
+
+@remote("process_group.membership.check", "using the group")
 def check() -> None: ...
 
 
-@remote("transfer.put", "pushing")
-def put(push: int, places: dict[str, Place], small: bytes | bytearray = b"", paths: Paths | None = None) -> Put: ...
+@remote("objects.rank_transfer.put", "pushing")
+def put(
+    push: int, places: list[Place], along: list[str], small: bytes | bytearray = b"", paths: Paths | None = None
+) -> Put: ...
 
 
-@remote("transfer.add", "pushing")
+@remote("objects.rank_transfer.lacking", "pushing")
+def lacking(names: list[str]) -> list[str]: ...
+
+
+@remote("objects.rank_transfer.add", "pushing")
 def add(load: int, part: bytes, first: bool, share: bool) -> str: ...
 
 
-@remote("transfer.attach", "pushing")
+@remote("objects.rank_transfer.attach", "pushing")
 def attach(load: int, path: str, size: int) -> bool: ...
 
 
-@remote("transfer.settle", "pushing")
+@remote("objects.rank_transfer.settle", "pushing")
 def settle() -> None: ...
 
 
-@remote("transfer.drop", "pushing")
+@remote("objects.rank_transfer.drop", "pushing")
 def drop(push: int = 0) -> None: ...
 
 
-@remote("modules.write", "pushing modules")
+@remote("objects.rank_modules.write", "pushing modules")
 def write_modules(folder: str, name: str, files: dict[str, bytes]) -> None: ...
 
 
-@remote("modules.take", "pushing modules")
+@remote("objects.rank_modules.take", "pushing modules")
 def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]: ...
 
 
-@remote("transfer.pack", "pulling")
-def pack(names: list[str], most: int, share: bool) -> Packed: ...
+@remote("objects.rank_transfer.pack", "pulling")
+def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed: ...
 
 
-@remote("transfer.part", "pulling")
+@remote("objects.rank_transfer.part", "pulling")
 def part(name: str, begin: int, end: int) -> bytes: ...
 
 
-@remote("apps.prepare", "preparing the app")
+@remote("kernel.app_hooks.prepare", "preparing the app")
 def prepare_app(module: str) -> None: ...
 
 
-@remote("apps.release", "releasing the app")
+@remote("kernel.app_hooks.release", "releasing the app")
 def release_app(module: str) -> None: ...
 
 
-@remote("apps.rejoined", "telling the app that the group was formed again")
+@remote("kernel.app_hooks.rejoined", "telling the app that the group was formed again")
 def tell_app_rejoined(module: str) -> None: ...
 
 
-@remote("apps.command", "the app's command")
+@remote("kernel.app_hooks.command", "the app's command")
 def command_app(module: str, text: str) -> str | None: ...
 
 
-@remote("shards.describe", "looking at the model")
+@remote("objects.shards_report.describe", "looking at the model")
 def describe_shards(name: str) -> ShardsReport: ...
 
 
-@remote("profiling.prepare", "preparing the profile")
+@remote("profiling.profiling.prepare", "preparing the profile")
 def prepare_profile() -> None: ...
 
 
-@remote("profiling.collect", "collecting the profile")
+@remote("profiling.profiling.collect", "collecting the profile")
 def collect_profile(path: str) -> ProfileReport: ...
 
 
-@remote("profiling.part", "fetching the trace")
+@remote("profiling.profiling.part", "fetching the trace")
 def trace_part(begin: int, end: int) -> bytes: ...
 
 
-@remote("names.complete", "looking for names")
+@remote("objects.names.complete", "looking for names")
 def complete(code: str, cursor: int) -> dict[str, Any]: ...
 
 
-@remote("names.inspect", "looking for help")
+@remote("objects.names.inspect", "looking for help")
 def inspect(code: str, cursor: int, detail: int) -> dict[str, Any]: ...
+
+
+@remote("inspection.compare", "comparing the variables")
+def compare(cells: list[str], after_fault: bool) -> Compared: ...
+
+
+@remote("inspection.snapshots", "comparing the variables")
+def snapshots(failed: str) -> list[str]: ...
+
+
+@remote("inspection.describe", "comparing the variables")
+def describe(hashes: list[int]) -> dict[int, Described]: ...
+
+
+@remote("inspection.rank_marks", "comparing the variables")
+def rank_marks(rank: int) -> list[int]: ...
+
+
+@remote("inspection.refuse_stale", "comparing the variables")
+def refuse_stale(marks: list[int], size: int) -> list[str]: ...
+
+
+@remote("inspection.advise", "checking the variables")
+def advise(names: list[str], size: int) -> Checked: ...
+
+
+@remote("inspection.sync", "copying the state of a rank")
+def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced: ...
 
 
 # -- on the control thread, while a cell runs
 
 
-@remote("housekeeping.hello")
+@remote("runtime.housekeeping.hello")
 def hello() -> Hello: ...
 
 
-@remote("housekeeping.figures")
+@remote("runtime.housekeeping.figures")
 def figures() -> Figures: ...
 
 
-@remote("vitals.now")
+@remote("process_group.rank_vitals.now")
 def vitals(every: float, keep: float) -> Vitals: ...
 
 
-@remote("housekeeping.set_collect")
+@remote("runtime.housekeeping.set_collect")
 def set_collect(collect: bool) -> None: ...
 
 
-@remote("stacks.here")
+@remote("runtime.stacks.here")
 def here() -> dict[str, Any]: ...
 
 
-@remote("stacks.whole")
+@remote("process_group.pending.whole_stack")
 def whole_stack() -> dict[str, Any]: ...
 
 
-@remote("stacks.pulse")
+@remote("runtime.stacks.pulse")
 def pulse() -> tuple[int, float]: ...
 
 
-@remote("stacks.phase")
+@remote("runtime.stacks.phase")
 def phase() -> str: ...
 
 
-@remote("sockets.connections")
+@remote("native.sockets.connections")
 def connections() -> list[Ends]: ...
 
 
-@remote("process_group.release")
+@remote("process_group.membership.release")
 def release(store: str, connections: list[Ends]) -> bool: ...
 
 
-@remote("stores.listen")
+@remote("runtime.stores.listen")
 def listen(address: str) -> int: ...
 
 
-@remote("process_group.forget_gone")
+@remote("process_group.membership.forget_gone")
 def forget_gone() -> None: ...
 
 
-@remote("process_group.adopt")
+@remote("process_group.membership.adopt")
 def adopt(former_port: int, port: int) -> bool: ...
 
 
-@remote("collectives.begun")
+@remote("process_group.collectives.begun")
 def begun() -> Begun: ...
 
 
-@remote("collectives.line_of")
-def line_of(key: str, number: int) -> LineBegun | None: ...
+@remote("process_group.collectives.line_of")
+def line_of(key: str, number: int) -> dict[str, Any] | None: ...
 
 
-@remote("collectives.stays_behind")
-def stays_behind(key: str, number: int) -> bool: ...
-
-
-@remote("c10d.set_groups_made")
+@remote("runtime.c10d.set_groups_made")
 def set_groups_made(count: int) -> None: ...
 
 
-@remote("peek.take", own_thread=True)
-def take_peek(number: int, names: list[str], most: int) -> Peeked: ...
+@remote("inspection.is_recorded")
+def is_recorded(whole: bool) -> bool: ...
 
 
-@remote("peek.part")
+@remote("objects.rank_peek.take", own_thread=True)
+def take_peek(number: int, names: list[str], most: int, known: list[str]) -> Peeked: ...
+
+
+@remote("objects.rank_peek.part")
 def part_of_peek(number: int, name: str, begin: int, end: int) -> bytes: ...
 
 
-@remote("peek.drop")
+@remote("objects.rank_peek.drop")
 def drop_peek(number: int) -> dict[str, Any]: ...
 
 
-@remote("profiling.clock")
+@remote("profiling.profiling.clock")
 def clock() -> int: ...
 
 
-@remote("names.has")
+@remote("objects.names.has")
 def has_name(name: str) -> bool: ...
 
 
-@remote("calls.forget")
-def forget_call() -> None: ...
+@remote("kernel.call_runner.forget")
+def forget_call() -> CallNotes: ...

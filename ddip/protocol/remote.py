@@ -24,13 +24,14 @@ def call(target: str, *args: Any) -> dict[str, Any]:
     """Run ``module.function`` of ``ddip.rank`` here, on a rank.
 
     Returns ``{"ok": result}``, or ``{"error": name, "message": text, "traceback": text}``: never an exception object,
-    since one that cannot be unpickled would be lost inside ipyparallel's client. An interrupt is told in the same way.
+    since one that cannot be unpickled would be lost inside ipyparallel's client. Interrupts and exits are returned in
+    the same way: the thread that serves requests must not end.
     """
-    module, function = target.split(".")
+    module, _, function = target.rpartition(".")
     name = f"ddip.rank.{module}"
     try:
         return {"ok": getattr(sys.modules.get(name) or importlib.import_module(name), function)(*args)}
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # see above
         return {
             "error": type(error).__name__,
             "message": readable(str(error)),

@@ -7,9 +7,28 @@ from typing import Any, Literal, TypeAlias, TypedDict
 Ends: TypeAlias = tuple[Any, ...]
 """Of a TCP connection: host and port of this end, host and port of the other."""
 
-Begun: TypeAlias = "dict[str, tuple[int, int, list[int] | None]]"
-"""What a rank has begun since its groups were formed, by group and device: collectives, sends and receives, and the
-ranks of the group (None: all)."""
+MayBegin: TypeAlias = Literal["no", "maybe", "yes"]
+"""May a thread other than the main one begin collectives in a group? ``maybe``: its code may do anything, but it has
+not used the group so far."""
+
+
+class GroupUse(TypedDict):
+    """The operations that a rank has begun in a group since the group was formed."""
+
+    collectives: int
+    messages: dict[str, int]
+    """Sends and receives by direction: ``to 1``, ``from 0``, ``from any``, with ranks of the group."""
+    ranks: list[int] | None
+    """Ranks of the group; None: all."""
+    by_main: bool
+    """Has Python code in the main thread begun all of the collectives?"""
+    by_threads: bool
+    """Has Python code in another thread that Python started begun any operation?"""
+    may_begin: MayBegin
+
+
+Begun: TypeAlias = dict[str, GroupUse]
+"""By group and device."""
 
 
 class Hello(TypedDict):
@@ -23,6 +42,12 @@ class Hello(TypedDict):
     cuda: bool
     """Was it built for GPUs?"""
     backends: list[str]
+    lacks: list[str]
+    """Private names without which there is no group."""
+    off: dict[str, list[str]]
+    """Features that are off, as a line tells them, with the private names that they lack."""
+    native_off: list[str]
+    """Names of ``switches.py`` that are off."""
 
 
 GpuState: TypeAlias = Literal["done", "under way", "lost"]
@@ -91,8 +116,8 @@ class Vitals(Figures):
     device: DeviceFigures | None
 
 
-Place: TypeAlias = "tuple[int, int, list[int]]"
-"""Where a pickled object lies: in which load, where it begins there, and the sizes of its parts, bytes."""
+Place: TypeAlias = "tuple[str, int, int, list[int]]"
+"""Where a pickled object lies: its name, in which load, where it begins there, and the sizes of its parts, bytes."""
 
 
 Paths: TypeAlias = dict[int, tuple[str, int]]
@@ -115,16 +140,29 @@ class Packed(TypedDict):
 
     values: dict[str, bytearray]
     """Those that are small enough to come with this."""
-    sizes: dict[str, list[int]]
-    """Bytes of the parts of each (``pickling.Pickled``)."""
+    sizes: list[tuple[str, list[int]]]
+    """Bytes of the parts of each (``pickling.Pickled``), in the order in which they are to be loaded."""
     paths: dict[str, str]
     """Where processes of the same host can read some of the others."""
     errors: dict[str, str]
     missing: list[str]
     moved: list[str]
     """Names whose tensors were moved to the CPU."""
+    along: list[str]
+    """Names that were not asked for, and that functions read."""
+    shares: list[str]
+    """What belongs to a variable that stays: ``opt holds parameters of net``."""
     wrappers: dict[str, str]
     """Which are a model in a wrapper of torch's that belongs to a process group, and the wrapper's name."""
+
+
+class CallNotes(TypedDict):
+    """Variables of a rank that a call of ``in_torchddp`` met."""
+
+    other: list[str]
+    """They have another value than the notebook's, which the call used."""
+    used: dict[str, str]
+    """The call used them, as the notebook's was not sent: why."""
 
 
 class Peeked(Packed):
@@ -132,6 +170,8 @@ class Peeked(Packed):
 
     busy: bool
     """Does a cell run?"""
+    inside: str
+    """The operation that the cell was inside while the memory of tensors was copied; empty: it was in none."""
 
 
 class Going(TypedDict):
@@ -143,24 +183,7 @@ class Going(TypedDict):
     """Device meshes."""
     subgroups: int
     rpc: bool
-    """Was RPC begun? It is shut down now."""
-
-
-class OptimizerState(TypedDict):
-    """To compare with that of the other ranks."""
-
-    name: str
-    parameters: list[int]
-    """Which of the parameters of the revived wrappers it has."""
-    state: list[Any]
-    """Checksums of its tensors, and its numbers."""
-
-
-class Revived(TypedDict):
-    """What goes on in the group that the ranks have joined."""
-
-    wrappers: int
-    optimizers: list[OptimizerState]
+    """Does RPC run? It knows the processes of the former group."""
 
 
 class TensorReport(TypedDict):
@@ -189,13 +212,111 @@ class ShardsReport(TypedDict):
     """None: it is no module."""
 
 
-class LineBegun(TypedDict):
-    """Where a collective was begun."""
+class AtRest(TypedDict):
+    """A flag, constant or empty container that was the same after each good cell, and that a fault has changed."""
+
+    path: str
+    before: str
+    now: str
+    owner: str
+    part: str
+
+
+class Compared(TypedDict):
+    """State of a rank's variables: per path its hash, its value's and its version's, 8 bytes each (0: none)."""
+
+    now: bytes
+    good: bytes
+    """After the last good cell; empty: not known."""
+    former: bytes
+    """After the good cell before."""
+    has_history: bool
+    at_rest: list[AtRest]
+    is_cut: bool
+    """Whether there are more objects than are compared."""
+
+
+class Described(TypedDict):
+    """A path in the variables of a rank."""
+
+    path: str
+    value: str | None
+    """In words; None: only its version differs."""
+    owner: str
+    """Path of the object to name for it."""
+    part: str
+    """Which part of the owner it is: ``gradients``, ``state`` and so on."""
+    counts: bool
+    """Whether such values seldom differ by design: counters, flags, lengths, generators."""
+    is_new_evidence: bool
+    """Whether that holds even if no good cell had the path: counters, enums, generators."""
+    is_trained: bool
+    """Whether it is a parameter, or an optimizer's state of one."""
+    role: str
+    """What its object is in a training: ``module``, ``optimizer``, ``generator`` and so on; empty for any other."""
+    sharded: bool
+    """Whether its variable holds parameters of which each rank has a part."""
+
+
+class Advice(TypedDict):
+    """Something about one rank's training that is seldom meant."""
+
+    path: str
+    what: str
+    todo: str
+
+
+class Checked(TypedDict):
+    """Advice of ``%dipcheck`` that one rank alone can give."""
+
+    advice: list[Advice]
+    names: list[str]
+    """The variables that were looked at."""
+    objects: int
+    """Variables and generators that were compared."""
+
+
+class Synced(TypedDict):
+    """Result of a copy of one rank's state into the other ranks' objects."""
+
+    copied: list[str]
+    """Paths that have the source's values now."""
+    refused: dict[str, str]
+    """Paths that could not be copied, and why."""
+
+
+class IterationReport(TypedDict):
+    """Position of a rank in its training when a cell ended."""
+
+    forward: bool
+    """Has a forward pass begun since the last backward pass, or step?"""
+    unfinished: bool
+    """Was it within a backward pass, or within an optimizer's step?"""
+    backwards: int
+    """Backward passes that it has finished."""
+    steps: int
+    """Steps of optimizers."""
+    in_thread: bool
+    """Does a thread train that outlives the cell? Then all else is unknown."""
+
+
+class IterationFacts(TypedDict):
+    """Further evidence that a rank is within an iteration."""
+
+    unfinished: bool
+    """Are shards gathered, or gradients not reduced or only unscaled?"""
+    gradients: dict[str, list[int | None]]
+    """Of each DDP over the default group, by its number: which of its gradients there are, and checksums of these."""
+    models: list[str]
+    """Variables that hold a model of which the cell has changed gradients; empty for one that no variable holds."""
+
+
+class AbortedTensor(TypedDict):
+    """A tensor that an aborted collective has written in part."""
 
     place: dict[str, Any]
-    """A `StackLocation`."""
-    goes_on: bool
-    """By a thread other than the main one that still runs."""
+    """A `StackLocation`: the line that began the collective."""
+    restored: bool
 
 
 class Caught(TypedDict):
@@ -206,11 +327,22 @@ class Caught(TypedDict):
     traceback: list[str]
 
 
+class SettingLeft(TypedDict):
+    """A setting of the process that has another value after a cell than before it."""
+
+    left: str
+    """As a user would call it, such as ``gradients disabled``."""
+    restore: str
+    """What a user types to have the former value again."""
+    differs_by_rank: bool
+    """May ranks have different values without anybody asking why?"""
+
+
 class Released(TypedDict):
     """What a rank can always tell after a cell."""
 
     released: bool
-    """Has the notebook released it, or an app given it up?"""
+    """Has the notebook released it, an app given it up, or a collective lost a connection?"""
     state: Literal["ours", "none", "other"]
     """The group that it has joined, none, or one that the cell has formed."""
 
@@ -229,6 +361,9 @@ class CellReport(Released, total=False):
     """How often the cell has written to the parameters of what the ranks share: DDPs, sharded models' optimizers."""
     fault: str
     """Why it cannot tell."""
+    unchecked: list[str]
+    """Errors of ddip in what it does before and after each cell to find out what a fault has left."""
+    iteration: IterationReport
     at: float
     """When the cell ended, or raised; on ``time.time``."""
     seconds: float
@@ -239,6 +374,9 @@ class CellReport(Released, total=False):
     gpu_lost: str
     """What the GPU said, if its context is lost."""
     caught: Caught
+    aborted: list[AbortedTensor]
+    settings: list[SettingLeft]
+    """Of the process, that the cell has left changed."""
     replaced: dict[str, str]
     """What ``rank`` or ``world_size`` is now, in words, if the cell has given it another value."""
 

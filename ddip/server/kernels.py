@@ -15,7 +15,7 @@ import time
 from queue import Empty
 from typing import Any
 
-from ddip.protocol.status import ANSWER_MIME, TOO_LATE
+from ddip.protocol.status_types import ANSWER_MIME, TOO_LATE
 
 BUSY_SECONDS = 5.0
 """How long a request waits for its turn."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from fastmcp.exceptions import ToolError
 
-from ddip.protocol.status import TEXT_CHARACTERS
+from ddip.protocol.status_types import TEXT_CHARACTERS
 from ddip.server import access, kernels, notebooks
 
 Data: TypeAlias = dict[str, Any]

@@ -1,1 +1,1 @@
-"""Models whose parameters are divided among the ranks: kept and brought back, and shown; it needs only torch."""
+"""State of a training by rank, also of sharded models: kept and brought back, and shown; it needs only torch."""

@@ -21,6 +21,7 @@ from sphinx.application import Sphinx
 from ddip.notebook.cell_magics import CellMagics
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
 
 DOCS = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ class Magic(Directive):
     def run(self) -> list[nodes.Node]:
         """One section: how it is typed, what it does, its arguments."""
         name = self.arguments[0]
-        homes = (DipMagics, ObjectMagics, CellMagics, WatchMagics)
+        homes = (DipMagics, ObjectMagics, TrainingMagics, CellMagics, WatchMagics)
         function = next(getattr(home, name) for home in homes if hasattr(home, name))
         typed = ("%%" if name == "dip" else "%") + name
         section = nodes.section(ids=[name])

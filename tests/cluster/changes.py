@@ -12,7 +12,7 @@ from typing import Any
 
 import ddip
 from ddip.errors import RequestInterrupted
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .leftovers import family_of, titled, wait_until
 

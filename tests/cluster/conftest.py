@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 
 from .leftovers import assert_nothing_left, family_of, run_folders, same_shared_memory
 from .notebook import Notebook
@@ -60,10 +60,20 @@ def group(warmed_up: None) -> Iterator[ddip.Group]:
 
 
 @pytest.fixture
-def cells(group: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
-    """The two ranks, without the variables of former tests."""
+def cells(group: ddip.Group, request: pytest.FixtureRequest) -> Iterator[ddip.Group]:
+    """The two ranks, without the variables of former tests, nor their limits."""
     begin_test(group, request.session, FORGET)
-    return group
+    limits = {name: getattr(group, name) for name in ("timeout", "failure_grace", "stall_timeout")}
+    yield group
+    for name, value in limits.items():
+        setattr(group, name, value)
+
+
+@pytest.fixture
+def nothing_kept(cells: ddip.Group) -> Iterator[None]:
+    """What `dist_state` keeps in a test is gone after it."""
+    yield
+    cells.run("import ddip.sharded.state; ddip.sharded.state._kept.clear()")
 
 
 def begin_test(group: ddip.Group, session: pytest.Session, code: str) -> None:

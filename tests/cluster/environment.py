@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 import ddip
-from ddip.cluster.seam import Recipient
+from ddip.cluster.cluster_api import Recipient
 from ddip.errors import CellError, CellTimeout, GroupError
 
 from .leftovers import wait_until
@@ -232,7 +232,9 @@ def the_stop_button_ends_a_loop_of_collectives(group: ddip.Group, times: int) ->
 def no_watchdog_ends_a_rank(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     former = pids(group)
-    group.run("from datetime import timedelta; from ddip.rank import c10d; c10d.set_timeout(timedelta(seconds=2))")
+    group.run(
+        "from datetime import timedelta; from ddip.rank.runtime import c10d; c10d.set_timeout(timedelta(seconds=2))"
+    )
     with pytest.raises((CellTimeout, CellError)):  # gloo's own timeout raises
         group.run("dist.all_reduce(x)\nif on_gpu: torch.cuda.synchronize()", ranks=[0], timeout=8)
     group.run(PROOF)

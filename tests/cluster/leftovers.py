@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 import ddip
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 from ddip.protocol import on_rank
 
 
@@ -59,7 +59,7 @@ def processes_of(owner: int) -> list[psutil.Process]:
     family = family_of(owner)
     warm = [
         *titled(family, "ddip warm"),
-        *titled(family, " ".join(preload_client.command("ddip.cluster.preload_server"))),
+        *titled(family, " ".join(preload_client.command("ddip.cluster.processes.preload_server"))),
     ]  # its title comes later
     if lives(owner):
         family = [process for process in family if process not in warm]

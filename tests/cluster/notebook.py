@@ -176,7 +176,7 @@ class Notebook:
     def restart(self, now: bool = False) -> None:
         """The restart button."""
         self.client.stop_channels()
-        self.manager.restart_kernel(now=now)
+        self.manager.restart_kernel(now=now, newports=True)  # another process may have taken a port
         self._connect()
 
     def kill(self) -> None:

@@ -19,7 +19,7 @@ import builtins, ctypes, gc, importlib, io, os, pathlib, pickle, re
 import resource, shutil, signal, socket, sys, threading, time
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d
-import ddip.rank.c10d, ddip.rank.process_group
+import ddip.rank.runtime.c10d, ddip.rank.process_group.membership
 kept = rank
 def fail(*args, **kwargs): raise OSError("no way")
 def hang(*args, **kwargs): time.sleep(1000)
@@ -51,8 +51,8 @@ _REPLACED = {
         "threading": ["Thread", "current_thread"],
         "importlib": ["import_module"],
         "time": ["time", "monotonic"],
-        "ddip.rank.process_group": ["join", "leave", "release", "check"],
-        "ddip.rank.c10d": ["forget", "world", "counts"],
+        "ddip.rank.process_group.membership": ["join", "leave", "release", "check"],
+        "ddip.rank.runtime.c10d": ["forget", "world", "counts"],
     }.items()
     for name in names
     for how in ("fail", "None")
@@ -72,11 +72,10 @@ KINDS = {
     **_REPLACED,
     "RLIMIT_AS": "limit('RLIMIT_AS', 1 << 28)",
     "RLIMIT_DATA": "limit('RLIMIT_DATA', 1 << 20)",
-    "it dies while gloo connects": DIES_CONNECTING,
     "init_process_group does nothing": "dist.init_process_group = nothing",
     "init_process_group hangs": "dist.init_process_group = hang",
     "destroy_process_group hangs": "dist.destroy_process_group = hang",
-    "join hangs and cannot be stopped": "import ddip.rank.process_group as p\np.join = lambda s: deaf()\n"
+    "join hangs and cannot be stopped": "import ddip.rank.process_group.membership as p\np.join = lambda s: deaf()\n"
     "def deaf():\n    while True:\n        try: time.sleep(1000)\n        except KeyboardInterrupt: pass",
     "init_process_group in a world of its own": "dist.init_process_group = lambda *a, **k: alone()",
     "init_process_group deleted": "del dist.init_process_group",
@@ -101,7 +100,7 @@ KINDS = {
     "epoll closed": "for number in kinds('eventpoll'): os.close(number)",
     "eventfd closed": "for number in kinds('eventfd'): os.close(number)",
     "pipes closed": "for number in kinds('pipe:'): os.close(number)",
-    "sockets shut down": "import ddip.rank.sockets as s\ns.shut_down(s.connections());",
+    "sockets shut down": "import ddip.rank.native.sockets as s\ns.shut_down(s.connections());",
     "all closed": "os.closerange(3, 1000)",
     "stdin, stdout and stderr closed": "os.closerange(0, 3)",
     "sys.stdout None": "sys.stdout = None",
@@ -109,15 +108,15 @@ KINDS = {
     "torch.distributed removed": "remove('torch.distributed')",
     "torch removed": "remove('torch')",
     "ddip removed": "remove('ddip')",
-    "ddip.rank None": "sys.modules['ddip.rank.process_group'] = None",
+    "ddip.rank None": "sys.modules['ddip.rank.process_group.membership'] = None",
     "all modules removed": "sys.modules.clear()",
     "sys.path cleared": "sys.path.clear(); sys.path_importer_cache.clear()",
     "sys.meta_path cleared": "sys.meta_path.clear()",
     "chdir": "os.chdir('/proc')",
     "a removed folder": "import tempfile; gone = tempfile.mkdtemp(); os.chdir(gone); os.rmdir(gone)",
-    "store removed": "pathlib.Path(ddip.rank.process_group._store).unlink()",
-    "run folder read-only": "pathlib.Path(ddip.rank.process_group._store).parent.chmod(0o500)",
-    "namespace of ddip": "ddip.rank.process_group.namespace = fail",
+    "store removed": "pathlib.Path(ddip.rank.process_group.membership._store).unlink()",
+    "run folder read-only": "pathlib.Path(ddip.rank.process_group.membership._store).parent.chmod(0o500)",
+    "namespace of ddip": "ddip.rank.process_group.membership.namespace = fail",
     "variables cleared": "globals().clear()",
     "signals ignored": "signal.signal(signal.SIGINT, signal.SIG_IGN)",
     "signals blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))",
@@ -152,7 +151,7 @@ KINDS = {
     "deaf": "while True:\n    try: time.sleep(1000)\n    except KeyboardInterrupt: pass",
     "deaf in C": "while True:\n    try: ctypes.PyDLL(None).sleep(1000)\n    except KeyboardInterrupt: pass",
     # the last: it takes the controller's sockets away, so that no process can be replaced from then on
-    "run folder removed": "shutil.rmtree(pathlib.Path(ddip.rank.process_group._store).parent)",
+    "run folder removed": "shutil.rmtree(pathlib.Path(ddip.rank.process_group.membership._store).parent)",
 }
 """By name: what rank 1 runs."""
 

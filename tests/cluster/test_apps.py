@@ -153,7 +153,7 @@ def test_an_error_of_an_app_around_a_cell_is_shown_and_is_not_the_cells(
 
 @pytest.mark.grid
 def test_nothing_is_called_for_an_app_that_does_not_ask_for_it(group: ddip.Group) -> None:
-    group.run("from ddip.rank import apps\nassert apps.before is apps.after is None")
+    group.run("from ddip.rank.kernel import app_hooks as apps\nassert apps.before is apps.after is None")
 
 
 @pytest.mark.grid
@@ -162,7 +162,7 @@ def test_an_app_can_have_the_group_formed_again_after_a_cell(tmp_path: Path) -> 
         APP
         + """
 def end_cell(error):
-    from ddip.rank import process_group
+    from ddip.rank.process_group import membership as process_group
     if error is not None and dist.get_rank() == 1: process_group.give_up()
 """
     )

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 from ddip.errors import CellError, GroupError
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .leftovers import assert_nothing_left, lives, wait_until
 from .theirs import Theirs, theirs
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.grid
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)\ntotal = x[0].item()"
 NOTEBOOK = """
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 group = ddip.Group(reach=Reach(cluster="theirs"))
 group.run("import os; pid = os.getpid()")
 print(*[values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]], flush=True)
@@ -109,7 +109,7 @@ def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: The
     with attached() as group:
         group.run("import os; pid = os.getpid()")
         ranks = [values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]]
-        (near,) = [p for p in psutil.Process().children() if "ddip.cluster.near_end" in p.cmdline()]
+        (near,) = [p for p in psutil.Process().children() if "ddip.cluster.attach.near_end" in p.cmdline()]
         near.kill()
         with pytest.raises((CellError, GroupError), match="is lost|lost with"):
             group.run("import time; time.sleep(60)")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import ddip
 
 from .leftovers import wait_until
+from .meanwhile import stopped
 from .notebook import Messages, Notebook
 
 UNTIL = "import time\nfrom pathlib import Path\nwhile not Path({path!r}).exists(): time.sleep(0.01)"
@@ -235,6 +234,7 @@ def test_the_end_of_the_group_is_told_below_its_cells(notebook: Notebook) -> Non
     assert "the cell ended with its group" in until(notebook, message, "UsageError")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", ["restart", "kill"])
 def test_nothing_is_left_when_the_kernel_ends_in_a_background_cell(
     new_notebook: Callable[[], Notebook], how: str
@@ -272,20 +272,19 @@ def test_a_script_starts_waits_and_stops(cells: ddip.Group, capsys: pytest.Captu
     cells.run(REDUCE)
 
 
+@pytest.mark.grid
 def test_a_stopped_rank_ends_with_dipstop_as_stuck(cells: ddip.Group) -> None:
     cell = cells.start("import time\ntime.sleep(100)")
     pid = cells.members[1].pid
     wait_until(lambda: all(info.state == "busy" for info in cells.info()))
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped([pid]):
         with pytest.raises(ddip.GroupError, match="rank 1 did not stop"):
             cell.stop()
         assert cell.outcome == "stuck"
-    finally:
-        os.kill(pid, signal.SIGCONT)
     cells.run("1")
 
 
+@pytest.mark.grid
 def test_a_cell_in_the_background_is_profiled_below_it(notebook: Notebook, tmp_path: Path) -> None:
     message = begin(notebook, REDUCE, f"--profile {tmp_path}/traces")
     assert "where the time of the cell went: ranks 0-2" in until(notebook, message, "slowest collective", "ended")

@@ -52,7 +52,7 @@ LEFT = {
     "    sys.exit(3)\n"
     "task = asyncio.ensure_future(leave())",
 }
-SOME = ("a handler of SIGALRM", "a handler of SIGCHLD", "a stopped loop", "a callback that exits", "a task that exits")
+SOME = ("a handler of SIGALRM", "a stopped loop", "a task that exits")
 
 
 def test_workers_of_a_data_loader_that_is_garbage_hold_up_no_cell(cells: ddip.Group) -> None:

@@ -19,10 +19,11 @@ ON = "%load_ext autoreload\n%autoreload 2"
 
 @pytest.fixture
 def autodip(notebook: Notebook) -> Iterator[Notebook]:
-    """The shared notebook under %autodip; its folder stays what it was."""
+    """The shared notebook under %autodip; its folder and its environment stay what they were."""
     notebook.ok("%autodip on")
     yield notebook
     notebook.ok(f"%cd -q {notebook.folder}")
+    notebook.ok("import os\nfor name in ('SIDE', 'ONLY_HERE'): os.environ.pop(name, None)")
     notebook.ok("%autodip off")
 
 

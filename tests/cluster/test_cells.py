@@ -627,6 +627,7 @@ def test_what_is_flushed_has_been_sent_when_the_flush_returns(cells: ddip.Group)
     assert cells.pull(["late"]) == {"late": 0}
 
 
+@pytest.mark.grid
 def test_a_flush_waits_where_somebody_looks_and_nowhere_else(cells: ddip.Group) -> None:
     """A training loop that flushes each line would wait for the output thread at each step, on all ranks."""
     cells.run("""

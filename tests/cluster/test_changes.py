@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster.own_cluster import OwnCluster
+from ddip.cluster.ipyparallel.own_cluster import OwnCluster
 from ddip.errors import BadInput, GroupError
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .apps import an_app
 from .environment import environment
@@ -233,7 +233,7 @@ def test_the_app_of_the_documentation_works(tmp_path: Path) -> None:
         pytest.param("pass", 0, id="ends", marks=pytest.mark.grid),
         pytest.param("raise SystemExit(3)", 3, id="exits", marks=pytest.mark.grid),
         pytest.param("1 / 0", 1, id="fails", marks=pytest.mark.grid),
-        pytest.param("os._exit(4)", 4, id="is cut off"),
+        pytest.param("os._exit(4)", 4, id="is cut off", marks=pytest.mark.grid),
     ],
 )
 def test_nothing_is_left_of_a_script_that(tmp_path: Path, end: str, code: int) -> None:
@@ -312,7 +312,7 @@ def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind() -> 
 
 def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     before = all_of(os.getpid())
-    monkeypatch.setattr("ddip.group.host.loopback", lambda: "nowhere0")
+    monkeypatch.setattr("ddip.group.members.host_facts.loopback", lambda: "nowhere0")
     began = time.monotonic()
     with pytest.raises(GroupError, match=r"forming the group failed: .*nowhere0"):
         ddip.Group(2, timeout=60)
@@ -331,9 +331,12 @@ def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddi
     assert proofs(own_group) == [6, 6, 6]
 
 
+@pytest.mark.grid
 def test_a_change_that_fails_while_the_old_group_is_left_ends_the_new_engines(own_group: ddip.Group) -> None:
     running = {p.pid for p in processes_of(os.getpid())}
-    own_group.run("from ddip.rank import process_group\nif rank == 1: process_group.leave = None")
+    own_group.run(
+        "from ddip.rank.process_group import membership as process_group\nif rank == 1: process_group.leave = None"
+    )
     with pytest.raises(GroupError, match="leaving the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
     assert {p.pid for p in processes_of(os.getpid())} == running
@@ -378,6 +381,7 @@ def test_a_fork_of_the_owner_does_not_end_the_group(own_group: ddip.Group) -> No
     assert proofs(own_group) == [3, 3]
 
 
+@pytest.mark.grid
 def test_a_group_whose_folder_was_removed_goes_on_and_says_why_it_cannot_grow(own_group: ddip.Group) -> None:
     own_group.run(f"import shutil\nif rank: shutil.rmtree({str(own_group.cluster.run_folder)!r})")
     with pytest.raises(ddip.CellError):

@@ -565,7 +565,7 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     bars = [bundle for bundle in notebook.ok("%makedip -n 3").data if "<progress" in bundle.get("text/html", "")]
     assert bars and "━" in bars[-1]["text/plain"]
     notebook.ok("""
-        from ddip.group import delivery, transfer
+        from ddip.group.objects import delivery, transfer
         from ddip.notebook import objects
         transfer.LARGE_BESIDE = transfer.PART = delivery.PART = delivery.LARGE = delivery.LARGE_BESIDE = 1000
         objects.QUIET_SECONDS = -1

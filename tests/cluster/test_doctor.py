@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip.cluster import ownership
-from ddip.cluster.processes import Proc
+from ddip.cluster.processes import ownership
+from ddip.cluster.processes.processes import Proc
 
 from .leftovers import assert_nothing_left, family_of, titled, wait_until
 
@@ -25,7 +25,6 @@ NAMES = [
     "python",
     "platform",
     "packages",
-    "front-end",
     "folder",
     "environment",
     "memory",
@@ -38,6 +37,7 @@ NAMES = [
     "gpus",
     "torch",
     "backends",
+    "torch-names",
     "start-gloo",
 ]
 
@@ -70,8 +70,10 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
     checks = by_name(report)
     assert errors == "" and list(checks)[: len(NAMES)] == NAMES
     assert (process.returncode, report["exit_code"]) == (0, 0), out
-    assert re.fullmatch(r"2 ranks on the CPU in [\d.]+ s, all_reduce in [\d.]+ s", checks["start-gloo"]["found"])
-    assert checks["folder"]["status"] == "warning" and checks["folder"]["found"].startswith("random.py, torch.py")
+    assert re.fullmatch(
+        r"ranks on the CPU: 2, started in [\d.]+ s, all_reduce in [\d.]+ s", checks["start-gloo"]["found"]
+    )
+    assert checks["folder"]["status"] == "warning" and checks["folder"]["found"].endswith("random.py, torch.py")
     assert_nothing_left(process.pid, 0)
     assert sorted(path.name for path in home.iterdir()) == ["random.py", "torch.py"]
     assert sorted(Path(os.environ["TMPDIR"]).iterdir()) == before
@@ -113,7 +115,7 @@ def test_what_another_notebook_has_left_is_told_and_stays(home: Path) -> None:
         command = [*DOCTOR, "--json"]
         done = subprocess.run(command, cwd=home, env=environment(home), capture_output=True, text=True, check=True)
         check = by_name(json.loads(done.stdout))["leftovers"]
-        assert check["status"] == "warning" and f"{dead}, of process {me.pid}, which ended" in check["found"]
+        assert check["status"] == "warning" and f"process {me.pid}, which ended: {dead}" in check["found"]
         assert dead.exists()
     finally:
         ownership.remove_files(dead, "", "")

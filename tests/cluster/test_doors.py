@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster import ownership, processes
+from ddip.cluster.processes import ownership, processes
 from ddip.errors import GroupError
 
 from .doors import NOBODY, Listener, descriptors, knock, listeners

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ddip
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .fastai_source import DATA
 
@@ -159,6 +159,7 @@ def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> 
     assert orders[0] != sorted(orders[0]) and orders[0] != orders[1]
 
 
+@pytest.mark.grid
 def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     cbs = "cbs=GradientAccumulation({n})"
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(2, 0.05, {cbs.format(n=24)})")
@@ -167,6 +168,7 @@ def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, A
     assert_same_weights(ranks, here)
 
 
+@pytest.mark.grid
 def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     loss = "loss_func = CrossEntropyLossFlat(reduction='sum')"
     ranks.run(f"learn = learner(opt_func=SGD)\nlearn.{loss}\n{STATE}\nlearn.fit(1, 0.01)")
@@ -216,6 +218,7 @@ learn = Learner(loaders(), Remembers(), loss_func=CrossEntropyLossFlat(), metric
     assert of_any(ranks, "told") == pytest.approx(here["told"], abs=1e-5)
 
 
+@pytest.mark.grid
 @two_ranks
 def test_a_penalty_is_part_of_the_loss(ranks: ddip.Group) -> None:
     ranks.run("""

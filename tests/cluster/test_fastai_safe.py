@@ -106,6 +106,7 @@ class Faulty(nn.Module):
 """
 
 
+@pytest.mark.grid
 def test_an_error_in_lr_find_puts_the_model_back(group: ddip.Group) -> None:
     group.run(f"{FAULTY}\nlearn = Learner(loaders(), Faulty(), loss_func=CrossEntropyLossFlat())\nlearn.fit(1)")
     group.run("before = weights(learn)\nlearn.model.fails_at = learn.model.calls + 5")

@@ -15,7 +15,7 @@ import pytest
 
 import ddip
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
-from ddip.group import cell_state, running
+from ddip.group.cells import cell_state, running
 from ddip.protocol import on_rank
 
 from .conftest import begin_test
@@ -149,7 +149,7 @@ def waiting_in(stage: str) -> str:
     return rf"{name}, cell \[\d+\] line 2" if name else r"cell \[\d+\] line 2"
 
 
-@stages("all_reduce", "send", "new_group", "DDP backward", "FSDP forward")
+@stages("all_reduce", "DDP backward")
 def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
@@ -163,7 +163,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
     prove(four)
 
 
-@stages("all_reduce", "DDP backward")
+@stages("DDP backward")
 def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
     thread = when_they_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
@@ -222,9 +222,11 @@ def test_groups_of_other_sizes(size: int) -> None:
 @pytest.mark.parametrize(
     ("death", "told"),
     [
-        ("import ctypes; ctypes.string_at(0)", r"\(SIGSEGV\): a crash in C code"),
+        pytest.param("import ctypes; ctypes.string_at(0)", r"\(SIGSEGV\): a crash in C code", marks=pytest.mark.grid),
         pytest.param("os.abort()", r"\(SIGABRT\): a crash in C code", marks=pytest.mark.grid),
-        ("os._exit(3)", r"\(exit code 3\): the cell, or a library, ended the process, as os._exit does"),
+        pytest.param(
+            "os._exit(3)", r"\(exit code 3\): the cell, or a library, ended the process", marks=pytest.mark.grid
+        ),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(it was last seen to hold"),
     ],
 )
@@ -270,7 +272,7 @@ def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) ->
 @pytest.mark.grid
 def test_a_rank_that_dies_while_the_group_is_formed_again(four: ddip.Group) -> None:
     """It leaves ranks that have begun to join and ranks that have not."""
-    four.run("from ddip.rank import process_group\nif rank == 1: process_group.join = lambda seat: os._exit(5)")
+    four.run("from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)")
     with pytest.raises(ddip.CellError):
         four.run("if rank == 0: raise ValueError\ndist.barrier()")
     with pytest.raises(GroupError, match=r"could not be formed again: .*rank 1: RankEnded: .*%makedip --repair puts"):

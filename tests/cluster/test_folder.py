@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.cluster import folder, preload_client
-from ddip.cluster.own_cluster import OwnCluster
+from ddip.cluster import folder
+from ddip.cluster.ipyparallel.own_cluster import OwnCluster
+from ddip.cluster.processes import preload_client
 from ddip.errors import GroupError
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .environment import environment
 from .foreign import Foreign, importable
@@ -58,7 +59,7 @@ def test_no_file_of_the_notebooks_folder_takes_the_place_of_another(
     notebook.ok("%load_ext ddip")
     foreign.add("ddip")
     if not pytestconfig.getoption("--spawn"):
-        notebook.ok("from ddip.cluster import preload_client\nassert preload_client.begin().asleep.wait(60)")
+        notebook.ok("from ddip.cluster.processes import preload_client\nassert preload_client.begin().asleep.wait(60)")
     for step in STEPS:
         notebook.ok(step)
     assert notebook.fails("%%dip\n1 / 0").message == "ranks 0-2: ZeroDivisionError: division by zero"
@@ -103,7 +104,7 @@ def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatc
 def test_a_process_starts_without_its_directory_on_the_path(options: list[str], tmp_path: Path) -> None:
     """And the program is that of its own folder, whatever else is called ddip."""
     package = tmp_path / "package"
-    boot = package / "cluster" / "boot.py"
+    boot = package / "cluster" / "processes" / "boot.py"
     boot.parent.mkdir(parents=True)
     boot.write_bytes(Path(preload_client.START[-1]).read_bytes())
     (package / "__init__.py").touch()

@@ -128,6 +128,7 @@ def test_a_process_may_outlive_its_cell_and_be_killed_in_the_midst_of_writing(no
     assert written(notebook, "p.kill(); p.join(); print('next')") == [("stdout", "next\n")]
 
 
+@pytest.mark.grid
 def test_a_process_whose_rank_has_ended_does_not_wait_for_a_reader(tmp_path: Path) -> None:
     """It would fill the pipe, and stay for ever."""
     file = tmp_path / "done"

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ddip
-from ddip.cluster import preload_client
 from ddip.cluster.devices import gpu_names
-from ddip.group.placement import SHARES
+from ddip.cluster.processes import preload_client
+from ddip.group.members.placement import SHARES
 
 from .apps import an_app
 from .environment import environment

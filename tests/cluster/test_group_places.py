@@ -162,4 +162,4 @@ def test_the_table_shows_every_rank(cells: ddip.Group) -> None:
     assert {info.device for info in infos} == {"cpu"}
     assert {info.state for info in infos} == {"idle"}
     assert all(info.memory is not None and 50e6 < info.memory < 2e9 for info in infos)
-    assert all(info.seconds is not None and 0.2 <= info.seconds < 5 for info in infos)
+    assert all(info.seconds is not None and 0.2 <= info.seconds < 60 for info in infos)

@@ -39,6 +39,7 @@ def start_under(limit: str, code: str = "") -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.grid
 def test_a_start_with_too_few_descriptors_says_so_at_once() -> None:
     began = time.monotonic()
     said = start_under("resource.RLIMIT_NOFILE, (128, 128)")
@@ -65,6 +66,7 @@ def test_a_start_with_too_little_memory_names_the_limit() -> None:
     assert said.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
 
 
+@pytest.mark.grid
 def test_a_rank_that_has_no_descriptor_left_runs_cells_and_joins_new_groups(cells: ddip.Group) -> None:
     cells.run("import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)")
     cells.run("resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))")
@@ -99,7 +101,7 @@ def test_a_rank_that_can_open_nothing_for_a_new_group_says_so() -> None:
 @pytest.mark.grid
 def test_a_step_of_ddips_own_that_fails_on_a_rank_is_answered(cells: ddip.Group) -> None:
     """Before, the notebook waited for ever."""
-    cells.run("import ddip.rank.housekeeping as steps\nif rank == 1: steps.cells.threads = 'many'")
+    cells.run("import ddip.rank.runtime.housekeeping as steps\nif rank == 1: steps.cells.threads = 'many'")
     with pytest.raises(CellError, match="rank 1: "):
         cells.run("pass")
     cells.run("import torch.distributed as dist\ndist.barrier()")

@@ -85,7 +85,7 @@ MAKE = {
 
 
 @linux
-@pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a mesh", "a group that was formed again"))
+@pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a group that was formed again"))
 def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: str, tmp_path: Path) -> None:
     if "split" in make and not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch cannot split a group")

@@ -86,7 +86,7 @@ def test_what_waits_in_the_background_does_not_hold_up_the_next_group(two: ddip.
     )
     with pytest.raises(ddip.CellError, match="^rank 1: RankEnded: "):
         two.run(f"""
-            from ddip.rank import lost_waits
+            from ddip.rank.native import lost_waits
             if rank == 1:
                 broadcast = dist.broadcast(large, 0, async_op=True)
                 open({str(ready)!r}, "x").close()

@@ -11,69 +11,42 @@ from .notebook import Notebook
 
 BAD_INPUT = [
     ("%makedip -n 0", r"-n 0: type a number of ranks, 1 or more, such as -n 2"),
-    ("%makedip -n two", r"-n two: type a number of ranks"),
-    ("%makedip -n -1", r"-n -1: type a number of ranks, 1 or more"),
     ("%makedip -g 99", r"-g 99: there is no GPU"),
-    ("%makedip -g 0,x", r"-g 0,x: (there is no GPU|'x' is no GPU)"),
     ("%makedip -g all", r"-g all: there is no GPU here; type %makedip -n 2"),
     ("%makedip --sideways", r"%makedip --sideways: unrecognized arguments: --sideways; %makedip\? lists the options"),
-    ("%makedip 3", r"^%makedip 3: type %makedip -n 3$"),
-    ("%makedip -repair", r"^%makedip -repair: type %makedip --repair$"),
-    ("%makedip -kill", r"^%makedip -kill: type %makedip --kill$"),
-    ("%makedip --restrat", r"^%makedip --restrat: type %makedip --restart$"),
     ("%makedip -n 500", r"^-n 500: 500 processes on \d+ cores; if you mean it, type %makedip -n 500 --yes$"),
     ("%makedip -t soon", r"-t soon: type a number of seconds"),
-    ("%makedip -t 0", r"-t 0: type a number of seconds, 1 or more"),
     ("%makedip -v maybe", r"-v maybe: type -v, -v True or -v False"),
     ("%makedip -k -n 2", r"%makedip -k -n 2: -k ends the group; to start one afresh type -r"),
     ("%makedip -b nope", r"-b nope: torch .* has no backend 'nope'; it has .*gloo"),
     ("%makedip -a nope", r"-a nope: there is no app 'nope'"),
     ("%%dip sideways\n1", r"%%dip sideways: type %%dip, %%dip local or %%dip everywhere"),
     ("%%dip -r 9\n1", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
-    ("%%dip -r one\n1", r"-r one: 'one' is no rank; this group has ranks 0 to 2"),
-    ("%%dip -S 9\n1", r"-S 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%%dip -r 1 -S 0\n1", r"^-S 0: rank 0 does not run this cell, rank 1 would; type -S 1, or -S all$"),
-    ("%%dip -r 1,2 -S 0\n1", r"^-S 0: rank 0 does not run this cell, ranks 1, 2 would; type -S 1, or -S all$"),
     ("%%dip -s all\n1", r"^%%dip -s all: type %%dip -S all$"),
-    ("%%dip -all\n1", r"^%%dip -all: type %%dip -S all$"),
     ("# of all ranks\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
-    ("marker = 7\n%%dip\n1", r"^%%dip: it must be the first line of its cell"),
     (
         "%%dip print(rank)\n1",
         r"^%%dip print\(rank\): type %%dip alone in the first line of a cell, and the code below it$",
     ),
-    ("%dip print(rank)", r"^%dip print\(rank\): type %%dip alone in the first line of a cell, and the code below it$"),
-    ("%makedip -k -i", r"^%makedip -k -i: -k ends the group, and then there is none to show; leave out -i$"),
-    ("%makedip -g", r"^%makedip -g: type a value after -g: One rank on each of these GPUs, in this order: all, or"),
-    ("%dip -S all", r"^%dip -S all: type %%dip -S all in the first line of a cell, and the code below it$"),
-    ("%%dip --loud\n1", r"%%dip --loud: unrecognized arguments: --loud; %dip\? lists the options"),
     ("%makedip -n 3 -b nccl", r"-b nccl: nccl needs GPUs; leave out -b"),
-    ("%makedip -r -b nope", r"-b nope: torch .* has no backend 'nope'"),
     ("%%dip -a save\n1", r"%%dip -a save: this group has no app; start it with %makedip -a NAME"),
     ('%%dip -S "0\n1', r'%%dip -S "0: No closing quotation'),
     ("%%dip --timeout never\n1", r"--timeout never: type a number of seconds, 0.1 or more, such as --timeout 120"),
-    ("%%dip --timeout 0\n1", r"--timeout 0: type a number of seconds"),
     (
         "%makedip --repair -n 2",
         r"%makedip --repair -n 2: type %makedip --repair, or %makedip --repair --from 0 model opt",
     ),
-    ("%makedip --from 0 marker", r"%makedip --from 0 marker: type %makedip --repair"),
     ("%makedip --repair --from 9 marker", r"--from 9 marker: type a rank from 0 to 2 and names of its variables"),
-    ("%makedip --repair --from 0", r"--from 0: type names of variables of rank 0, such as --from 0 model opt"),
-    ("%makedip --repair --from 0 a.b", r"--from 0 a.b: type names of variables of rank 0"),
     ("%makedip --repair --from 0 marker", r"--from 0 marker: every rank is there, so nothing was copied"),
     ("%dipstack 3", r"%dipstack 3: unrecognized arguments: 3"),
     ("%dipwatch maybe", r"%dipwatch maybe: type %dipwatch, %dipwatch off, or %dipwatch --once"),
-    ("%dipwatch off -1", r"%dipwatch off -1: type %dipwatch, %dipwatch off, or %dipwatch --once"),
     (
         "%dipush rank",
         r"%dipush rank: rank is each rank's own variable, which ddip sets; leave it out, or copy it "
         r"by another name: notebook_rank = rank",
     ),
-    ("%dipush lr world_size", r"%dipush world_size: world_size is each rank's own variable"),
     ("%autodip maybe", r"%autodip maybe: type %autodip on or %autodip off"),
-    ("%autodip off -a x", r"%autodip off -a x: -a goes with on"),
-    ('%autodip on -a "--loud"', r"%%dip --loud: unrecognized arguments: --loud"),
     ("%dipush", r"%dipush: type the names of variables"),
     ("%dipush --modules torch", r"%dipush --modules torch: torch is not a module of your own, but installed; install"),
     (
@@ -81,27 +54,17 @@ BAD_INPUT = [
         r"the notebook finds no module nowhere, neither in its folder nor on sys.path",
     ),
     ("%dipush nowhere", r"%dipush: the notebook has no variable nowhere; nothing was pushed"),
-    ("%dipush marker, nowhere", r"%dipush: the notebook has no variable nowhere; nothing was pushed"),
     ("%dipush a.b", r"%dipush a.b: 'a.b' is not a name; type `b = a.b`, then %dipush b$"),
-    ("%dipull net.module", r"'net.module' is not a name; type `module = net.module` in a %%dip cell, then %dipull mod"),
     ("%dipull losses[-1]", r"'losses\[-1\]' is not a name; type `part = losses\[-1\]` in a %%dip cell, then %dipull p"),
-    ("%dipull 2x", r"%dipull 2x: '2x' is not a name; type names of variables, such as %dipull model$"),
-    ("%dipush -r 9 marker", r"-r 9: there is no rank 9"),
-    ("%dipull", r"%dipull: type the names of variables"),
     ("%dipshards", r"^%dipshards: type the name of a model on the ranks, such as %dipshards model$"),
-    ("%dipshards f(x)", r"%dipshards f\(x\): type the name of a model on the ranks, such as %dipshards model$"),
     ("%dipshards nowhere", r"%dipshards nowhere: ranks 0-2 have no variable nowhere; make the model in a %%dip cell"),
     ("%dipshards marker", r"%dipshards marker: on ranks 0-2 it is no module but of type int; type the name of a model"),
     ("%dipull nowhere", r"nothing was pulled: rank 0 has no variable nowhere"),
-    ("%dipull -r 9 marker", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%dipcell x", r"%dipcell x: type the number of a cell, such as %dipcell 12; %dipcells lists them$"),
     ("%dipcell 99999", r"%dipcell 99999: no cell with this number was given to ranks; the last ones are \d+"),
-    ("%dipwait 99999", r"%dipwait 99999: no cell with this number"),
     ("%dipwait -t soon", r"-t soon: type a number of seconds, 0 or more, such as -t 120$"),
     ("%dipstop", r"%dipstop: no cell runs in the background; %dipcells lists those that there were$"),
-    ("%dipstop me", r"%dipstop me: type the number of a cell"),
     ("%%dip local --bg\n1", r"%%dip local --bg: only ranks run cells in the background; type %%dip --bg$"),
-    ("%%dip --log\n1", r"%%dip --log: "),
     ("%%dip --log no/such/folder/train\n1", r"--log no/such/folder/train: there is no folder .*; make it, or type"),
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
 ]
@@ -109,13 +72,9 @@ BAD_INPUT = [
 BEFORE_ANY_GROUP = [
     "%%dip\n1",
     "%dipush marker",
-    "%dipull marker",
     "%autodip on",
     "%makedip -i",
     "%dipper g",
-    "%dipstack",
-    "%dipwatch",
-    "%dipshards net",
     "%makedip --repair",
 ]
 
@@ -349,13 +308,7 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
         %config DipMagics.stall_timeout = 3
     """)
     assert notebook.ok("print(g.failure_grace, g.stall_timeout)").stdout == "0.2 3.0\n"
-    notebook.ok("%config DipMagics.failure_grace = 1.0\n%config DipMagics.stall_timeout = 10.0")
-    shown = notebook.ok("%config DipMagics.grace = 0.3\nprint(g.failure_grace)")  # the old name
-    assert shown.stdout == "0.3\n"
-    assert shown.stderr == "ddip: DipMagics.grace is called DipMagics.failure_grace now; the old name will go\n"
-    notebook.ok("%config DipMagics.failure_grace = 1.0\ndel g")
-    listed = notebook.ok("%config DipMagics").stdout
-    assert "DipMagics.failure_grace=" in listed and "Old name" not in listed and "DipMagics.grace" not in listed
+    notebook.ok("%config DipMagics.failure_grace = 1.0\n%config DipMagics.stall_timeout = 10.0\ndel g")
 
 
 @pytest.mark.grid
@@ -480,7 +433,7 @@ def test_autodip_does_not_make_a_line_incomplete(notebook: Notebook) -> None:
     notebook.client.is_complete("x = 1")
     assert notebook.client.get_shell_msg(timeout=10)["content"]["status"] == "complete"
     assert "── rank" not in notebook.ok("%%dip -S all\nprint(rank)").text  # no page asks that, but jupyter-console
-    notebook.ok("%%dip local\nfrom ddip.output import frontend\nfrontend._asked.clear()")
+    notebook.ok("%%dip local\nfrom ddip.output import area as frontend\nfrontend._asked.clear()")
 
 
 def test_quotes_around_arguments_are_taken_off(notebook: Notebook) -> None:
@@ -525,7 +478,7 @@ def test_settings_of_the_magics_reach_the_ranks(bare_notebook: Notebook) -> None
     assert bare_notebook.ok("%%dip\nprint(rank)").data[-1]["text/plain"].count("── rank") == 2
     bare_notebook.ok("""
         %%dip
-        from ddip.rank import housekeeping
+        from ddip.rank.runtime import housekeeping
         assert not housekeeping.cells.collect
     """)
     bare_notebook.ok("%config DipMagics.collect = True")

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 
 from ..hosts.network import not_here
 

@@ -21,14 +21,16 @@ import torch
 
 import ddip
 from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
-from ddip.group import delivery
-from ddip.group.cells import LATE_CELLS
-from ddip.group.comms import KEPT, _Widget
-from ddip.output.router import CellOutput
-from ddip.protocol import on_rank, shared
+from ddip.group.cells.cells import LATE_CELLS
+from ddip.group.cells.comms import KEPT, _Widget
+from ddip.group.objects import delivery
+from ddip.output.cells.router import CellOutput
+from ddip.protocol import on_rank
+from ddip.protocol.objects import shared
 
 from .leftovers import wait_until
 from .notebook import Notebook
+from .variants import few
 
 
 def double(x: float) -> float:
@@ -110,6 +112,132 @@ def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: 
     cells.run("del ddp, old, new, inside")
 
 
+SHARDED = """
+    import copy, torch, torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import Shard, distribute_tensor
+    def train(model, optimizer, steps):
+        losses = []
+        for step in range(steps):
+            loss = model(torch.full((2, 4), 0.1 * (step + rank))).square().mean()
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+    def make(how):
+        torch.manual_seed(0)
+        plain = torch.nn.Linear(4, 3)
+        made = {
+            "new": lambda: fully_shard(plain),
+            "old": lambda: FullyShardedDataParallel(plain, device_id=device),
+            "original": lambda: FullyShardedDataParallel(plain, device_id=device, use_orig_params=True),
+        }[how]()
+        optimizer = torch.optim.Adam(made.parameters(), 0.1)
+        train(made, optimizer, 2)
+        return made, optimizer
+"""
+REFUSED = {
+    "model": "model.state_dict()",
+    "parameters": "{'inside': [tuple(model.parameters())]}",
+    "optimizer": "optimizer.state_dict()",
+    "whole optimizer": "optimizer",
+    "tensor": "distribute_tensor(torch.arange(4.), mesh, [Shard(0)])",
+    "object": "Box(distribute_tensor(torch.arange(4.), mesh, [Shard(0)]))",
+    "gradient": "[p.grad for p in model.parameters()]",
+    "mesh": "mesh",
+    "zero": "ZeroRedundancyOptimizer(torch.nn.Linear(1, 1).parameters(), torch.optim.SGD, lr=0.1)",
+    "FSDP1 optimizer": "flat[1].state_dict()",
+    "FSDP1 module": "flat[0].module",
+    "FSDP1 parameters": "list(original[0].parameters())",
+    "FSDP1 shards": "sharded(original[0])",
+    "FSDP1 inner state": "original[0].module.state_dict()",
+}
+"""Objects of which rank 0 has its own part only."""
+
+
+def a_sharded_tensor() -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return {"w": distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])}
+
+
+def test_parts_of_sharded_tensors_are_refused(cells: ddip.Group) -> None:
+    """Rank 0's part would pass for the whole: loaded on all ranks, it is half of a model, twice."""
+    cells.run(SHARDED)
+    cells.run("""
+        class Box:
+            def __init__(self, deep): self.deep = {"a": [(deep,)]}
+        def sharded(model):
+            with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                return model.state_dict()
+        mesh = init_device_mesh("cpu", (2,))
+        (model, optimizer), flat, original = make("new"), make("old"), make("original")
+        model(torch.ones(2, 4)).sum().backward()
+    """)
+    for what, code in REFUSED.items():
+        cells.run(f"x = {code}")
+        usual = r"full_state_dict=True.*full_tensor\(\).*dist_state"
+        todo = {"mesh": "init_device_mesh", "zero": r"consolidate_state_dict\(0\)"}.get(what, usual)
+        for pull in (cells.pull, cells.peek):
+            with pytest.raises(TransferError, match=f"nothing was pulled: x cannot be pickled on rank 0: .*{todo}"):
+                pull(["x"])
+                pytest.fail(what)
+    with pytest.raises(TransferError, match="returned on rank 0 cannot be pickled: .* it holds a DTensor"):
+        ddip.in_torchddp(2, a_sharded_tensor)
+    cells.run("local = list(model.parameters())[0].to_local()")  # asked for by name
+    assert cells.pull(["local"])["local"].shape == (2, 4)
+    with pytest.raises(CellError):
+        cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(TransferError, match="nothing was repaired: x cannot be pickled on rank 0: .*full_state_dict"):
+        cells.repair(["x"], 0)
+    assert cells.repair() == [1]
+
+
+def test_a_part_of_a_sharded_tensor_is_not_pushed(cells: ddip.Group) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(TransferError, match="nothing was pushed: part cannot be pickled: .*holds a DTensor"):
+            cells.push({"part": part})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", few(["new", "old"], "new"))
+def test_a_gathered_state_trains_on_as_if_it_had_stayed(cells: ddip.Group, how: str) -> None:
+    cells.run(SHARDED)
+    cells.run(f"""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = make({how!r})
+        state = get_model_state_dict(model, options=options)
+        optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    """)
+    pulled = cells.pull(["state", "optimizer_state"])
+    cells.run("""
+        undisturbed = train(model, optimizer, 10)
+        end = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    """)
+    cells.push(pulled)
+    cells.run(f"""
+        model, optimizer = make({how!r})
+        train(model, optimizer, 3)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, state, options=options)
+        set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+        assert train(model, optimizer, 10) == undisturbed
+        now = get_model_state_dict(model, options=options)
+        assert now.keys() == end.keys() and all(torch.equal(now[name], end[name]) for name in end)
+    """)
+
+
 LARGE = 2 * delivery.LARGE
 HELD = """
     from pathlib import Path
@@ -179,7 +307,7 @@ def test_what_is_pushed_is_in_memory_once_until_a_rank_changes_it(cells: ddip.Gr
     assert held_there(cells) == []
 
 
-@pytest.mark.parametrize("way", ["memory", "parts"])
+@pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
 def test_what_is_large_is_pulled_whole_and_leaves_nothing(
     cells: ddip.Group, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +376,7 @@ class Arrives:
     ("how", "error", "text"),
     [
         ("raise", TransferError, r"nothing was pushed: odd cannot be unpickled there: ValueError: no way \(rank 1\)"),
-        ("die", GroupError, "pushing failed: .*rank 1.*SIGKILL"),
+        pytest.param("die", GroupError, "pushing failed: .*rank 1.*SIGKILL", marks=pytest.mark.grid),
         ("sleep", RequestInterrupted, "nothing was pushed: pushing was interrupted"),
     ],
 )
@@ -313,9 +441,36 @@ def test_a_repair_brings_what_is_large(cells: ddip.Group) -> None:
     assert held_here() == held_there(cells) == []
 
 
-def test_all_ranks_in_a_list_in_rank_order(cells: ddip.Group) -> None:
+def test_a_sampler_of_rank_0_gives_a_new_rank_its_own_data(cells: ddip.Group) -> None:
+    cells.run("""
+        from torch.utils.data import DataLoader, DistributedSampler
+        sampler = DistributedSampler(range(8), seed=3)
+        loader, one = DataLoader(range(8), sampler=sampler), DistributedSampler(range(8), 4, 1)
+        sampler.set_epoch(2)
+        taken = list(sampler)
+    """)
+    taken = [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]]
+    assert cells.pull(["sampler"], 1)["sampler"].rank == 1
+    with pytest.raises(CellError):
+        cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert cells.repair(["loader", "sampler", "one"], 0) == [1]
+    cells.run("taken = list(sampler); assert loader.sampler is sampler and one.rank == 1 and one.num_replicas == 4")
+    assert [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]] == taken
+
+
+def test_values_come_in_the_order_of_the_ranks_asked_for(cells: ddip.Group) -> None:
     cells.run("mine = rank * 10")
-    assert [v["mine"] for v in cells.pull_all(["mine"], [0, 1])[0]] == [0, 10]
+    for ranks in ([0, 1], [1, 0]):
+        assert [v["mine"] for v in cells.pull_all(["mine"], ranks)[0]] == [10 * rank for rank in ranks]
+        assert [v["mine"] for v in cells.peek_all(["mine"], ranks)[0]] == [10 * rank for rank in ranks]
+
+
+def test_the_magic_gives_a_list_in_the_order_typed(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nmine = rank * 10")
+    for typed, values in (("1,0", [10, 0]), ("2 0-1", [20, 0, 10]), ("2,0,2", [20, 0]), ("all", [0, 10, 20])):
+        for now in ("", "--now "):
+            shown = notebook.ok(f"%dipull {now}-r {typed} mine\nprint(mine)").stdout
+            assert f"{values}" in shown, (typed, now, shown)
 
 
 def test_a_push_to_one_rank_leaves_the_others_alone(cells: ddip.Group) -> None:
@@ -446,6 +601,7 @@ with ddip.Group(2) as group:
 """
 
 
+@pytest.mark.grid
 def test_a_widget_that_begins_within_a_push_holds_up_nothing_where_there_is_no_kernel(tmp_path: Path) -> None:
     """As in IPython in a terminal: an exception in the client's thread left what came next where it was."""
     script = tmp_path / "script.py"
@@ -456,7 +612,7 @@ def test_a_widget_that_begins_within_a_push_holds_up_nothing_where_there_is_no_k
 
 
 def test_names_are_names() -> None:
-    from ddip.group.transfer import check_names
+    from ddip.group.objects.transfer import check_names
 
     with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is not a name"):
         check_names(["model.weight"], "%dipush")

@@ -57,27 +57,12 @@ def _headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in found}
 
 
-def test_the_readme_has_the_commands_and_the_magics_by_example_and_takes_three_minutes() -> None:
-    readme = (ROOT / "README.md").read_text()
-    run = "".join(block.text for block in blocks_of(ROOT / "README.md") if block.is_cell)
-    assert all(magic in run for magic in ("%makedip -n 4", "%%dip\n", "%autodip on", "%dipush ", "%dipull "))
-    assert "make demo" in readme and "make test" in readme and "(notebooks/pictures/tabs.png)" in readme
-    prose = readme.partition("## Documentation")[0]
-    prose = re.sub(r"(?ms)^```.*?^```$|^\|.*?$|\]\(.*?\)", "", prose)
-    assert len(prose.split()) < 750  # about 240 words a minute
+RUN = [page for page in WITH_CODE if not needs_data(page) and not needs_extra(page)]
 
 
-ALWAYS = {"README.md"}
-"""It is run on each change; the others with the grids."""
-RUN = [
-    pytest.param(page, id=name_of(page), marks=[] if name_of(page) in ALWAYS else pytest.mark.grid)
-    for page in WITH_CODE
-    if not needs_data(page) and not needs_extra(page)
-]
-
-
+@pytest.mark.grid
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_blocks_of_a_page_run_as_they_are_pasted(
     page: Path, new_notebook: Callable[[], Notebook], tmp_path: Path
 ) -> None:

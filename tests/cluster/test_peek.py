@@ -16,13 +16,12 @@ import torch
 
 import ddip
 from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
-from ddip.group import delivery, transfer
+from ddip.group.objects import delivery, transfer
 
 from .leftovers import controllers_of, wait_until
-from .meanwhile import meanwhile, press_stop
+from .meanwhile import meanwhile, press_stop, stopped
 from .notebook import Notebook
 from .test_objects import held_here, held_there
-from .test_stopped_processes import stopped
 from .variants import few
 
 LARGE = 2 * delivery.LARGE
@@ -70,7 +69,7 @@ def threads_of(cells: ddip.Group, rank: int = 0) -> list[str]:
 
 def left(cells: ddip.Group) -> list[tuple[int, int]]:
     """Looks of which each rank has something, and those that pickle."""
-    cells.run("from ddip.rank import peek\nleft = len(peek._peeks), len(peek._pickling)")
+    cells.run("from ddip.rank.objects import rank_peek as peek\nleft = len(peek._peeks), len(peek._pickling)")
     return [values["left"] for values in cells.pull_all(["left"], [0, 1])[0]]
 
 
@@ -98,6 +97,75 @@ def test_all_ranks_are_looked_into_while_some_wait_in_a_collective(cells: ddip.G
         assert values == [{"rank": 0, "x": torch.ones(1)}, {"rank": 1, "x": torch.full((1,), 2.0)}] and moved == []
         assert cells.peek(["rank"], 1) == {"rank": 1}
     assert cells.peek_all(["x"], [1, 0])[0] == [{"x": torch.full((1,), 3.0)}] * 2  # idle ranks, too
+
+
+@pytest.mark.parametrize("size", [100_000, *(pytest.param(n, marks=pytest.mark.grid) for n in (3_000, 5_000_000))])
+def test_a_tensor_is_one_of_its_values_while_operators_write_to_it(
+    cells: ddip.Group, tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 116 looks at 100 000 numbers, 69 were a mixture of two values."""
+    loop = f"import torch\nx, other = torch.zeros({size}), torch.zeros({size})\nbegun()\n"
+    with running(cells, tmp_path, loop + "while not end():\n    for _ in range(20): x.add_(1); other.sub_(1)"):
+        last = -1.0
+        for _ in range(30):
+            values = cells.peek(["x", "other"], seconds=30)
+            assert values["x"].min() == values["x"].max() >= last
+            assert values["other"].min() == values["other"].max()
+            last = values["x"][0].item()
+            assert 0 <= last + values["other"][0] <= 1  # of one moment
+    assert capsys.readouterr().err == ""
+
+
+def test_an_operation_that_may_have_written_half_of_a_tensor_is_named(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import torch, torch.distributed as dist\nx = torch.ones(3)\nbegun()\nif rank: wait()\ndist.all_reduce(x)"
+    with running(cells, tmp_path, code):
+        wait_until(lambda: str(cells.stacks()[0].place).startswith("all_reduce"))  # type: ignore[union-attr]
+        assert cells.peek(["rank"]) == {"rank": 0} and capsys.readouterr().err == ""
+        cells.peek(["x"])
+    told = capsys.readouterr().err
+    assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that this writes to may", told), told
+
+
+def test_a_thread_that_writes_to_a_tensor_is_an_error(cells: ddip.Group, tmp_path: Path) -> None:
+    code = """
+import threading, torch
+x, done = torch.zeros(2_000_000), False
+def write():
+    while not done: x.add_(1)
+thread = threading.Thread(target=write); thread.start()
+wait()
+done = True; thread.join()
+"""
+    with running(cells, tmp_path, code):
+        wait_until(lambda: is_refused(cells, "x", "another thread writes to a tensor of it"))
+
+
+def is_refused(cells: ddip.Group, name: str, why: str) -> bool:
+    try:
+        cells.peek([name], seconds=30)
+    except TransferError as error:
+        return why in str(error)
+    return False
+
+
+@pytest.mark.grid
+def test_a_child_of_the_cell_does_not_wait_with_it(cells: ddip.Group, tmp_path: Path) -> None:
+    """A call that waits for the main thread is inherited by processes that it forks."""
+    code = """
+import os, torch
+x, ended = torch.zeros(1000), 0
+begun()
+while not end():
+    if (child := os.fork()) == 0: os._exit(0)
+    ended += os.waitpid(child, 0)[1] == 0
+"""
+    with running(cells, tmp_path, code):
+        for _ in range(20):
+            cells.peek(["x"], seconds=30)
+        before = cells.peek(["ended"])["ended"]
+        wait_until(lambda: cells.peek(["ended"])["ended"] > before)
 
 
 def test_a_name_that_is_not_there_yet_says_when_it_is(cells: ddip.Group, tmp_path: Path) -> None:
@@ -291,13 +359,13 @@ def test_a_rank_that_has_ended_is_named(cells: ddip.Group, when: str) -> None:
     assert cells.repair() == [1]
 
 
-@pytest.mark.parametrize("way", ["memory", "parts"])
+@pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
 def test_what_is_large_arrives_whole_and_leaves_nothing(
     cells: ddip.Group, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "parts":
         monkeypatch.setattr(transfer, "read", lambda path, size: None)
-        monkeypatch.setattr("ddip.group.peek.PART", LARGE // 3)
+        monkeypatch.setattr("ddip.group.watching.peek.PART", LARGE // 3)
     before = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
     code = f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank\nwait()"
     with running(cells, tmp_path, code):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip.output.profile_figures import PARTS, Profile
+from ddip.output.tables.profile_report import PARTS, Profile
 from ddip.protocol.location import StackLocation
 
 from .meanwhile import meanwhile, press_stop
@@ -175,7 +175,7 @@ def test_a_profiler_in_a_thread_of_the_cell_takes_the_recording_away_and_nothing
 def test_of_too_many_events_the_first_are_kept_and_the_cell_goes_on(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.run("import torch, ddip.rank.profiling as p\nkept = p.GROWTH_BYTES, p.MOST_EVENTS")
+    cells.run("import torch, ddip.rank.profiling.profiling as p\nkept = p.GROWTH_BYTES, p.MOST_EVENTS")
     cells.run("p.GROWTH_BYTES, p.MOST_EVENTS = 1 << 20, 2_000")
     loop = """
         n = 0
@@ -212,8 +212,8 @@ if rank == 1: time.sleep(8)
 dist.all_reduce(x)
 """
 TOLD = r"(?:in|last) collective,? (\d+) of the default group: all_reduce of \(4,\) float32"
-NO_RECORDER = "import ddip.rank.flight_recorder as f; f.DUMPS = ()"
-RECORDER = "import ddip.rank.flight_recorder as f; f.DUMPS = ('_dump_fr_trace', '_dump_nccl_trace')"
+NO_RECORDER = "import ddip.rank.process_group.flight_recorder as f; f.DUMPS = ()"
+RECORDER = "import ddip.rank.process_group.flight_recorder as f; f.DUMPS = ('_dump_fr_trace', '_dump_nccl_trace')"
 
 
 @pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])
@@ -226,19 +226,22 @@ def test_where_a_cell_stands_still_each_rank_tells_its_collective(cells: ddip.Gr
         seen[:] = [stack.place for stack in cells.stacks().values() if stack is not None]
         return seen
 
+    def numbers() -> list[int]:
+        return [int(found[1]) for place in seen if (found := re.fullmatch(TOLD, place.collective))]
+
     def stand_still() -> bool:
-        return len(places()) == 2 and "sleep" in seen[1].source and seen[0].line == 6
+        if len(places()) != 2 or "sleep" not in seen[1].source or seen[0].line != 6:
+            return False
+        return len(numbers()) == 2 and numbers()[0] > numbers()[1]  # rank 0 has begun the third
 
     stopped = meanwhile(stand_still, press_stop)
     with pytest.raises(ddip.CellInterrupted):
         cells.run(STUCK.format(recorder=recorder))
     stopped.join()
     cells.run(RECORDER)
-    numbers = [re.fullmatch(TOLD, place.collective) for place in seen]
-    assert all(numbers), seen
-    assert int(numbers[0][1]) == int(numbers[1][1]) + 1  # type: ignore[index]
+    assert numbers()[0] == numbers()[1] + 1
     assert [stack.place.collective for stack in cells.stacks().values() if stack] == ["", ""]  # no cell runs
-    stopped = meanwhile(lambda: "sleep" in places()[0].source, press_stop)
+    stopped = meanwhile(lambda: ["sleep" in place.source for place in places()] == [True, True], press_stop)
     with pytest.raises(ddip.CellInterrupted):  # what was broken off has not ended, and is not told any more
         cells.run("for i in range(5):\n    dist.all_reduce(x)\ntime.sleep(8)")
     stopped.join()

@@ -80,6 +80,7 @@ def test_the_model_of_a_trainer_and_a_lazy_one_are_shown(four: ddip.Group) -> No
     assert row(four.shards("trainer.model.1"), "bias")[-1] == "[2] 8 B"
 
 
+@pytest.mark.grid
 def test_it_is_told_after_a_fault_too(four: ddip.Group) -> None:
     four.run("model = fsdp()")
     before = str(four.shards("model"))

@@ -6,17 +6,17 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ddip
-from ddip.protocol.status import CELL_MIME
+from ddip.protocol.status_types import CELL_MIME
 
 from ..unit.test_status import fits
 from .leftovers import wait_until
+from .meanwhile import stopped
 from .notebook import Notebook, Shown
 
 CALL = "from ddip.notebook.for_programs import call as _call; print(_call({name!r}, {arguments!r})._text)"
@@ -32,13 +32,8 @@ def test_the_status_of_ranks_that_run_are_stopped_and_have_ended(cells: ddip.Gro
     assert told["cells"][-1]["state"] == "running"
 
     pid = cells.members[1].pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        began = time.monotonic()
+    with stopped([pid]):
         told = cells.status()
-        assert time.monotonic() - began < 5
-    finally:
-        os.kill(pid, signal.SIGCONT)
     fits("status", told)
     assert [rank["state"] for rank in told["ranks"]] == ["busy", "stopped"]
 

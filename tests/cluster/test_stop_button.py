@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 
 import ddip
 from ddip.errors import CellInterrupted, GroupError, RequestInterrupted
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 from ddip.protocol import on_rank
 
 from .apps import an_app
 from .changes import stopped_changes
 from .leftovers import wait_until
-from .meanwhile import meanwhile, press_stop
+from .meanwhile import meanwhile, press_stop, stopped
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 SLOW = """
@@ -129,13 +128,10 @@ def test_asking_what_ranks_do_ends_when_it_is_stopped(
 ) -> None:
     seconds = {"stacks": "group.STACK_SECONDS", "info": "status.ANSWER_SECONDS"}[ask]
     monkeypatch.setattr(f"ddip.group.{seconds}", 1000)
-    os.kill(cells.members[1].pid, signal.SIGSTOP)  # it will not answer
-    thread = meanwhile(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler, press_stop)
-    try:
+    with stopped([cells.members[1].pid]):  # it will not answer
+        thread = meanwhile(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler, press_stop)
         with pytest.raises(RequestInterrupted, match="^asking the ranks was interrupted$"):
             getattr(cells, ask)()
-    finally:
-        os.kill(cells.members[1].pid, signal.SIGCONT)
     thread.join()
     cells.run(PROOF)
 
@@ -190,7 +186,7 @@ class Loader:
 
 
 LEAVES_A_FILE = """
-from ddip.rank import process_group
+from ddip.rank.process_group import membership as process_group
 leave = process_group.leave
 def leave_and_tell():
     going = leave()

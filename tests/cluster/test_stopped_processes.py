@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
 
-import psutil
 import pytest
 
 import ddip
-from ddip.cluster import launch, preload_client
+from ddip.cluster.ipyparallel import launchers
+from ddip.cluster.processes import preload_client
 from ddip.errors import CellInterrupted, GroupError
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
-from .leftovers import controllers_of, wait_until
-from .meanwhile import Told, meanwhile, press_stop
+from .leftovers import controllers_of
+from .meanwhile import Told, meanwhile, press_stop, stopped
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
@@ -33,23 +31,9 @@ LOST_BEFORE = 30
 """Heartbeats without an answer after which the controller gave up an engine, when it did."""
 
 
-@contextlib.contextmanager
-def stopped(pids: Sequence[int]) -> Iterator[None]:
-    """Processes that are stopped meanwhile."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.grid
 def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "HEARTBEAT_MS", 20)
+    monkeypatch.setattr(launchers, "HEARTBEAT_MS", 20)
     with ddip.Group(2) as group:
         group.run("kept = rank")
         pid = group.members[1].pid

@@ -13,7 +13,9 @@ from .meanwhile import Told
 
 TOLD_GPU = """
 import threading, torch, torch.distributed as dist
-from ddip.rank import gpu as module, kernel, process_group, stacks
+from ddip.rank.runtime import gpu as module, stacks
+from ddip.rank.kernel import kernel
+from ddip.rank.process_group import membership as process_group
 former = module.gpu
 class ToldGpu(module.Gpu):
     _used = True
@@ -25,8 +27,8 @@ class ToldGpu(module.Gpu):
     def note_figures(self): self.figures = None
     def tidy(self, empty): pass
 def put(gpu):
-    module.gpu = kernel.gpu = process_group.gpu = stacks.gpu = sys.modules["ddip.rank.report"].gpu = gpu
-    sys.modules["ddip.rank.housekeeping"].gpu = sys.modules["ddip.rank.collectives"].gpu = gpu
+    module.gpu = kernel.gpu = process_group.gpu = stacks.gpu = sys.modules["ddip.rank.kernel.cell_report"].gpu = gpu
+    sys.modules["ddip.rank.runtime.housekeeping"].gpu = sys.modules["ddip.rank.process_group.collectives"].gpu = gpu
 import sys
 told = ToldGpu()
 told.device = torch.device("cuda:0")

@@ -111,22 +111,57 @@ def test_the_class_of_now_is_used_and_what_comes_back_is_of_that_class(main: Mai
     assert main("again = in_torchddp(2, lambda net: net(torch.ones(1, 2)).item(), second)")["again"] == 1
 
 
-def test_names_mean_need_then_own_code_then_imports_then_the_ranks_then_the_notebook(
-    main: Main, cells: ddip.Group
+def test_names_mean_need_then_own_code_then_imports_then_the_notebook_then_the_ranks(
+    main: Main, cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.run("a = b = c = d = 'rank'")
+    cells.run("a = b = c = d = large = same = 'rank'; only, same = rank, [1.5, 'same']")
     main(
         """
         a = c = d = e = 'notebook'
+        same, large, device = [1.5, 'same'], bytes(2_000_000), 'notebook'
         def b(): return 'code'
         def dirname(): return 'code'
         basename = 'data'
         def names():
-            return a, b(), c, d, e, dirname(), basename is os.path.basename, splitext is not None, (rank, world_size)
+            rest = dirname(), basename is os.path.basename, splitext is not None, (rank, world_size), only, str(device)
+            return a, b(), c, d, e, large, same, *rest
         """
     )
     found = main("told = in_torchddp(2, names, need='a', imports='import os\\nfrom os.path import *')")["told"]
-    assert found == ("notebook", "code", "rank", "rank", "notebook", "code", True, True, (0, 2))
+    assert found == (
+        *("notebook", "code", "notebook", "notebook", "notebook", "rank", [1.5, "same"]),
+        *("code", True, True, (0, 2), 0, "cpu"),
+    )
+    told = [line for line in capsys.readouterr().err.splitlines() if "reads" in line or "used" in line]
+    assert sorted(told) == sorted(
+        [
+            "ddip: names reads device: on each rank that is ddip's variable, and the notebook's was not sent",
+            *(f"ddip: in_torchddp used the notebook's {name}; ranks 0, 1 had another value" for name in "abcd"),
+            "ddip: in_torchddp used large of ranks 0, 1, and not the notebook's: "
+            "it is larger than 1 MB; add large to need=",
+        ]
+    )
+
+
+def test_a_model_and_an_optimizer_that_a_function_reads_belong_together(main: Main) -> None:
+    code = """
+        import torch
+        torch.manual_seed(1)
+        model = torch.nn.Linear(2, 1)
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        def train():
+            losses = []
+            for _ in range(10):
+                loss = (model(torch.ones(1, 2)) - 3).square().mean()
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                losses.append(loss.item())
+            return losses, model.weight.detach(), opt.state[model.weight]["exp_avg"]
+    """
+    main(code)
+    found = main("there = in_torchddp(2, train); here = train()")
+    torch.testing.assert_close(found["there"], found["here"])
 
 
 def test_nothing_stays_on_the_ranks(main: Main, cells: ddip.Group) -> None:
@@ -199,9 +234,7 @@ def test_what_was_not_asked_for_is_left_and_missed_clearly(main: Main) -> None:
         ("2, fn, need='fn pth nowhere'", BadInput, "need='fn pth nowhere': the notebook has no pth, nowhere; type"),
         ("2, fn, imports='import os\\nimprt x'", BadInput, "imports=: 'imprt x' in line 2: invalid syntax"),
         ("0, fn", BadInput, r"in_torchddp\(0, ...\): the first argument is the number of ranks"),
-        ("2, 3", BadInput, "the second argument is the function to call"),
         ("2, fn, 1, lock, x=lock", TransferError, "argument 2 cannot be pickled: .*lock.*; argument x= cannot be"),
-        ("2, fn, need='lock'", TransferError, "in_torchddp: lock cannot be pickled: TypeError"),
         (
             "2, lambda: threading.Lock()",
             TransferError,
@@ -289,7 +322,7 @@ def test_an_error_names_the_notebooks_cell_and_line(notebook: Notebook) -> None:
     shown = notebook.run("in_torchddp(3, fn)")
     assert shown.message == "rank 2: ValueError: why"
     assert f"Cell In[{defined}], line 4, in fn()" in shown.traceback
-    assert "raise ValueError('why')" in shown.traceback and "calls.py" not in shown.traceback
+    assert "raise ValueError('why')" in shown.traceback and "call_runner.py" not in shown.traceback
 
 
 @pytest.mark.grid

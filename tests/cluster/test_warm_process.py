@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import ddip
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 from ddip.errors import GroupError
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .apps import an_app
 from .environment import environment
@@ -32,7 +32,9 @@ NewNotebook = Callable[[], Notebook]
 
 def warm_pid(notebook: Notebook) -> int:
     """The pid of the notebook's warm process."""
-    return int(notebook.ok("from ddip.cluster import preload_client\nprint(preload_client.begin().pid)").stdout)
+    return int(
+        notebook.ok("from ddip.cluster.processes import preload_client\nprint(preload_client.begin().pid)").stdout
+    )
 
 
 def parents(notebook: Notebook) -> set[int]:
@@ -47,7 +49,7 @@ def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNote
     wait_until(lambda: len(titled(family_of(notebook.pid), "ddip warm process (pid ")) == 1)
     (warm,) = family_of(notebook.pid)
     assert warm.pid == warm_pid(notebook)
-    for line in ("%makedip -n 2", "%makedip -r", "%makedip -n 3", "%makedip -k\n%makedip -n 1"):
+    for line in ("%makedip -n 1", "%makedip -r", "%makedip -n 2"):
         notebook.ok(line)
         assert parents(notebook) == {warm.pid}
     notebook.ok("assert 'torch' not in sys.modules")
@@ -252,7 +254,7 @@ def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_note
 @pytest.mark.grid
 def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
     code = (
-        "import os\nfrom ddip.cluster import preload_client\n"
+        "import os\nfrom ddip.cluster.processes import preload_client\n"
         "print(os.getpid(), preload_client.begin().pid, flush=True)\n"
     )
     for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)"):
@@ -283,6 +285,6 @@ def test_ipyparallel_knows_the_cluster_as_one_of_its_own() -> None:
 def test_what_is_forked_after_its_start_was_given_up_makes_no_file(tmp_path: Path, group: ddip.Group) -> None:
     warm = preload_client.begin()
     log = tmp_path / "log"
-    child = warm.fork("ddip.rank.engine", imports=[], argv=[], env={"DDIP_OWNER": str(warm.pid)}, log=str(log))
+    child = warm.fork("ddip.rank.kernel.engine", imports=[], argv=[], env={"DDIP_OWNER": str(warm.pid)}, log=str(log))
     assert child.exit.result(30) == 0
     assert not log.exists()

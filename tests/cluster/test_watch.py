@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.group import vitals
-from ddip.group.vitals import Sampler
-from ddip.output.vitals import RankVitals, stragglers
+from ddip.group.watching import vitals
+from ddip.group.watching.vitals import Sampler
+from ddip.output.tables.vitals_table import RankVitals, stragglers
 
 from .leftovers import wait_until
-from .meanwhile import meanwhile
+from .meanwhile import meanwhile, stopped
 from .notebook import Messages, Notebook, Shown
-from .test_stopped_processes import stopped
 
 TRAIN = """
 import time, torch
@@ -57,9 +56,11 @@ def looks(group: ddip.Group, condition: Callable[[list[RankVitals]], object]) ->
 
 
 def second_is_the_straggler(ranks: list[RankVitals]) -> bool:
-    """And by far, which the first look at it need not show."""
+    """And by far, and both ranks train, which the first look at it need not show."""
     first, second = (rank.waited for rank in ranks)
-    return stragglers(ranks) == [1] and first is not None and second is not None and second < 0.3 < 0.5 < first
+    steps = [rank.steps_per_second or 0.0 for rank in ranks]
+    is_clear = first is not None and second is not None and second < 0.3 < 0.5 < first
+    return stragglers(ranks) == [1] and is_clear and min(steps) > 3
 
 
 def test_rates_and_waits_of_ranks_that_train_name_the_straggler(cells: ddip.Group, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_rates_and_waits_of_ranks_that_train_name_the_straggler(cells: ddip.Grou
     thread.join()
     first, second = condition.seen  # type: ignore[attr-defined]
     assert first.state == second.state == "busy" and first.cell == second.cell is not None
-    assert 3 < first.steps_per_second < 33 and 3 < second.steps_per_second < 33
+    assert first.steps_per_second < 33 and second.steps_per_second < 33
     assert first.collectives_per_second > first.steps_per_second
     ((done, total),) = first.bars
     assert total == 10_000 and 0 < done <= first.steps
@@ -187,6 +188,7 @@ def test_the_view_goes_on_while_a_cell_runs_and_ends_in_one_line(notebook: Noteb
     assert notebook.ok("%dipwatch off").stdout == "ddip: nothing is watched\n"
 
 
+@pytest.mark.grid
 def test_the_view_tells_of_a_rank_that_is_killed_and_goes_on_after_a_repair(notebook: Notebook) -> None:
     begin_view(notebook, notebook.ok("%dipwatch"))
     pid = int(notebook.ok("%%dip -r 2\nimport os; print(os.getpid())").stdout)
@@ -218,6 +220,7 @@ def test_once_is_text(notebook: Notebook) -> None:
 CALLBACKS = "print({name: len(get_ipython().events.callbacks[name]) for name in ('pre_run_cell', 'post_run_cell')})"
 
 
+@pytest.mark.grid
 def test_the_view_ends_with_its_group(bare_notebook: Notebook) -> None:
     before = bare_notebook.ok(CALLBACKS).stdout
     bare_notebook.ok("%makedip -n 1")

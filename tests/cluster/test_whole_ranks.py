@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from .leftovers import family_of, titled
 from .notebook import Notebook
@@ -77,6 +77,7 @@ def test_a_rank_may_take_more_threads(cells: ddip.Group) -> None:
     assert values(cells, code) == [(512.0**3, 2)] * 2
 
 
+@pytest.mark.grid
 def test_a_rank_that_stays_gets_a_new_share_of_the_threads() -> None:
     cores = len(os.sched_getaffinity(0))
     code = "import torch, os; torch.ones(512, 512) @ torch.ones(512, 512)\n"
@@ -171,6 +172,7 @@ def test_torch_compile_works(cells: ddip.Group) -> None:
     """)
 
 
+@pytest.mark.grid
 def test_matplotlib_draws(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"""
         import matplotlib.pyplot as plt

@@ -180,7 +180,8 @@ def test_bars_of_tqdm_notebook_that_are_closed_leave_no_label(notebook: Notebook
     assert lines == ["[rank 0]", "outer", "[rank 1]", "outer", "[rank 2]", "outer"]
 
 
-@pytest.mark.parametrize("module", [pytest.param("tqdm", marks=pytest.mark.grid), "tqdm.auto"])
+@pytest.mark.grid
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
 @pytest.mark.usefixtures("style")
 def test_bars_that_wipe_themselves_out_leave_nothing(notebook: Notebook, module: str) -> None:
     code = f"%%dip -S all\nfrom {module} import tqdm\nfor i in tqdm(range(99), leave=False, mininterval=0): pass"

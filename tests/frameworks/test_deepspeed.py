@@ -6,7 +6,7 @@ import pytest
 
 import ddip
 from ddip.errors import CellError
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 pytest.importorskip("deepspeed")
 
@@ -25,6 +25,7 @@ def step(engine):
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # an op is compiled, if make has not done that
 def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) -> None:
     with ddip.Group(2, app="deepspeed") as group:
@@ -41,3 +42,20 @@ def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) 
         group.change(Request(n=3))
         group.run(f"{TRAIN}\nengine = made(); assert engine.world_size == 3; told = step(engine)")
         assert len({str(found["told"]) for found in group.pull_all(["told"], range(3))[0]}) == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_error_in_backward_leaves_no_gradients_to_the_next_step(warmed_up: None, stage: int) -> None:
+    """Without ZeRO the engine trains on; with it, the engine says that it must be made again."""
+    with ddip.Group(2, app="deepspeed") as group:
+        group.run(f"{TRAIN.replace(': 1}', f': {stage}}}')}\nengine, twin = made(), made(); step(engine), step(twin)")
+        group.run("def fails(gradient): raise MemoryError('planted')\nhandle = engine.module.bias.register_hook(fails)")
+        with pytest.raises(CellError, match="planted"):
+            group.run("step(engine)")
+        group.run("handle.remove()")
+        if stage:
+            with pytest.raises(CellError, match="RuntimeError: a failed cell left this engine of DeepSpeed"):
+                group.run("step(engine)")
+        else:
+            group.run("for _ in range(10): assert torch.equal(step(engine), step(twin))")

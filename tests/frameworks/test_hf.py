@@ -15,7 +15,7 @@ import pytest
 
 import ddip
 from ddip.errors import BadInput, CellError, CellInterrupted
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
 
 from ..cluster.conftest import new_notebook  # noqa: F401
 from ..cluster.meanwhile import meanwhile, press_stop
@@ -102,6 +102,26 @@ def test_what_accelerate_knows_of_the_group_follows_it(warmed_up: None) -> None:
         group.change(Request(3))
         group.run("from accelerate import Accelerator\na = Accelerator()\nseen = [a.num_processes, a.mixed_precision]")
         assert [of_rank["seen"] for of_rank in group.pull_all(["seen"], range(3))[0]] == [[3, "no"]] * 3
+
+
+def test_an_accelerator_and_a_loader_of_a_former_size_refuse_to_work(warmed_up: None) -> None:
+    with ddip.Group(3, app="hf") as group:
+        group.run("""
+            from accelerate import Accelerator
+            from torch.utils.data import DataLoader
+            import torch
+            accelerator = Accelerator()
+            loader = accelerator.prepare(DataLoader(list(range(24)), batch_size=4))
+        """)
+        group.change(Request(2))
+        with pytest.raises(CellError, match="this BatchSamplerShard was made for a group of 3 ranks"):
+            group.run("list(loader)")
+        with pytest.raises(CellError, match="this AcceleratorState was made for a group that has changed its ranks"):
+            group.run("accelerator.num_processes")
+        group.run("""
+            loader = Accelerator().prepare(DataLoader(list(range(24)), batch_size=4))
+            assert torch.cat(list(loader)).tolist() == sum([[*range(n, n + 4)] for n in range(4 * rank, 24, 8)], [])
+        """)
 
 
 def test_a_trainer_trains_again_in_a_group_of_other_ranks(warmed_up: None, tmp_path: Path) -> None:
@@ -421,7 +441,7 @@ def test_a_rank_maps_by_itself_where_the_first_one_does_not(group: ddip.Group, t
     """)
     group.run("""
         import torch.distributed as dist
-        from ddip.apps.hf import files
+        from ddip.apps.hf import hf_files as files
         patience, files.PATIENCE = files.PATIENCE, 0.5
         if rank == 1:
             data = data.map(lambda row: {"much": row["number"] + 2})
@@ -527,7 +547,7 @@ def test_nothing_of_it_is_left_in_the_libraries() -> None:
         import torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         from ddip.apps import hf
-        from ddip.rank import wrappers
+        from ddip.rank.objects import wrappers
 
         THEIRS = ("accelerate", "datasets", "huggingface_hub", "transformers")
         def everything():
@@ -560,4 +580,6 @@ def test_where_none_of_the_libraries_is_there_it_says_what_to_install(monkeypatc
 
 def test_it_tells_what_it_changes_and_why(group: ddip.Group) -> None:
     text = group.command("patches")
-    assert text is not None and all(f"{name}: " in text for name in ("place", "living", "training", "show", "files"))
+    assert text is not None and all(
+        f"{name}: " in text for name in ("place", "living", "trainer_faults", "hf_show", "hf_files")
+    )

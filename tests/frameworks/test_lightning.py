@@ -474,7 +474,7 @@ def test_what_is_taken_out_is_as_it_was(app: Any) -> None:
 
 
 def test_the_gpu_of_a_rank_is_at_its_place_in_lightnings_list(app: Any) -> None:
-    from ddip.apps.lightning.placement import Here, settings
+    from ddip.apps.lightning.trainer_placement import Here, settings
 
     for local_rank, gpu in ((0, 0), (1, 1), (0, 1), (1, 3)):
         here = Here(rank=local_rank, size=2, local_rank=local_rank, local_size=2, device=gpu, is_everywhere=True)

@@ -407,7 +407,7 @@ class Player:
         lines = {
             "push": f"group.push({{'v0': {self.n}, 'x': bytes(40_000_000)}})",
             "pull": f"group.pull(['_proof', 'x'], {who})",
-            "change": f"group.change(ddip.group.placement.Request({2 + step.ms % 3}))",
+            "change": f"group.change(ddip.group.members.placement.Request({2 + step.ms % 3}))",
             "repair": "group.repair()",
             "restart": "group.restart()",
             "info": "group.info()",
@@ -477,7 +477,7 @@ class Player:
 
     def _change(self, step: Step, who: int) -> None:
         size, former = int(step.what), self.model.size
-        self._do(f"group.change(ddip.group.placement.Request({size}))")
+        self._do(f"group.change(ddip.group.members.placement.Request({size}))")
         self._must(None)
         pids = [member.pid for member in self.group.members]
         if len(pids) != size:
@@ -510,7 +510,7 @@ class Player:
             self._do(f"group.pull(['_proof'], {who})")
             self._must(errors.GroupError, f"rank {who}")
         elif then == "change":
-            self._do(f"group.change(ddip.group.placement.Request({2 + step.ms % 3}))")
+            self._do(f"group.change(ddip.group.members.placement.Request({2 + step.ms % 3}))")
             if self.line.error is not None:
                 self._must(errors.GroupError, f"rank {who}")
             else:

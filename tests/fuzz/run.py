@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 from tests.cluster import leftovers
 
 from . import steps, tools

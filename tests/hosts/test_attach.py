@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 from ddip.errors import CellError, GroupError
 
 from ..cluster.leftovers import wait_until

@@ -14,7 +14,7 @@ import pytest
 
 import ddip
 from ddip.errors import BadInput, CellError, CellInterrupted, GroupError
-from ddip.group.placement import parse_hosts
+from ddip.group.members.placement import parse_hosts
 
 from ..cluster.leftovers import wait_until
 from .host import Host
@@ -111,7 +111,7 @@ def test_a_link_that_is_cut_for_five_seconds_changes_nothing(group: ddip.Group, 
 
 
 def test_an_agent_that_takes_nothing_holds_nobody_up(group: ddip.Group, hosts: Network) -> None:
-    agent = pid_of(hosts["h2"], "ddip.cluster.agent")
+    agent = pid_of(hosts["h2"], "ddip.cluster.hosts.agent")
     os.kill(agent, signal.SIGSTOP)
     try:
         soon(lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -157,7 +157,7 @@ def test_a_link_that_is_cut_for_good_ends_what_is_behind_it(group: ddip.Group, h
 def test_a_host_whose_processes_end_is_used_again(group: ddip.Group, hosts: Network, which: str) -> None:
     pids = {
         "ssh": lambda: group.cluster.hosts[1].pid,  # type: ignore[attr-defined]
-        "agent": lambda: pid_of(hosts["h2"], "ddip.cluster.agent"),
+        "agent": lambda: pid_of(hosts["h2"], "ddip.cluster.hosts.agent"),
         "warm process": lambda: pid_of(hosts["h2"], "ddip warm process"),
     }
     soon(lambda: os.kill(pids[which](), signal.SIGKILL))

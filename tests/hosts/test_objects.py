@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import ddip
-from ddip.cluster import on_host
-from ddip.cluster.ways import Reach
+from ddip.cluster.processes import on_host
+from ddip.cluster.reach import Reach
 from ddip.errors import GroupError, RequestInterrupted, TransferError
-from ddip.group import delivery
+from ddip.group.objects import delivery
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook

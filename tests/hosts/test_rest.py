@@ -129,7 +129,7 @@ def test_no_key_is_in_a_file_a_command_line_or_an_environment(book: Notebook, ne
     for name in ("h1", "h2"):
         host = network[name]
         seen = host.run(["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"], check=False).stdout
-        assert seen.count("ddip.cluster.agent") == 1 and "DDIP_" in seen and secret not in seen
+        assert seen.count("ddip.cluster.hosts.agent") == 1 and "DDIP_" in seen and secret not in seen
         for path in host.files():
             if host.path(path).is_file():
                 assert secret.encode() not in host.path(path).read_bytes(), path

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 from ddip.errors import GroupError, RequestInterrupted
-from ddip.group import time_left
-from ddip.group.placement import Request
+from ddip.group.members import time_left
+from ddip.group.members.placement import Request
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
@@ -29,7 +29,7 @@ TWO_NODES = Reach(slurm="nodes=2 time=30")
 WHERE = "import os, socket; where = socket.gethostname(), os.environ.get('CUDA_VISIBLE_DEVICES')"
 NOTEBOOK = """
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 group = ddip.Group(1, reach=Reach(slurm="nodes=2 time=30"))
 group.run("x = 1")
 print("ready", flush=True)

@@ -12,9 +12,9 @@ import time
 import pytest
 
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted
-from ddip.group.placement import Request, parse_hosts
+from ddip.group.members.placement import Request, parse_hosts
 
 from ..cluster.leftovers import wait_until
 from .network import Network

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip.cluster.ways import Reach
+from ddip.cluster.reach import Reach
 from ddip.errors import BadInput, GroupError
-from ddip.group.placement import Request, parse_hosts
+from ddip.group.members.placement import Request, parse_hosts
 
 from .host import BARE, DOCKER, Interface
 from .network import Network

@@ -15,8 +15,9 @@ from typing import Any
 
 import nbformat
 from playwright.sync_api import Locator, Page, sync_playwright
+from playwright.sync_api import TimeoutError as PageTimeout
 
-from ddip.cluster.on_host import hold_port
+from ddip.cluster.processes.on_host import hold_port
 
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 CHROMIUM += ("--disable-component-update", "--disable-sync")
@@ -43,17 +44,20 @@ class Lab:
 
     def open(self, name: str, cells: list[str]) -> None:
         """Make a notebook of `cells` and open it."""
+        self.page.goto("about:blank")  # a page that shows the former file would ask what to do with it
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=KERNEL)
         nbformat.write(notebook, self.folder / name)
         self.load(name)
 
     def start(self, name: str, cells: list[str], number: int) -> str:
         """Make and open it, and run its cell `number`; what is typed while the page still connects may be lost."""
+        dialogs = []
         for _ in range(3):
             self.open(name, cells)
-            with contextlib.suppress(AssertionError):
+            with contextlib.suppress(AssertionError, PageTimeout):
                 return self.run(number, 20)
-        raise AssertionError(f"cell {number} of {name} did not end in three attempts")
+            dialogs += self.page.locator(".jp-Dialog").all_inner_texts()
+        raise AssertionError(f"cell {number} of {name} did not end in three attempts; dialogs: {dialogs}")
 
     def load(self, name: str) -> None:
         """Open a notebook that is there, afresh."""

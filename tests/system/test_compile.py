@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import ddip
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler here")

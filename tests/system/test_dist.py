@@ -24,6 +24,6 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "tests/dist.py", "--to", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
-    assert "2 ranks on the CPU in" in done.stdout
+    assert "ranks on the CPU: 2" in done.stdout
     version = ddip.__version__
     assert {path.name for path in tmp_path.iterdir()} == {f"ddip-{version}.tar.gz", f"ddip-{version}-py3-none-any.whl"}

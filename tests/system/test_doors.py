@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ddip
-from ddip.cluster import preload_client
+from ddip.cluster.processes import preload_client
 
 from ..cluster.doors import NOBODY, descriptors, knock, listeners
 from ..cluster.leftovers import family_of, wait_until

@@ -17,6 +17,8 @@ LOSS = re.compile(r"^(.+): loss ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
 PROVED = re.compile(r"^(.+): (True|False)$", re.MULTILINE)
 MODELS = {"01_intro": 4, "05_pet_breeds": 2, "06_multicat": 1, "07_sizing_tta": 4, "08_collab": 16}
 """How many models each lesson trains whose loss it tells."""
+LATER = ("fastai_06_multicat", "fastai_07_sizing_tta")
+"""``make test-long`` runs these."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,10 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", LESSONS, ids=LESSONS.values())
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=name, marks=[pytest.mark.long] * (name in LATER)) for path, name in LESSONS.items()],
+)
 def test_the_lesson_trains_on_all_ranks(
     path: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

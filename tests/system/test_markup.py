@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page
 
-from ddip.output.markup import contained
-from ddip.output.tab_page import STYLE
+from ddip.output.page.markup import contained
+from ddip.output.page.tab_page import STYLE
 from tests.unit.test_markup import NASTY
 
 from .lab import Lab

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from jupyter_client import BlockingKernelClient
 
-from ddip.cluster.on_host import hold_port
+from ddip.cluster.processes.on_host import hold_port
 
 from ..cluster.leftovers import assert_nothing_left
 from .lab import wait_for

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import ddip
-from ddip.group import fitness
+from ddip.group.process_group import fitness
 
 from ..cluster.self_harm import KINDS, prove_repair
 
@@ -20,7 +20,22 @@ def three() -> Iterator[ddip.Group]:
         yield group
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = (
+    "the loop's handler",
+    "all modules removed",
+    "time.time fail",
+    "destroy_process_group hangs",
+    "switch interval",
+    "builtins.__import__ None",
+)
+"""Each takes 20 to 90 s."""
+LATER = {*SLOW, *list(KINDS)[1::3], *list(KINDS)[2::3]}
+"""``make test-long`` runs these."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, id=kind, marks=[pytest.mark.long] * (kind in LATER)) for kind in KINDS]
+)
 def test_a_repair_suffices(three: ddip.Group, kind: str) -> None:
     try:
         prove_repair(three, KINDS[kind])

@@ -9,7 +9,7 @@ from ..cluster.changes import stopped_changes
 MOMENTS = 60
 
 
-@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("size", [2, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
 def test_a_change_that_is_stopped_ends_as_it_was_or_as_it_was_asked_to_be(size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page
 
 from ddip.errors import RankError
-from ddip.output.tabs import Tabs
+from ddip.output.views.tabs import Tabs
 from tests.unit.test_views import Page as Shown
 
 from .lab import Lab, wait_for

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddip.group import cell_state, cells, fitness, members, process_group, ranks, running, status, stopping, watch
 from ddip.group import group as group_module
+from ddip.group import status, stopping
+from ddip.group.cells import cell_state, cells, running
+from ddip.group.members import members, ranks, watch
+from ddip.group.process_group import fitness, process_group
 
 from .scripted import Script, ScriptedGroup, nothing
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import pickle
 import signal
 import tempfile
 import time
@@ -20,21 +19,34 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddip.cluster.host import LocalHost
-from ddip.cluster.seam import EngineSpec, Listener, Message, Raised, Recipient, Reply, Request
-from ddip.cluster.ways import Reach
+from ddip.cluster.cluster_api import EngineSpec, Listener, Message, Raised, Recipient, Reply, Request
+from ddip.cluster.processes.host import LocalHost
+from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
-from ddip.group import placement
 from ddip.group.group import Group
-from ddip.protocol import on_rank, shared
+from ddip.group.members import placement
+from ddip.protocol import on_rank
 from ddip.protocol.cell_messages import Asked
+from ddip.protocol.objects import pickling, shared
+from ddip.protocol.objects.pickling import Loader, Pickled
 from ddip.protocol.on_rank import RemoteCall
-from ddip.protocol.pickling import Pickled
-from ddip.protocol.reports import CellReport, Going, Hello, Packed, Paths, Peeked, Place
+from ddip.protocol.reports import CellReport, Going, GroupUse, Hello, IterationReport, Packed, Paths, Peeked, Place
 
 FIRST_PID = 1 << 28
 """No process has such a number."""
 Answer = Callable[..., Any]
+
+
+def use(collectives: int, messages: dict[str, int] | None = None) -> GroupUse:
+    """What a rank reports of a group that only its main thread uses."""
+    return {
+        "collectives": collectives,
+        "messages": messages or {},
+        "ranks": None,
+        "by_main": True,
+        "by_threads": False,
+        "may_begin": "no",
+    }
 
 
 class EngineEnds(BaseException):
@@ -59,9 +71,10 @@ class ScriptedEngine:
         self.names: dict[str, Any] = {}
         self.calls: list[str] = []
         """Targets of all calls so far."""
-        self.begun = {"default cpu": (0, 0, None)}
+        self.begun = {"default cpu": use(0)}
         self.released = self.computes = False
         self.gpu_lost = ""
+        self.iteration: IterationReport | None = None
         self.rank, self.size, self.groups = 0, 1, 1
         self.running: tuple[Request, str, Listener] | None = None
         """A request that has not been answered, and what ends it: ``wait``, ``sleep``, ``deaf``."""
@@ -71,18 +84,36 @@ class ScriptedEngine:
             "host": "here",
             "torch": "2.15",
             "cuda": True,
+            "lacks": [],
+            "off": {},
+            "native_off": [],
             "backends": ["gloo", "nccl"],
         }
         self.answers: dict[str, Answer] = {
             on_rank.hello.target: lambda: self.hello,
             on_rank.join.target: self._join,
             on_rank.leave.target: self._leave,
-            on_rank.revive.target: lambda: {"wrappers": 0, "optimizers": []},
+            on_rank.revive.target: lambda: 0,
+            on_rank.find_changed_settings.target: lambda: {},
+            on_rank.take_over_settings.target: self.take_over_settings,
+            on_rank.iteration_facts.target: lambda: {"unfinished": False, "gradients": {}, "models": []},
+            on_rank.reset_iteration.target: lambda broken, models, is_same_group: [],
+            on_rank.snapshots.target: lambda failed: [],
+            on_rank.compare.target: lambda cells, after_fault: {
+                "now": b"",
+                "good": b"",
+                "former": b"",
+                "has_history": False,
+                "at_rest": [],
+                "is_cut": False,
+            },
+            on_rank.rank_marks.target: lambda rank: [],
             on_rank.check.target: lambda: None,
             on_rank.add.target: self._add,
             on_rank.attach.target: self._attach,
             on_rank.put.target: self._put,
             on_rank.settle.target: lambda: None,
+            on_rank.lacking.target: lambda names: [name for name in names if name not in self.names],
             on_rank.drop.target: self._drop,
             on_rank.pack.target: self._pack,
             on_rank.part.target: lambda name, begin, end: self._packed(name).joined()[begin:end],
@@ -105,8 +136,7 @@ class ScriptedEngine:
             on_rank.forget_gone.target: lambda: None,
             on_rank.adopt.target: lambda former_port, port: True,
             on_rank.begun.target: lambda: self.begun,
-            on_rank.line_of.target: lambda key, number: {"place": {"cell": 1, "line": 2}, "goes_on": False},
-            on_rank.stays_behind.target: lambda key, number: True,
+            on_rank.line_of.target: lambda key, number: {"cell": 1, "line": 2},
             on_rank.set_groups_made.target: lambda count: None,
             on_rank.has_name.target: lambda name: name in self.names,
         }
@@ -125,7 +155,7 @@ class ScriptedEngine:
 
     def _join(self, spec: Any) -> tuple[list[Any], list[int]]:
         self.rank, self.size, self.groups = spec.rank, spec.world_size, spec.groups
-        self.released, self.begun = False, {"default cpu": (0, 0, None)}
+        self.released, self.begun = False, {"default cpu": use(0)}
         return [], []
 
     def _leave(self) -> Going:
@@ -140,16 +170,24 @@ class ScriptedEngine:
         return len(self._came[load]) == size
 
     def _put(
-        self, push: int, places: dict[str, Place], small: bytes = b"", paths: Paths | None = None
+        self,
+        push: int,
+        places: list[Place],
+        along: list[str],
+        small: bytes = b"",
+        paths: Paths | None = None,
     ) -> dict[str, Any]:
         if not all(self._attach(load, path, size) for load, (path, size) in (paths or {}).items()):
             return {"errors": {}, "unread": True, "replaces": False}
         errors, values, came = {}, {}, {0: bytearray(small)} if small else self._came
-        for name, (load, begin, sizes) in places.items():
+        pickled = {name: Pickled.of(came[load], sizes, begin) for name, load, begin, sizes in places}
+        loader = Loader(pickled)
+        for name in pickled:
             try:
-                values[name] = Pickled.of(came[load], sizes, begin).load()
+                values[name] = loader.load(name)
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {error}"
+                break
         self._before = push, {**self.names}
         self.names.update({} if errors else values)
         return {"errors": errors, "unread": False, "replaces": False}
@@ -160,22 +198,24 @@ class ScriptedEngine:
             self.names.update(self._before[1])
 
     def _packed(self, name: str) -> Pickled:
-        return Pickled([memoryview(pickle.dumps(self.names[name]))])
+        return pickling.dump(self.names[name])[0]
 
-    def _pack(self, names: list[str], most: int, share: bool) -> Packed:
-        packed = {name: self._packed(name) for name in names if name in self.names}
+    def _pack(self, names: list[str], most: int, share: bool, known: list[str]) -> Packed:
+        packed = pickling.dump_all({name: self.names[name] for name in names if name in self.names}).pickled
         return {
             "values": {name: pickled.joined() for name, pickled in packed.items() if pickled.size <= most},
-            "sizes": {name: pickled.sizes for name, pickled in packed.items()},
+            "sizes": [(name, pickled.sizes) for name, pickled in packed.items()],
             "paths": {},
             "errors": {},
             "missing": [name for name in names if name not in self.names],
             "moved": [],
+            "along": [],
+            "shares": [],
             "wrappers": {},
         }
 
-    def _take_peek(self, number: int, names: list[str], most: int) -> Peeked:
-        return {**self._pack(names, most, False), "busy": self.running is not None}
+    def _take_peek(self, number: int, names: list[str], most: int, known: list[str]) -> Peeked:
+        return {**self._pack(names, most, False, []), "busy": self.running is not None, "inside": ""}
 
     def _figures(self) -> dict[str, Any]:
         busy = self.running is not None
@@ -225,7 +265,7 @@ class ScriptedEngine:
                 name, _, text = rest.partition(" ")
                 self.end(name, text)
             case "begin":
-                self.begun = {"default cpu": (self.begun["default cpu"][0] + int(rest), 0, None)}
+                self.begun = {"default cpu": use(self.begun["default cpu"]["collectives"] + int(rest))}
                 self.end()
             case "catch":
                 name, _, text = rest.partition(" ")
@@ -243,6 +283,10 @@ class ScriptedEngine:
                 pass
             case _:
                 raise AssertionError(f"{word} is no word of a script")
+
+    def take_over_settings(self, changed: dict[str, bytes]) -> list[tuple[str, str]]:
+        """Settings of the process come from another rank."""
+        return []
 
     def end(
         self, name: str = "", text: str = "", waited: str = "", caught: Any = None, payload: Sequence[Any] = ()
@@ -263,6 +307,8 @@ class ScriptedEngine:
         }
         if self.gpu_lost:
             report.update(gpu="lost", gpu_lost=self.gpu_lost)
+        if self.iteration is not None:
+            report["iteration"] = self.iteration
         if name:
             report["waited"] = waited
         if caught is not None:
@@ -295,6 +341,14 @@ Script = Callable[[ScriptedEngine], None]
 
 def nothing(engine: ScriptedEngine) -> None:
     """A script that changes nothing."""
+
+
+def _request_to_ended() -> Request:
+    """Return a request that its engine did not live to answer."""
+    request = Request("")
+    request.output.set_result(None)
+    request.set_result(Reply(ended=True))
+    return request
 
 
 class ScriptedCluster:
@@ -378,7 +432,7 @@ class ScriptedCluster:
 
     def _execute(self, engine: int, code: str, listener: Listener) -> Request:
         if engine not in self.live:
-            return Request.to_ended()
+            return _request_to_ended()
         request, here = self._request(), self.engines[engine]
         self.listeners[request.msg_id] = listener
         lines = dict(line.split(": ", 1) for line in code.splitlines() if ": " in line)
@@ -391,7 +445,7 @@ class ScriptedCluster:
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
         if engine not in self.live:
-            return Request.to_ended()
+            return _request_to_ended()
         request, here = self._request(), self.engines[engine]
         try:
             request.set_result(Reply(here.answer(call)))

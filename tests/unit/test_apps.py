@@ -14,8 +14,3 @@ def test_an_app_whose_framework_is_missing_says_what_to_type(monkeypatch: pytest
         BadInput, match="-a fastai: no_such_framework cannot be found; type %pip install no_such_framework"
     ):
         apps.find("fastai")
-
-
-@pytest.mark.parametrize("old", ["fastai_v1", "fastai_v2"])
-def test_the_names_of_the_tool_of_2020_mean_the_app_that_there_is(old: str) -> None:
-    assert apps.find(old) == apps.find("fastai") == "ddip.apps.fastai"

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ddip.cluster import clusters, engines, far_end
-from ddip.cluster.attached import Attachment, Seat
-from ddip.cluster.far_end import Link
+from ddip.cluster.attach import clusters, far_end
+from ddip.cluster.attach.far_end import Link
+from ddip.cluster.ipyparallel import launcher_engines
+from ddip.cluster.reach import Attachment, Seat
 from ddip.errors import BadInput, GroupError
 
 SEATS = (Seat("h2", (0, 2), "python"), Seat("h1", (1,), "python"))
@@ -64,9 +65,9 @@ def test_more_ranks_than_engines_are_refused() -> None:
 
 
 def test_a_launcher_that_is_not_there_is_refused_with_those_that_are() -> None:
-    engines.check("ssh")
+    launcher_engines.check("ssh")
     with pytest.raises(BadInput, match=r"^--engines shh: ipyparallel has no such launcher; type one of .*slurm.*ssh"):
-        engines.check("shh")
+        launcher_engines.check("shh")
 
 
 def test_a_link_carries_more_than_its_window_and_says_when_a_message_is_missing() -> None:

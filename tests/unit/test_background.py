@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
-from ddip.group.cell import Cell
-from ddip.group.history import KEPT, History
-from ddip.output.router import CellOutput
+from ddip.group.cells.cell import Cell
+from ddip.group.cells.history import KEPT, History
+from ddip.output.cells.router import CellOutput
 
 from .conftest import NewGroup
+from .scripted import use
 
 
 def ended(cell: Cell) -> Cell:
@@ -76,7 +77,7 @@ def test_ranks_that_are_free_run_other_cells_and_take_objects(new_group: NewGrou
 
 def test_a_queued_cell_runs_when_those_before_it_have_ended(new_group: NewGroup) -> None:
     group = new_group(2)
-    first, second = group.start("sleep", timeout=0.05), group.start("pass", queue=True)
+    first, second = group.start("sleep"), group.start("pass", queue=True)
     other = group.start("pass", queue=True)
     assert second.state == other.state == "queued"
     first.press_stop()
@@ -122,7 +123,7 @@ def test_steps_are_judged_when_no_cell_runs_any_more(new_group: NewGroup, capsys
     cell = group.start("sleep", ranks=[1])
     group.run("begin 1", ranks=[0])
     assert "different numbers" not in capsys.readouterr().err
-    group.engine(1).begun = {"default cpu": (1, 0, None)}
+    group.engine(1).begun = {"default cpu": use(1)}
     group.engine(1).end()
     ended(cell)
     group.run("pass")
@@ -146,7 +147,7 @@ def test_a_cell_that_takes_too_long_is_ended_in_the_background_too(new_group: Ne
 
 
 def test_a_rank_that_does_not_stop_is_named(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddip.group.cell_state.STOP_SECONDS", 0.05)
+    monkeypatch.setattr("ddip.group.cells.cell_state.STOP_SECONDS", 0.05)
     cell = new_group(2).start("1: deaf")
     with pytest.raises(GroupError, match="rank 1 did not stop"):
         cell.stop()

@@ -7,10 +7,11 @@ import random
 import pytest
 
 from ddip.errors import RANK_ENDED, RankError
-from ddip.group import cell_state
-from ddip.group.cell_state import (
+from ddip.group.cells import cell_state
+from ddip.group.cells.cell_state import (
     Action,
     Ask,
+    CannotStop,
     CellState,
     Do,
     Event,
@@ -107,6 +108,15 @@ def test_the_stop_button_interrupts_then_releases_and_gives_up_who_does_not_move
     assert state.ending() == "stopped" and state.running == [0, 1, 2]
 
 
+def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop_once_the_others_have_ended() -> None:
+    state, now = cell(2), 1.0
+    assert state.step(StopPressed(), now)[:2] == [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
+    assert state.step(CannotStop([1]), now) == [] and not state.is_over
+    end(state, 0, now + 0.1, CUT)
+    state.step(TimePassed(), now + 0.1)
+    assert state.is_abandoned and state.running == [1] and now + 0.1 < 1.0 + cell_state.STOP_SECONDS
+
+
 def test_pressed_again_it_releases_at_once() -> None:
     state = cell()
     state.step(StopPressed(), 10.0)
@@ -186,6 +196,8 @@ def story(draw: random.Random, state: CellState) -> list[tuple[float, Event, lis
             for action in actions:
                 if action is Ask.WHO_MOVES:
                     waiting.append(Moving([rank for rank in state.running if draw.random() < 0.5]))
+                elif action is Ask.WHO_CANNOT_STOP and draw.random() < 0.3:
+                    waiting.append(CannotStop([rank for rank in state.running if draw.random() < 0.5]))
                 elif action in (Ask.STALL, Ask.STALL_AFTER_CAUGHT) and draw.random() < 0.1:
                     waiting.append(StandStill(action is Ask.STALL_AFTER_CAUGHT))
     return told
@@ -207,7 +219,8 @@ def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) ->
     assert not state.is_abandoned or state.stopped_at is not None
     if state.is_abandoned:
         assert state.stopped_at is not None
-        assert told[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS
+        cannot = {rank for event in events if isinstance(event, CannotStop) for rank in event.ranks}
+        assert told[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS or cannot >= set(state.running)
     # no error is lost, and each rank that came to its end is shown once
     assert set(state.errors) == {event.rank for event in events if isinstance(event, Replied) and event.error}
     assert set(state.errors) <= set(state.news())
@@ -229,3 +242,11 @@ def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) ->
     # each thing is said once, and none of it of a cell that was stopped before
     for said in (Do.TELL_WHO_RUNS, Do.TELL_WHO_WAITS, Do.KEEP_PLACES):
         assert [action for _, action in actions].count(said) <= 1
+
+
+def test_ranks_that_cannot_be_unblocked_are_interrupted_after_a_failure_and_given_up() -> None:
+    state = cell(2, can_unblock=False)
+    end(state, 1, 0.0, WRONG)
+    found = wait(state, 0.1, 60)
+    assert Do.RELEASE not in [action for _, action in found] and state.is_over and state.ending() == "failed"
+    assert first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)

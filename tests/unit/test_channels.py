@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from ipyparallel.error import RemoteError, TaskAborted
 
-from ddip.cluster import channels, ipp_private
+from ddip.cluster import ipp_private
+from ddip.cluster.ipyparallel import channels
 
 REPORT: Any = {"released": False, "state": "ours"}
 

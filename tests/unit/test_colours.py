@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ddip.output.colours import to_html
+from ddip.output.page.colours import to_html
 
 PAGES = {
     "light": ((33, 33, 33), (255, 255, 255)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 from ipyparallel import util
 
-from ddip.cluster.controller import Controller
+from ddip.cluster.processes.controller import Controller
 
 
 def test_sockets_are_named_as_engines_and_clients_write_them() -> None:

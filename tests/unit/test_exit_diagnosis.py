@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddip.cluster.exit_diagnosis import EngineLogs, HostMemory, cause_text, exit_text, log_end
+from ddip.cluster.processes.exit_diagnosis import EngineLogs, HostMemory, cause_text, exit_text, log_end
 
 PLENTY = HostMemory(100 * 10**9, 80 * 10**9, kills=3)
 SHORT = HostMemory(100 * 10**9, 5 * 10**9, kills=3)

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from ddip.notebook import for_programs
 from ddip.notebook.for_programs import call, value_data
-from ddip.protocol.status import ANSWER_MIME
+from ddip.protocol.status_types import ANSWER_MIME
 from ddip.server import kernels, notebooks, tokens
 from ddip.server.kernels import KernelBusy, KernelError, answer_in
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from ddip.protocol.rank_spec import has_nccl
-from ddip.rank import c10d, process_group, sockets
-from ddip.rank import gpu as module
-from ddip.rank.gpu import Gpu
+from ddip.rank.native import sockets
+from ddip.rank.process_group import membership
+from ddip.rank.runtime import c10d
+from ddip.rank.runtime import gpu as module
+from ddip.rank.runtime.gpu import Gpu
 
 
 class ToldGpu(Gpu):
@@ -57,11 +59,11 @@ class Backend:
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What a rank does to its group, in order."""
     log: list[str] = []
-    monkeypatch.setattr(process_group, "_store", "the store")
+    monkeypatch.setattr(membership, "_store", "the store")
     monkeypatch.setattr(sockets, "shut_down", lambda *_: log.append("cut"))
-    monkeypatch.setattr(process_group, "_interrupt", lambda: log.append("interrupt"))
+    monkeypatch.setattr(membership, "_interrupt", lambda: log.append("interrupt"))
     yield log
-    process_group._released = False
+    membership._released = False
     c10d._aborted.clear()
     c10d._aborts.clear()
 
@@ -76,8 +78,8 @@ def backend(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 def released(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
     """Release the rank, and wait until all of it is done; was work cut off?"""
-    monkeypatch.setattr(process_group, "gpu", gpu)
-    cut_off = process_group.release("the store", [])
+    monkeypatch.setattr(membership, "gpu", gpu)
+    cut_off = membership.release("the store", [])
     for thread in threading.enumerate():
         if thread.name == "ddip-release":
             thread.join()
@@ -129,16 +131,16 @@ def test_a_collective_that_begins_beside_the_abort_is_noticed(
 def test_connections_do_not_wait_for_an_abort_that_does_not_end_and_the_group_is_not_left_then(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "ABORT_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(process_group, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "ABORT_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "ABORT_SECONDS", 0.01)
     backend.may_end.clear()
     released(monkeypatch, ToldGpu(True))
     assert log == ["abort", "cut"]
     with pytest.raises(RuntimeError, match="^the GPU still works on what was aborted: a kernel"):
-        process_group.leave()
+        membership.leave()
     backend.may_end.set()
-    monkeypatch.setattr(process_group, "ABORT_SECONDS", 10.0)
-    assert process_group.leave() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
+    monkeypatch.setattr(membership, "ABORT_SECONDS", 10.0)
+    assert membership.leave() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
 
 def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,7 @@ def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, mon
 
 
 def test_a_release_of_another_group_does_nothing(log: list[str], backend: Backend) -> None:
-    assert process_group.release("another store", []) is False
+    assert membership.release("another store", []) is False
     assert log == []
 
 

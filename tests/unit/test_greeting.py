@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jupyter_client.session import Session
 
-from ddip.cluster import greeting
+from ddip.cluster.ipyparallel import greeting
 from ddip.errors import GroupError
 
 

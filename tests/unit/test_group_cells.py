@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ddip.cluster.seam import Message
+from ddip.cluster.cluster_api import Message
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
-from ddip.group.placement import Request
-from ddip.output.router import CellOutput
+from ddip.group.members.placement import Request
+from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
-from .scripted import press_stop, stream
+from .scripted import press_stop, stream, use
 
 
 def cell(*lines: str) -> str:
@@ -231,6 +233,22 @@ def test_a_cell_that_leaves_ranks_out_of_step_names_the_line_and_the_group_is_fo
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("by_threads", [False, True])
+def test_after_a_failed_cell_only_a_group_that_threads_have_used_may_stay_out_of_step(
+    new_group: NewGroup, by_threads: bool
+) -> None:
+    group = new_group(2)
+    for rank, number in enumerate((2, 1)):
+        used = use(number)
+        used.update(by_main=False, may_begin="maybe", by_threads=by_threads)
+        group.engine(rank).begun = {"default cpu": used}
+    before = group.engine(0).calls.count(on_rank.join.target)
+    with pytest.raises(CellError):
+        group.run("raise ValueError")
+    group.run("pass")
+    assert group.engine(0).calls.count(on_rank.join.target) == before + (not by_threads)
+
+
 def test_what_a_rank_cannot_tell_of_its_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(1)
     run = group.engine(0).run
@@ -250,6 +268,16 @@ def test_help_that_a_cell_asks_for_is_shown_once(new_group: NewGroup) -> None:
     new_group(2).run("help of a model")  # there is no notebook here to show it
 
 
+def shown_by_now(capsys: pytest.CaptureFixture[str], text: str) -> bool:
+    """Wait until `text` has been shown, and nothing else."""
+    shown = ""
+    end = time.monotonic() + 60
+    while len(shown) < len(text) and time.monotonic() < end:
+        shown += capsys.readouterr().out
+        time.sleep(0.001)
+    return shown == text
+
+
 def test_late_output_of_the_last_cells_is_shown_and_that_of_former_ones_is_not(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +287,40 @@ def test_late_output_of_the_last_cells_is_shown_and_that_of_former_ones_is_not(
     listeners = list(group.scripted.listeners.values())
     assert len(listeners) == 20
     listeners[-1](stream("late"))
-    assert capsys.readouterr().out == "late\n"
+    assert shown_by_now(capsys, "late\n")
+
+
+def test_a_page_that_takes_its_time_does_not_hold_up_the_thread_on_which_messages_come(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal whose reader has paused, for example: replies of all ranks come on that thread, too."""
+    group, finish, held_up = new_group(1), CellOutput.finish, list[bool]()
+
+    def finish_while_another_comes(self: CellOutput, *args: Any) -> frozenset[int]:
+        listener = list(group.scripted.listeners.values())[-1]
+        thread = threading.Thread(target=listener, args=(stream("meanwhile"),))
+        thread.start()
+        thread.join(60)
+        held_up.append(thread.is_alive())
+        return finish(self, *args)
+
+    monkeypatch.setattr(CellOutput, "finish", finish_while_another_comes)
+    group.run("print first")
+    assert held_up == [False]
+    assert shown_by_now(capsys, "first\nmeanwhile\n")
+
+
+def test_a_cell_whose_thread_cannot_start_has_ended(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = new_group(2)
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("no more threads")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no more threads"):
+        patch.setattr(threading.Thread, "start", start)
+        group.start("print x")
+    assert [one.state for one in group.history] == ["ended"]
+    group.run("pass")
 
 
 @pytest.mark.parametrize(

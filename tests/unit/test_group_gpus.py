@@ -8,7 +8,7 @@ import pytest
 
 from ddip.cluster import devices
 from ddip.errors import CellError, GroupError
-from ddip.output.tables import cut_off_text
+from ddip.output.tables.tables import cut_off_text
 
 from .conftest import NewGroup
 

@@ -13,8 +13,9 @@ import pytest
 from ddip import apps
 from ddip.cluster import devices
 from ddip.errors import BadInput, CellError, GroupError, RankError, RequestFailed, RequestInterrupted, TransferError
-from ddip.group import fitness
-from ddip.group.placement import Request
+from ddip.group.members.placement import Request
+from ddip.group.members.places import Place
+from ddip.group.process_group import fitness
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
@@ -179,6 +180,16 @@ def test_a_group_is_empty_when_it_has_ended(new_group: NewGroup) -> None:
         group.run("pass")
 
 
+def test_an_end_that_is_stopped_gives_back_what_was_taken(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, given_back = new_group(), list[bool]()
+    monkeypatch.setattr(Place, "give_back", lambda _: given_back.append(True))
+    stop = group.cluster.stop
+    monkeypatch.setattr(group.cluster, "stop", pressing(stop))
+    with pytest.raises((KeyboardInterrupt, RequestInterrupted)):
+        group.shutdown()
+    assert given_back == [True]
+
+
 # -- change
 
 
@@ -226,15 +237,13 @@ def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pyte
     group = new_group(2)
     for engine in (group.engine(0), group.engine(1)):
         engine.answers[on_rank.leave.target] = lambda: {"wrappers": 2, "meshes": 0, "subgroups": 1, "rpc": False}
-        state = {"name": "Adam", "parameters": [0, 1], "state": [engine.number]}
-        engine.answers[on_rank.revive.target] = lambda state=state: {"wrappers": 1, "optimizers": [state]}
+        engine.answers[on_rank.revive.target] = lambda: 1
     group.script = lambda engine: None
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
     group.run("pass")
     said = capsys.readouterr().err
     assert "the DDP wrapper goes on, with rank 0's parameters and buffers on every rank; other wrappers (DDP" in said
-    assert "the state of Adam differs between the ranks" in said
 
 
 def test_a_revival_that_fails_fails_one_cell_and_the_group_is_formed_again(new_group: NewGroup) -> None:
@@ -309,6 +318,29 @@ def test_a_rank_that_is_fine_alone_and_spoils_every_group_is_found_with_a_helper
     group._manager.healthy = False
     assert group.repair() == [2]
     group.run("pass")
+
+
+def test_a_new_rank_gets_the_settings_on_which_the_others_agree(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, taken = new_group(3), list[dict[str, bytes]]()
+    for rank, mine in ((0, b"0"), (1, b"1")):
+        found = {"$LR": b"3", "$MINE": mine, "unchanged working directory": b"/home"}
+        group.engine(rank).answers[on_rank.find_changed_settings.target] = lambda found=found: found
+
+    def take_over(_: ScriptedEngine, changed: dict[str, bytes]) -> list[tuple[str, str]]:
+        taken.append(changed)
+        return [("LR", ""), ("the working directory /x", "FileNotFoundError: no such directory")]
+
+    monkeypatch.setattr(ScriptedEngine, "take_over_settings", take_over)
+    with pytest.raises(CellError):
+        group.run("2: die")
+    assert group.repair() == [2]
+    assert taken == [{"$LR": b"3", "unchanged working directory": b"/home"}]
+    assert group.carried == "LR as on rank 0"
+    told = capsys.readouterr().err
+    assert "rank 2 could not take the working directory /x from rank 0: FileNotFoundError: no such directory" in told
+    assert "MINE: different on ranks 0, 1, and not set on rank 2" in told
 
 
 def test_a_rank_on_which_no_cell_goes_well_is_replaced(new_group: NewGroup) -> None:

@@ -8,15 +8,15 @@ import comm
 import pytest
 
 from ddip.errors import BadInput, RequestInterrupted, TransferError
-from ddip.group import delivery, transfer
 from ddip.group.group import Group
+from ddip.group.objects import delivery, transfer
 from ddip.output.area import CellOutputArea
-from ddip.output.display_options import DisplayOptions
-from ddip.output.router import CellOutput
+from ddip.output.cells.display_options import DisplayOptions
+from ddip.output.cells.router import CellOutput
 from ddip.output.transcript import WIDGET, plain_of
-from ddip.output.widget_state import merge
+from ddip.output.widgets import merge
 from ddip.protocol import on_rank
-from ddip.protocol.shared import SharedBytes
+from ddip.protocol.objects.shared import SharedBytes
 
 from .conftest import NewGroup
 from .scripted import press_stop
@@ -81,7 +81,12 @@ def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewG
     values = {"text": "x" * 1000, "none": None, **{f"n{i}": i for i in range(200)}}
     group.push(values, [0, 2])
     assert group.pull([*values], 2) == values
-    calls = [target for engine in (0, 2) for target in group.engine(engine).calls if target.startswith("transfer.")]
+    calls = [
+        target
+        for engine in (0, 2)
+        for target in group.engine(engine).calls
+        if target.startswith("objects.rank_transfer.")
+    ]
     assert calls == [on_rank.put.target, on_rank.put.target, on_rank.pack.target]
     assert on_rank.put.target not in group.engine(1).calls
 
@@ -363,7 +368,7 @@ def test_bytes_of_a_widget_that_was_made_unseen_are_the_last() -> None:
 def test_widgets_that_nobody_looks_at_are_not_kept_for_ever(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddip.group.comms.UNTOLD", 2)
+    monkeypatch.setattr("ddip.group.cells.comms.UNTOLD", 2)
     group = new_group(2)
     for name in "abc":
         Cell(group, 0).receive(1, comm_message("comm_open", name))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddip.rank import freed, housekeeping
+from ddip.rank.native import freed
+from ddip.rank.runtime import housekeeping
 
 
 @pytest.mark.parametrize(("took", "seconds"), [(0.0, 0.02), (0.001, 0.02), (0.07, 0.35), (5.0, 0.5)])

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddip.rank import kernel, shell, stacks
+from ddip.rank.kernel import kernel, shell
+from ddip.rank.profiling import profiling
+from ddip.rank.runtime import stacks
 
 
 def run_code(inner: Callable[[], bool]) -> bool:
@@ -16,9 +18,9 @@ def run_code(inner: Callable[[], bool]) -> bool:
     return inner()
 
 
-def of_ddip(name: str, module: str) -> Callable[[], bool]:
-    """A function of that name in that module, which tells whether it may be interrupted."""
-    names: dict[str, Any] = {"__name__": module, "sys": sys, "stacks": stacks}
+def named(name: str) -> Callable[[], bool]:
+    """Return a function of that name, which tells whether it may be interrupted."""
+    names: dict[str, Any] = {"sys": sys, "stacks": stacks}
     exec(f"def {name}(): return stacks.is_users(sys._getframe())", names)
     return names[name]  # type: ignore[no-any-return]
 
@@ -28,18 +30,24 @@ def test_the_code_of_a_cell_may_be_interrupted() -> None:
     assert not stacks.is_users(sys._getframe())
 
 
+def test_what_lets_no_exception_through_is_left_alone() -> None:
+    assert run_code(named("other"))
+    assert not run_code(named("__del__"))
+    assert not run_code(stacks.never_interrupted(named("other")))
+
+
+def test_an_app_is_interrupted_as_a_cell_is() -> None:
+    assert stacks.calls_users_code(named("hook"))()
+
+
 @pytest.mark.parametrize(
-    ("name", "module"),
+    "function",
     [
-        ("showtraceback", shell.__name__),
-        ("_interrupt_again", kernel.__name__),  # Python's hook swallows it: the cell went on for ever
-        ("__del__", "a_users"),
+        shell.RankShell.showtraceback,
+        kernel.RankKernel._interrupt_again,  # Python's hook swallows it: the cell went on for ever
+        profiling._on_main_thread,
+        profiling._Recording.finish,
     ],
 )
-def test_what_lets_no_exception_through_is_left_alone(name: str, module: str) -> None:
-    assert not run_code(of_ddip(name, module))
-    assert run_code(of_ddip("other", module))
-
-
-def test_the_functions_that_are_left_alone_are_there() -> None:
-    assert callable(kernel.RankKernel._interrupt_again) and callable(shell.RankShell.showtraceback)
+def test_functions_of_ddip_that_no_interrupt_may_end_are_marked(function: Callable[..., Any]) -> None:
+    assert function.__code__ in stacks._whole

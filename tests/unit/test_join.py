@@ -11,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from ddip.protocol.rank_spec import RankSpec
-from ddip.rank import needed, process_group
+from ddip.rank.kernel import needed
+from ddip.rank.process_group import membership
+from ddip.rank.runtime import process_settings
 
 SPEC = RankSpec(
     rank=0,
@@ -55,19 +57,20 @@ def test_what_an_interrupt_has_left_out_of_the_first_join_is_done_by_the_next(mo
     for target, name, value in [
         (os, "chdir", chdir),
         (os, "environ", dict(os.environ)),
+        (process_settings, "note_start", lambda: None),
         (sys, "argv", sys.argv[:]),
         (sys, "path", sys.path[:]),
-        (process_group, "_form", form),
-        (process_group, "_seated", False),
-        (process_group, "_store", ""),
+        (membership, "_form", form),
+        (membership, "_seated", False),
+        (membership, "_store", ""),
     ]:
         monkeypatch.setattr(target, name, value)
     with pytest.raises(KeyboardInterrupt):
-        process_group.join(SPEC)
+        membership.join(SPEC)
     assert sys.path != ["/of/the/notebook"]
     for _ in range(2):  # what belongs to the first join alone is done once
         with pytest.raises(AsFarAsItGoes):
-            process_group.join(SPEC)
+            membership.join(SPEC)
         assert visited == ["/the/notebook"] * 2 and sys.path == ["/of/the/notebook"]
 
 

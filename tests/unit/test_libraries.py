@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddip.rank import libraries
+from ddip.rank.runtime import libraries
 
 
 class Lock:

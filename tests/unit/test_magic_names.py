@@ -6,10 +6,12 @@ from ddip.notebook.autodip import LOCAL_MAGICS
 from ddip.notebook.cell_magics import CellMagics
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
-from ddip.rank.refusals import OF_THE_NOTEBOOK
+from ddip.rank.kernel.refusals import OF_THE_NOTEBOOK
 
-OURS = {name for home in (DipMagics, CellMagics, ObjectMagics, WatchMagics) for name in home.magics["line"]}
+HOMES = (DipMagics, CellMagics, ObjectMagics, TrainingMagics, WatchMagics)
+OURS = {name for home in HOMES for name in home.magics["line"]}
 
 
 def test_autodip_leaves_each_in_the_notebook() -> None:

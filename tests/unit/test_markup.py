@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ddip.output.markup import BEGIN, END, OPTIONAL, VOID, contained, picture
+from ddip.output.page.markup import BEGIN, END, OPTIONAL, VOID, contained, picture
 
 NASTY = [
     "</div></div></div>",

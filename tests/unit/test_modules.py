@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ddip.errors import BadInput
-from ddip.group import modules
+from ddip.group.objects import modules
 from ddip.protocol.on_rank import IMPORTED
-from ddip.rank import modules as on_rank
+from ddip.rank.objects import rank_modules as on_rank
 
 from .conftest import NewGroup
 
@@ -119,7 +119,7 @@ def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGrou
     pushed = group.push_modules("mine_h")
     assert str(pushed) == "the ranks are beside the notebook, and import mine_h where it does; nothing was sent"
     assert pushed.beside and not pushed.hosts and not pushed.notices
-    assert "modules.write" not in group.engine(0).calls
+    assert "objects.rank_modules.write" not in group.engine(0).calls
 
 
 def test_what_is_told_of_a_push() -> None:

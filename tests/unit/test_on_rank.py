@@ -12,22 +12,19 @@ import pytest
 
 import ddip
 from ddip.errors import GroupError
-from ddip.group import engines
+from ddip.group.members import engines
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import Remote
 from ddip.protocol.reports import Hello
 
 ROWS = {name: row for name, row in vars(on_rank).items() if isinstance(row, Remote)}
-TARGET = re.compile(
-    r'"(?:process_group|stacks|sockets|transfer|modules|apps|names|housekeeping|collectives|c10d|calls|peek|profiling)'
-    r'\.\w+"'
-)
+TARGET = re.compile("|".join({f'"{re.escape(row.target.rpartition(".")[0])}[.]' for row in ROWS.values()}))
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_has_the_types_of_its_function(name: str) -> None:
     row = ROWS[name]
-    module, function = row.target.split(".")
+    module, _, function = row.target.rpartition(".")
     there = getattr(importlib.import_module(f"ddip.rank.{module}"), function)
     assert list(inspect.signature(row.signature).parameters) == list(inspect.signature(there).parameters)
     assert typing.get_type_hints(row.signature) == typing.get_type_hints(there)
@@ -49,12 +46,13 @@ def test_the_notebooks_side_names_functions_of_a_rank_nowhere_else() -> None:
 
 def test_a_call_travels_as_its_target_and_arguments() -> None:
     call = on_rank.part("x", 0, 3)
-    assert (call.target, call.args, call.label) == ("transfer.part", ("x", 0, 3), "pulling")
+    assert (call.target, call.args, call.label) == ("objects.rank_transfer.part", ("x", 0, 3), "pulling")
 
 
 def test_an_engine_with_another_ddip_is_refused() -> None:
     def hello(version: int) -> Hello:
-        return {"version": version, "pid": 7, "host": "b", "torch": "2", "cuda": False, "backends": []}
+        torch = {"torch": "2", "cuda": False, "backends": [], "lacks": [], "off": {}, "native_off": []}
+        return {"version": version, "pid": 7, "host": "b", **torch}  # type: ignore[typeddict-item]
 
     engines._check_version([hello(on_rank.VERSION)])
     with pytest.raises(

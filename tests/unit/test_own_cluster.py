@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddip.cluster import own_cluster
-from ddip.cluster.own_cluster import OwnCluster
+from ddip.cluster.ipyparallel import own_cluster
+from ddip.cluster.ipyparallel.own_cluster import OwnCluster
 
 
 def test_a_run_folder_that_goes_while_its_record_is_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from ddip.cluster import ownership, processes
-from ddip.cluster.ownership import Record
-from ddip.cluster.processes import Proc
+from ddip.cluster.processes import ownership, processes
+from ddip.cluster.processes.ownership import Record
+from ddip.cluster.processes.processes import Proc
 
 NOBODY = 65534
 CLUSTER = "ddip-77-abc123"
@@ -166,7 +166,7 @@ def test_clusters_are_listed_with_what_still_runs_of_them_and_nothing_is_changed
 
 def test_a_folder_whose_owner_was_killed_before_it_wrote_a_record_is_removed(place: Path) -> None:
     code = (
-        "import os, pathlib, sys\nfrom ddip.cluster import ownership\n"
+        "import os, pathlib, sys\nfrom ddip.cluster.processes import ownership\n"
         "ownership._places = lambda: [pathlib.Path(sys.argv[1])]\n"
         "print(ownership.make_run_folder(), flush=True)\ninput()"
     )

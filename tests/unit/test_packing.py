@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import textwrap
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from ddip.call import packing
 from ddip.errors import TransferError
-from ddip.protocol.calls import Call
+from ddip.protocol.objects.calls import Call
 
 
 def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.CallPayload]:
@@ -20,6 +22,12 @@ def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.Ca
     payload = packing.CallPayload(variables, {"__main__"})
     call = packing.pack(variables["fn"], (), {}, {name: variables[name] for name in needed}, imports, payload)
     return call, payload
+
+
+def values(call: Call) -> dict[str, Any]:
+    """What the function refers to, as it arrives."""
+    unpickler = pickle.Unpickler(io.BytesIO(call.packed), buffers=call.buffers)
+    return {name: unpickler.load() for name in call.values}
 
 
 def test_what_functions_refer_to_goes_along_and_what_that_refers_to() -> None:
@@ -34,12 +42,17 @@ def test_what_functions_refer_to_goes_along_and_what_that_refers_to() -> None:
         def fn(x): return [Shift()(y) for y in (lambda: b)()]
         """
     )
-    assert (sorted(call.own), sorted(call.others), call.left) == (["Shift", "inner"], ["a", "b", "math"], {})
+    assert (sorted({*call.own}), sorted(values(call)), [*call.references], call.left) == (
+        ["Shift", "fn", "inner"],
+        ["Shift", "a", "b", "fn", "inner"],
+        ["math"],
+        {},
+    )
 
 
 def test_what_is_needed_is_not_carried_twice_and_attributes_are_no_names() -> None:
     call, _ = packed("large, real = bytearray(2_000_000), 1\ndef fn(): return large, (3).real", "large")
-    assert (call.own, call.others, call.left) == ({}, {}, {})
+    assert (call.own, sorted(values(call)), call.references, call.left) == (["fn"], ["fn"], {}, {})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ddip.protocol.pickling import ALIGNED, INLINE, Pickled, Pickler, dump, dump_all
+from ddip.protocol.objects.pickling import ALIGNED, INLINE, Pickled, Pickler, dump, dump_all
 
 LARGE = 2 * INLINE
 
@@ -38,12 +38,11 @@ def test_code_keeps_the_name_of_its_file() -> None:
     assert [arrived.__code__.co_filename, arrived().__code__.co_filename] == ["<a cell>"] * 2
 
 
-def test_each_value_is_packed_or_named() -> None:
-    packed, errors, moved = dump_all({"a": [1, 2], "lock": threading.Lock(), "f": lambda x: x + 1})
-    assert packed["a"].load() == [1, 2]
-    assert packed["f"].load()(1) == 2
-    assert list(errors) == ["lock"] and errors["lock"].startswith("TypeError: cannot pickle '_thread.lock'")
-    assert moved == []
+def test_all_that_cannot_be_pickled_is_named_and_nothing_is_packed() -> None:
+    lock = threading.Lock()
+    packed = dump_all({"a": [1, 2], "lock": lock, "locks": [lock], "f": lambda x: x + 1})
+    assert not packed.pickled and list(packed.errors) == ["lock", "locks"]
+    assert packed.errors["lock"].startswith("TypeError: cannot pickle '_thread.lock'")
 
 
 def test_tensors_keep_gradients_parameters_and_views() -> None:
@@ -102,9 +101,9 @@ def test_hooks_of_a_tensor_stay_and_torch_says_so() -> None:
 
 
 def test_a_tensor_on_meta_stays_there() -> None:
-    packed, _, moved = dump_all({"m": torch.ones(2, device="meta")})
-    assert packed["m"].load().device.type == "meta"
-    assert moved == []
+    packed = dump_all({"m": torch.ones(2, device="meta")})
+    assert packed.pickled["m"].load().device.type == "meta"
+    assert packed.moved == []
 
 
 def test_what_raises_while_it_is_pickled_is_named() -> None:
@@ -112,13 +111,13 @@ def test_what_raises_while_it_is_pickled_is_named() -> None:
         def __reduce__(self) -> str:
             raise RuntimeError("no way")
 
-    assert dump_all({"bad": Bad()})[1] == {"bad": "RuntimeError: no way"}
+    assert dump_all({"bad": Bad()}).errors == {"bad": "RuntimeError: no way"}
 
 
 def test_storages_arrive() -> None:
-    packed, errors, moved = dump_all({"s": torch.arange(3, dtype=torch.int16).untyped_storage()})
-    assert (errors, moved) == ({}, [])
-    assert packed["s"].load().tolist() == [0, 0, 1, 0, 2, 0]
+    packed = dump_all({"s": torch.arange(3, dtype=torch.int16).untyped_storage()})
+    assert (packed.errors, packed.moved) == ({}, [])
+    assert packed.pickled["s"].load().tolist() == [0, 0, 1, 0, 2, 0]
     assert sent(torch.UntypedStorage(0)).nbytes() == 0
 
 

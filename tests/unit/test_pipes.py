@@ -7,7 +7,7 @@ import select
 
 import pytest
 
-from ddip.rank.pipes import HEAD, Lines, Records, Written
+from ddip.rank.streams.pipes import HEAD, Lines, Records, Written
 
 
 def write(writer: int, text: str, stream: int = 1) -> Written:

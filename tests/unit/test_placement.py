@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ddip.errors import BadInput
-from ddip.group.placement import (
+from ddip.group.members.placement import (
     DeviceBinding,
     GroupSpec,
     Request,
@@ -74,8 +74,8 @@ def test_gpus_that_cannot_be_are_named(words: list[str], available: int, message
     assert str(caught.value).startswith(message)
 
 
-def test_ranks_are_a_set_in_rising_order() -> None:
-    assert parse_ranks(["2,0"], 4, "-r") == [0, 2]
+def test_ranks_keep_the_order_typed_each_once() -> None:
+    assert parse_ranks(["2,0,2"], 4, "-r") == [2, 0]
     assert parse_ranks(["1-3"], 4, "-r") == [1, 2, 3]
     assert parse_ranks(["0", "2"], 4, "-r") == [0, 2]
     assert parse_ranks(["all"], 3, "-S") == [0, 1, 2]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-from ddip.output.tables import places_text, stacks_text
+from ddip.output.tables.tables import places_text, stacks_text
 from ddip.protocol.dump import place_in
 from ddip.protocol.location import Stack, StackLocation
-from ddip.rank import stacks, stores
+from ddip.rank.runtime import stacks, stores
 
 WAITS = StackLocation("all_reduce", 12, 4, "dist.all_reduce(x)", "distributed_c10d.py:3 in all_reduce")
 DUMP = """Current thread 0x01 (most recent call first):

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import executing
@@ -40,27 +41,19 @@ from ipyparallel.error import unwrap_exception
 from IPython.core import ultratb
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, Work
 from torch.distributed import ProcessGroup, distributed_c10d, fsdp, rpc
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
-from ddip.cluster.controller import READ_BY_HUB
-from ddip.rank import (
-    c10d,
-    collectives,
-    flight_recorder,
-    lost_waits,
-    profile_events,
-    profiling,
-    trace_file,
-    vitals,
-    waiting,
-    wrappers,
-)
-from ddip.rank import rpc as ddip_rpc
+from ddip.cluster.processes.controller import READ_BY_HUB
+from ddip.rank.native import lost_waits
+from ddip.rank.objects import live_objects, reducers, wrappers
+from ddip.rank.process_group import aborted_tensors, collectives, flight_recorder, rank_vitals
+from ddip.rank.profiling import profile_events, profiling, trace_file
+from ddip.rank.runtime import c10d, process_settings
 from ddip.sharded import layout
 
 
@@ -73,6 +66,34 @@ def test_the_client_sends_as_ddip_asks() -> None:
     assert list(inspect.signature(ipyparallel.Client._update_engines).parameters) == ["self", "engines"]
     assert "msg_future.output = output" in source
     assert MessageFuture("id").iopub_callbacks == []
+
+
+def test_settings_of_the_process_are_read_and_put_back() -> None:
+    process_settings.begin_cell()
+    with torch.utils._device.DeviceContext("meta"):
+        device, modes = process_settings._modes()
+        assert device == torch.device("meta") and len(modes) == 1
+        process_settings._put_modes((None, []))
+        assert torch.ones(1).device == torch.device("cpu")
+        process_settings._put_modes((device, modes))
+    with torch.autocast("cpu", torch.float16):
+        former = process_settings._autocast()
+        assert former[0] == 1
+    now = process_settings._autocast()
+    process_settings._put_autocast(former)
+    assert torch.is_autocast_enabled("cpu") and process_settings._autocast() == former
+    process_settings._put_autocast(now)
+    environment = process_settings._environment()
+    assert environment == dict(os.environb)
+    process_settings._put_environment({**environment, b"DDIP_ODD": b"\xff"})
+    assert os.environb.pop(b"DDIP_ODD") == b"\xff"
+    filters = warnings.filters
+    with warnings.catch_warnings():
+        assert warnings.filters is not filters
+        process_settings._put_filters(filters)
+        assert warnings.filters is filters
+    process_settings._put_inference(False)
+    assert process_settings.end_cell(None) == []
 
 
 def test_links_to_clusters_of_others_find_what_they_take_the_place_of() -> None:
@@ -264,6 +285,16 @@ def test_torch_begins_collectives_through_the_methods_that_ddip_wraps() -> None:
     assert {"allreduce", "broadcast", "send", "recv", "recv_anysource", "monitored_barrier"} <= methods
 
 
+def test_torch_waits_for_collectives_where_ddip_sees_their_failures() -> None:
+    for collective in (dist.all_reduce, dist.broadcast, dist.reduce, dist.all_reduce_coalesced):
+        assert "work.wait()" in inspect.getsource(collective)
+        assert inspect.unwrap(collective).__code__.co_filename == aborted_tensors._C10D
+        assert collective.__code__.co_filename in (aborted_tensors._C10D, aborted_tensors._C10D_LOGGER)
+    assert callable(Work.wait) and callable(Work.is_completed)
+    assert hasattr(dist.BroadcastOptions(), "rootRank")
+    assert callable(dist.get_debug_level) and hasattr(dist.DebugLevel, "DETAIL")
+
+
 def test_the_flight_recorder_tells_what_ddip_asks_for() -> None:
     """gloo's, in a group of this process alone."""
     store = torch.distributed.HashStore()
@@ -323,14 +354,71 @@ def test_a_wrapper_can_be_revived() -> None:
     assert "self._ddp_init_helper(" in inspect.getsource(DistributedDataParallel.__setstate__)
     assert "self._orig_mod = mod" in inspect.getsource(eval_frame.OptimizedModule.__init__)
     assert "self._compiled_call_impl = torch.compile(" in inspect.getsource(torch.nn.Module.compile)
-    for name in (*wrappers.SETTINGS, *wrappers.FIRST_STEP, "parameters_to_ignore"):
+    for name in (*wrappers.SETTINGS, *reducers.FIRST_STEP, "parameters_to_ignore"):
         assert f"self.{name}" in source
     names = ["module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore"]
     assert list(inspect.signature(_sync_module_states).parameters) == [*names, "broadcast_buffers"]
 
 
+def test_a_reducer_can_be_replaced_in_place() -> None:
+    """By what ``DistributedDataParallel.__setstate__`` does, but for the group."""
+    again = inspect.getsource(DistributedDataParallel.__setstate__)
+    for name in ("_build_params_for_reducer()", "_build_debug_param_to_name_mapping(parameters)", "_ddp_init_helper("):
+        assert f"self.{name}" in again
+    for name in ("self.reducer._set_static_graph()", "self.logger._set_static_graph()"):
+        assert name in again
+    names = ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"]
+    assert list(inspect.signature(DistributedDataParallel._ddp_init_helper).parameters)[1:] == names
+    assert callable(torch.distributed.Reducer._remove_autograd_hooks)
+    assert callable(torch.distributed.Reducer._set_mixed_precision_param_dtype)
+    assert callable(DistributedDataParallel._register_builtin_comm_hook)
+    assert str(reducers.BuiltinCommHookType.ALLREDUCE) == f"{reducers.BUILTIN}ALLREDUCE"
+    source = inspect.getsource(DistributedDataParallel)
+    for name in ("require_backward_grad_sync", "require_forward_param_sync", "_delay_all_reduce_params"):
+        assert f"self.{name}" in source
+    assert reducers.join._JoinConfig.construct_disabled_join_config().enable is False
+    for module, name in reducers.STATES.items():
+        kind = getattr(importlib.import_module(module), name)
+        assert set(inspect.signature(kind).parameters) - {"random_seed"} <= set(kind.__slots__)
+
+
+def test_a_backward_pass_and_its_nodes_are_counted_where_ddip_does() -> None:
+    source = inspect.getsource(torch.autograd.backward)
+    assert "_engine_run_backward(" in source and "accumulate_grad=True" in source
+    assert "accumulate_grad=False" in inspect.getsource(torch.autograd.grad)
+    weight = torch.ones(1, requires_grad=True)
+    before = torch.autograd._get_sequence_nr()
+    with torch.no_grad():
+        weight * 2
+    assert torch.autograd._get_sequence_nr() == before
+    weight * 2
+    assert torch.autograd._get_sequence_nr() > before
+    assert torch.amp.grad_scaler.OptState.READY and "_per_optimizer_states" in inspect.getsource(torch.amp.GradScaler)
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "FSDPModule"), reason="before torch 2.6 it was elsewhere")
+def test_sharded_models_keep_their_training_state_where_ddip_resets_it() -> None:
+    source = inspect.getsource(importlib.import_module(live_objects.FSDP2_STATES[0]))
+    for name in ("_is_root", "_modules", "_state_ctx", "_comm_ctx", "_training_state", "_device"):
+        assert f"self.{name}" in source
+    for name in ("all_states", "iter_forward_root", "post_backward_final_callback_queued"):
+        assert f"self.{name}" in source
+    parts = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group"))
+    for name in ("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event", "_partial_reduce_output"):
+        assert f"self.{name}" in parts
+    for name in ("self._post_forward_indices", "self.post_forward_order", "self.all_gather_state", "def _to_sharded("):
+        assert name in parts
+    end = inspect.getsource(fsdp._runtime_utils._post_backward_final_callback)
+    for name in ("_catch_all_reshard", "_ran_pre_backward_hook", "_needs_pre_backward_unshard", "_post_forward_index"):
+        assert name in end
+    for name in ("_prefetched", "_exec_order_data.next_iter()", "_all_fsdp_states", "_post_backward_callback_queued"):
+        assert name in end
+    finalize = inspect.getsource(fsdp._runtime_utils._finalize_params)
+    assert "flat_param._post_backward_hook_state[-1].remove()" in finalize and "_post_backward_called" in finalize
+
+
 def test_a_device_mesh_knows_its_groups_by_name_and_equals_others_by_what_ddip_changes() -> None:
-    """The day meshes of another group are another's, ``rank/meshes.py`` may need to do less."""
+    """The day meshes of another group are another's, ``rank/process_group/meshes.py`` may need to do less."""
     same = inspect.getsource(DeviceMesh.__eq__)
     assert "self._thread_id == other._thread_id" in same and "_group_names" not in same
     assert "self._hash = hash(" in inspect.getsource(DeviceMesh.__hash__)
@@ -350,20 +438,12 @@ def test_fully_shard_knows_what_it_has_gathered() -> None:
     assert callable(fsdp.FSDPModule._get_fsdp_state)
 
 
-def test_rpc_begins_and_ends_where_ddip_wraps_it() -> None:
-    """Where these counts are gone, or agree by themselves, ``rank/rpc.py`` may need to do less."""
-    api = ddip_rpc.api
-    begin = inspect.getsource(rpc.init_rpc)
-    assert 'str(f"rpc_prefix_{_init_counter}")' in begin and "global rendezvous_iterator" in begin
-    end = inspect.getsource(api.shutdown)
-    order = ["_wait_all_workers(timeout)", "_delete_all_user_and_unforked_owner_rrefs()", "agent.join(", "finally:"]
-    assert sorted(order, key=end.index) == order and end.count("_finalize_shutdown()") == 2
-    last = inspect.getsource(api._finalize_shutdown)
-    for name in ("_destroy_rref_context(_ignore_rref_leak)", ".shutdown()", "_cleanup_python_rpc_handler()"):
-        assert name in last
-    assert "_reset_current_rpc_agent()" in last
-    meet = inspect.getsource(api._all_gather)
-    assert "_all_gather_sequence_id[" in meet and "_all_gather_sequence_id_to_states[" in meet
+def test_rpc_makes_its_group_where_ddip_wraps_it() -> None:
+    made = inspect.signature(rpc.backend_registry._init_process_group).parameters
+    assert list(made) == ["store", "rank", "world_size"]
+    handler = inspect.getsource(rpc.backend_registry._tensorpipe_init_backend_handler)
+    assert "_init_process_group(store, rank, world_size)" in handler and "TensorPipeAgent(" in handler
+    assert callable(rpc.api._is_current_rpc_agent_set)
 
 
 def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
@@ -438,23 +518,12 @@ def test_what_ends_a_wait_in_gloo_has_its_names() -> None:
     assert [name for name in lost_waits.ENDING if not hasattr(library, name)] == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells for which address a thread waits")
-def test_gloos_threads_have_the_name_by_which_they_are_found(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        end = time.monotonic() + 30  # a new thread gives itself its name when it runs first
-        while waiting.WORKER not in {waiting._name(thread) for thread in os.listdir("/proc/self/task")}:
-            assert time.monotonic() < end, "no thread has this name"
-    finally:
-        dist.destroy_process_group()
-
-
 def test_tqdm_knows_its_bars_by_the_names_that_are_used() -> None:
     with tqdm.tqdm(total=9, file=io.StringIO()) as outer, tqdm.tqdm(total=5, file=io.StringIO()) as inner:
         outer.update(3)
         inner.update(2)
-        assert vitals.bars() == [(3, 9), (2, 5)]
-    assert vitals.bars() == []
+        assert rank_vitals.bars() == [(3, 9), (2, 5)]
+    assert rank_vitals.bars() == []
 
 
 def test_a_data_loader_waits_for_its_workers_as_long_as_ddip_tells_it() -> None:

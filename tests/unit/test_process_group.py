@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from ddip.cluster import on_host
-from ddip.cluster.host import LocalHost
-from ddip.group.connections import is_spoilt, shared
-from ddip.group.process_group import ProcessGroupManager
+from ddip.cluster.processes import on_host
+from ddip.cluster.processes.host import LocalHost
+from ddip.group.process_group.connections import is_spoilt, shared
+from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
+
+from .scripted import use
 
 
 class _Ranks:
@@ -37,7 +39,7 @@ def report(
     return {
         "state": state,
         "released": released,
-        "begun": {"default cpu": (begun, sends, None)},
+        "begun": {"default cpu": use(begun, {"to 1": sends})},
         "groups": 1,
         "changes": {} if changes is None else {"model": changes},
         "rank": 0,
@@ -56,8 +58,8 @@ OTHER = [report("other"), {**report("other"), "rank": 1}]
         ([report(begun=1), report(begun=2)], True, False, False),
         ([report(begun=1), report(begun=2)], False, False, False),
         ([report(begun=1)], False, False, False),
-        ([report(sends=1), report(sends=2)], True, False, False),
-        ([report(sends=1), report(sends=2)], False, True, False),
+        ([report(sends=1), report()], True, False, False),
+        ([report(sends=1), report()], False, True, False),
         ([report(sends=1)], True, False, False),
         ([report(changes=4), report(changes=8)], True, False, False),
         ([report(changes=4), report(changes=8)], False, True, False),

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from ddip.errors import BadInput
-from ddip.group import stragglers, traces
-from ddip.group.profile import folder_for, offset
+from ddip.group.profiling import stragglers, traces
+from ddip.group.profiling.profile import folder_for, offset
 from ddip.notebook.arguments import check_profile
-from ddip.output import profile_report
-from ddip.output.profile_figures import Profile
+from ddip.output.tables import profile_report
+from ddip.output.tables.profile_report import Profile
 from ddip.protocol.reports import CollectiveRow, ProfileReport
-from ddip.rank import flight_recorder, profile_events, timeline, trace_file
-from ddip.rank.profile_events import Recorded
-from ddip.rank.timeline import Divided, Layers
+from ddip.rank.process_group import flight_recorder
+from ddip.rank.profiling import profile_events, timeline, trace_file
+from ddip.rank.profiling.profile_events import Recorded
+from ddip.rank.profiling.timeline import Divided, Layers
 
 S = 1_000_000_000
 
@@ -37,15 +38,6 @@ def communication(divided: Divided) -> float:
 
 def whole(divided: Divided) -> float:
     return divided.compute + divided.loading + divided.idle + communication(divided)
-
-
-def test_moments_that_are_in_both_or_in_one_only() -> None:
-    a, b = [(0, 5), (8, 12)], [(3, 9), (11, 20)]
-    assert timeline.overlap(a, b) == [(3, 5), (8, 9), (11, 12)]
-    assert timeline.without(a, b) == [(0, 3), (9, 11)]
-    assert timeline.without(b, a) == [(5, 8), (12, 20)]
-    assert timeline.without([(10, 20)], [(0, 5), (25, 30)]) == [(10, 20)]
-    assert timeline.union([(7, 9), (1, 3), (2, 5), (-4, 0), (9, 30)], 0, 10) == [(1, 5), (7, 10)]
 
 
 def test_a_blocked_thread_waits_for_gloo_loads_data_or_is_idle() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddip.output.recording import MOST_TEXT, OVERHEAD, Recording, trim
+from ddip.output.cells.recording import MOST_TEXT, OVERHEAD, Recording, trim
 
 
 def stream(text: str, name: str = "stdout", **where: int) -> dict[str, Any]:

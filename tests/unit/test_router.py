@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from ddip.output.bundles import to_tab
-from ddip.output.display_options import DisplayOptions
-from ddip.output.router import CellOutput
-from ddip.output.sizes import size_text
-from ddip.output.tables import RankInfo, info_table, where_text
+from ddip.output.cells.display_options import DisplayOptions
+from ddip.output.cells.router import CellOutput
+from ddip.output.page.bundles import to_tab
+from ddip.output.tables.tables import RankInfo, info_table, size_text, where_text
 from ddip.output.terminal_text import Screen, plain
 from ddip.output.transcript import Display
-from ddip.rank.limiter import Chunk, OutputLimiter
+from ddip.rank.streams.limiter import Chunk, OutputLimiter
 
 
 def stream(text: str, name: str = "stdout") -> dict[str, Any]:

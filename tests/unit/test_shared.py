@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddip.protocol import shared
-from ddip.protocol.shared import SharedBytes
+from ddip.protocol.objects import shared
+from ddip.protocol.objects.shared import SharedBytes
 
 
 @pytest.fixture(params=["memory", "file"])

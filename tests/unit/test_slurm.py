@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ddip.cluster import slurm
-from ddip.cluster.ways import Reach
+from ddip.cluster.hosts import slurm, slurm_keeper
+from ddip.cluster.reach import Reach
 from ddip.errors import BadInput, GroupError
-from ddip.group import places
-from ddip.group.placement import HostRequest, Request
+from ddip.group.members import places
+from ddip.group.members.placement import HostRequest, Request
 
 
 def test_words_are_options_of_sbatch() -> None:
@@ -113,3 +113,11 @@ def test_a_request_for_the_same_job_is_none_for_another_place() -> None:
     assert (other.hosts, other.reach.jobs) == ((), ())
     bigger = Request(4).after(found)
     assert (bigger.hosts, bigger.reach, bigger.n) == (found.hosts, found.reach, 4)
+
+
+def test_an_sbatch_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_keeper, "SUBMIT_SECONDS", 0.1)
+    assert slurm_keeper._submit_job("#!/bin/sh") == {"error": "sbatch did not answer within 0.1 s"}

@@ -13,19 +13,22 @@ import pytest
 import ddip
 from ddip.cluster import devices
 from ddip.errors import CellError, CellTimeout, RankError
-from ddip.group import group_status
-from ddip.group.cell import Cell
-from ddip.group.cell_status import data_of
-from ddip.group.history import History
-from ddip.group.placement import SHARES
-from ddip.output.cell_data import Part, cell_data, error_data, state_of, texts
-from ddip.protocol import status
-from ddip.protocol.status import CellData, PartData, Status
+from ddip.group.cells.cell import Cell
+from ddip.group.cells.cell_status import data_of
+from ddip.group.cells.history import History
+from ddip.group.members.placement import SHARES
+from ddip.notebook import cell_magics
+from ddip.output.cells.cell_data import Part, cell_data, error_data, state_of, texts
+from ddip.protocol import status_types
+from ddip.protocol.status_types import CellData, PartData, Status
+from tests.cluster.leftovers import wait_until
 
 from .conftest import NewGroup
 
 SCHEMAS = {
-    name: json.loads((Path(ddip.__file__).parent / "schemas" / f"{name}.{status.SCHEMA}.json").read_text())
+    name: json.loads(
+        (Path(ddip.__file__).parent / "protocol" / "schemas" / f"{name}.{status_types.SCHEMA}.json").read_text()
+    )
     for name in ("status", "cell")
 }
 
@@ -44,15 +47,15 @@ def test_the_schemas_are_schemas(name: str) -> None:
     ("name", "place", "kind"),
     [
         ("status", None, Status),
-        ("status", "group", status.GroupStatus),
-        ("status", "rank", status.RankStatus),
-        ("status", "gpu", status.GpuFigures),
-        ("status", "device", status.DeviceStatus),
-        ("status", "cell", status.CellStatus),
-        ("status", "error", status.LastError),
+        ("status", "group", status_types.GroupStatus),
+        ("status", "rank", status_types.RankStatus),
+        ("status", "gpu", status_types.GpuFigures),
+        ("status", "device", status_types.DeviceStatus),
+        ("status", "cell", status_types.CellStatus),
+        ("status", "error", status_types.LastError),
         ("cell", None, CellData),
         ("cell", "part", PartData),
-        ("cell", "error", status.ErrorData),
+        ("cell", "error", status_types.ErrorData),
     ],
 )
 def test_the_schemas_describe_every_key_and_no_other(name: str, place: str | None, kind: Any) -> None:
@@ -63,9 +66,9 @@ def test_the_schemas_describe_every_key_and_no_other(name: str, place: str | Non
 
 def test_the_schemas_know_every_state_and_outcome() -> None:
     of = lambda name, place, key: SCHEMAS[name]["$defs"][place]["properties"][key]["enum"]  # noqa: E731
-    assert of("status", "rank", "state") == list(typing.get_args(status.RankState))
-    assert of("cell", "part", "state") == list(typing.get_args(status.PartState))
-    outcomes = [*typing.get_args(status.CellOutcome), None]
+    assert of("status", "rank", "state") == list(typing.get_args(status_types.RankState))
+    assert of("cell", "part", "state") == list(typing.get_args(status_types.PartState))
+    outcomes = [*typing.get_args(status_types.CellOutcome), None]
     assert of("status", "cell", "outcome") == SCHEMAS["cell"]["properties"]["outcome"]["enum"] == outcomes
 
 
@@ -159,7 +162,7 @@ def test_a_failed_cell_by_rank(new_group: NewGroup) -> None:
 def test_a_cell_that_runs_waits_or_never_ran_by_rank(new_group: NewGroup) -> None:
     group = new_group(2)
     first, second = group.start("0: print hello\n1: sleep"), group.start("pass", queue=True)
-    assert by_rank(first) == [("ok", "hello"), ("running", None)]
+    wait_until(lambda: by_rank(first) == [("ok", "hello"), ("running", None)])
     assert by_rank(second) == [("queued", ""), ("queued", None)]
     assert [cell["state"] for cell in group.status()["cells"]] == ["running", "queued"]
     first.stop()
@@ -209,7 +212,7 @@ def test_the_status_of_a_group_fits_its_schema_whatever_its_ranks_do(new_group: 
 def test_a_rank_that_has_ended_or_does_not_answer_is_told_so(new_group: NewGroup) -> None:
     group = new_group(3)
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
-    del group.engine(2).answers["housekeeping.figures"]
+    del group.engine(2).answers["runtime.housekeeping.figures"]
     told = group.status()
     fits("status", told)
     assert [rank["state"] for rank in told["ranks"]] == ["idle", "ended", "no_answer"]
@@ -235,8 +238,8 @@ def test_a_group_that_has_ended_is_none(new_group: NewGroup) -> None:
     fits("status", told)
     assert (told["group"], told["ranks"], told["devices"]) == (None, [], [])
     assert [cell["outcome"] for cell in told["cells"]] == ["ok"]
-    fits("status", group_status.of(None, History()))
-    assert group_status.text_of(None, History()) == "there is no group"
+    fits("status", cell_magics.status_now(None, History()))
+    assert cell_magics.status_text(None, History()) == "there is no group"
 
 
 def test_gpus_are_devices(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +248,8 @@ def test_gpus_are_devices(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) 
     group = new_group(None, gpus=[0, 0, 1])
     for rank in range(3):
         figures = {"allocated": rank, "reserved": 10, "total": 100 + rank}
-        answer = group.engine(rank).answers["housekeeping.figures"]
-        group.engine(rank).answers["housekeeping.figures"] = lambda answer=answer, figures=figures: {
+        answer = group.engine(rank).answers["runtime.housekeeping.figures"]
+        group.engine(rank).answers["runtime.housekeeping.figures"] = lambda answer=answer, figures=figures: {
             **answer(),
             "gpu": figures,
         }
@@ -263,8 +266,8 @@ def test_the_last_cells_are_listed_and_those_that_go_on(new_group: NewGroup) -> 
     for _ in range(5):
         group.run("pass", ranks=[0])
     assert [known["number"] for known in group.status(cells=2)["cells"]] == [1, 5, 6]
-    text = group_status.text_of(group, group.history)
+    text = cell_magics.status_text(group, group.history)
     assert "2 ranks" in text and "in the background" in text and "last errors" not in text
     cell.stop()
-    text = group_status.text_of(group, group.history)
+    text = cell_magics.status_text(group, group.history)
     assert "last errors\nrank 1, cell 1: KeyboardInterrupt" in text

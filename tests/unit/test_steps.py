@@ -2,44 +2,103 @@
 
 from __future__ import annotations
 
-from ddip.group.steps import Steps, Uneven
+from typing import Any
+
+import pytest
+
+from ddip.group.process_group.steps import Steps, Uneven
+from ddip.protocol.reports import GroupUse
+
+from . import scripted
 
 ALL, PAIR = "default cpu", "1 cpu"
 
 
+def use(collectives: int = 0, ranks: list[int] | None = None, **more: Any) -> GroupUse:
+    """Return what a rank reports of a group."""
+    report: Any = {**scripted.use(collectives), "ranks": ranks, **more}
+    return report  # type: ignore[no-any-return]
+
+
 def test_ranks_are_in_step_if_they_have_begun_as_many_in_each_of_their_groups() -> None:
     steps = Steps()
-    steps.take({0: {ALL: (2, 0, None), PAIR: (1, 0, [0, 2])}, 1: {ALL: (2, 5, None)}})
+    steps.take({0: {ALL: use(2), PAIR: use(1, [0, 2])}, 1: {ALL: use(2, messages={"to 2": 5})}})
     assert steps.uneven(2) == [Uneven(PAIR, {0: 1, 2: 0})]
-    steps.take({2: {ALL: (1, 0, None), PAIR: (1, 0, [0, 2])}})
+    steps.take({2: {ALL: use(1), PAIR: use(1, [0, 2])}})
     assert steps.uneven(3) == [Uneven(ALL, {0: 2, 1: 2, 2: 1})]
-    steps.take({2: {ALL: (2, 0, None), PAIR: (1, 0, [0, 2])}})
+    steps.take({2: {ALL: use(2), PAIR: use(1, [0, 2])}})
     assert steps.uneven(3) == []
 
 
 def test_a_rank_that_has_left_a_group_is_not_behind() -> None:
     steps = Steps()
-    steps.take({0: {PAIR: (3, 0, [0, 1])}, 1: {}})
+    steps.take({0: {PAIR: use(3, [0, 1])}, 1: {}})
     assert steps.uneven(2) == []
 
 
 def test_a_difference_that_is_meant_is_news_again_when_more_is_begun() -> None:
     steps = Steps()
-    steps.take({0: {ALL: (1, 0, None)}, 1: {ALL: (0, 0, None)}})
+    steps.take({0: {ALL: use(1)}, 1: {ALL: use(0)}})
     steps.accept(steps.uneven(2))
     assert steps.uneven(2) == []
-    steps.take({0: {ALL: (2, 0, None)}, 1: {ALL: (1, 0, None)}})
+    steps.take({0: {ALL: use(2)}, 1: {ALL: use(1)}})
     assert steps.uneven(2) == [Uneven(ALL, {0: 2, 1: 1})]
     steps.forget()
     assert steps.uneven(2) == []
 
 
-def test_sends_count_since_they_were_told_last() -> None:
+def test_messages_are_compared_by_direction_since_the_last_report() -> None:
     steps = Steps()
-    assert steps.are_sends_uneven({0: {ALL: (0, 1, None)}}, 2)
-    steps.take({0: {ALL: (0, 1, None)}})
-    assert not steps.are_sends_uneven({0: {ALL: (0, 1, None)}}, 2)
-    assert not steps.are_sends_uneven({0: {ALL: (0, 2, None)}, 1: {ALL: (0, 1, None)}}, 2)
+    sent, received = {ALL: use(messages={"to 1": 1})}, {ALL: use(messages={"from 0": 1})}
+    assert steps.are_messages_uneven({0: sent}, 2)
+    assert not steps.are_messages_uneven({0: sent, 1: received}, 2)
+    assert steps.are_messages_uneven({0: sent, 1: {ALL: use(messages={"to 0": 1})}}, 2)
+    assert not steps.are_messages_uneven({0: sent, 1: {ALL: use(messages={"from any": 1})}}, 2)
+    steps.take({0: sent})
+    assert not steps.are_messages_uneven({0: sent}, 2)
+    assert not steps.are_messages_uneven({0: {ALL: use(messages={"to 1": 2})}, 1: received}, 2)
+
+
+def test_messages_of_a_pipeline_are_even_though_its_ranks_send_different_numbers() -> None:
+    steps = Steps()
+    middle = use(messages={"from 0": 1, "to 2": 1}, ranks=[1, 3, 5])
+    reports = {
+        1: {PAIR: use(messages={"to 1": 1}, ranks=[1, 3, 5])},
+        3: {PAIR: middle},
+        5: {PAIR: use(messages={"from 1": 1}, ranks=[1, 3, 5])},
+    }
+    assert not steps.are_messages_uneven(reports, 6)
+    del reports[5]
+    assert steps.are_messages_uneven(reports, 6)
+    reports[3][PAIR]["may_begin"] = "yes"
+    assert steps.are_messages_uneven(reports, 6)
+    reports[3][PAIR]["by_threads"] = True
+    assert not steps.are_messages_uneven(reports, 6)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "is_sure"),
+    [
+        ({}, {}, True),
+        ({}, {"may_begin": "yes"}, False),
+        ({"may_begin": "yes", "by_main": False}, {}, True),
+        ({}, {"may_begin": "maybe"}, True),
+        ({"by_main": False}, {"may_begin": "maybe"}, False),
+    ],
+)
+def test_a_difference_is_sure_if_no_thread_can_make_up_for_it(
+    ahead: dict[str, Any], behind: dict[str, Any], is_sure: bool
+) -> None:
+    steps = Steps()
+    steps.take({0: {ALL: use(2, **ahead)}, 1: {ALL: use(1, **behind)}})
+    assert [one.is_sure for one in steps.uneven(2)] == [is_sure]
+    assert not any(one.by_threads for one in steps.uneven(2))
+
+
+def test_a_group_of_the_same_name_with_other_ranks_is_another_group() -> None:
+    steps = Steps()
+    steps.take({0: {PAIR: use(1, [0])}, 1: {PAIR: use(2, [1])}})
+    assert steps.uneven(2) == []
 
 
 def test_an_uneven_group_says_which_ranks_have_begun_how_many() -> None:

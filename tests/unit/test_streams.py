@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddip.rank.limiter import TICK_CHARACTERS, Chunk, OutputLimiter
+from ddip.rank.streams.limiter import TICK_CHARACTERS, Chunk, OutputLimiter
 
 
 def test_up_to_the_limit_everything_is_sent_at_once() -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ddip.cluster import tcp_tables
+from ddip.cluster.processes import tcp_tables
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

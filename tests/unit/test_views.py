@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ddip.errors import RankError
-from ddip.output.bundles import LIVE_CHARACTERS
-from ddip.output.grouped import Grouped
-from ddip.output.labels import Labels
-from ddip.output.tabs import Tabs
+from ddip.output.page.bundles import LIVE_CHARACTERS
 from ddip.output.transcript import WIDGET, RankTranscript, plain_of
-from ddip.output.views import Plain, View
+from ddip.output.views.grouped import Grouped
+from ddip.output.views.labels import Labels
+from ddip.output.views.tabs import Tabs
+from ddip.output.views.views import Plain, View
 
 LIMIT = 100_000
 PICTURE = {"image/png": "aaaa", "text/plain": "<Figure>"}

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from ddip.cluster.seam import Recipient
+from ddip.cluster.cluster_api import Recipient
 from ddip.errors import GroupError
-from ddip.group import vitals
-from ddip.group.placement import Request
-from ddip.group.vitals import Rates, Sampler, period, rates, told
-from ddip.output.vitals import RankVitals, stragglers, table_html, table_text, time_text
+from ddip.group.members.placement import Request
+from ddip.group.watching import vitals
+from ddip.group.watching.vitals import Rates, Sampler, period, rates, told
+from ddip.output.tables.vitals_table import RankVitals, stragglers, table_html, table_text, time_text
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import DeviceFigures, Vitals
-from ddip.rank import nvml
-from ddip.rank import vitals as on_the_rank
-from ddip.rank.streams import RankStream
+from ddip.rank.process_group import rank_vitals as on_the_rank
+from ddip.rank.runtime import nvml
+from ddip.rank.streams.streams import RankStream
 
 from .scripted import Deafness, ScriptedGroup
 
@@ -212,16 +212,16 @@ def test_a_rank_that_does_not_answer_is_asked_once_and_taken_up_when_it_answers(
     with ScriptedGroup(2) as group:
         sampler = Sampler(group)
         engine = group.engine(1)
-        ordinary = engine.answers["vitals.now"]
+        ordinary = engine.answers["process_group.rank_vitals.now"]
 
         def deaf(every: float, keep: float) -> None:
             raise Deafness
 
-        engine.answers["vitals.now"] = deaf
+        engine.answers["process_group.rank_vitals.now"] = deaf
         for _ in range(3):
             assert [one.state for one in sampler.look()] == ["idle", "no answer"]
-        assert engine.calls.count("vitals.now") == 1
-        engine.answers["vitals.now"] = ordinary
+        assert engine.calls.count("process_group.rank_vitals.now") == 1
+        engine.answers["process_group.rank_vitals.now"] = ordinary
         sampler._asked[engine.number].set_result(engine.answer(vitals.on_rank.vitals(1.0, 1.0)))
         assert [one.state for one in sampler.look()] == ["idle", "idle"]
 
@@ -230,10 +230,10 @@ def test_a_rank_that_cannot_tell_has_no_answer_and_is_asked_again() -> None:
     with ScriptedGroup(1) as group:
         sampler = Sampler(group)
         assert [one.state for one in sampler.look()] == ["idle"]
-        ordinary = group.engine(0).answers["vitals.now"]
-        group.engine(0).answers["vitals.now"] = lambda every, keep: 1 / 0
+        ordinary = group.engine(0).answers["process_group.rank_vitals.now"]
+        group.engine(0).answers["process_group.rank_vitals.now"] = lambda every, keep: 1 / 0
         assert [one.state for one in sampler.look()] == ["no answer"]
-        group.engine(0).answers["vitals.now"] = ordinary
+        group.engine(0).answers["process_group.rank_vitals.now"] = ordinary
         assert [one.state for one in sampler.look()] == ["idle"]
 
 
@@ -245,7 +245,7 @@ def test_the_last_answer_stands_in_for_one_that_is_a_little_late(monkeypatch: py
         def deaf(every: float, keep: float) -> None:
             raise Deafness
 
-        group.engine(0).answers["vitals.now"] = deaf
+        group.engine(0).answers["process_group.rank_vitals.now"] = deaf
         assert [one.state for one in sampler.look()] == ["idle"]
         monkeypatch.setattr(vitals, "LATE_SECONDS", 0.0)
         assert [one.state for one in sampler.look()] == ["no answer"]

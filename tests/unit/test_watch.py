@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ddip.cluster import on_host
-from ddip.group import watch
-from ddip.group.watch import Ending, Watch
+from ddip.cluster.processes import on_host
+from ddip.group.members import watch
+from ddip.group.members.watch import Ending, Watch
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ddip.output import widget_bars
+from ddip.output import widgets
 from ddip.output.transcript import WIDGET
-from ddip.output.widget_bars import WidgetBars
+from ddip.output.widgets import WidgetBars
 
 
 def view(model: str, text: str = "0%") -> dict[str, Any]:
@@ -84,8 +84,8 @@ def test_several_bars_in_one_box_are_lines() -> None:
 
 
 def test_a_long_notebook_keeps_the_bars_that_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widget_bars, "KEPT_BARS", 3)
-    monkeypatch.setattr(widget_bars, "KEPT_MODELS", 5)
+    monkeypatch.setattr(widgets, "KEPT_BARS", 3)
+    monkeypatch.setattr(widgets, "KEPT_MODELS", 5)
     bars = WidgetBars()
     new_bar(bars, "outer")
     for number in range(20):

@@ -17,12 +17,13 @@ from fastcore.foundation import defaults
 from IPython.core.getipython import get_ipython
 
 from ddip.apps import launcher, patches
-from ddip.apps.fastai import contexts, evaluate, files, finder, fit, precision, randomness, show
+from ddip.apps.fastai import contexts, evaluate, fastai_files, fastai_show, finder, fit, precision
+from ddip.apps.fastai.distribution import randomness
 
 with contextlib.suppress(ImportError, RuntimeError, OSError):  # a torchvision that does not fit torch
     import fastai.vision.all  # noqa: F401
 
-MENDS = (fit, evaluate, finder, files, show, contexts, precision, launcher)
+MENDS = (fit, evaluate, finder, fastai_files, fastai_show, contexts, precision, launcher)
 
 
 def prepare() -> None:

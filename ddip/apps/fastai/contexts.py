@@ -17,14 +17,14 @@ from fastai.learner import Learner
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddip.apps import patches, ranks
+from ddip.apps import patches, rank_exchange
 
 
 @contextlib.contextmanager
 def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
     """Batch norm over the batches of all ranks, where torch has that: on GPUs."""
     device = torch.device(getattr(learn.dls, "device", None) or "cpu")
-    if not wanted or not ranks.together() or device.type != "cuda":
+    if not wanted or not rank_exchange.together() or device.type != "cuda":
         yield
         return
     plain = {name: module for name, module in learn.model.named_modules() if name and isinstance(module, _BatchNorm)}
@@ -40,21 +40,21 @@ def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
 @functools.wraps(distributed.rank0_first)
 def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `func` on rank 0, then on the others; if it fails there, raise on all."""
-    if not ranks.together():
+    if not rank_exchange.together():
         return func(*args, **kwargs)
-    first = ranks.rank() == 0
-    failed = "" if first else ranks.of_rank_0("")
+    first = rank_exchange.rank() == 0
+    failed = "" if first else rank_exchange.of_rank_0("")
     if failed:
         raise RuntimeError(f"rank 0 failed in {getattr(func, '__name__', func)}: {failed}")
     try:
-        with ranks.single_process_mode():
+        with rank_exchange.single_process_mode():
             return func(*args, **kwargs)
     except BaseException as error:
         failed = f"{type(error).__name__}: {error}"
         raise
     finally:
         if first:
-            ranks.of_rank_0(failed)
+            rank_exchange.of_rank_0(failed)
 
 
 def apply() -> None:
@@ -76,7 +76,7 @@ def apply() -> None:
 
     def num_distrib() -> int:
         """Ranks that a barrier can wait for."""
-        return ranks.size() if ranks.together() else 0
+        return rank_exchange.size() if rank_exchange.together() else 0
 
     patches.patch(Learner, "distrib_ctx", distrib_ctx)
     patches.patch(Learner, "to_distributed", to_distributed)

@@ -14,11 +14,12 @@ from fastai import torch_core
 from fastai.callback.core import FetchPredsCallback, GatherPredsCallback
 from fastai.learner import Learner
 
-from ddip.apps import patches, ranks
-from ddip.apps.fastai import metrics, plan, precision, randomness, shards
+from ddip.apps import patches, rank_exchange
+from ddip.apps.fastai import precision
+from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loaders
 from ddip.apps.fastai.fit import OfDdip
 from ddip.apps.fastai.passing import Passing
-from ddip.rank.checksum import checksum
+from ddip.rank.objects.checksum import checksum
 
 GATHERED = ("inputs", "preds", "targets", "losses")
 """Of GatherPredsCallback: lists with an item for each batch."""
@@ -56,19 +57,24 @@ class DdipMerge(Passing):
 
 def _gather(callback: GatherPredsCallback) -> None:
     mine = {name: value for name in GATHERED if isinstance(value := vars(callback).get(name), list)}
-    everyone = ranks.gather(mine)
+    everyone = rank_exchange.gather(mine)
     for name in mine:
         setattr(callback, name, plan.in_order([theirs[name] for theirs in everyone]))
 
 
 def _agreed_seed(learn: Learner, dl: Any) -> int | None:
     """A seed for the order of `dl`; None if each rank has to make all of its batches."""
-    if not ranks.together() or not shards.is_divisible(dl) or shards.carries_state(dl, learn) or _saves_batches(learn):
+    if (
+        not rank_exchange.together()
+        or not rank_loaders.is_divisible(dl)
+        or rank_loaders.carries_state(dl, learn)
+        or _saves_batches(learn)
+    ):
         return None
     training = any(isinstance(callback, OfDdip) for callback in learn.cbs)
-    model = () if training else checksum(ranks.state_of(learn.model))
+    model = () if training else checksum(rank_exchange.state_of(learn.model))
     seed = randomness.Seeds.draw().python
-    told = ranks.gather((shards.looks(dl), ranks.fingerprint(model), seed))
+    told = rank_exchange.gather((rank_loaders.looks(dl), rank_exchange.fingerprint(model), seed))
     same = all(one[:2] == told[0][:2] for one in told)  # each works with data, or a model, of its own otherwise
     return told[0][2] if same else None
 
@@ -84,7 +90,7 @@ def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ranks.single_process_mode():
+        with rank_exchange.single_process_mode():
             return method(self, *args, **kwargs)
 
     return run
@@ -108,7 +114,7 @@ def apply() -> None:
             if seed is None:
                 whole(self, ds_idx, dl)
                 return
-            shard = shards.of_evaluation(dl, seed)
+            shard = rank_loaders.of_evaluation(dl, seed)
             with randomness.kept(), self.added_cbs([DdipMerge(shard)]):
                 whole(self, ds_idx, shard)
 

@@ -13,11 +13,11 @@ from fastai.torch_core import item_find, to_detach, to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddip.apps import ranks
-from ddip.apps.fastai import metrics, plan, randomness, shards
-from ddip.apps.fastai.reduction import Reductions
-from ddip.rank import wrappers
-from ddip.rank.checksum import checksum
+from ddip.apps import rank_exchange
+from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loaders
+from ddip.apps.fastai.distribution.reduction import Reductions
+from ddip.rank.objects import wrappers
+from ddip.rank.objects.checksum import checksum
 
 NO_SYNC: dict[str, Any] = (
     {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
@@ -66,26 +66,26 @@ class Job:
         """Have every rank begin with the same; raises ValueError on all of them if their data differ."""
         learn = self.learn
         learn.model.to(getattr(learn.dls, "device", None))
-        if not shards.is_divisible(learn.dls.train):
+        if not rank_loaders.is_divisible(learn.dls.train):
             raise TypeError(NOT_DIVISIBLE.format(kind=type(learn.dls.train).__name__))
         self.seeds = randomness.Seeds.draw()
         common = randomness.State.now()
         told = {
-            "data": shards.looks(learn.dls.train),
+            "data": rank_loaders.looks(learn.dls.train),
             "epochs": learn.n_epoch,
-            "model": ranks.fingerprint(checksum(ranks.state_of(learn.model))),
+            "model": rank_exchange.fingerprint(checksum(rank_exchange.state_of(learn.model))),
             "optimizer": _print_of_optimizer(learn),
             "seeds": self.seeds,
         }
-        everyone = ranks.gather(told)
+        everyone = rank_exchange.gather(told)
         _require_same(everyone)
         self.seeds = everyone[0]["seeds"]
         if len({one["model"] for one in everyone}) > 1:
-            ranks.share(ranks.state_of(learn.model))
+            rank_exchange.share(rank_exchange.state_of(learn.model))
         if len({one["optimizer"] for one in everyone}) > 1:
             _share_optimizer(learn)
         self.common = common
-        self.seeds.seed_all(more=1 + ranks.rank())
+        self.seeds.seed_all(more=1 + rank_exchange.rank())
 
     def begin_epoch(self, *, may_drop: bool) -> None:
         """Take this rank's part of the training data, as one seed shuffles it for all.
@@ -93,10 +93,10 @@ class Job:
         `may_drop`: items are counted in each step, since a callback may take some out of a batch.
         """
         self.epochs += 1
-        self._may_drop = any(ranks.gather_number(may_drop))
+        self._may_drop = any(rank_exchange.gather_number(may_drop))
         self.seen = metrics.Seen()
         seed = (self.seeds.python + self.epochs) % 2**62
-        self.learn.dl, self.plan = shards.of_training(self.learn.dl, self.learn, seed)
+        self.learn.dl, self.plan = rank_loaders.of_training(self.learn.dl, self.learn, seed)
 
     @property
     def metrics(self) -> list[Any]:
@@ -116,9 +116,9 @@ class Job:
         """Of this rank's loss: the mean over the ranks of what they have so weighted is that of one process."""
         weight = self.plan.weights[self.step]
         if self.reductions.of(self.learn.loss_func) == "sum":
-            return float(ranks.size()) if weight else 0.0
+            return float(rank_exchange.size()) if weight else 0.0
         if self._used is not None and self._used[1]:
-            return self._used[0] * ranks.size() / self._used[1]
+            return self._used[0] * rank_exchange.size() / self._used[1]
         return weight
 
     @property
@@ -129,7 +129,7 @@ class Job:
     @property
     def items(self) -> float:
         """Of this step, as a mean over the ranks."""
-        return self.plan.items[self.step] if self._used is None else self._used[1] / ranks.size()
+        return self.plan.items[self.step] if self._used is None else self._used[1] / rank_exchange.size()
 
     def begin_step(self) -> None:
         """A batch has come."""
@@ -142,7 +142,7 @@ class Job:
         if self._may_drop:
             planned = self.plan.weights[self.step] * self.plan.items[self.step]
             mine = planned * _size(self.learn) / self._whole if self._whole else 0.0
-            self._used = mine, ranks.total(mine)
+            self._used = mine, rank_exchange.total(mine)
 
     def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` as it counts; one that does not count is 0, also where it is the mean of nothing."""
@@ -150,7 +150,7 @@ class Job:
 
     def start_loss_allreduce(self) -> None:
         """Begin to make one loss of all; the backward pass goes on meanwhile."""
-        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / ranks.size()
+        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / rank_exchange.size()
         self._work = dist.all_reduce(self._loss, async_op=True)
 
     def finish_loss_allreduce(self) -> None:
@@ -199,12 +199,12 @@ class Job:
             return
         self._probing = False
         trainable = _trainable(self.learn.model)
-        theirs = ranks.gather([parameter.grad is not None for parameter in trainable.values()])
+        theirs = rank_exchange.gather([parameter.grad is not None for parameter in trainable.values()])
         used = dict(zip(trainable, zip(*theirs, strict=True), strict=True))
         for name, parameter in trainable.items():
             if any(used[name]):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                ranks.average(parameter.grad)
+                rank_exchange.average(parameter.grad)
         known = _used.setdefault(self.learn.model, {})
         known.update({name: all(by_rank) for name, by_rank in used.items()})
         self._wrapper = None
@@ -218,7 +218,7 @@ class Job:
 
     def share_buffers(self) -> None:
         """What a model counts by itself (batch norm) is rank 0's, as in any step."""
-        ranks.share(list(self.learn.model.buffers()))
+        rank_exchange.share(list(self.learn.model.buffers()))
 
     def end(self) -> None:
         """However it ended."""
@@ -274,13 +274,13 @@ def _print_of_optimizer(learn: Learner) -> int:
 
     state = plain(learn.opt.state_dict())
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    return ranks.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), checksum(tensors)))
+    return rank_exchange.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), checksum(tensors)))
 
 
 def _share_optimizer(learn: Learner) -> None:
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
     state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # another rank has another GPU
-    state, trained, frozen = ranks.of_rank_0((state, trained, getattr(learn.opt, "frozen_idx", 0)))
+    state, trained, frozen = rank_exchange.of_rank_0((state, trained, getattr(learn.opt, "frozen_idx", 0)))
     learn.opt.load_state_dict(state)
     for parameter, known in getattr(learn.opt, "state", {}).items():
         known.update(to_device(dict(known), parameter.device))

@@ -17,9 +17,9 @@ with contextlib.suppress(ImportError):
     import datasets  # noqa: F401
 
 from ddip.apps import once, patches
-from ddip.apps.hf import device_map, files, living, place, show, training
+from ddip.apps.hf import device_map, hf_files, hf_show, living, place, trainer_faults
 
-PATCHES = (place, living, training, show, files, device_map)
+PATCHES = (place, living, trainer_faults, hf_show, hf_files, device_map)
 
 
 def prepare() -> None:
@@ -41,7 +41,7 @@ def rejoined() -> None:
 
 def begin_cell() -> None:
     """One rank shows what all of them do."""
-    show.begin_cell()
+    hf_show.begin_cell()
     living.begin_cell()
 
 
@@ -54,7 +54,7 @@ def end_cell(error: BaseException | None) -> None:
 def release() -> None:
     """Leave the libraries as they were, and what they know of a group that is left."""
     patches.restore()
-    show.restore()
+    hf_show.restore()
     place.forget()
 
 

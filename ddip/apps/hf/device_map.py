@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ddip.apps import patches, ranks
+from ddip.apps import patches, rank_exchange
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 INSTEAD = (
@@ -33,8 +33,8 @@ def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_here(kind: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         typed = kwargs.get("device_map")
-        if isinstance(typed, str) and typed in SPREAD and ranks.together():
-            raise ValueError(INSTEAD.format(typed=typed, size=ranks.size()))
+        if isinstance(typed, str) and typed in SPREAD and rank_exchange.together():
+            raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.size()))
         return load(kind, *args, **kwargs)
 
     return load_here

@@ -1,9 +1,9 @@
 """What accelerate keeps in use while the ranks form their group again, after an error or a stop.
 
-DDP wrappers go on with rank 0's parameters (``ddip/rank/wrappers.py``). In accelerate 1.15 more differs between ranks
-that stopped at different places: the state of optimizers and schedulers, where rank 0's is given to all, the count of
-steps over which gradients are accumulated, which begins anew, and the loaders that each was in the midst of, which are
-forgotten. Gradients of the step that failed go, with their memory.
+DDP wrappers go on with rank 0's parameters (``rank/objects/wrappers.py``). In accelerate 1.15 more differs between
+ranks that stopped at different places: the state of optimizers and schedulers, where rank 0's is given to all, the
+count of steps over which gradients are accumulated, which begins anew, and the loaders that each was in the midst of,
+which are forgotten. Gradients of the step that failed go, with their memory.
 
 A stop may find all ranks at work, after the collectives of a step, when only some have taken it: so where a cell fails
 in which an optimizer has taken steps, the group is formed again, although no rank waits for another.
@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddip.apps import patches, ranks
-from ddip.rank import current, process_group, wrappers
-from ddip.rank.checksum import checksum
-from ddip.rank.gpu import gpu
-from ddip.rank.wrappers import matches
+from ddip.apps import patches, rank_exchange
+from ddip.rank.objects import wrappers
+from ddip.rank.objects.checksum import checksum
+from ddip.rank.objects.wrappers import matches
+from ddip.rank.process_group import membership
+from ddip.rank.runtime import current
+from ddip.rank.runtime.gpu import gpu
 
 _numbers = itertools.count()
 _kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -84,7 +86,7 @@ def begin_cell() -> None:
 def end_cell(error: BaseException | None) -> None:
     """Some ranks may be a step ahead of others."""
     if error is not None and _has_stepped and current.is_everywhere():
-        process_group.give_up()
+        membership.give_up()
 
 
 def _number(thing: Any) -> None:
@@ -107,15 +109,15 @@ def go_on() -> None:
 def share_states() -> None:
     """On all ranks at once: give them rank 0's state of the optimizers and schedulers that each of them has."""
     mine = {number: thing for thing, number in _kept.items()}
-    described = ranks.gather({number: _description(thing) for number, thing in mine.items()})
-    things = [mine[numbers[ranks.rank()]] for numbers in matches(described)]
+    described = rank_exchange.gather({number: _description(thing) for number, thing in mine.items()})
+    things = [mine[numbers[rank_exchange.rank()]] for numbers in matches(described)]
     packed = [_pack(thing.state_dict()) for thing in things]
-    marks = ranks.gather([ranks.fingerprint((data, checksum(tensors))) for data, tensors in packed])
+    marks = rank_exchange.gather([rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed])
     for number, (thing, (data, tensors)) in enumerate(zip(things, packed, strict=True)):
         if len({of_rank[number] for of_rank in marks}) > 1:
-            state, received = _unpack(ranks.of_rank_0(data))
-            ranks.share(tensors if ranks.rank() == 0 else received)
-            if ranks.rank() != 0:
+            state, received = _unpack(rank_exchange.of_rank_0(data))
+            rank_exchange.share(tensors if rank_exchange.rank() == 0 else received)
+            if rank_exchange.rank() != 0:
                 thing.load_state_dict({**thing.state_dict(), **state})
 
 

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ddip.apps import patches
 from ddip.apps.lightning import faults, runs, trainers, tuner
-from ddip.rank import current
+from ddip.rank.runtime import current
 
 PATCHES = (trainers, runs, faults, tuner)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ddip.apps import patches, ranks
+from ddip.apps import patches, rank_exchange
 from ddip.apps.lightning import faults, trainers
 from ddip.apps.lightning.packages import modules
 
@@ -85,13 +85,13 @@ def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_failed_anywhere(trainer: Any) -> bool:
-    return any(ranks.gather_number(trainer in _failed))
+    return any(rank_exchange.gather_number(trainer in _failed))
 
 
 def _level(trainer: Any) -> None:
     """Have all ranks be where rank 0 is, as their parameters will be."""
     faults.clean_up(trainer)
-    loops, callbacks = ranks.of_rank_0(_state(trainer) if ranks.rank() == 0 else None)
+    loops, callbacks = rank_exchange.of_rank_0(_state(trainer) if rank_exchange.rank() == 0 else None)
     for loop, progress in loops.items():
         for name, state in progress.items():
             operator.attrgetter(name)(getattr(trainer, loop)).load_state_dict(state)

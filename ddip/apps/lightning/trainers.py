@@ -18,9 +18,9 @@ from torchmetrics import metric
 
 from ddip.apps import patches
 from ddip.apps.lightning.packages import modules
-from ddip.apps.lightning.placement import Here, settings
-from ddip.rank import current
-from ddip.rank.gpu import gpu
+from ddip.apps.lightning.trainer_placement import Here, settings
+from ddip.rank.runtime import current
+from ddip.rank.runtime.gpu import gpu
 
 FABRIC = ("launch", "setup", "setup_module", "setup_dataloaders")
 """Methods that use what a Fabric knows of the ranks."""

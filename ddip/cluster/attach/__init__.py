@@ -1,0 +1,1 @@
+"""Hosts that the engines of an existing ipyparallel cluster reach."""

@@ -1,0 +1,95 @@
+"""Hosts that are reached by the engines of somebody else's ipyparallel cluster, which stays as it is.
+
+Its engines do not become ranks: one of them on each host starts our agent there, as ssh does on other hosts, and what
+notebook and agent say to each other goes by the controller of that cluster (``near_end.py``, ``far_end.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as NoAnswer
+from typing import TYPE_CHECKING, Any
+
+from ddip.cluster import folder
+from ddip.cluster.reach import Attachment, Seat
+from ddip.errors import GroupError
+
+if TYPE_CHECKING:
+    from ipyparallel import Client
+
+GONE = "no controller answers there"
+ANSWER_SECONDS = 10.0
+"""How long a controller, or an engine, may take to answer."""
+WHERE = (
+    "__import__('json').dumps([__import__('socket').gethostname(), __import__('sys').executable, "
+    "[__import__('os').readlink(path) if 'ns' in path else open(path).read() for path in "
+    "('/proc/sys/kernel/random/boot_id', '/proc/self/ns/net') if __import__('os').path.lexists(path)]])"
+)
+"""What an engine is asked: its host, its Python, and what no other host has."""
+
+
+def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> Client:
+    """A client of the cluster whose connection file this is. Raises GroupError."""
+    with folder.left_out():
+        from ddip.cluster import ipp_private
+
+    try:
+        return ipp_private.LinkClient(file, heard, ANSWER_SECONDS)
+    except (OSError, ValueError, KeyError, TimeoutError, NoAnswer) as error:
+        raise GroupError(f"{file}: {GONE} ({str(error).strip() or 'no answer'})") from None
+
+
+def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
+    """The value of `expression` in each of these engines, whatever they run meanwhile. Raises GroupError."""
+    from ddip.cluster import ipp_private
+
+    content = {"code": "", "silent": True, "user_expressions": {"ddip": expression}}
+    try:
+        asked = [ipp_private.control(client, engine, "execute_request", content) for engine in engines]
+    except KeyError as error:
+        raise GroupError(f"engine {error} of that cluster has just ended; try again") from None
+    values, deadline = [], time.monotonic() + ANSWER_SECONDS
+    for engine, answer in zip(engines, asked, strict=True):
+        try:
+            value = answer.result(max(0.1, deadline - time.monotonic()))["user_expressions"]["ddip"]
+        except NoAnswer:
+            raise GroupError(f"engine {engine} of that cluster has not answered for {ANSWER_SECONDS:g} s") from None
+        except KeyError:
+            raise GroupError(f"engine {engine} of that cluster takes no requests of this kind") from None
+        if value["status"] != "ok":
+            raise GroupError(f"engine {engine} of that cluster: {value.get('ename')}: {value.get('evalue')}")
+        values.append(ast.literal_eval(value["data"]["text/plain"]))
+    return values
+
+
+def look(file: str, name: str, n: int | None) -> Attachment:
+    """Where the engines of a cluster are, in the order of their ids. Raises GroupError."""
+    with _closing(connect(file)) as client:
+        engines = sorted(client.ids)
+        if not engines:
+            raise GroupError(f"-c {name}: that cluster has no engines yet; start some, such as with ipcluster engines")
+        seats: dict[str, list[Any]] = {}
+        for engine, answer in zip(engines, ask(client, engines, WHERE), strict=True):
+            host, python, ids = json.loads(answer)
+            seats.setdefault(json.dumps([host, ids]), [host, python, []])[2].append(engine)
+    return Attachment(file, tuple(_named(seats.values())), n)
+
+
+def _named(seats: Any) -> Iterator[Seat]:
+    """Hosts that call themselves the same get numbers."""
+    taken: dict[str, int] = {}
+    for host, python, engines in seats:
+        taken[host] = taken.get(host, 0) + 1
+        yield Seat(host if taken[host] == 1 else f"{host}#{taken[host]}", tuple(engines), python)
+
+
+@contextlib.contextmanager
+def _closing(client: Client) -> Iterator[Client]:
+    try:
+        yield client
+    finally:
+        client.close(linger=0)

@@ -1,0 +1,1 @@
+"""Other hosts: agents, relays and Slurm jobs."""

@@ -1,0 +1,1 @@
+"""The ipyparallel cluster that connects a group's engines."""

@@ -1,0 +1,105 @@
+"""What travels between a group and the engines of an ipyparallel cluster, in the words of the seam."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ipyparallel.error import EngineError, RemoteError, TaskAborted
+
+from ddip.cluster import ipp_private
+from ddip.cluster.cluster_api import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.cluster.ipp_private import RankClient
+from ddip.cluster.processes.exit_diagnosis import EngineLogs
+from ddip.protocol.cell_messages import Asked
+from ddip.protocol.on_rank import RemoteCall
+from ddip.protocol.remote import call as run_call
+
+
+class Channels:
+    """Those of the engines that one client is connected to."""
+
+    def __init__(self) -> None:
+        self._client: RankClient | None = None
+        self.exits: dict[int, int | None] = {}
+        self._logs = EngineLogs()
+
+    @property
+    def connected(self) -> bool:
+        """Is there a controller, with a client connected to it?"""
+        return self._client is not None
+
+    @property
+    def client(self) -> RankClient:
+        """An ``ipyparallel.Client``; there is one from the first start on."""
+        assert self._client is not None
+        return self._client
+
+    @property
+    def live(self) -> set[int]:
+        """The engines that the controller knows, and that have not ended."""
+        return set(self.client.ids) - self.exits.keys()
+
+    def log_tail(self, engine: int) -> list[str]:
+        """The last lines of its log, of the cell that came last."""
+        return self._logs.tail(engine)
+
+    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+        """Run `code` as a cell of each of these engines."""
+        for recipient in to:
+            self._logs.cell_begins(recipient.engine)
+        return ipp_private.execute(self.client, code, to, asked, history=history)
+
+    def call(self, engine: int, call: RemoteCall[object]) -> Request:
+        """Make `call` on the main thread of `engine`."""
+        return _request(ipp_private.apply(self.client, engine, run_call, [call.target, *call.args], call.label))
+
+    def call_on_control_channel(
+        self, engine: int, call: RemoteCall[object]
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        """Make `call` beside what `engine` runs. Raises KeyError for one that has ended."""
+        asked = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
+        return ipp_private.control(self.client, engine, "ddip_request", asked)
+
+    def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
+        """Interrupt one request to `engine`; None: what it runs. Raises KeyError for an engine that has ended."""
+        return ipp_private.control(self.client, engine, "ddip_interrupt", {"cell": msg_id})
+
+    def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
+        """Send a widget's message to `engine`; returns its id. Raises KeyError for an engine that has ended."""
+        return ipp_private.send_comm(self.client, engine, message, listener)
+
+    def stop_listening(self, msg_id: str) -> None:
+        """What this request still shows is wanted no more."""
+        self.client.listeners.pop(msg_id, None)
+
+
+def _request(future: Any) -> Request:
+    """The one that ipyparallel's `future` stands for."""
+    request = Request(future.msg_id)
+    future.output.add_done_callback(lambda _: request.output.set_result(None))
+    future.add_done_callback(lambda done: request.set_result(_reply(done.result())))
+    return request
+
+
+def _reply(result: Any) -> Reply:
+    """The same as `_read`; what cannot be read is an error, and no request that is never done."""
+    try:
+        return _read(result)
+    except Exception as error:
+        return Reply(raised=Raised(type(error).__name__, f"its answer cannot be read: {error}", at=time.time()))
+
+
+def _read(result: Any) -> Reply:
+    """What ipyparallel has made of an engine's answer to a call: an exception, or what the call returns."""
+    if isinstance(result, TaskAborted):
+        return Reply(raised=Raised(KeyboardInterrupt.__name__, "before it began", at=time.time()))
+    if isinstance(result, RemoteError):
+        if result.ename == EngineError.__name__ and not result.engine_info:  # else a call has raised one
+            return Reply(ended=True)
+        return Reply(raised=Raised(result.ename, result.evalue, result.traceback))
+    if isinstance(result, BaseException):
+        return Reply(raised=Raised(type(result).__name__, str(result), at=time.time()))
+    return Reply(result)

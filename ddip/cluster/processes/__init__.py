@@ -1,0 +1,1 @@
+"""Processes of this host: preloaded, forked, owned, ended and diagnosed."""

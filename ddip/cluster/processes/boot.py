@@ -1,0 +1,57 @@
+"""Run ``main()`` of a module of ddip's own in a new process, with nothing of the working directory on its path.
+
+Run as ``python -P .../ddip/cluster/processes/boot.py MODULE ARGUMENT ...``. The working directory is
+the notebook's folder: with ``python -m`` a file ``random.py`` there would take the place of Python's own, and whatever
+a folder from the network holds would run. ddip itself is taken from beside this file, as the notebook has found it, and
+not by a path, on which its folder would bring along whatever else is in it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+INSTEAD = "is found instead of the standard library's"
+
+
+def main() -> None:
+    """Entry point."""
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of this file, before anything else is imported: its modules have short names
+    import os
+    import traceback
+
+    try:
+        import importlib.util
+
+        folder = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
+        spec = importlib.util.spec_from_file_location("ddip", os.path.join(folder, "__init__.py"))
+        assert spec is not None and spec.loader is not None
+        package = sys.modules["ddip"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+        module = importlib.import_module(sys.argv[1])
+        sys.argv[:] = [str(module.__file__), *sys.argv[2:]]
+        module.main()
+    except Exception:
+        traceback.print_exc()
+        for name, file in hidden().items():
+            print(f"{file} {INSTEAD} {name}; rename it", file=sys.stderr)
+        sys.exit(1)
+
+
+def hidden() -> dict[str, str]:
+    """Modules of the standard library that others on the path hide, and the files of those."""
+    import os
+    from importlib.machinery import PathFinder
+
+    library = os.path.dirname(os.__file__)
+    found = {}
+    for name in sorted(sys.stdlib_module_names.difference(sys.builtin_module_names)):
+        spec = PathFinder.find_spec(name)
+        origin = None if spec is None else spec.origin
+        if origin and not origin.startswith(library) and os.path.basename(os.path.dirname(origin)) != "lib-dynload":
+            found[name] = origin
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Why a rank's process ended, as far as the outside can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+LOG_LINES = 12
+"""Lines of a log that an error shows."""
+CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}
+"""Signals by which C code ends its process."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this host, or of the control group that this process is confined to; bytes."""
+
+    total: int
+    available: int
+    kills: int
+    """How many processes the kernel has ended for lack of memory."""
+
+    @classmethod
+    def now(cls) -> HostMemory:
+        """What the system says now; within a control group that has a limit, the figures of that group."""
+        memory = psutil.virtual_memory()
+        total, available = int(memory.total), int(memory.available)
+        kills = _field(Path("/proc/vmstat"), "oom_kill")
+        group = _control_group()
+        if group is not None:
+            kills = max(kills, _field(group / "memory.events", "oom_kill"))
+            limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+            if limit is not None and used is not None and limit < total:
+                total, available = limit, min(available, limit - used)
+        return cls(total, available, kills)
+
+
+def _control_group() -> Path | None:
+    try:
+        name = os.fsdecode(Path("/proc/self/cgroup").read_bytes()).strip().rpartition("::")[2]
+    except OSError:
+        return None
+    for folder in (Path("/sys/fs/cgroup") / name.lstrip("/"), Path("/sys/fs/cgroup")):
+        if (folder / "memory.events").exists():
+            return folder
+    return None
+
+
+def _field(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def exit_text(code: int | None) -> str:
+    """How a process ended: ``SIGKILL``, ``exit code 3``."""
+    if code is None:
+        return "exit code unknown"
+    if code >= 0:
+        return f"exit code {int(code)}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
+def cause_text(code: int | None, held: int | None, before: HostMemory, now: HostMemory) -> str:
+    """The likely cause; `held`: bytes that the process was last seen to hold; `before`: from before its start."""
+    name = exit_text(code)
+    if name in CRASHES:
+        return "a crash in C code, such as an extension's or a driver's"
+    if name == "SIGKILL":
+        figures = f"{_gigabytes(now.available)} of {_gigabytes(now.total)} GB are free now"
+        if held is not None:
+            figures = f"it was last seen to hold {_gigabytes(held)} GB; {figures}"
+        if now.kills > before.kills:
+            return f"the OOM killer ended it, or another process ({figures})"
+        short = now.available < now.total / 10 or (held is not None and held > now.total / 2)
+        who = "probably killed by the OOM killer" if short else "killed from outside, or by the OOM killer"
+        return f"{who} ({figures})"
+    if code is not None and code >= 0:
+        return "the cell, or a library, ended the process, as os._exit does"
+    return "somebody ended it"
+
+
+def log_end(text: str, count: int) -> list[str]:
+    """The last `count` lines of a log, or, if the process has crashed, the innermost lines of the thread that did."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith("Fatal Python error"):  # faulthandler's; the crashed thread comes next, innermost first
+            here = next((j for j in range(i, len(lines)) if lines[j].startswith("Current thread")), i + 1)
+            return [line, *lines[here : here + count - 1]]
+    return lines[-count:]
+
+
+class EngineLogs:
+    """What engines have written to their logs, also when ipyparallel has removed the files."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, Path] = {}
+        self._last_words: dict[int, str] = {}
+        self._elsewhere: dict[int, Callable[[], None]] = {}
+        self._begins: dict[int, int] = {}
+        """Bytes of each log from before the last cell."""
+
+    def opened(self, engine: int, path: Path) -> None:
+        """`engine` has started, and writes to `path`."""
+        self._paths[engine] = path
+
+    def opened_elsewhere(self, engine: int, mark: Callable[[], None]) -> None:
+        """`engine` has started on another host; after `mark`, only what it writes from then on is told when it ends."""
+        self._elsewhere[engine] = mark
+
+    def cell_begins(self, engine: int) -> None:
+        """A cell is sent to `engine`: what is in the log by now has nothing to do with how that ends."""
+        if engine in self._elsewhere:
+            self._elsewhere[engine]()
+        with contextlib.suppress(KeyError, OSError):  # not started, or ended
+            self._begins[engine] = self._paths[engine].stat().st_size
+
+    def closed(self, engine: int, text: str) -> None:
+        """`engine` has ended, and had written `text`."""
+        self._last_words[engine] = text
+
+    def tail(self, engine: int) -> list[str]:
+        """The last lines, of the last cell; of a crash, those that tell where it was."""
+        try:
+            log = self._paths[engine].read_bytes()
+        except (KeyError, OSError):  # not started, or ended
+            log = self._last_words.get(engine, "").encode(errors="replace")
+        begin = self._begins.get(engine, 0)
+        if begin <= len(log):  # else it has begun anew within the cell
+            log = log[begin:]
+        return log_end(log.decode(errors="replace"), LOG_LINES)
+
+    def text(self, engine: int) -> str:
+        """The same at the end of an error."""
+        lines = self.tail(engine)
+        return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f}"

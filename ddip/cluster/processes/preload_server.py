@@ -1,0 +1,217 @@
+"""The warm process: it imports once what every rank needs, and forks the controller and the engines when asked to.
+
+``boot.py`` runs it with the arguments NOTEBOOK MODULE ..., and one end of a socket pair as standard input. Over it come
+
+    {"fork": id, "module": ..., "needs": [...], "imports": [...], "argv": [...], "env": {...}, "path": [...],
+     "cwd": ..., "log": ...}
+    {"end": id}                     end this child, or do not start it
+
+and there go
+
+    {"forked": id, "pid": ...}      or {"refused": id, "why": ...} where no fork can be made
+    {"exited": id, "code": ...}     negative: the signal
+    {"warm": True}                  every MODULE is imported, and its memory is in large pages
+
+A request waits until what it needs is imported, and the rest is done while nobody waits. It sleeps when there is
+nothing to do. It dies with its owner: when the other end of the socket is closed, or when the kernel tells that the
+parent has died. Its children ask the kernel for the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import glob
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import setproctitle
+
+Request = dict[str, Any]
+
+
+def main() -> None:
+    """Serve the owner; in a child, become what was asked for."""
+    setproctitle.setproctitle(f"ddip warm process ({sys.argv[1]})")
+    request = Warm(int(os.environ["DDIP_OWNER"]), sys.argv[2:], json.loads(os.environ["DDIP_PATH"])).serve()
+    importlib.import_module(request["module"]).main()
+
+
+class Warm:
+    """One socket to the owner, the modules to import, the requests that wait, and the children.
+
+    `path`: where the notebook looks for modules. It comes last, and only while something is imported that is not found
+    without it, such as an app: what ddip needs, and what that tries to import, is not taken from the notebook's folder.
+    """
+
+    def __init__(self, owner: int, modules: list[str], path: list[str]) -> None:
+        self.owner = owner
+        self.modules = modules
+        self.path = path
+        self.tried: dict[str, BaseException | None] = {}  # name: why it could not be imported
+        self.waiting: list[Request] = []
+        self.children: dict[int, int] = {}  # pid: id
+        self.link = Connection(os.dup(0))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        # a signal writes here, which wakes us up
+        self.woken, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # sent when the *thread* that started us ends, too: so look
+        signal.signal(signal.SIGHUP, lambda *_: None if os.getppid() == owner else os._exit(0))
+        prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a child leaves behind is ours to reap
+        prctl(PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+        if os.getppid() != owner:  # it died before we asked
+            os._exit(0)
+        gc.disable()  # a collection would write to pages that the children share
+
+    def serve(self) -> Request:
+        """Never returns, but in each child, with the request that it is to fulfil."""
+        while True:
+            busy = self.waiting or self.modules
+            for ready in wait([self.link, self.woken], 0 if busy else None):
+                if ready is self.link:
+                    self.receive()
+                else:
+                    os.read(self.woken, 4096)
+                    self.reap()
+            if self.waiting:
+                request = self.waiting[0]
+                missing = [name for name in (*request["needs"], *request["imports"]) if name not in self.tried]
+                if missing:
+                    self.load(missing[0], request["path"])
+                elif self.fork(self.waiting.pop(0)):
+                    return request
+            elif busy:
+                self.warm_up()
+
+    def warm_up(self) -> None:
+        """Import the next module while no request waits."""
+        self.load(self.modules.pop(0), self.path)
+        if not self.modules:
+            self.say(warm=True)
+
+    def load(self, name: str, path: list[str]) -> None:
+        """Import a module; a failure is shown by the child that needs it."""
+        self.tried[name] = None
+        try:
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError:
+                further = [folder for folder in path if folder not in sys.path]
+                sys.path += further
+                try:
+                    importlib.import_module(name)
+                finally:
+                    for folder in further:
+                        sys.path.remove(folder)
+        except BaseException as error:  # a module may call sys.exit(); who asks for it gets the error
+            self.tried[name] = error
+            traceback.print_exc()
+
+    def receive(self) -> None:
+        try:
+            request = self.link.recv()
+        except (EOFError, OSError):
+            self.leave()
+        if "fork" in request:
+            self.waiting.append(request)
+        else:
+            self.waiting = [other for other in self.waiting if other["fork"] != request["end"]]
+            pids = [pid for pid, number in self.children.items() if number == request["end"]]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            if not pids:  # else it is told when it has ended
+                self.say(exited=request["end"], code=None)
+
+    def fork(self, request: Request) -> bool:
+        """True in the child."""
+        why = self.unsafe()
+        if why:
+            self.say(refused=request["fork"], why=why)
+            return False
+        gc.freeze()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.say(refused=request["fork"], why=f"no fork: {error.strerror}")
+            return False
+        if pid:
+            self.children[pid] = request["fork"]
+            self.say(forked=request["fork"], pid=pid)
+            return False
+        self.enter_child(request)
+        return True
+
+    def enter_child(self, request: Request) -> None:
+        """Take off everything that is the warm process's, in the child."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.link.close()
+        os.close(self.woken)
+        os.close(self.waker)
+        os.setsid()
+        try:
+            log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
+        except FileNotFoundError:  # the start was given up meanwhile, and its files are gone
+            os._exit(0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        for name in request["needs"]:
+            failure = self.tried[name]
+            if failure is not None:  # tried once more, it may fail in another way: torch does
+                raise failure
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        sys.argv[1:] = request["argv"]
+        # Python's own random numbers are seeded anew by themselves
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
+        gc.enable()
+
+    @staticmethod
+    def unsafe() -> str | None:
+        """Why no child could use the GPUs: CUDA does not survive a fork."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return "CUDA is initialised in the warm process"
+        for link in glob.glob("/proc/self/fd/*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(link).startswith("/dev/nvidia"):
+                    return "the warm process holds a GPU"
+        return None
+
+    def reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if pid in self.children:
+                    self.say(exited=self.children.pop(pid), code=os.waitstatus_to_exitcode(status))
+
+    def say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the owner is gone; the next receive tells
+            self.link.send(message)
+
+    def leave(self) -> NoReturn:
+        os._exit(0)  # the children follow: the kernel tells them

@@ -1,0 +1,1 @@
+"""Cells on ranks: queue, state machine, history, and differences after a fault."""

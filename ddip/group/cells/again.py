@@ -1,0 +1,33 @@
+"""``%dipcell``: what a cell has shown, once more, below the cell that runs now."""
+
+from __future__ import annotations
+
+from ddip.errors import ranks_text
+from ddip.group.cells.cell import Cell
+from ddip.group.cells.cell_status import beside
+from ddip.output.area import notify
+from ddip.output.cells.background_page import BackgroundOutput
+from ddip.output.cells.router import CellOutput
+from ddip.output.widgets import Comms
+
+
+def show_again(cell: Cell, comms: Comms | None) -> None:
+    """All of it, and its error; of a cell that still runs also what comes from here on."""
+    left_out = cell.recording.left_out
+    if left_out:
+        notify(f"the first {left_out} outputs of {cell.text} are not kept any more: DipMagics.keep_output_bytes")
+    output = cell.output
+    if output is not None and not cell.done.done():
+        begins = f"{cell.text} {'waits for' if cell.state == 'queued' else 'runs on'} {ranks_text(cell.ranks)}"
+        again = BackgroundOutput(cell.show_ranks, begins, cell.display, comms=comms)
+        output.show_again(again, dict(cell.replied))
+        return
+    shown = CellOutput(cell.show_ranks, cell.display, comms=comms)
+    if output is not None:
+        output.show_again(shown, {})
+    else:
+        for rank, message in cell.recording.messages():
+            shown.receive(rank, message)
+        shown.finish(cell.errors, cell.summary, lambda: beside(cell, shown.rich))
+    if cell.error_text:
+        shown.page.write("stderr", f"{cell.error_text}\n")

@@ -1,0 +1,423 @@
+"""Find out what a fault has left different on the ranks, and say so before the next cell.
+
+    across ranks   a value that was the same on all ranks after the last good cells, and is not now, was broken
+    at rest        a flag that was the same after each good cell, and has moved, was left in the middle of an operation
+    by design      what differed before: rank numbers, shards, losses of each rank's own data
+
+A path that no good cell has had is only evidence if it is a counter or a flag. Values of tensors count, and not how
+often they were written to, unless their values may differ, as those of shards.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ddip.errors import BadInput, RequestFailed, RequestInterrupted, ranks_text
+from ddip.group.members.ranks import Ranks
+from ddip.group.process_group.process_group import ProcessGroupManager
+from ddip.output.area import notify
+from ddip.output.tables.check_table import CheckRow, CheckTable, on_ranks
+from ddip.protocol import on_rank
+from ddip.protocol.on_rank import R, RemoteCall
+from ddip.protocol.reports import AtRest, Compared, Described
+
+Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
+"""Of a path that differs: no good cell has had it; it was there, without its values; it was equal after the last good
+cell only, such as a seed that was set there, or a loss by chance; its values differed already."""
+Row: TypeAlias = tuple[int, int]
+Rows: TypeAlias = dict[int, Row]
+"""Hashes of value and version (0: none) by the hash of their path."""
+MOST_PATHS = 10_000
+"""Paths that differ and are looked at; the rest is counted."""
+MOST_LINES, MOST_VALUES = 8, 8
+ABSENT = (0, 0)
+CUT = (
+    "the variables hold more objects than are compared after a fault: differences deep inside large lists and "
+    "dictionaries are not named"
+)
+NO_HISTORY = "no state had been recorded before: only counters, optimizers and generators were compared"
+CHECKED_ROLES = ("module", "optimizer", "scheduler", "scaler", "sampler", "subset")
+"""Objects whose differences a check names even if they are by design."""
+SYNC = "%dipsync {name} copies rank 0's"
+TODO = {
+    "module": "%dipsync {name}; statistics of BatchNorm: SyncBatchNorm, or rank 0's",
+    "subset": "give random_split a generator with the same seed on all ranks",
+    "sampler": "the same seed and epoch on all ranks",
+    "generator": "torch.manual_seed(...) on all ranks, or leave it, if it is meant",
+}
+"""What to do about an object of this role that differs; else `SYNC`."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One path whose value differs between ranks, or that is not at rest."""
+
+    path: str
+    owner: str
+    """The object to name for it."""
+    part: str
+    values: Mapping[int, str]
+    """In words, by rank; a rank without the path is missing."""
+    counts: bool
+    """Whether such values seldom differ by design."""
+    role: str = ""
+    """What its object is in a training."""
+    sharded: bool = False
+    """Whether each rank has another part of its parameters."""
+    before: str = ""
+    """At rest: the value after good cells."""
+
+
+@dataclass
+class Findings:
+    """Hold the result of one comparison."""
+
+    differences: list[Difference] = field(default_factory=list)
+    at_rest: list[Difference] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    """Of the paths of `differences`."""
+    more: int = 0
+    """Paths that differ besides, and are not described."""
+    is_cut: bool = False
+    """Whether a rank has more objects than are compared."""
+    first_cell: bool = False
+    """Whether no good cell was known: counters and generators only were compared."""
+
+
+def variable_of(path: str) -> str:
+    """Return the variable at the beginning of a path.
+
+    >>> [variable_of(path) for path in ("opt.state[net.weight]['step']", "losses[3]", "net")]
+    ['opt', 'losses', 'net']
+    """
+    return path.partition(".")[0].partition("[")[0]
+
+
+class Differences:
+    """Compares the ranks of one group after faults."""
+
+    def __init__(self, ranks: Ranks, manager: ProcessGroupManager) -> None:
+        self._ranks, self._manager = ranks, manager
+        self._failed: list[str] = []
+        """Names of the cells that have failed since the ranks were compared."""
+        self._reported: set[int] = set()
+        """Hashes of paths that the user was told of, until they are equal again."""
+        self._told_of_cut = self._has_trained = False
+
+    def note_fault(self, cell: str, trained: bool = False) -> None:
+        """A cell has failed, was stopped, timed out, or lost a rank: the ranks are compared before the next."""
+        self._failed.append(cell)
+        self._has_trained |= trained
+
+    @property
+    def pending(self) -> bool:
+        """True if a fault has happened since the ranks were compared."""
+        return bool(self._failed)
+
+    def report_fault(self) -> None:
+        """Compare the ranks after a fault, and print what differs, if anything."""
+        failed, self._failed = self._failed, []
+        try:
+            found = self._compare(failed)
+        except RequestInterrupted:
+            self._failed = failed
+            raise
+        except RequestFailed as error:
+            notify(f"the ranks could not be compared after the fault ({error}); %dipcheck tries again")
+            return
+        self._reported.update(found.hashes)
+        text = fault_text(found, len(self._ranks.members))
+        if not text and found.first_cell and self._has_trained:
+            text = f"{NO_HISTORY}; %dipcheck compares the rest"
+        self._has_trained = False
+        if text:
+            notify(text)
+        if found.is_cut and not self._told_of_cut:
+            self._told_of_cut = True
+            notify(CUT)
+
+    def _ask(self, call: RemoteCall[R]) -> list[R]:
+        """Make `call` on all ranks."""
+        calls = dict.fromkeys(range(len(self._ranks.members)), call)
+        return self._ranks.ask_soon(calls, release=self._manager.release)
+
+    def _snapshots(self, failed: Sequence[str]) -> list[str]:
+        """Return the cells after which every rank that is not new has recorded its state, the latest first."""
+        recorded = [self._ask(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
+        first, *others = [cells for cells in recorded if cells] or [[]]
+        return [cell for cell in first if all(cell in cells for cells in others)]
+
+    def _compare(self, failed: Sequence[str]) -> Findings:
+        """Compare the ranks, after the cells `failed` (their names), or as they are."""
+        after_fault = bool(failed)
+        cells = self._snapshots(failed)
+        reports = self._ask(on_rank.compare(cells, after_fault))
+        broken, others, first = broken_paths(reports)
+        self._reported.intersection_update([*broken, *others])
+        broken += [path for path in self._reported if others.pop(path, None) is not None]
+        found = Findings(first_cell=first, is_cut=any(report["is_cut"] for report in reports))
+        if broken or others:
+            described = self._ask(on_rank.describe([*broken, *others][:MOST_PATHS]))
+            found.differences, found.hashes = _differences(described, broken, others, after_fault)
+            found.hashes += broken[MOST_PATHS:]
+            found.more = max(0, len(broken) - MOST_PATHS)
+        differing = {one.path for one in found.differences}
+        found.at_rest = [one for one in _at_rest(reports) if one.path.partition("#")[0] not in differing]
+        return found
+
+    def rank_marks(self) -> list[int]:
+        """Return the hashes of the attributes that are the number of their rank on every rank."""
+        calls = {rank: on_rank.rank_marks(rank) for rank in range(len(self._ranks.members))}
+        return sorted(set.intersection(*(set(marks) for marks in self._ranks.ask_soon(calls))))
+
+    def refuse_stale(self, marks: list[int], size: int) -> None:
+        """Make objects with the rank and size of a former group of `size` refuse to work, and print their names."""
+        answers = self._ask(on_rank.refuse_stale(marks, size))
+        paths = list(dict.fromkeys(path for answer in answers for path in answer))
+        if paths:
+            more = f" and {len(paths) - MOST_LINES} more" if len(paths) > MOST_LINES else ""
+            notify(
+                f"these objects were made for {size} ranks and refuse to work; recreate them: "
+                f"{', '.join(paths[:MOST_LINES])}{more}"
+            )
+
+    def check(self, names: Sequence[str]) -> CheckTable:
+        """Compare the ranks now, and look for common mistakes; only in the variables `names`, if there are any."""
+        found = self._compare([])
+        size = len(self._ranks.members)
+        rows = []
+        for group in _grouped([*found.differences, *found.at_rest]):
+            name = variable_of(group[0].owner)
+            if not names or name in names:
+                todo = TODO.get(group[0].role, SYNC).format(name=name)
+                rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _line(group, size), todo))
+        answers = self._ask(on_rank.advise(list(names), size))
+        by_advice: dict[tuple[str, str, str], list[int]] = {}
+        for rank, answer in enumerate(answers):
+            for one in answer["advice"]:
+                by_advice.setdefault((one["path"], one["what"], one["todo"]), []).append(rank)
+        rows += [CheckRow(path, on_ranks(r, size) + what, todo) for (path, what, todo), r in by_advice.items()]
+        for name in sorted({name for answer in answers for name in answer["names"]}):
+            lack = [rank for rank, answer in enumerate(answers) if name not in answer["names"]]
+            if lack:
+                todo = f"run the cell that defines it, or %dipsync {name}"
+                rows.append(CheckRow(name, f"missing on {ranks_text(lack)}", todo))
+        return CheckTable(rows, max(answer["objects"] for answer in answers), size)
+
+    def sync(self, names: Sequence[str], source: int) -> tuple[list[str], dict[str, str]]:
+        """Copy what differs from rank `source` to the others: in `names`, or all that is known to differ.
+
+        Returns the paths that were copied, and those that could not be, with the reason. Raises BadInput for sharded
+        objects in `names`.
+        """
+        everyone = range(len(self._ranks.members))
+        paths: set[int] = set()
+        if not names:
+            found = self._compare([])
+            paths = self._reported.union(found.hashes)
+            if not paths:
+                return [], {}
+        call = on_rank.sync_state(list(names), sorted(paths), source, self._snapshots([]))
+        answers = self._ranks.ask(everyone, call, release=self._manager.release)
+        copied, refused = answers[source]["copied"], answers[source]["refused"]
+        if refused and not copied and set(refused) <= set(names):
+            why = "; ".join(f"{name}: {text}" for name, text in sorted(refused.items()))
+            raise BadInput(f"%dipsync {' '.join(names)}: nothing was copied. {why}")
+        if not names:
+            self._reported = paths if refused else set()
+            if refused:
+                self._compare([])  # forgets what is equal now; what could not be copied is named again
+        return copied, refused
+
+
+def rows_of(packed: bytes) -> Rows:
+    """Return the rows of ``inspection.compare``, which are three numbers each."""
+    numbers = array("Q", packed)
+    return {numbers[n]: (numbers[n + 1], numbers[n + 2]) for n in range(0, len(numbers), 3)}
+
+
+def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind], bool]:
+    """Return the hashes of the paths that a fault has broken, and of others that differ: new ones, or by design.
+
+    The third value is whether no rank knows how it was after a good cell.
+    """
+    now = [rows_of(report["now"]) for report in reports]
+    known = [report for report in reports if report["has_history"]]
+    good = [rows_of(report["good"]) for report in known] if len(known) > 1 else []  # one rank alone is equal to nobody
+    former = [rows_of(report["former"]) for report in known if report["former"]]
+    former = former if len(former) == len(known) else []
+    broken: list[int] = []
+    others: dict[int, Kind] = {}
+    for path in dict.fromkeys(path for rows in now for path in rows):
+        values = [rows.get(path, ABSENT) for rows in now]
+        if not _differ(values):
+            continue
+        there = [row for row, report in zip(values, reports, strict=True) if report["has_history"] or row != ABSENT]
+        if not _differ(there):
+            continue  # only ranks that are new have it not
+        before = [rows.get(path, ABSENT) for rows in good]
+        if not any(row != ABSENT for row in before):
+            others[path] = "new"
+        elif not _was_broken(values, before):
+            others[path] = "design" if any(value for value, _ in before) else "unknown"
+        elif not _differ(before) and _differ([rows[path] for rows in former if path in rows]):
+            others[path] = "settled"
+        else:
+            broken.append(path)
+    return broken, others, not good
+
+
+def _differ(rows: Sequence[Row]) -> bool:
+    """Return whether values differ; where there are none, whether versions do."""
+    if any(value for value, _ in rows):
+        return len({value for value, _ in rows}) > 1
+    return len({version for _, version in rows}) > 1
+
+
+def _was_broken(now: Sequence[Row], before: Sequence[Row]) -> bool:
+    """Return whether values that differ now were equal after the last good cell, or written to equally often then.
+
+    The last walk before a fault may have had no time for the values of tensors; then only the second is known.
+    """
+    versions = {version for _, version in before}
+    if (all(value for value, _ in before) or not any(versions)) and not _differ(before):
+        return True
+    return all(versions) and len(versions) == 1 < len({version for _, version in now})
+
+
+def _differences(
+    described: Sequence[Mapping[int, Described]], broken: Sequence[int], others: Mapping[int, Kind], after_fault: bool
+) -> tuple[list[Difference], list[int]]:
+    """Return the differences at these paths that are evidence, and the hashes of their paths.
+
+    After a fault, what differs by design is none; a check names it where it belongs to a model or its training.
+    """
+    found, hashes = [], []
+    for number in [*broken, *others]:
+        found_on = {rank: rows[number] for rank, rows in enumerate(described) if number in rows}
+        if not found_on:
+            continue
+        first = next(iter(found_on.values()))
+        values = {rank: "other values" if one["value"] is None else one["value"] for rank, one in found_on.items()}
+        counts = all(one["counts"] for one in found_on.values())
+        is_rank = list(values.values()) == [str(rank) for rank in range(len(described))] and len(described) > 1
+        if number in others:
+            is_shared = len(found_on) == len(described) and not is_rank
+            of_training = not after_fault and first["role"] in CHECKED_ROLES and first["part"] != "gradients"
+            is_new = others[number] == "new" and not first["owner"].startswith("<")
+            is_evidence = is_new and all(one["is_new_evidence"] for one in found_on.values())
+            is_trained = others[number] in ("unknown", "settled") and first["is_trained"]
+            is_evidence = is_evidence or (others[number] == "settled" and counts)
+            if not is_shared or not (is_evidence or is_trained or of_training):
+                continue
+        role, sharded = first["role"], first["sharded"]
+        found.append(Difference(first["path"], first["owner"], first["part"], values, counts, role, sharded))
+        hashes.append(number)
+    return found, hashes
+
+
+def _at_rest(reports: Sequence[Compared]) -> list[Difference]:
+    """Return what is not at rest on some ranks, once per path."""
+    by_path: dict[str, dict[int, AtRest]] = {}
+    for rank, report in enumerate(reports):
+        for one in report["at_rest"]:
+            by_path.setdefault(one["path"], {})[rank] = one
+    found = []
+    for path, found_on in by_path.items():
+        first = next(iter(found_on.values()))
+        values = {rank: one["now"] for rank, one in found_on.items()}
+        found.append(Difference(path, first["owner"], first["part"], values, True, before=first["before"]))
+    return found
+
+
+# -- in words
+
+
+def fault_text(found: Findings, size: int) -> str:
+    """Return the lines for the user; empty if nothing was found."""
+    lines = []
+    if found.differences:
+        lines.append("the ranks differ after the fault:")
+        lines += _lines(found.differences, size)
+        if found.more:
+            lines.append(f"  and {found.more} more values")
+        if found.first_cell:
+            lines.append(NO_HISTORY)
+        sharded = sorted({variable_of(one.owner) for one in found.differences if one.sharded})
+        if not all(one.sharded for one in found.differences):
+            lines.append("%dipsync copies rank 0's values to the others (--from RANK: another rank's)")
+        if sharded:
+            lines.append(f"{', '.join(sharded)}: each rank has its own part; load a checkpoint, or use ddip.dist_state")
+    if found.at_rest:
+        lines.append("these were left in the middle of an operation:")
+        lines += _lines(found.at_rest, size)
+    return "\n".join(lines)
+
+
+def _lines(differences: Sequence[Difference], size: int) -> list[str]:
+    """Return a line per object, the clearest first."""
+    ordered = _grouped(differences)
+    lines = [f"  {_line(group, size)}" for group in ordered[:MOST_LINES]]
+    rest = ordered[MOST_LINES:]
+    if rest:
+        names = sorted({variable_of(group[0].owner) for group in rest})
+        lines.append(f"  and {len(rest)} more objects, in {', '.join(names[:MOST_LINES])}; %dipcheck shows them")
+    return lines
+
+
+def _grouped(differences: Sequence[Difference]) -> list[list[Difference]]:
+    """Return the differences of each object together, the clearest first."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for one in differences:
+        groups.setdefault((one.owner, one.part), []).append(one)
+    return sorted(groups.values(), key=lambda group: not any(one.counts for one in group))
+
+
+GENERATORS = {
+    "<random>": "Python's random",
+    "<numpy.random>": "NumPy's global generator",
+    "<torch.random>": "torch's default generator",
+}
+FACTS = {
+    "length": ": its length",
+    "keys": ": its length",
+    "members": ": its length",
+    "type": ": its type",
+    "left": ": its position",
+    "line": ": its position",
+}
+WHOLE_PARTS = ("parameters and buffers", "gradients", "training mode", "state")
+
+
+def _line(group: Sequence[Difference], size: int) -> str:
+    clearest = min(group, key=lambda one: (not one.counts, "#" in one.path, len(one.path)))
+    owner, part = clearest.owner, clearest.part
+    count = len({one.path.partition("#")[0] for one in group})
+    if owner in GENERATORS:
+        return f"{GENERATORS[owner]}: at different positions"
+    if part in WHOLE_PARTS and not owner.startswith("<"):
+        example = _value_text(clearest, size)
+        return f"{owner}: {part} ({count} {'differs' if count == 1 else 'differ'}; {example})"
+    more = f", and {count - 1} more" if count > 1 else ""
+    return f"{_value_text(clearest, size)}{more}"
+
+
+def _value_text(one: Difference, size: int) -> str:
+    """Return a path and its values.
+
+    >>> _value_text(Difference("sched.last_epoch", "sched", "attributes", {0: "3", 1: "2"}, True), 2)
+    'sched.last_epoch is 3 on rank 0, 2 on rank 1'
+    """
+    path, _, fact = one.path.partition("#")
+    path += FACTS.get(fact, "")
+    by_value: dict[str, list[int]] = {}
+    for rank in range(size):
+        by_value.setdefault(one.values.get(rank, one.before if one.before else "missing"), []).append(rank)
+    if list(by_value) == ["other values"]:
+        return f"{path} differs"
+    parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in list(by_value.items())[:MOST_VALUES]]
+    at_rest = f" (at rest {one.before})" if one.before else ""
+    return f"{path} is {', '.join(parts)}{at_rest}"

@@ -1,0 +1,1 @@
+"""The ranks of a group: placement, engines, liveness and requests."""

@@ -1,0 +1,1 @@
+"""Objects and modules between the notebook and its ranks."""

@@ -1,0 +1,30 @@
+"""How a model lies on the ranks, as they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddip.errors import BadInput, ranks_text
+from ddip.group.members.ranks import Ranks
+from ddip.output.tables.shards_table import ShardsTable
+from ddip.protocol import on_rank
+from ddip.protocol.reports import ShardsReport
+
+
+def ask(ranks: Ranks, name: str) -> ShardsTable:
+    """Of the model in the variable `name`; raises BadInput if it is not there, or no module, on a rank."""
+    reports: Sequence[ShardsReport] = ranks.ask(range(len(ranks.members)), on_rank.describe_shards(name))
+    lack = [rank for rank, report in enumerate(reports) if not report["is_there"]]
+    if lack:
+        what = "part" if "." in name else "variable"
+        raise BadInput(
+            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {what} {name}; make the "
+            "model in a %%dip cell first"
+        )
+    others = [rank for rank, report in enumerate(reports) if report["tensors"] is None]
+    if others:
+        raise BadInput(
+            f"%dipshards {name}: on {ranks_text(others)} it is no module but of type {reports[others[0]]['kind']}; "
+            "type the name of a model, a torch.nn.Module"
+        )
+    return ShardsTable(name, reports)

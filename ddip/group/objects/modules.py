@@ -1,0 +1,294 @@
+"""Modules of the notebook's own, for ranks on hosts that do not have its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import re
+import site
+import stat
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from ddip.cluster.processes import on_host
+from ddip.cluster.processes.host import LocalHost
+from ddip.errors import BadInput, ranks_text
+from ddip.group import stopping
+from ddip.group.members.ranks import Ranks
+from ddip.output.progress import Report
+from ddip.output.tables.tables import size_text
+from ddip.protocol import on_rank
+
+MOST_BYTES = 16_000_000
+"""Of all files of a module."""
+MOST_FILES = 2000
+MAGIC = "%dipush --modules"
+LEFT_OUT = re.compile(r"\..*|__pycache__|.*\.py[co]|.*\.egg-info")
+"""Names of files and folders that are not of a module's source."""
+INSTALL = "install it on the hosts, in the Python that their ranks take"
+MISSING = re.compile(r"No module named '(\w+)")
+COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module as its source files."""
+
+    name: str
+    files: Mapping[str, bytes]
+    """By path, with ``/``: ``utils.py``, or ``pkg/__init__.py``."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(map(len, self.files.values()))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that is in it."""
+        found = hashlib.sha256()
+        for path, data in sorted(self.files.items()):
+            found.update(f"{path}\0{len(data)}\0".encode() + data)
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class ModulesPushed:
+    """What has become of a push of modules."""
+
+    names: tuple[str, ...]
+    hosts: tuple[str, ...]
+    """Other hosts that ranks are on."""
+    sent: tuple[str, ...]
+    """Those of `hosts` that lacked something, or had it otherwise."""
+    size: int
+    """Bytes of all modules."""
+    beside: bool
+    """Are there ranks beside the notebook?"""
+    told: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """By module what ranks say that have imported it already, and have not loaded it again."""
+
+    def __str__(self) -> str:
+        names = ", ".join(self.names)
+        if not self.hosts:
+            return f"the ranks are beside the notebook, and import {names} where it does; nothing was sent"
+        if not self.sent:
+            return f"{', '.join(self.hosts)} had {names} already, unchanged"
+        return f"pushed {names}: {size_text(self.size)} to {', '.join(self.sent)}"
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know of ranks that have imported a module already."""
+        lines = []
+        for name, by_rank in self.told.items():
+            for text in dict.fromkeys(by_rank.values()):
+                who = ranks_text([rank for rank, own in by_rank.items() if own == text])
+                lines.append(self._notice(name, who, text))
+        return lines
+
+    @staticmethod
+    def _notice(name: str, who: str, text: str) -> str:
+        if text == on_rank.IMPORTED:
+            cure = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
+            return (
+                f"{name} {text} on {who}, and stays as it was there: {cure}, or turn %autoreload 2 on before the push"
+            )
+        return f"{name} could not be loaded again on {who}, and stays as it was there: {text}"
+
+
+# -- here
+
+
+def find(names: str | Sequence[str]) -> list[Source]:
+    """The source files of modules of the notebook's own; raises BadInput."""
+    given = names.split(",") if isinstance(names, str) else names
+    wanted = [*dict.fromkeys(name.strip() for name in given if name.strip())]
+    if not wanted:
+        raise BadInput(f"{MAGIC}: type the names of modules, such as {MAGIC} utils,models")
+    importlib.invalidate_caches()  # the file may be new
+    return [_find(name) for name in wanted]
+
+
+def _find(name: str) -> Source:
+    whole = name.removesuffix(".py").partition(".")[0]
+    if "." in name and not name.endswith(".py") and whole.isidentifier():
+        raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {whole}")
+    if not name.isidentifier():
+        better = f"; type {MAGIC} {Path(name).stem}" if Path(name).stem.isidentifier() else ""
+        raise BadInput(f"{MAGIC} {name}: {name!r} is not the name of a module{better}")
+    place = _own_place(name)
+    if place.is_dir():
+        return Source(name, dict(_files_of(name, place)))
+    data = place.read_bytes()
+    _ensure_small(name, len(data), 1, place)
+    return Source(name, {f"{name}.py": data})
+
+
+def _own_place(name: str) -> Path:
+    """The same as `_place`, of a module that is the notebook's own."""
+    if name == "__main__":
+        raise BadInput(f"{MAGIC} {name}: that is the notebook; %dipush copies its variables, functions and classes")
+    place = _place(name)
+    if _is_installed(name, place):
+        raise BadInput(f"{MAGIC} {name}: {name} is not a module of your own, but installed; {INSTALL}")
+    return place
+
+
+def _place(name: str) -> Path:
+    """The file of a module, or the folder of a package."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # such as __main__
+        spec = None
+    if spec is None:
+        raise BadInput(f"{MAGIC} {name}: the notebook finds no module {name}, neither in its folder nor on sys.path")
+    folders = [*(spec.submodule_search_locations or [])]
+    if len(folders) > 1:
+        raise BadInput(f"{MAGIC} {name}: {name} is in several folders, {', '.join(folders)}; bring it together in one")
+    place = Path(folders[0] if folders else spec.origin or "")
+    if not folders and (spec.origin in ("built-in", "frozen") or not spec.has_location):
+        raise BadInput(f"{MAGIC} {name}: {name} is a part of Python, which every host has")
+    if not folders and place.name.endswith(COMPILED):
+        raise BadInput(f"{MAGIC} {name}: {name} is compiled ({place.name}); {INSTALL}")
+    if not (place.is_dir() if folders else place.is_file() and place.suffix == ".py"):
+        raise BadInput(f"{MAGIC} {name}: {name} has no source file that can be sent ({place}); {INSTALL}")
+    return place
+
+
+def _is_installed(name: str, place: Path) -> bool:
+    """Is it of the Python environment, and not the notebook's own?"""
+    if name == "ddip":
+        return True
+    there = place.resolve()
+    paths = sysconfig.get_paths()
+    folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return any(there.is_relative_to(Path(folder).resolve()) for folder in folders)
+
+
+def _files_of(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:
+    """The files of a package, by path. Raises BadInput for what cannot be sent."""
+    size = count = 0
+    root = folder.resolve()
+    for path in _walk(name, root):
+        size, count = size + path.stat().st_size, count + 1
+        _ensure_small(name, size, count, folder)
+        yield f"{name}/{path.relative_to(root).as_posix()}", path.read_bytes()
+    if not count:
+        raise BadInput(f"{MAGIC} {name}: the folder {folder} has no files")
+
+
+def _walk(name: str, root: Path) -> Iterator[Path]:
+    for at, folders, files in os.walk(root):
+        folders[:] = sorted(folder for folder in folders if not LEFT_OUT.fullmatch(folder))
+        for entry in [*folders, *sorted(files)]:
+            path = Path(at, entry)
+            if LEFT_OUT.fullmatch(entry):
+                continue
+            if path.is_symlink() and not path.exists():
+                raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.readlink()}, which is not there")
+            if path.is_symlink() and (path.is_dir() or not path.resolve().is_relative_to(root)):
+                raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.resolve()}; put what it needs into {root}")
+            if entry.endswith(COMPILED):
+                raise BadInput(f"{MAGIC} {name}: it has a compiled part, {path.relative_to(root)}; {INSTALL}")
+            if stat.S_ISREG(path.stat().st_mode):
+                yield path
+
+
+def _ensure_small(name: str, size: int, count: int, place: Path) -> None:
+    if size > MOST_BYTES or count > MOST_FILES:
+        most = f"{size_text(MOST_BYTES)} or {MOST_FILES} files"
+        raise BadInput(f"{MAGIC} {name}: {place} has more than {most}; keep data elsewhere, and code in the module")
+
+
+def hint(text: str, ranks: Ranks) -> str:
+    """What to type where `text`, of ranks on other hosts, says that they lack modules which are the notebook's own."""
+    if not _ranks_elsewhere(ranks):
+        return ""
+    own = []
+    for name in dict.fromkeys(MISSING.findall(text)):
+        with contextlib.suppress(BadInput):
+            _own_place(name)
+            own.append(name)
+    return f"{MAGIC} {','.join(own)} sends what is the notebook's own" if own else ""
+
+
+# -- there
+
+
+class Modules:
+    """Those that a group has on other hosts."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Source] = {}
+        self._sent: dict[Path, dict[str, str]] = {}
+        """Digest of each module, by the run folder of the host that has it."""
+
+    def push(self, ranks: Ranks, sources: Sequence[Source], reload: bool, progress: Report) -> ModulesPushed:
+        """Have all hosts have `sources` as they are."""
+        changed = self._send(ranks, sources, progress)
+        by_host = _ranks_elsewhere(ranks)
+        calls = {
+            rank: on_rank.take_modules(str(_folder(ranks, host)), changed[host], reload)
+            for host, its in by_host.items()
+            if changed[host]
+            for rank in its
+        }
+        answers = dict(zip(calls, ranks.ask_each(calls), strict=True)) if calls else {}
+        names = tuple(source.name for source in sources)
+        told = {name: {rank: answer[name] for rank, answer in answers.items() if name in answer} for name in names}
+        return ModulesPushed(
+            names,
+            hosts=tuple(ranks.cluster.hosts[host].name for host in by_host),
+            sent=tuple(ranks.cluster.hosts[host].name for host in by_host if changed[host]),
+            size=sum(source.size for source in sources),
+            beside=sum(map(len, by_host.values())) < len(ranks.members),
+            told={name: by_rank for name, by_rank in told.items() if by_rank},
+        )
+
+    def send_again(self, ranks: Ranks, progress: Report) -> None:
+        """To hosts that do not have what was pushed: they were lost, and have begun anew."""
+        self._send(ranks, [*self._sources.values()], progress)
+
+    def _send(self, ranks: Ranks, sources: Sequence[Source], progress: Report) -> dict[int, list[str]]:
+        """Send `sources` to where they are not; returns the names of those by the number of each host."""
+        by_host = _ranks_elsewhere(ranks)
+        changed: dict[int, list[str]] = {host: [] for host in by_host}
+        with stopping.button():
+            for source in sources:
+                lack = [host for host in by_host if self._had(ranks, host).get(source.name) != source.digest]
+                if lack:
+                    progress(f"ddip: pushing {source.name}, {size_text(source.size)}", None)
+                    files = dict(source.files)
+                    write = {
+                        by_host[host][0]: on_rank.write_modules(str(_folder(ranks, host)), source.name, files)
+                        for host in lack
+                    }
+                    ranks.ask_each(write)
+                for host in lack:
+                    self._had(ranks, host)[source.name] = source.digest
+                    changed[host].append(source.name)
+                self._sources[source.name] = source
+        return changed
+
+    def _had(self, ranks: Ranks, host: int) -> dict[str, str]:
+        return self._sent.setdefault(ranks.cluster.hosts[host].run_folder, {})
+
+
+def _ranks_elsewhere(ranks: Ranks) -> dict[int, list[int]]:
+    """The ranks that are not beside the notebook, by the number of their host."""
+    by_host: dict[int, list[int]] = {}
+    for rank, member in enumerate(ranks.members):
+        if not isinstance(ranks.cluster.hosts[member.binding.host], LocalHost):
+            by_host.setdefault(member.binding.host, []).append(rank)
+    return by_host
+
+
+def _folder(ranks: Ranks, host: int) -> Path:
+    return on_host.modules(ranks.cluster.hosts[host].run_folder)

@@ -1,0 +1,1 @@
+"""The process group of all ranks: rendezvous, release and rebuild."""

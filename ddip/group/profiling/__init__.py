@@ -1,0 +1,1 @@
+"""Profiles of all ranks, merged."""

@@ -1,0 +1,1 @@
+"""What ranks do and hold while their cells run."""

@@ -1,0 +1,76 @@
+"""Keep the threads that watch ranks running: an exception is reported once, and the thread continues.
+
+A loop that serves ranks puts each step into ``with guard:``. No exception ends the loop, so neither a rank's death nor
+an odd byte nor a faulty callback can leave a cell that waits for news indefinitely. The exception goes to the log
+``ddip`` each time, and to the user once per kind, so that a fault that repeats does not flood the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+log = logging.getLogger("ddip")
+
+
+def _write_to_stderr(text: str) -> None:
+    sys.stderr.write(f"ddip: {text}\n")
+
+
+show: Callable[[str], object] = _write_to_stderr
+"""Shows a line to the user; the notebook's side puts its own in place."""
+
+
+class Guard:
+    """Report the exceptions of one task, and keep them from ending its thread.
+
+    ``KeyboardInterrupt`` and ``GeneratorExit`` pass: they end a task on purpose.
+    """
+
+    def __init__(self, fault: str, *, pause_seconds: float = 0.0, shown: bool = True) -> None:
+        """`fault` says what has failed. A loop that may fail in each step takes a `pause_seconds` after a failure, so
+        that it does not use a whole core. `shown`: do users read it, besides the log?"""
+        self._fault, self._pause_seconds, self._shown = fault, pause_seconds, shown
+        self._reported: set[str] = set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
+            return False
+        self.report(error)
+        if self._pause_seconds:
+            time.sleep(self._pause_seconds)
+        return True
+
+    def report(self, error: BaseException) -> None:
+        """Log `error`, and show it if it is the first of its kind; never raises."""
+        name = type(error).__name__
+        with contextlib.suppress(Exception):  # its text is a user's code, perhaps
+            text = f"{self._fault}: {name}: {error}"
+            is_new = name not in self._reported
+            self._reported.add(name)
+            log.log(logging.WARNING if is_new else logging.DEBUG, "%s", text, exc_info=error if is_new else None)
+            if is_new and self._shown:
+                show(text)
+
+    def around(self, function: Callable[..., object]) -> Callable[..., None]:
+        """The same function as a callback that never raises."""
+
+        def guarded(*args: object) -> None:
+            with self:
+                function(*args)
+
+        return guarded
+
+    def start_thread(self, name: str, function: Callable[..., object], *args: object, daemon: bool = True) -> None:
+        """Start a thread that calls it under this guard."""
+        threading.Thread(target=self.around(function), args=args, name=name, daemon=daemon).start()

@@ -1,0 +1,77 @@
+"""``%dipcheck`` and ``%dipsync``: is the state of a training equal on all ranks, and make it so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from ddip.errors import BadInput
+from ddip.group.members import placement
+from ddip.notebook import arguments
+from ddip.notebook.arguments import examples
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.notebook.magics import DipMagics
+
+SHOWN_PATHS = 6
+
+
+@magics_class
+class TrainingMagics(Magics):
+    """The magics that compare and copy the state of a training; they use the group of the main magics."""
+
+    shell: InteractiveShell
+
+    def __init__(self, main: DipMagics) -> None:
+        super().__init__(shell=main.shell)
+        self._main = main
+
+    @examples("%dipcheck", "%dipcheck model opt")
+    @magic_arguments()
+    @argument("names", nargs="*", help="Variables of the ranks; default: all.")
+    @line_magic
+    def dipcheck(self, line: str = "") -> None:
+        """Compare the variables of all ranks, and look for common mistakes in a distributed training.
+
+        Shows a table of the objects that differ, and what to do; one line if there are none.
+        """
+        from IPython.display import display
+
+        args = arguments.parse(self.dipcheck, "%dipcheck", line)
+        table = self._main.require_group("%dipcheck").check(_checked_names(args.names, "%dipcheck"))
+        if not table.rows:
+            print(f"ddip: {table.summary}")
+        else:
+            display({"text/plain": str(table), "text/html": table.to_html()}, raw=True)
+
+    @examples("%dipsync                      what differs after a fault", "%dipsync model opt --from 1")
+    @magic_arguments()
+    @argument("names", nargs="*", help="Variables of the ranks; default: all that a fault has left different.")
+    @argument("--from", dest="source", metavar="RANK", default="0", help="The rank whose values are right; default 0.")
+    @line_magic
+    def dipsync(self, line: str = "") -> None:
+        """Copy the state of one rank into the objects of the others, in place, and clear the gradients.
+
+        Tensors, wrappers and optimizers stay the same objects. Sharded objects are refused: each rank has its own part.
+        """
+        args = arguments.parse(self.dipsync, "%dipsync", line)
+        group = self._main.require_group("%dipsync")
+        names = _checked_names(args.names, "%dipsync")
+        (source,) = placement.parse_ranks([args.source], group.world_size, "--from")
+        copied = group.sync(names, source)
+        if not copied:
+            self._main.confirm_done("nothing differs that could be copied")
+            return
+        more = f" and {len(copied) - SHOWN_PATHS} more" if len(copied) > SHOWN_PATHS else ""
+        self._main.confirm_done(f"copied from rank {source}: {', '.join(copied[:SHOWN_PATHS])}{more}")
+
+
+def _checked_names(names: list[str], magic: str) -> list[str]:
+    for name in names:
+        if not name.isidentifier():
+            raise BadInput(f"{magic} {name}: type names of variables, such as {magic} model opt")
+    return names

@@ -1,0 +1,1 @@
+"""The output of one cell: routed from ranks to a view, recorded, and shown again."""

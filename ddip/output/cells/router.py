@@ -1,0 +1,354 @@
+"""What a running cell prints and displays on the ranks -> the notebook, by rank.
+
+    engine  --stream, display_data, comm_msg...-->  client's thread  --queue-->  CellOutput  -->  view  -->  page
+                                                                     (late) --->      |
+                                                           what an Output widget of another cell captures --> that cell
+                                          Recording, and CellOutputs that show the same once more (``%dipcell``)
+
+The view decides what it looks like (``views.py``, ``labels.py``, ``grouped.py``, ``tabs.py``); the page knows where it
+goes (``area.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ddip.guard import Guard
+from ddip.output.area import CellOutputArea
+from ddip.output.cells.display_options import DisplayOptions
+from ddip.output.cells.recording import Recording, without_widget
+from ddip.output.transcript import WIDGET, Item, RankTranscript, is_ours
+from ddip.output.views.grouped import Grouped
+from ddip.output.views.labels import Labels
+from ddip.output.views.tabs import Tabs
+from ddip.output.views.views import Beside, Errors, Plain, View
+from ddip.output.widgets import Comms, Message, Shown, WidgetCell, parts, replay, state_in
+
+log = logging.getLogger("ddip")
+
+COMM = ("comm_open", "comm_msg", "comm_close")
+LATE_SECONDS = 0.5
+"""After which late output is drawn once more: a view does not draw again at once."""
+lock = threading.RLock()
+"""One for all cells: what a widget of one captures may be another's."""
+_late = ThreadPoolExecutor(1, thread_name_prefix="ddip-late-output")
+
+
+@dataclass(eq=False)
+class _Capture:
+    """What an Output widget captures of a rank, now."""
+
+    model: str
+    cell: WidgetCell
+    """Whose it is."""
+    view: Plain | None
+    """Of the page; None: a tab shows it."""
+
+
+class CellOutput:
+    """Shows the messages of one cell, from the ranks in `show_ranks`.
+
+    Call it on the notebook's main thread; after `finish`, `late` may come from any.
+    """
+
+    def __init__(
+        self,
+        show_ranks: Sequence[int],
+        display: DisplayOptions | None = None,
+        *,
+        quiet: bool = False,
+        comms: Comms | None = None,
+    ) -> None:
+        self.show_ranks = frozenset(show_ranks)
+        self.display = display or DisplayOptions()
+        self.page = CellOutputArea()
+        self.recording = Recording()
+        self._comms = comms
+        self._copies: list[CellOutput] = []
+        """These show all of it, too."""
+        self._finished: tuple[Errors, str, Beside] | None = None
+        """What the cell has ended with."""
+        self._view = self._new_view()
+        self._captures: dict[int, list[_Capture]] = {}
+        """Of each rank, the innermost last."""
+        self._kept: list[tuple[int, Message]] | None = [] if quiet else None
+        self._again: threading.Timer | None = None
+        self._guard = Guard("what a cell has shown cannot be drawn", shown=False)
+
+    @property
+    def rich(self) -> bool:
+        """Can the page show HTML?"""
+        return self.page.rich
+
+    def _new_view(self) -> View:
+        ranks, limit = sorted(self.show_ranks) or [0], self.display.max_output_chars
+        if len(ranks) == 1:
+            return Plain(self.page, limit)
+        style = self.display.style
+        if style == "grouped":
+            return Grouped(self.page, ranks, limit)
+        if style == "tabs" or (style == "auto" and self.page.changeable):
+            return Tabs(self.page, ranks, limit)
+        return Labels(self.page, limit)
+
+    def receive(self, rank: int, message: Message) -> None:
+        """Show one message, or keep it for the end."""
+        with lock:
+            if rank not in self.show_ranks:
+                if message["header"]["msg_type"] in COMM:
+                    self._show(rank, message)
+            elif self._kept is not None:
+                self._kept.append((rank, message))
+            else:
+                self._show(rank, message)
+
+    def ended(self, rank: int, failed: bool) -> None:
+        """The rank has finished the cell, and all that it has shown is here."""
+        if rank in self.show_ranks and self._kept is None:
+            with lock:
+                with self._guard:
+                    self._view.ended(rank, failed)
+                for copy in self._copies:
+                    copy.ended(rank, failed)
+
+    def draw(self) -> None:
+        """No message is waiting: bring the page up to date."""
+        with lock:
+            with self._guard:
+                self.page.capture("")
+                self._view.draw()
+            for copy in self._copies:
+                copy.draw()
+
+    def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
+        """The cell has ended on every rank: show what is left, and `note`, and what is `beside` all that; returns whose
+        errors are shown."""
+        with lock:
+            kept, self._kept = self._kept or [], None
+            for rank in sorted(self.show_ranks) if kept else ():
+                for message in (message for other, message in kept if other == rank):
+                    self._show(rank, message)
+                with self._guard:
+                    self._view.ended(rank, rank in (errors or {}))
+            shown, data = False, Message()
+            with self._guard:
+                for rank in self._captures:
+                    self._end_captures(rank, 0)
+                self.page.capture("")
+                self._write_bars()
+                data = self.page.beside = beside()
+                shown = self._view.close(errors or {}, note)
+                if not shown and note:
+                    self.page.note(note)
+            self.page.close()
+            self._finished = errors or {}, note, lambda: data
+            for copy in self._copies:
+                copy.finish(*self._finished)
+        return self.show_ranks if shown else frozenset()
+
+    def show_late(self, rank: int, message: Message) -> None:
+        """Do what `late` does, on a thread that may wait for the page; from any thread."""
+        _late.submit(self._guard.around(self.late), rank, message)
+
+    def late(self, rank: int, message: Message) -> None:
+        """Show a message that came when the cell had ended: a thread wrote it, or a widget's callback."""
+        if message["header"]["msg_type"] == "error":  # the cell's own comes with its reply
+            traceback = "\n".join(message["content"]["traceback"])
+            message = {"header": {"msg_type": "stream"}, "content": {"name": "stderr", "text": f"{traceback}\n"}}
+        with lock:
+            self.receive(rank, message)
+            self._draw_late()
+
+    def show_again(self, into: CellOutput, ended: Mapping[int, bool]) -> None:
+        """Show all that was shown `into` another place, and what comes from here on; `ended`: the ranks that have ended
+        the cell, and whether they failed."""
+        with lock:
+            for rank, message in self.recording.messages():
+                into.receive(rank, message)
+            for rank, failed in ended.items():
+                into.ended(rank, failed)
+            into.draw()
+            if self._finished is not None:
+                into.finish(*self._finished)
+            self._copies.append(into)
+
+    def _draw_late(self) -> None:
+        """Draw now, and once more for what comes too soon after that."""
+        self.draw()
+        if self._again is None:
+            self._again = threading.Timer(LATE_SECONDS, self._guard.around(self._draw_again))
+            self._again.daemon = True
+            self._again.start()
+
+    def _draw_again(self) -> None:
+        with lock:
+            self._again = None
+            self._write_bars()
+            self.draw()
+
+    def _write_bars(self) -> None:
+        """The text of bars that are widgets, as they are now; each in the cell that shows it."""
+        for bar in self._comms.bars.moved() if self._comms is not None else ():
+            bar.cell.write_bar(bar, bar.cell.page if self.page.closed else self.page)
+
+    def write_bar(self, bar: Shown, page: CellOutputArea) -> None:
+        """The text of a bar that this cell shows is another one; `page` is that of the cell which says so."""
+        with self.page.by_way_of(page):
+            self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
+        transient = {"display_id": bar.display_id}
+        content = {"data": without_widget(bar.data), "metadata": bar.metadata, "transient": transient}
+        self.recording.add(bar.rank, {"header": {"msg_type": "update_display_data"}, "content": content})
+
+    def _show(self, rank: int, message: Message) -> None:
+        """Have the view show it; what a rank sends may be odd, and must not end the cell."""
+        try:
+            self._dispatch(rank, message)
+        except Exception as error:
+            kind = message["header"]["msg_type"]
+            log.warning("a %s of rank %d could not be shown: %s: %s", kind, rank, type(error).__name__, error)
+
+    def _dispatch(self, rank: int, message: Message) -> None:
+        content, kind = message["content"], message["header"]["msg_type"]
+        if kind in COMM:
+            if self._comms is not None:
+                self._widget_message(rank, message, self._comms)
+            return
+        captures = self._captures.get(rank)
+        capture = captures[-1] if captures else None
+        if capture is not None and capture.cell is not self:
+            capture.cell.late(rank, message)
+            return
+        if kind == "display_data":
+            message = self._with_id(rank, message)
+            content = message["content"]
+        self._record(rank, message, capture is not None)
+        view = self._view if capture is None or capture.view is None else capture.view
+        self.page.capture("" if view is self._view or capture is None else capture.model)
+        model = (content.get("data") or {}).get(WIDGET, {}).get("model_id")
+        if model is not None and self._comms is not None:
+            self._show_widget(rank, model, self._comms)
+        match kind:
+            case "stream":
+                view.text(rank, content["name"], content["text"], content.get("line"), content.get("cut", 0))
+            case "execute_result":
+                view.result(rank, content["execution_count"], content["data"], content.get("metadata") or {})
+            case "display_data":
+                data, metadata = content["data"], content.get("metadata") or {}
+                view.display(rank, data, metadata, (content.get("transient") or {}).get("display_id"))
+            case "update_display_data":
+                view.update(rank, content["data"], content.get("metadata") or {}, content["transient"]["display_id"])
+            case "clear_output":
+                view.clear(rank, content.get("wait", False))
+
+    def _with_id(self, rank: int, message: Message) -> Message:
+        """A bar that is a widget is displayed with an id, so that its text can be written anew."""
+        content = message["content"]
+        if self._comms is None or (content.get("transient") or {}).get("display_id") is not None:
+            return message
+        display_id = self._comms.bars.display(self, rank, content["data"], content.get("metadata") or {})
+        if display_id is None:
+            return message
+        return {**message, "content": {**content, "transient": {"display_id": display_id}}}
+
+    def _record(self, rank: int, message: Message, captured: bool) -> None:
+        """It can be shown once more from here on, and is where this cell is shown now."""
+        content = message["content"]
+        if is_ours((content.get("transient") or {}).get("display_id") or ""):  # a bar: its text is what is kept of it
+            message = {**message, "content": {**content, "data": without_widget(content["data"])}}
+        self.recording.add(rank, message, captured)
+        for copy in self._copies:
+            copy.receive(rank, message)
+
+    # -- widgets
+
+    def _widget_message(self, rank: int, message: Message, comms: Comms) -> None:
+        name, kind, state = message["content"]["comm_id"], message["header"]["msg_type"], state_in(message)
+        shown = rank in self.show_ranks
+        if kind == "comm_msg" and "msg_id" in state:  # of the request whose output an Output widget is to capture
+            if shown and self.page.rich:
+                self._capture(rank, name, bool(state["msg_id"]), message, comms)
+            return
+        if kind == "comm_close":
+            (comms.cell_of(name) or self).widget_closed(rank, name)
+        comms.relay(rank, message, self, shown)
+        tabs = self._tab(rank)
+        if kind == "comm_open" and shown and tabs is not None and state.get("_model_name") == "OutputModel":
+            tabs.add_area(name)
+        for part in parts(state):
+            self._give_to_page(rank, part, comms)
+
+    def _tab(self, rank: int) -> RankTranscript | None:
+        """Where the tab of the rank keeps what it shows; the other views have no place for what widgets capture."""
+        return self._view.section(rank) if isinstance(self._view, Tabs) and rank in self.show_ranks else None
+
+    def _capture(self, rank: int, model: str, on: bool, message: Message, comms: Comms) -> None:
+        """The Output widget begins to capture what `rank` shows, or it ends that."""
+        captures = self._captures.setdefault(rank, [])
+        if not on:
+            found = [at for at, capture in enumerate(captures) if capture.model == model]
+            if found:
+                self._end_captures(rank, found[-1], message)
+            return
+        cell = comms.cell_of(model)
+        if cell is not None and cell.keeps(rank, model):
+            captures.append(_Capture(model, cell, None))
+            if cell is not self:
+                cell.late(rank, message)
+        else:
+            comms.tell(model, self.page)
+            view = Plain(self.page, self.display.max_output_chars, changeable=False)
+            captures.append(_Capture(model, self, view))
+        self._note_in_tab(rank, model, True)
+
+    def _note_in_tab(self, rank: int, model: str, on: bool) -> None:
+        tab = self._tab(rank)
+        if tab is not None and tab.is_area(model):
+            tab.capture(model, on)
+
+    def _end_captures(self, rank: int, first: int, message: Message | None = None) -> None:
+        """Those of `rank` from this on."""
+        captures = self._captures.get(rank, [])
+        for capture in captures[first:]:
+            if capture.view is not None and capture.view.has_flood:
+                self.page.capture(capture.model)
+                capture.view.close({}, "")
+            if capture.cell is not self and message is not None:
+                capture.cell.late(rank, message)
+            self._note_in_tab(rank, capture.model, False)
+        del captures[first:]
+
+    def _show_widget(self, rank: int, model: str, comms: Comms) -> None:
+        """The page shows the widget in this cell, unless it is an Output widget that a tab of this cell shows."""
+        if not self.keeps(rank, model):
+            self._give_to_page(rank, model, comms)
+        comms.show(model, self)
+
+    def _give_to_page(self, rank: int, model: str, comms: Comms) -> None:
+        """The page shows what this Output widget has captured for a tab."""
+        cell = comms.cell_of(model)
+        items = [] if cell is None else cell.take(rank, model)
+        if items:
+            before = self.page.capturing
+            self.page.capture(model)
+            replay(Plain(self.page, self.display.max_output_chars, changeable=False), rank, items)
+            self.page.capture(before)
+
+    def keeps(self, rank: int, model: str) -> bool:
+        """Does the tab of the rank show what this Output widget captures?"""
+        tab = self._tab(rank)
+        return tab is not None and tab.is_area(model)
+
+    def take(self, rank: int, model: str) -> list[Item]:
+        """What it has captured; the page shows it from here on."""
+        tab = self._tab(rank)
+        return [] if tab is None else tab.drop_areas([model]).get(model, [])
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """The rank has closed the widget."""
+        if rank in self.show_ranks:
+            self.page.capture("")
+            self._view.widget_closed(rank, model)

@@ -1,0 +1,1 @@
+"""HTML and MIME bundles for a notebook page."""

@@ -1,0 +1,1 @@
+"""Tables and figures about ranks, cells, profiles and models."""

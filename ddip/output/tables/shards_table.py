@@ -1,0 +1,66 @@
+"""The table of ``%dipshards``: how a model lies on the ranks, as text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddip.errors import ranks_text
+from ddip.output.tables.tables import aligned, html_table, size_text
+from ddip.protocol.reports import ShardsReport, TensorReport
+
+
+class ShardsTable:
+    """A row each tensor, a column each of the ranks that hold parts of the same shapes; ranks hold `reports`, in order.
+
+    What a front end displays of it is HTML, else text.
+    """
+
+    def __init__(self, name: str, reports: Sequence[ShardsReport]) -> None:
+        by_rank = [{tensor["name"]: tensor for tensor in report["tensors"] or ()} for report in reports]
+        self.tensors: dict[str, TensorReport] = {}
+        for tensors in reversed(by_rank):  # the first rank's words count
+            self.tensors = {**tensors, **self.tensors, **tensors}
+        columns: dict[tuple[tuple[int, ...] | None, ...], list[int]] = {}
+        for rank, tensors in enumerate(by_rank):
+            shapes = tuple(tuple(tensors[name]["local"]) if name in tensors else None for name in self.tensors)
+            columns.setdefault(shapes, []).append(rank)
+        self._columns = [(ranks, by_rank[ranks[0]]) for ranks in columns.values()]
+        whole = size_text(sum(tensor["whole_bytes"] for tensor in self.tensors.values()))
+        held = size_text(sum(tensor["bytes"] for tensors in by_rank for tensor in tensors.values()))
+        self.title = f"{name}: {reports[0]['kind']}, {whole} whole, {held} on {len(reports)} ranks"
+
+    @property
+    def _head(self) -> list[str]:
+        each = [f"{'each of ' * (len(ranks) > 1)}{ranks_text(ranks)}" for ranks, _ in self._columns]
+        return ["parameter", "shape", "dtype", "placement", *each]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """With the totals, the last one."""
+        rows = [
+            [name, _shape(tensor["shape"]), tensor["dtype"], tensor["placement"], *self._parts(name)]
+            for name, tensor in self.tensors.items()
+        ]
+        total = [size_text(sum(tensor["bytes"] for tensor in tensors.values())) for _, tensors in self._columns]
+        return [*rows, ["total", "", "", "", *total]]
+
+    def _parts(self, name: str) -> list[str]:
+        return [_part(tensors, name) for _, tensors in self._columns]
+
+    def __str__(self) -> str:
+        numbers = range(4, len(self._head))
+        return f"{self.title}\n{aligned([self._head, *self.rows], numbers)}"
+
+    def html(self) -> str:
+        """Return the same as HTML."""
+        numbers = range(4, len(self._head))
+        return html_table([self._head, *self.rows], numbers, self.title, total=True)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _part(tensors: Mapping[str, TensorReport], name: str) -> str:
+    tensor = tensors.get(name)
+    return "-" if tensor is None else f"{_shape(tensor['local'])} {size_text(tensor['bytes']):>6}"

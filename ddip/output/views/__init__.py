@@ -1,0 +1,1 @@
+"""Views of a cell's output: one rank, labels, groups, tabs."""

@@ -1,0 +1,100 @@
+"""The output of several ranks by rank, when the cell has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddip.errors import RankError, ranks_text
+from ddip.output.area import CellOutputArea, flush
+from ddip.output.page.bundles import comparable
+from ddip.output.transcript import Bundle, Display, RankTranscript, Text, is_ours, labelled, plain_of
+
+
+class Grouped:
+    """Nothing until the end; then a section for each rank, ranks with the same output together."""
+
+    def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
+        self._page = page
+        self._limit = limit
+        self._sections = {rank: RankTranscript(limit) for rank in ranks}
+        self._closed = False
+        self._bars: set[str] = set()
+        """Ids of those on the page."""
+
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
+        """Keep the text until the cell has ended."""
+        self._sections[rank].text(stream, text, line, cut)
+
+    def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
+        """Keep the display until the cell has ended."""
+        self._sections[rank].display(data, metadata, display_id)
+
+    def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
+        """Change a display that is kept, or a bar that is on the page."""
+        if not self._sections[rank].update(data, metadata, display_id) and display_id in self._bars:
+            self._page.show(data, metadata, display_id, update=True)
+
+    def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
+        """Keep the value of the last line, with its label."""
+        self._sections[rank].display(labelled(f"Out[{number}]:", data), metadata)
+
+    def clear(self, rank: int, wait: bool) -> None:
+        """Of this rank."""
+        self._sections[rank].clear(wait)
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """It will not be shown."""
+        self._sections[rank].close_widget(model)
+
+    def section(self, rank: int) -> RankTranscript:
+        """What the rank has shown."""
+        return self._sections[rank]
+
+    def ended(self, rank: int, failed: bool) -> None:
+        """Does nothing: this view shows nothing while the cell runs."""
+
+    def draw(self) -> None:
+        """Nothing, until the cell has ended."""
+        if self._closed:
+            self.close({}, "")
+
+    def close(self, errors: Mapping[int, RankError], note: str) -> bool:
+        """Show what each rank has written and displayed, and forget it: what comes late is shown by itself."""
+        groups: list[_Same] = []
+        for rank, section in self._sections.items():
+            shown = comparable(section.items)
+            same = None if section.has_widgets else next((group for group in groups if group.shown == shown), None)
+            if section.empty:
+                continue
+            if same is None:
+                groups.append(_Same([rank], shown, section))
+            else:
+                same.ranks.append(rank)
+        for group in groups:
+            self._page.write("stdout", f"── {ranks_text(group.ranks)} ──\n")
+            for item in group.section.items:
+                if isinstance(item, Text):
+                    if item.blank:
+                        continue
+                    text = item.screen.text
+                    self._page.write(item.stream, text if text.endswith("\n") else f"{text}\n")
+                elif isinstance(item, Display):
+                    bar = item.display_id if item.display_id is not None and is_ours(item.display_id) else None
+                    self._bars |= {bar} if bar is not None else set()
+                    self._page.show(item.data, item.metadata, bar)
+                else:
+                    self._page.write("stdout", plain_of(item.items) + "\n")
+        flush()
+        self._closed = True
+        self._sections = {rank: RankTranscript(self._limit) for rank in self._sections}
+        return False
+
+
+@dataclass
+class _Same:
+    """Ranks that have shown the same."""
+
+    ranks: list[int]
+    shown: object
+    section: RankTranscript

@@ -1,0 +1,153 @@
+"""The output of several ranks with a label before each line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ddip.errors import RankError
+from ddip.output.area import GONE, CellOutputArea, flush, new_id
+from ddip.output.page.bundles import loads
+from ddip.output.transcript import WIDGET, Bundle, is_ours, labelled, own_id
+from ddip.output.views.below import label_of
+from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
+
+COLOURS = (36, 35, 33, 32, 34, 31)
+
+
+class Labels:
+    """Each line with its rank, none torn by another's; bars change in place, one a rank."""
+
+    def __init__(self, page: CellOutputArea, limit: int) -> None:
+        self._page = page
+        self._limit = limit
+        self._streams: dict[tuple[int, str], LiveStream] = {}
+        self._ended: list[str] = []
+        """Lines of bars that have ended, beside others that have not."""
+        self._live: ThrottledDisplay | None = None
+        self._drawn: list[str] = []
+        self._closed = False
+        self._widgets: dict[str, tuple[str, str]] = {}
+        """The displays of each that the page shows: its label, and itself."""
+        self._values: dict[int, tuple[Bundle, Bundle]] = {}
+        """Of last lines: shown in the end, in the order of the ranks."""
+
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
+        """Whole lines at once; the rest when it comes."""
+        if line is None:
+            self._show_value(rank)
+        for name in ("stdout", "stderr"):
+            if (rank, name) not in self._streams:
+                self._streams[rank, name] = LiveStream(self._limit, in_place=self._page.rich, whole_lines=True)
+        self._show(rank, stream, self._streams[rank, stream].write(text, line, cut))
+
+    def _show(self, rank: int, stream: str, finished: Finished) -> None:
+        if finished.bar is not None:
+            self._ended += self._labelled_bar(rank, finished.bar)
+            if all(other.bar is None for other in self._streams.values()):  # leave them, and begin anew with the next
+                if self._ended or self._live:
+                    (self._live or ThrottledDisplay(self._page)).show("\n".join(self._ended), at_once=True)
+                self._ended, self._live = [], None
+        if finished.text:
+            self._erase()
+            self._page.write(stream, "".join(f"{line}\n" for line in self._labelled(rank, finished.text)))
+
+    def _bars(self) -> list[str]:
+        """The lines of all that are under way, by rank."""
+        streams = sorted(self._streams.items(), key=lambda item: item[0][0])
+        bars = [(rank, stream.bar) for (rank, _), stream in streams]
+        return [line for rank, bar in bars if bar is not None for line in self._labelled_bar(rank, bar)]
+
+    def _labelled(self, rank: int, text: str) -> list[str]:
+        return [f"{self._label(rank)} {line}" for line in text.splitlines()]
+
+    def _labelled_bar(self, rank: int, bar: str) -> list[str]:
+        """Without the lines of bars that have wiped themselves out."""
+        return self._labelled(rank, "\n".join(line for line in bar.splitlines() if line.strip()))
+
+    def _label(self, rank: int) -> str:
+        label = f"[rank {rank}]"
+        return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{label}\x1b[0m" if self._page.terminal else label
+
+    def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
+        """Below a label."""
+        self._show_value(rank)
+        self.ended(rank, False)
+        self._erase()
+        if self._page.rich and WIDGET in data:
+            ids = (new_id(), own_id(rank, display_id) or new_id())
+            self._widgets[data[WIDGET].get("model_id")] = ids
+            self._page.show(label_of(rank), None, ids[0])
+            self._page.show(data, metadata, ids[1])
+            return
+        if not loads(data):
+            self._page.write("stdout", f"{self._label(rank)}\n")
+        self._page.show(data, metadata, own_id(rank, display_id))
+
+    def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
+        """In place; a terminal cannot."""
+        closed = is_ours(display_id) and all(display_id != shown for _, shown in self._widgets.values())
+        if self._page.rich and not closed:
+            self._page.show(data, metadata, own_id(rank, display_id), update=True)
+
+    def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
+        """Its label says the rank; it waits until its rank shows more, or the cell has ended."""
+        self._show_value(rank)
+        self.ended(rank, False)
+        self._values[rank] = labelled(f"Out[{rank}:{number}]:", data), metadata
+        if self._closed:
+            self._show_value(rank)
+
+    def _show_value(self, rank: int) -> None:
+        if rank in self._values:
+            self._erase()
+            self._page.show(*self._values.pop(rank))
+
+    def clear(self, rank: int, wait: bool) -> None:
+        """Not possible for one rank alone: what it has shown stays."""
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """Its label goes with it."""
+        for display_id in self._widgets.pop(model, ()):
+            self._page.show(GONE, None, display_id, update=True)
+
+    def section(self, rank: int) -> None:
+        """It keeps nothing."""
+
+    def ended(self, rank: int, failed: bool) -> None:
+        """Its last lines may have no end."""
+        for (other, name), stream in self._streams.items():
+            if other == rank:
+                self._show(rank, name, stream.end())
+
+    def draw(self) -> None:
+        """The bars."""
+        lines = self._bars()
+        if self._page.rich and (lines or self._live):
+            self._live = self._live or ThrottledDisplay(self._page)
+            self._live.show("\n".join(self._ended + lines))
+        elif self._page.terminal and not self._page.closed and lines != self._drawn:
+            self._erase()
+            self._page.write("stdout", "".join(f"{line}\n" for line in lines))
+            self._drawn = lines
+        flush()
+
+    def _erase(self) -> None:
+        """Take away the bars that are drawn at the bottom of a terminal."""
+        if self._drawn:
+            self._page.write("stdout", f"\x1b[{len(self._drawn)}F\x1b[J")
+            self._drawn = []
+
+    def close(self, errors: Mapping[int, RankError], note: str) -> bool:
+        """Lines without an end, and the ends of floods."""
+        for rank in sorted({rank for rank, _ in self._streams}):
+            self.ended(rank, rank in errors)
+        self._erase()
+        for (rank, name), stream in sorted(self._streams.items()):
+            flood, stream.flood = stream.flood, None
+            if flood is not None:
+                self._show(rank, name, Finished(None, f"{flood.left_out}\n{flood.end_text}".lstrip("\n")))
+        for rank in sorted(self._values):
+            self._show_value(rank)
+        self._closed = True
+        flush()
+        return False

@@ -1,0 +1,333 @@
+"""What kind of object is it, and which small value stands for it: answers without running user code."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import enum
+import mmap
+import pathlib
+import random
+import re
+import sys
+import threading
+import types
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.data
+import torch.utils.hooks
+
+from ddip.rank.runtime import libraries
+
+HEAP_TYPE = 1 << 9
+"""Of a type's flags: it was made by a ``class`` statement."""
+SHORT_TEXT = 64
+NUMBERS = (complex, bool, type(None))
+LONG_BITS = 1024
+"""An int with more bits has no text that Python writes in any case: a checksum stands for it."""
+BY_REPR = (
+    range,
+    slice,
+    type(Ellipsis),
+    type(NotImplemented),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    datetime.datetime,
+    datetime.date,
+    datetime.timedelta,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+)
+CODE = (types.FunctionType, types.MemberDescriptorType, types.GetSetDescriptorType, property, classmethod, staticmethod)
+OPAQUE = (
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.FrameType,
+    types.TracebackType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    weakref.ref,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+    threading.Thread,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Event,
+    threading.Condition,
+    concurrent.futures.Future,
+    torch.utils.hooks.RemovableHandle,
+    property,
+    classmethod,
+    staticmethod,
+    re.Pattern,
+)
+OPAQUE_MODULES = (
+    "IPython",
+    "_io",
+    "_queue",
+    "asyncio",
+    "concurrent",
+    "ctypes",
+    "ddip",
+    "inspect",
+    "ipykernel",
+    "ipywidgets",
+    "logging",
+    "matplotlib",
+    "multiprocessing",
+    "pyarrow",
+    "queue",
+    "select",
+    "selectors",
+    "socket",
+    "ssl",
+    "subprocess",
+    "threading",
+    "torch._C",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._ops",
+    "torch.distributed.device_mesh",
+    "torch.distributed.distributed_c10d",
+    "torch.fx",
+    "tqdm",
+    "typing",
+    "zmq",
+)
+"""Modules whose objects hold no state of a training, or are different in each process: sockets, pages, bars."""
+SKIPPED_ATTRIBUTES = {
+    "__weakref__",
+    "__dict__",
+    "__annotations__",
+    "__doc__",
+    "__module__",
+    "__qualname__",
+    "__orig_class__",
+    "_orig_param_uid",
+}
+
+
+ROLES: tuple[tuple[str, type], ...] = (
+    ("optimizer", torch.optim.Optimizer),
+    ("scheduler", torch.optim.lr_scheduler.LRScheduler),
+    ("scaler", torch.amp.GradScaler),
+    ("loader", torch.utils.data.DataLoader),
+    ("sampler", torch.utils.data.Sampler),
+    ("subset", torch.utils.data.Subset),
+)
+"""What an object is in a training, by a class that it is made from."""
+
+
+class _NoLeaf:
+    """Stands for an object that has parts."""
+
+
+NO_LEAF = _NoLeaf()
+mro_of: Any = type.__dict__["__mro__"].__get__  # type: ignore[attr-defined]
+_flags_of: Any = type.__dict__["__flags__"].__get__  # type: ignore[attr-defined]
+_dict_of: Any = type.__dict__["__dict__"].__get__  # type: ignore[attr-defined]
+
+
+def is_heap_type(kind: type) -> bool:
+    """Return whether a ``class`` statement made `kind`."""
+    return bool(_flags_of(kind) & HEAP_TYPE)
+
+
+def instance_dict(value: Any) -> dict[Any, Any] | None:
+    """Return the attributes of `value`, without asking it: a property ``__dict__`` is user code."""
+    for kind in mro_of(type(value)):
+        found = _dict_of(kind).get("__dict__")
+        if found is not None:
+            is_real = type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType)
+            return found.__get__(value) if is_real else None  # type: ignore[no-any-return]
+    return None
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each slot that is filled."""
+    for kind in mro_of(type(value)):
+        if is_heap_type(kind):
+            for name, found in list(_dict_of(kind).items()):
+                if type(found) is types.MemberDescriptorType:
+                    try:
+                        yield name, found.__get__(value)
+                    except AttributeError:
+                        continue
+
+
+def module_name(kind: type) -> str:
+    """Return the module that defines `kind`."""
+    found = _dict_of(kind).get("__module__")
+    return found if type(found) is str else "builtins"
+
+
+def type_name(kind: type) -> str:
+    """Return module and name of `kind`."""
+    return f"{module_name(kind)}.{type.__dict__['__qualname__'].__get__(kind)}"  # type: ignore[attr-defined]
+
+
+def is_user_module(name: Any) -> bool:
+    """Return whether the user wrote the module: it is no library's."""
+    if name == "__main__":
+        return True
+    module = sys.modules.get(name) if type(name) is str else None
+    path = getattr(module, "__file__", None) if type(module) is types.ModuleType else None
+    return isinstance(path, str) and not libraries.is_librarys(path)
+
+
+def is_opaque(kind: type, mro: tuple[type, ...]) -> bool:
+    """Return whether objects of `kind` are not looked into."""
+    module = module_name(kind)
+    return any(one in mro for one in OPAQUE) or any(
+        module == name or module.startswith(f"{name}.") for name in OPAQUE_MODULES
+    )
+
+
+def role_of(mro: tuple[type, ...]) -> str:
+    """Return what objects of a type with this `mro` are in a training; empty for anything else."""
+    return next((role for role, kind in ROLES if kind in mro), "")
+
+
+def is_plain_key(key: Any) -> bool:
+    """Return whether `key` is the same in each process: a number, a text, an enum; an ``id()`` is not."""
+    kind = type(key)
+    if kind is int:
+        return bool(abs(key) < 1 << 32)
+    return kind in (float, complex, bool, type(None), str, bytes) or enum.Enum in mro_of(kind)
+
+
+def key_text(key: Any) -> str:
+    """Return a plain key as it stands in a path."""
+    kind = type(key)
+    return f"{kind.__name__}.{(instance_dict(key) or {}).get('_name_')}" if enum.Enum in mro_of(kind) else repr(key)
+
+
+def leaf_value(value: Any) -> Any:
+    """Return what stands for a number, a text or a constant; `NO_LEAF` for an object with parts."""
+    kind = type(value)
+    if kind is int:
+        return value if value.bit_length() <= LONG_BITS else _sum_of_int(value)
+    if kind in NUMBERS:
+        return value
+    if kind is float:
+        return repr(value)
+    mro = mro_of(kind)
+    if enum.Enum in mro:
+        return f"{kind.__name__}.{(instance_dict(value) or {}).get('_name_')}"
+    if str in mro or bytes in mro:
+        data = str.encode(value, "utf8", "surrogatepass") if str in mro else bytes(value)
+        if len(data) < SHORT_TEXT and str in mro:
+            return str.__str__(value)
+        return "text", len(data), zlib.crc32(data)
+    if kind in BY_REPR:
+        return repr(value)
+    return NO_LEAF
+
+
+def _sum_of_int(value: int) -> tuple[str, int, int]:
+    length = value.bit_length()
+    return "int", length, zlib.crc32(value.to_bytes(length // 8 + 1, "little", signed=True))
+
+
+def array_of(value: Any, mro: tuple[type, ...]) -> Any:
+    """Return an array or a number of NumPy's as a plain array, without a copy; None for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if numpy.generic in mro:
+        return numpy.array(value)
+    return numpy.ndarray.view(value, numpy.ndarray) if numpy.ndarray in mro else None
+
+
+def is_of_file(array: Any) -> bool:
+    """Return whether an array is a file's content, which may be larger than the memory."""
+    numpy = sys.modules["numpy"]
+    while numpy.ndarray in mro_of(type(array)):
+        array = numpy.ndarray.base.__get__(array)
+    return type(array) is mmap.mmap
+
+
+def generator_state(value: Any, mro: tuple[type, ...]) -> bytes | None:
+    """Return the state of a generator of random numbers; None for anything else."""
+    if torch.Generator in mro:
+        return bytes(value.get_state().tolist())
+    if random.Random in mro:
+        return repr(random.Random.getstate(value)).encode() if type(value) is random.Random else b""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and type(value) is numpy.Generator:
+        return repr(value.bit_generator.state).encode()
+    if numpy is not None and type(value) is numpy.RandomState:
+        state = value.get_state(legacy=False)
+        return repr([state["state"]["pos"], state["has_gauss"], state["gauss"]]).encode() + bytes(state["state"]["key"])
+    return None
+
+
+def process_wide() -> list[tuple[str, Any]]:
+    """Return the generators that functions without a generator of their own draw from."""
+    found: list[tuple[str, Any]] = [
+        ("<random>", random._inst),  # type: ignore[attr-defined]
+        ("<torch.random>", torch.default_generator),
+    ]
+    if "numpy.random" in sys.modules:
+        found.append(("<numpy.random>", sys.modules["numpy.random"].mtrand._rand))
+    if torch.cuda.is_initialized():
+        found += [(f"<torch.cuda.random {n}>", one) for n, one in enumerate(torch.cuda.default_generators)]
+    return found
+
+
+_is_users: dict[str, bool] = {}
+"""What is known of modules, by name: there are thousands."""
+
+
+def user_modules() -> list[tuple[str, types.ModuleType]]:
+    """Return the modules that the user wrote, by name."""
+    names = list(sys.modules)
+    if len(_is_users) != len(names):
+        for name in set(names).difference(_is_users):
+            _is_users[name] = name not in ("__main__", "__mp_main__") and is_user_module(name)
+    return [
+        (name, sys.modules[name])
+        for name in sorted(n for n, users in _is_users.items() if users)
+        if name in sys.modules
+    ]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a DTensor; None for any other tensor."""
+    if not module_name(type(tensor)).startswith("torch.distributed"):
+        return None
+    for name, value in slots_of(tensor):
+        if name == "_local_tensor":
+            return value  # type: ignore[no-any-return]
+    found: torch.Tensor | None = (instance_dict(tensor) or {}).get("_local_tensor")
+    return found
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory may be read: not one of a subclass with memory of its own kind."""
+    kind = type(tensor)
+    return kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or "__torch_dispatch__" not in {
+        name for one in mro_of(kind)[:-2] for name in _dict_of(one) if one not in (torch.Tensor, torch._C.TensorBase)
+    }
+
+
+def is_readable_number(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is one number that a person can read, such as a step."""
+    return bool(
+        tensor.numel() == 1
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and is_plain(tensor)
+        and tensor.untyped_storage().nbytes()
+    )

@@ -1,0 +1,226 @@
+"""Tell the notebook this rank's state in a form that compares: a hash per path, and the text of the paths it asks for.
+
+    snapshots(cell)   after which cells the state was recorded
+    compare(cells)    hashes of all values now, and after the last two good cells that every rank has recorded
+    describe(paths)   path and value, in words, of some of those
+
+The hashes of a rank take 16 bytes per path. They travel in ddip's own messages, never over the user's process group:
+after a fault, a collective of ddip's could meet one of the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from ddip.protocol.reports import AtRest, Compared, Described
+from ddip.rank.inspection.state_history import Snapshot, history
+from ddip.rank.inspection.walk import Path, Walk
+
+VERSION = "#version"
+MOST_AT_REST = 400
+LENGTHS = ("#length", "#keys", "#members")
+STEPPED_ROLES = ("optimizer", "scheduler", "scaler")
+"""Objects whose values seldom differ by design, whatever they are."""
+IN_WORDS = {
+    "generator": "another position",
+    "sum": "other values",
+    "array": "other values",
+    "text": "another text",
+    "int": "another number",
+}
+"""What stands for a value that is no number, by the first item."""
+MISSING = object()
+_walk: Walk | None = None
+"""The walk of the last comparison, until the next cell."""
+_by_hash: dict[int, Path] = {}
+
+
+def snapshots(failed: str) -> list[str]:
+    """Return the names of the cells after which the state was recorded, the latest first.
+
+    `failed` is the name of a cell that has failed on some rank, or empty: what came since is dropped.
+    """
+    if failed:
+        history.forget_since(failed)
+    return history.cells
+
+
+def compare(cells: list[str], after_fault: bool) -> Compared:
+    """Walk over the variables, and return what the other ranks' can be compared with.
+
+    `cells` are those after which every rank has recorded its state, the latest first. Raises TimeoutError if the walk
+    takes too long.
+    """
+    global _walk
+    last, former = (*(history.after(cell) for cell in cells), None, None)[:2]
+    _walk = walk = history.walk_now(known=() if last is None else last.names)
+    _by_hash.clear()
+    _by_hash.update({hash_of(path.removesuffix(VERSION)): path.removesuffix(VERSION) for path in walk.values})
+    at_rest = _moved(walk, last, former) if after_fault and last is not None and former is not None else []
+    return {
+        "now": _packed(walk.values),
+        "good": b"" if last is None else _packed(last.values),
+        "former": b"" if former is None else _packed(former.values),
+        "has_history": last is not None,
+        "at_rest": at_rest,
+        "is_cut": walk.is_cut,
+    }
+
+
+def forget() -> None:
+    """Let go of the walk of the last comparison."""
+    global _walk
+    _walk = None
+    _by_hash.clear()
+
+
+def describe(hashes: list[int]) -> dict[int, Described]:
+    """Return path, value and owner of each of these paths that this rank has."""
+    assert _walk is not None
+    found: dict[int, Described] = {}
+    sharded = {variable_of(path) for path in _walk.sharded}
+    for number in hashes:
+        path = _by_hash.get(number)
+        if path is not None:
+            value = _walk.values.get(path, MISSING)
+            (owner, part), role = owner_of(path, _walk), role_at(path, _walk)
+            found[number] = {
+                "path": path,
+                "value": None if value is MISSING else text_of(value),
+                "owner": owner,
+                "part": part,
+                "counts": value is MISSING or is_count(path, value),
+                "is_new_evidence": is_counter(path, value) or role in STEPPED_ROLES,
+                "is_trained": role == "optimizer" or _is_parameter(path, _walk),
+                "role": role,
+                "sharded": variable_of(path) in sharded,
+            }
+    return found
+
+
+def hash_of(text: str) -> int:
+    """Return 64 bits that stand for `text` in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _packed(values: Mapping[Path, Any]) -> bytes:
+    """Return path, value and version of each path, as 8 bytes each; 0 stands for none."""
+    rows: dict[Path, list[int]] = {}
+    for path, value in values.items():
+        is_version = path.endswith(VERSION)
+        row = rows.setdefault(path.removesuffix(VERSION), [0, 0])
+        row[is_version] = hash_of(repr(value))
+    packed = array("Q")
+    for path, row in rows.items():
+        packed.extend((hash_of(path), *row))
+    return packed.tobytes()
+
+
+def _moved(walk: Walk, last: Snapshot, former: Snapshot) -> list[AtRest]:
+    """Return the flags, constants and empty containers that were the same after good cells, and are not now.
+
+    Only in variables that the last good cell has used: elsewhere nobody knows what rest is. Variables themselves are no
+    such flags, the failed cell may have set them on purpose; nor are gradients, and a model's training mode.
+    """
+    found: list[AtRest] = []
+    used = {variable_of(path) for path, value in last.values.items() if former.values.get(path, MISSING) != value}
+    for path, before in last.values.items():
+        if not _is_flag(path, before) or former.values.get(path, MISSING) != before or re.fullmatch(r"\w+", path):
+            continue
+        if variable_of(path) not in used or path.endswith((".grad", ".training")):
+            continue
+        now = walk.values.get(path, MISSING)
+        if type(now) is type(before) and now == before:
+            continue
+        if now is MISSING and f"{path}{VERSION}" not in walk.values and f"{path}#type" not in walk.values:
+            continue  # its object is another one, or is gone
+        owner, part = owner_of(path, walk)
+        text = "set" if now is MISSING else text_of(now)
+        found.append({"path": path, "before": text_of(before), "now": text, "owner": owner, "part": part})
+        if len(found) == MOST_AT_REST:
+            break
+    return found
+
+
+def _is_flag(path: Path, value: Any) -> bool:
+    if path.endswith(LENGTHS):
+        return bool(value == 0)
+    if "#" in path:
+        return False
+    is_text = type(value) is str and re.match(r"-?[\d.]|-?inf|nan", value) is None
+    return type(value) is bool or value is None or is_text
+
+
+def is_count(path: Path, value: Any) -> bool:
+    """Return whether values at `path` seldom differ by design: counters, flags, enums, lengths, generators."""
+    if path.endswith(LENGTHS) or path.endswith(("#type", "#left", "#line")) or type(value) in (int, bool, type(None)):
+        return True
+    if type(value) is tuple:
+        return bool(value[:1] == ("generator",))
+    return type(value) is str and re.match(r"-?[\d.]+(e-?\d+)?$|-?inf|nan|torch\.|range|slice", value) is None
+
+
+def is_counter(path: Path, value: Any) -> bool:
+    """Return whether `value` is evidence even at a path that no good cell had: a counter, an enum, a generator."""
+    if type(value) is int and "#" not in path:
+        return True
+    if type(value) is tuple:
+        return bool(value[:1] == ("generator",))
+    return type(value) is str and re.fullmatch(r"[A-Z]\w*\.[A-Z_]+", value) is not None
+
+
+def _is_parameter(path: Path, walk: Walk) -> bool:
+    facts = walk.values.get(f"{path}#type")
+    return type(facts) is tuple and facts[-1] is True  # it requires a gradient
+
+
+def variable_of(path: Path) -> str:
+    """Return the variable, the module or the process-wide generator at the beginning of `path`."""
+    if path.startswith("<"):
+        return path.partition(">")[0] + ">"
+    return path.partition("#")[0].partition(".")[0].partition("[")[0]
+
+
+def owner_of(path: Path, walk: Walk) -> tuple[Path, str]:
+    """Return the object to name for a difference at `path`, and which part of it differs."""
+    base = path.partition("#")[0]
+    if base.startswith("<") and type(walk.values.get(base)) is tuple:
+        return base, "state"
+    for root in walk.modules:
+        if base.startswith(f"{root}."):
+            rest = base[len(root) :]
+            if re.search(r"\.(grad|_accumulated_grad|unsharded_accumulated_grad)\b", rest):
+                return root, "gradients"
+            if rest.endswith(".training"):
+                return root, "training mode"
+            if f"{base}#type" in walk.values and not re.search(r"\._\w*\b.*", rest):
+                return root, "parameters and buffers"
+    for root in walk.optimizers:
+        if base.startswith(f"{root}.state["):
+            return root, "state"
+    holder = base.rpartition(".")[0] if "." in base else base.partition("[")[0]
+    return (holder, "attributes") if holder else (base, "value")
+
+
+def role_at(path: Path, walk: Walk) -> str:
+    """Return what the object around `path` is in a training; empty for any other."""
+    base = path.partition("#")[0]
+    if base.startswith("<") and type(walk.values.get(base)) is tuple:
+        return "generator"
+    if any(base.startswith(f"{root}.") for root in walk.modules):
+        return "module"
+    holders = (root for root in walk.roles if base == root or base.startswith((f"{root}.", f"{root}[")))
+    holder = max(holders, key=len, default="")
+    return walk.roles.get(holder, "")
+
+
+def text_of(value: Any) -> str:
+    """Return a value in words, for a line."""
+    if type(value) is tuple:
+        kind = value[0] if value else ""
+        return IN_WORDS.get(kind, repr(value))
+    return str(value) if type(value) is str and re.match(r"-?[\d.]", value) else repr(value)

@@ -1,0 +1,430 @@
+"""Copy one rank's state into the objects of the other ranks: the same tensors and wrappers, with other values.
+
+    walk, on every rank     which paths differ from the source's?
+    plan, of the source     tensors by their paths; numbers and structure pickled, with objects that every rank has
+                            as references to their paths
+    try, on every rank      unpickle the plan; if that fails on any rank, nothing changes
+    apply                   broadcast the tensors, set the rest, clear the gradients
+
+It runs at the same time on all ranks, in a healthy group in which nothing is pending.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import random
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ddip.protocol.reports import Synced
+from ddip.rank import namespace
+from ddip.rank.inspection import kinds
+from ddip.rank.inspection.state_history import history
+from ddip.rank.inspection.state_report import LENGTHS, VERSION, hash_of, variable_of
+from ddip.rank.inspection.walk import Path, Walk
+
+BUCKET_BYTES = 64 << 20
+FIXED = ("local", "class")
+"""How an object is held where nothing can be put in its place: by a suspended generator, by its instance."""
+CONTENT = ("length", "keys", "members", "items")
+Table = dict[int, int]
+"""Hashes of values by hashes of paths."""
+
+
+@dataclass
+class _Id:
+    """Stands for a dictionary's key that is the ``id()`` of an object."""
+
+    path: Path
+
+
+@dataclass
+class _Plan:
+    """Changes that the other ranks take from the source."""
+
+    tensors: list[Path]
+    states: dict[Path, Any]
+    """Of generators of random numbers."""
+    contents: bytes
+    """Pickled: for each container, its path, and whether all its items are taken or only those that are missing."""
+    leaves: bytes
+    """Pickled: path of the holder, how it holds the value, the key, the value."""
+    gradients: list[Path]
+    """Those that differ; they are cleared."""
+    refused: dict[Path, str]
+
+
+def sync(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
+    """Copy from rank `source` what differs in these variables, or at these paths (their hashes).
+
+    Values that differed after the good cell ``cells[0]`` differ by design and stay, but for parameters and buffers of
+    the modules in `names`. Returns the paths that were copied or refused. Raises if a value cannot be unpickled on a
+    rank; then nothing has changed on any.
+    """
+    last = history.after(cells[0]) if cells else None
+    walk = history.walk_now(keep=True, known=() if last is None else last.names)
+    table = {hash_of(path): hash_of(repr(value)) for path, value in walk.values.items()}
+    good = {} if last is None else _table(last.values, set(walk.values))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (table, good, list(walk.sharded), walk.names))
+    tables, goods = [one[0] for one in gathered], [one[1] for one in gathered]
+    sharded = sorted({variable_of(path) for one in gathered for path in one[2]})
+    refused = {name: f"rank {source} has no such variable" for name in names if name not in gathered[source][3]}
+    refused |= dict.fromkeys(set(sharded).intersection(names), "each rank has another part of its parameters")
+    if refused:
+        return {"copied": [], "refused": refused}
+    plans: list[Any] = [None]
+    if dist.get_rank() == source:
+        wanted = _Wanted(set(names), set(paths), set(sharded), walk, tables, goods)
+        plans = [_make_plan(walk, wanted, tables)]
+    dist.broadcast_object_list(plans, src=source)
+    plan: _Plan = plans[0]
+    _apply(walk, plan, source)
+    _clear_gradients(walk, names, plan)
+    history.begin_anew()
+    copied = [*plan.tensors, *plan.states, *plan.gradients, *(entry[0] for entry in _read(plan.contents, walk))]
+    copied += [_joined(*entry[:3]) for entry in _read(plan.leaves, walk)]
+    return {"copied": sorted(set(copied)), "refused": plan.refused}
+
+
+def _table(values: Mapping[Path, Any], paths: Collection[Path]) -> Table:
+    return {hash_of(path): hash_of(repr(value)) for path, value in values.items() if path in paths}
+
+
+def _is_setting(path: Path) -> bool:
+    """Return whether it is an optimizer's, such as the learning rate: whole on each rank even if states are sharded."""
+    return ".param_groups[" in path
+
+
+def _is_gradient(path: Path) -> bool:
+    return path.partition("#")[0].endswith(".grad")
+
+
+class _Wanted:
+    """Selects the source's paths that the others take."""
+
+    def __init__(
+        self, names: set[str], paths: set[int], left_out: set[str], walk: Walk, tables: list[Table], goods: list[Table]
+    ) -> None:
+        self._names, self._paths, self._left_out, self._modules = names, paths, left_out, walk.modules
+        self._walk = walk
+        self._tables, self._goods = tables, goods
+        self._ranks = [hash_of(repr(rank)) for rank in range(len(tables))]
+
+    @property
+    def left_out(self) -> dict[Path, str]:
+        """The variables that differ and are sharded, with the reason why they are not copied."""
+        paths = [path for path in self._walk.values if self._differs(path) and not _is_setting(path)]
+        named = {variable_of(path) for path in paths if self._is_named(path)}
+        return dict.fromkeys(sorted(named & self._left_out), "each rank has another part of its parameters")
+
+    @property
+    def gradients(self) -> list[Path]:
+        """The gradients that differ."""
+        paths = dict.fromkeys(path.partition("#")[0] for path in self._walk.values if _is_gradient(path))
+        facts = ("", "#type", VERSION)
+        return [p for p in paths if any(self._differs(f"{p}{f}") and self._is_named(f"{p}{f}") for f in facts)]
+
+    def _differs(self, path: Path) -> bool:
+        return len({table.get(hash_of(path)) for table in self._tables}) > 1
+
+    def _is_named(self, path: Path) -> bool:
+        return hash_of(path.removesuffix(VERSION)) in self._paths or variable_of(path) in self._names
+
+    def __contains__(self, path: Path) -> bool:
+        number, base = hash_of(path), path.partition("#")[0]
+        is_left_out = variable_of(path) in self._left_out and not _is_setting(path)
+        if is_left_out or not self._differs(path) or _is_gradient(path):
+            return False
+        if hash_of(path.removesuffix(VERSION)) in self._paths:
+            return True
+        values = [table.get(number) for table in self._tables]
+        if variable_of(path) not in self._names or values == self._ranks:
+            return False
+        if base not in self._walk.links or path.endswith(LENGTHS):  # a variable, or what a container has
+            return True
+        good = {table.get(number) for table in self._goods if table}
+        return len(good) < 2 or f"{base}{VERSION}" == path or any(base.startswith(f"{m}.") for m in self._modules)
+
+
+def _make_plan(walk: Walk, wanted: _Wanted, tables: list[Table]) -> _Plan:
+    everywhere = _Everywhere(walk, tables)
+    plan = _Plan([], {}, b"", b"", wanted.gradients, wanted.left_out)
+    contents: dict[Path, tuple[bool, Any]] = {}
+    leaves: dict[Path, tuple[Path, str, Any, Any]] = {}
+    iterators = [path for path, value in walk.objects.items() if isinstance(value, _BaseDataLoaderIter)]
+    for path in [path for path in walk.values if path in wanted]:
+        base, _, fact = path.partition("#")
+        held_by = next((root for root in iterators if base.startswith(f"{root}.")), "")
+        if held_by:  # half of its position is on the stack of a generator
+            plan.refused[held_by] = "the iterator of a loader cannot be set: make it again on all ranks"
+            continue
+        value = walk.objects.get(base)
+        if isinstance(value, torch.Tensor) and everywhere.has(base):
+            if value.layout is not torch.strided or value.is_quantized:
+                plan.refused[base] = "it is sparse or quantized"
+            elif any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+                plan.refused[base] = (
+                    "several of its elements share memory (expand); copy the tensor that it is a view of"
+                )
+            elif base not in plan.tensors and fact != "type":
+                plan.tensors.append(base)
+        elif (fact in CONTENT or isinstance(value, set)) and everywhere.has(base):
+            contents[base] = fact == "items" or contents.get(base, (False,))[0], _content_of(value)
+        elif fact in ("left", "line", "version"):
+            plan.refused[base] = "an iterator or a suspended generator cannot be set" if fact != "version" else ""
+        elif everywhere.has(base) and (state := _state_of(value)) is not None:
+            plan.states[base] = state
+        else:
+            _add_leaf(base, walk, leaves, plan)
+    for path in [p for p, (holder, *_) in leaves.items() if holder and not everywhere.has(holder)]:
+        del leaves[path]  # it comes with the container that some rank lacks
+    plan.refused = {path: why for path, why in plan.refused.items() if why}
+    plan.contents = _dump_each(sorted(contents.items()), everywhere, plan)
+    everywhere.replaced = set(leaves)  # themselves by value: a reference would be to what each rank has already
+    plan.leaves = _dump_each(list(leaves.values()), everywhere, plan)
+    return plan
+
+
+def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, Any]], plan: _Plan) -> None:
+    """Find what must be set to bring the value at `base`: a tuple is replaced whole."""
+    while base in walk.links:
+        holder, how, key = walk.links[base]
+        if how in FIXED or how == "gradient":
+            plan.refused[base] = "it is held by a suspended generator" if how in FIXED else ""
+            return
+        owner = walk.objects.get(holder)
+        if isinstance(owner, tuple):
+            base = holder
+            continue
+        value = walk.objects[base] if base in walk.objects else _leaf_at(owner, how, key)
+        ids = {id(one): path for path, one in walk.objects.items()} if how == "item" and type(key) is int else {}
+        leaves[base] = holder, how, _Id(ids[key]) if key in ids else key, value
+        return
+    if base in namespace():
+        leaves[base] = "", "variable", base, namespace()[base]
+
+
+def _leaf_at(owner: Any, how: str, key: Any) -> Any:
+    """Return the number or text that `owner` holds."""
+    match how:
+        case "item":
+            base = next(kind for kind in kinds.mro_of(type(owner)) if kind.__module__ in ("builtins", "collections"))
+            return base.__getitem__(owner, key)
+        case "cell":
+            return owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents
+        case "_parameters" | "_buffers" | "_modules":
+            return kinds.instance_dict(owner)[how][key]  # type: ignore[index]
+    own = kinds.instance_dict(owner) or {}
+    if isinstance(owner, type):
+        own = type.__dict__["__dict__"].__get__(owner)  # type: ignore[attr-defined]
+    return own[key] if key in own else dict(kinds.slots_of(owner))[key]
+
+
+def _content_of(container: Any) -> Any:
+    """Return the items of a dictionary, list, deque or set, without the container."""
+    mro = kinds.mro_of(type(container))
+    if dict in mro:
+        return list(dict.items(container))
+    return list(next(kind for kind in mro if kind.__module__ in ("builtins", "collections")).__iter__(container))
+
+
+def _state_of(value: Any) -> Any:
+    """Return what is written into a generator of random numbers or an array in place; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if type(value) is random.Random:
+        return value.getstate()
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and type(value) is numpy.Generator:
+        return value.bit_generator.state
+    if numpy is not None and type(value) is numpy.RandomState:
+        return value.get_state()
+    array = None if isinstance(value, torch.Tensor) else kinds.array_of(value, kinds.mro_of(type(value)))
+    return array.copy() if array is not None and array.ndim and array.flags.writeable else None
+
+
+def _set_state(value: Any, state: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif type(value) is random.Random:
+        value.setstate(state)
+    elif (array := kinds.array_of(value, kinds.mro_of(type(value)))) is not None:
+        array[...] = state
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = state
+    else:
+        value.set_state(state)
+
+
+class _Everywhere:
+    """The objects that every rank has at the same path, with the same type."""
+
+    def __init__(self, walk: Walk, tables: list[Table]) -> None:
+        self._walk, self._tables = walk, tables
+        self._paths = {id(value): path for path, value in walk.objects.items()}
+        self.replaced: set[Path] = set()
+        """Paths of objects to which no reference is written."""
+
+    def has(self, path: Path) -> bool:
+        """Return whether every rank has an object like that of the source at `path`."""
+        kind = hash_of(f"{path}#type")
+        if f"{path}#type" in self._walk.values:
+            return len({table.get(kind) for table in self._tables}) == 1
+        facts = [hash_of(f"{path}{fact}") for fact in (*LENGTHS, "#line", "#left")]
+        return any(all(fact in table for table in self._tables) for fact in facts)
+
+    def path_of(self, value: Any) -> Path | None:
+        """Return the path of `value`, if every rank has it."""
+        path = self._paths.get(id(value))
+        return path if path is not None and path not in self.replaced and self.has(path) else None
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Write an object that every rank has as its path."""
+
+    def __init__(self, file: io.BytesIO, everywhere: _Everywhere) -> None:
+        super().__init__(file)
+        self._everywhere = everywhere
+
+    def persistent_id(self, value: Any) -> Path | None:
+        """See ``pickle.Pickler``."""
+        return self._everywhere.path_of(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, walk: Walk) -> None:
+        super().__init__(file)
+        self._walk = walk
+
+    def persistent_load(self, path: Path) -> Any:
+        """See ``pickle.Unpickler``."""
+        return self._walk.objects[path]
+
+
+def _dump_each(entries: Sequence[tuple[Any, ...]], everywhere: _Everywhere, plan: _Plan) -> bytes:
+    """Pickle the entries, one after the other; name those that cannot be pickled."""
+    file = io.BytesIO()
+    for entry in entries:
+        begin = file.tell()
+        try:
+            _Pickler(file, everywhere).dump(entry)
+        except Exception as error:
+            file.seek(begin)
+            file.truncate()
+            path = entry[0] if len(entry) == 2 else _joined(*entry[:3])
+            plan.refused[path] = f"it cannot be pickled: {type(error).__name__}"
+    return file.getvalue()
+
+
+def _read(data: bytes, walk: Walk) -> list[Any]:
+    file, entries = io.BytesIO(data), []
+    while file.tell() < len(data):
+        entries.append(_Unpickler(file, walk).load())
+    return entries
+
+
+def _joined(holder: Path, how: str, key: Any) -> Path:
+    return str(key) if how == "variable" else f"{holder}[{key!r}]" if how == "item" else f"{holder}.{key}"
+
+
+def _apply(walk: Walk, plan: _Plan, source: int) -> None:
+    errors: list[Any] = [None] * dist.get_world_size()
+    contents, leaves, error = [], [], ""
+    try:
+        contents, leaves = _read(plan.contents, walk), _read(plan.leaves, walk)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    dist.all_gather_object(errors, error)
+    failed = {rank: text for rank, text in enumerate(errors) if text}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise RuntimeError(f"rank {rank} cannot take the state: {text}; nothing has changed")
+    if dist.get_rank() != source:
+        for path, (takes_all, items) in contents:
+            _replace_content(walk.objects[path], items, takes_all)
+        for holder, how, key, value in leaves:
+            _set(walk.objects.get(holder), how, id(walk.objects[key.path]) if isinstance(key, _Id) else key, value)
+        for path, state in plan.states.items():
+            _set_state(walk.objects[path], state)
+    _broadcast([walk.objects[path] for path in plan.tensors], source)
+
+
+def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
+    """Bring what is missing and remove what is too much; the other items stay this rank's own, unless all are taken."""
+    mro = kinds.mro_of(type(container))
+    if dict in mro:
+        kept = {} if takes_all else dict(items)
+        for key in [key for key in dict.keys(container) if key not in kept]:
+            dict.__delitem__(container, key)
+        for key, value in items:
+            if not dict.__contains__(container, key):
+                dict.__setitem__(container, key, value)
+    elif set in mro:
+        set.clear(container)
+        set.update(container, items)
+    else:
+        base: Any = list if list in mro else collections.deque
+        while base.__len__(container) > (0 if takes_all else len(items)):
+            base.pop(container)
+        base.extend(container, items[base.__len__(container) :])
+
+
+def _set(owner: Any, how: str, key: Any, value: Any) -> None:
+    match how:
+        case "variable":
+            namespace()[key] = value
+        case "item":
+            base = next(kind for kind in kinds.mro_of(type(owner)) if kind.__module__ in ("builtins", "collections"))
+            base.__setitem__(owner, key, value)
+        case "cell":
+            owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
+        case "_parameters" | "_buffers" | "_modules":
+            kinds.instance_dict(owner)[how][key] = value  # type: ignore[index]
+        case _:
+            own = kinds.instance_dict(owner)
+            if isinstance(owner, type):
+                type.__setattr__(owner, key, value)
+            elif own is not None:
+                own[key] = value
+            else:
+                object.__setattr__(owner, key, value)
+
+
+def _broadcast(tensors: list[torch.Tensor], source: int) -> None:
+    """Send `tensors` from the source, many in one message, as bytes."""
+    buckets: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        bucket = buckets.setdefault(tensor.device, [])
+        bucket.append(tensor)
+        if sum(one.numel() * one.element_size() for one in bucket) > BUCKET_BYTES:
+            _send_bucket(buckets.pop(tensor.device), source)
+    for bucket in buckets.values():
+        _send_bucket(bucket, source)
+
+
+def _send_bucket(bucket: list[torch.Tensor], source: int) -> None:
+    with torch.no_grad():
+        flat = [one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for one in bucket]
+        data = torch.cat(flat)
+        dist.broadcast(data, src=source)
+        if dist.get_rank() != source:
+            for tensor, part in zip(bucket, data.split([one.numel() for one in flat]), strict=True):
+                tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _clear_gradients(walk: Walk, names: list[str], plan: _Plan) -> None:
+    """Clear the gradients of the models whose state was copied."""
+    copied = {variable_of(path) for path in [*plan.tensors, *plan.states, *plan.gradients]}.union(names)
+    for path, value in walk.objects.items():
+        if isinstance(value, torch.nn.Parameter) and variable_of(path) in copied:
+            value.grad = None

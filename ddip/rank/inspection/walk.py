@@ -1,0 +1,412 @@
+"""Walk the objects that a namespace reaches, and record one small value per path, without running user code.
+
+    {"net": model,      -->  {"net.0.weight": ("sum", 81...), "net.0.weight#version": 4,
+     "opt": optimizer}        "opt.param_groups[0]['lr']": "0.1", "opt.state[net.0.weight]['step']": "4.0"}
+
+The walk is breadth first, so an object is named by its shortest path. A module's parameters, buffers and parts come
+before anything else, and dictionaries keyed by objects come last, when their keys have names. Attributes are read from
+the instance's dictionary and slots, never through the object: properties, ``__getattr__`` and ``__class__`` are user
+code. Values compare across processes: numbers, short texts, checksums.
+
+A suffix after ``#`` tells a fact about the object at a path: ``#version`` counts a tensor's in-place writes,
+``#length`` and ``#keys`` a container's items, ``#left`` an iterator's. Fused optimizers, ``broadcast``, ``all_reduce``
+and ``.data`` write to tensors without a new version, so a version is evidence of progress, and only a checksum compares
+values.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import operator
+import re
+import sys
+import types
+import weakref
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from ddip.rank.inspection import kinds
+from ddip.rank.inspection.kinds import instance_dict, mro_of, slots_of
+from ddip.rank.objects import wrappers
+from ddip.rank.objects.checksum import FREED, PART_BYTES, BytesSum, Checksum, ItemsSum
+from ddip.rank.runtime import libraries
+
+Path: TypeAlias = str
+_gradient_of: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+MAX_NODES, MAX_DEPTH = 50_000, 30
+WHOLE_ITEMS, EDGE_ITEMS = 256, 32
+"""A list or dictionary with more items than the first is sampled: so many at each end."""
+MOST_MEMBERS = 1024
+"""A set with more members is compared by its length only: its order is another one on each rank."""
+SLICE_NODES = 32
+"""Objects between two points at which a walk may pause."""
+PRIVATE_NAMES = {"In", "Out", "exit", "quit", "get_ipython", "open", "rank", "world_size", "device"}
+"""Variables of IPython's and ddip's own."""
+UNIQUE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|0x[0-9a-f]{6,}")
+PLAIN_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter, types.MappingProxyType)
+
+
+def variables_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's variables: those that do not begin with an underscore, without IPython's own."""
+    found = {k: v for k, v in list(namespace.items()) if type(k) is str and not k.startswith("_")}
+    return {k: v for k, v in found.items() if k not in PRIVATE_NAMES and type(v) is not types.ModuleType}
+
+
+class Walk:
+    """One walk over `variables`; iterate over `steps` to the end, then read `values`.
+
+    Names in `known` are walked before the others, so that a variable that only one rank has made cannot give another
+    name to an object that all ranks have. With `checksums`, values of tensors are compared too. With `keep`, `objects`
+    and `links` are there afterwards, to change what was found.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, Any],
+        known: Collection[str] = (),
+        *,
+        checksums: bool = False,
+        process_wide: bool = True,
+        keep: bool = False,
+    ) -> None:
+        self.names = frozenset(variables)
+        self.values: dict[Path, Any] = {}
+        self.modules: list[Path] = []
+        """Paths of the outermost modules."""
+        self.roles: dict[Path, str] = {}
+        """What an object is in a training: ``optimizer``, ``scheduler``, ``sampler``, ``loader`` and so on."""
+        self.sharded: set[Path] = set()
+        """Tensors of which this rank has a part."""
+        self.objects: dict[Path, Any] = {}
+        self.links: dict[Path, tuple[Path, str, Any]] = {}
+        """Where the object at a path is kept: path of its holder, ``item``, ``attribute`` or ``cell``, and the key."""
+        self.nodes = 0
+        self.is_cut = False
+        """Whether the namespace has more objects than a walk visits."""
+        self._checksums, self._keep = checksums, keep
+        self._names: dict[int, Path] = {}
+        self._alive: list[Any] = []
+        """Objects that were visited: a temporary one must live, or its id is used again."""
+        self._inner: set[Path] = set()
+        self._lost: list[Path] = []
+        """Models of a former group, which refuse to be used."""
+        self._first: collections.deque[tuple[Path, Any, int]] = collections.deque()
+        self._queue: collections.deque[tuple[Path, Any, int]] = collections.deque()
+        self._last: collections.deque[tuple[Path, list[tuple[Any, Any]], int]] = collections.deque()
+        names = set(known)
+        rest = sorted(variables, key=lambda name: (name not in names, name))
+        self._roots = collections.deque([(name, variables[name]) for name in rest if name in names])
+        self._later = collections.deque([(name, variables[name]) for name in rest if name not in names])
+        self._process_wide = process_wide
+
+    @property
+    def optimizers(self) -> list[Path]:
+        """Return the paths of the optimizers."""
+        return [path for path, role in self.roles.items() if role == "optimizer"]
+
+    @property
+    def steps(self) -> Iterator[None]:
+        """Do the walk; yield where it may pause, or be abandoned."""
+        self._queue.extend((name, value, 0) for name, value in self._roots)
+        yield from self._drain()
+        self._queue.extend((name, value, 0) for name, value in self._later)
+        if self._process_wide:
+            self._queue.extend((name, value, 0) for name, value in kinds.process_wide())
+            for name, module in kinds.user_modules():
+                self._visit_module(name, module)
+        yield from self._drain()
+        for kept in (self._roots, self._later, self._alive, self._names):  # or objects would live on with the walk
+            kept.clear()  # type: ignore[attr-defined]
+
+    def finish(self) -> Walk:
+        """Do the walk without a pause."""
+        for _ in self.steps:
+            pass
+        return self
+
+    def _drain(self) -> Iterator[None]:
+        while self._first or self._queue or self._last:
+            if not self._first and not self._queue:
+                path, items, depth = self._last.popleft()
+                try:
+                    self._visit_keyed(path, items, depth)
+                except Exception as error:
+                    self.values[path] = f"<{type(error).__name__}>"
+                continue
+            path, value, depth = (self._first or self._queue).popleft()
+            self.nodes += 1
+            if self.nodes > MAX_NODES:
+                self.is_cut = True
+                for queue in (self._first, self._queue, self._last):
+                    queue.clear()  # type: ignore[attr-defined]
+                return
+            if depth <= MAX_DEPTH:
+                try:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        work = self._visit(path, value, depth)
+                    if work is not None:
+                        yield from self._sum(path, work)
+                except Exception as error:  # such as of a nested tensor, which has no sizes: its version counts
+                    if f"{path}#version" not in self.values:
+                        self.values[path] = f"<{type(error).__name__}>"
+            if self.nodes % SLICE_NODES == 0:
+                yield
+
+    def _sum(self, path: Path, work: Checksum | BytesSum | ItemsSum) -> Iterator[None]:
+        for _ in work.parts:
+            yield
+        if work.total is not None:
+            self.values[f"{path}#items" if isinstance(work, ItemsSum) else path] = ("sum", work.total)
+
+    def _put(self, path: Path, value: Any, depth: int, holder: Path, how: str, key: Any) -> None:
+        if self._keep:
+            self.links.setdefault(path, (holder, how, key))
+        self._queue.append((path, value, depth + 1))
+
+    # -- one object
+
+    def _visit(self, path: Path, value: Any, depth: int) -> Checksum | BytesSum | ItemsSum | None:
+        """Record `value`; return the checksum that is still to be computed, if any."""
+        kind = type(value)
+        leaf = kinds.leaf_value(value)
+        if leaf is not kinds.NO_LEAF:
+            self.values[path] = leaf
+            return None
+        if id(value) in self._names:
+            return None
+        self._names[id(value)] = path
+        self._alive.append(value)
+        if self._keep:
+            self.objects[path] = value
+        mro = mro_of(kind)
+        if torch.Tensor in mro:
+            return self._visit_tensor(path, value, depth)
+        array = kinds.array_of(value, mro)
+        if array is not None:
+            return self._visit_array(path, value, array)
+        state = kinds.generator_state(value, mro)
+        if state is not None:
+            self.values[path] = ("generator", zlib.crc32(state))
+            self.values[f"{path}#type"] = kinds.type_name(kind)
+        elif dict in mro or kind is types.MappingProxyType:
+            return self._visit_mapping(path, value, depth)
+        elif list in mro or tuple in mro or kind is collections.deque:
+            return self._visit_sequence(path, value, depth)
+        elif set in mro or frozenset in mro:
+            self._visit_set(path, value, set if set in mro else frozenset)
+        elif kind is types.FunctionType:
+            self._visit_function(path, value, depth)
+        elif kind is types.MethodType:
+            self._put(f"{path}.__self__", value.__self__, depth, path, "attribute", "__self__")
+            self._put(f"{path}.__func__", value.__func__, depth, path, "attribute", "__func__")
+        elif functools.partial in mro:
+            for name in ("func", "args", "keywords"):
+                part = getattr(functools.partial, name).__get__(value)
+                self._put(f"{path}.{name}", part, depth, path, "attribute", name)
+        elif type in mro:
+            self._visit_class(path, value, depth)
+        elif kind is types.GeneratorType:
+            self._visit_generator(path, value, depth)
+        elif not self._visit_iterator(path, value, depth):
+            self._visit_object(path, value, depth)
+        return None
+
+    def _visit_array(self, path: Path, value: Any, array: Any) -> BytesSum | None:
+        kind = type(value)
+        self.values[f"{path}#type"] = kinds.type_name(kind), str(array.dtype), array.shape
+        if array.dtype.hasobject or kinds.is_of_file(array):
+            return None
+        work = BytesSum(array)
+        if array.nbytes <= PART_BYTES // 8:
+            self.values[path] = "array", str(array.dtype), array.shape, work.finish()
+            return None
+        return work if self._checksums else None
+
+    def _visit_tensor(self, path: Path, tensor: Any, depth: int) -> Checksum | None:
+        work = None
+        local = kinds.local_part(tensor)
+        self.values[f"{path}#version"] = "inference" if tensor.is_inference() else tensor._version
+        if local is not None:  # a DTensor: its version counts; the values are this rank's part, and differ by design
+            self.sharded.add(path)
+            self.values[f"{path}#type"] = type(tensor).__name__
+        else:
+            facts = str(tensor.dtype), tuple(tensor.shape), str(tensor.device), tensor.requires_grad
+            self.values[f"{path}#type"] = facts
+            if kinds.is_readable_number(tensor):
+                number = tensor.detach().item()
+                self.values[path] = number if type(number) is int else repr(number)
+            elif self._checksums and kinds.is_plain(tensor):
+                work = Checksum(tensor)
+        if tensor.is_leaf and tensor.requires_grad:
+            gradient = _gradient_of(tensor)
+            self._put(f"{path}.grad", gradient, depth, path, "gradient", "grad")
+        if work is not None and work.is_freed:
+            self.values[path] = FREED
+            return None
+        return work
+
+    def _visit_mapping(self, path: Path, mapping: Any, depth: int) -> ItemsSum | None:
+        proxy = type(mapping) is types.MappingProxyType
+        length = len(mapping) if proxy else dict.__len__(mapping)
+        view: Any = mapping.items() if proxy else dict.items(mapping)
+        self.values[f"{path}#keys"] = length
+        first = next(iter(view), (None, None))[0]
+        if length <= WHOLE_ITEMS or torch.Tensor in mro_of(type(first)):  # the latter of an optimizer
+            items, work = list(view), None
+        else:
+            items = [*itertools.islice(view, EDGE_ITEMS), *itertools.islice(reversed(view), EDGE_ITEMS)]
+            work = self._sum_items(path, list(view), is_ordered=False)
+        if all(kinds.is_plain_key(key) for key, _ in items):
+            for text, key, value in sorted(((kinds.key_text(k), k, v) for k, v in items), key=operator.itemgetter(0)):
+                self._put(f"{path}[{text}]", value, depth, path, "item", key)
+        else:
+            self._last.append((path, items, depth))
+        if type(mapping) not in PLAIN_DICTS:
+            self._visit_attributes(path, mapping, depth)
+        return work
+
+    def _visit_keyed(self, path: Path, items: list[tuple[Any, Any]], depth: int) -> None:
+        """Visit a dictionary whose keys are objects, or ids of objects, that have names by now."""
+        for number, (key, value) in enumerate(items):
+            name = self._names.get(key if type(key) is int else id(key))
+            if name is None and (kinds.is_plain_key(key) or _is_plain_tuple(key)):
+                name = repr(key) if type(key) is tuple else kinds.key_text(key)
+            name = name or f"<{type(key).__name__} {number}>"
+            self._put(f"{path}[{name}]", value, depth, path, "item", key)
+
+    def _visit_sequence(self, path: Path, sequence: Any, depth: int) -> ItemsSum | None:
+        mro = mro_of(type(sequence))
+        base: Any = list if list in mro else tuple if tuple in mro else collections.deque
+        length = base.__len__(sequence)
+        fields = vars(type(sequence)).get("_fields") if base is tuple else None
+        if base is not tuple:
+            refers = length > 0 and type(base.__getitem__(sequence, 0)) is weakref.ref  # the collector shortens it
+            self.values[f"{path}#length"] = 0 if refers else length
+        edges = [*range(EDGE_ITEMS), *range(length - EDGE_ITEMS, length)]
+        work = None if length <= WHOLE_ITEMS else self._sum_items(path, list(base.__iter__(sequence)))
+        for number in range(length) if length <= WHOLE_ITEMS else edges:
+            name = f"{path}.{fields[number]}" if fields else f"{path}[{number}]"
+            self._put(name, base.__getitem__(sequence, number), depth, path, "item", number)
+        if type(sequence) is not base:
+            self._visit_attributes(path, sequence, depth)
+        return work
+
+    def _sum_items(self, path: Path, items: list[Any], is_ordered: bool = True) -> ItemsSum | None:
+        """Return the checksum of all items of a long container, which otherwise is sampled."""
+        return ItemsSum(items, is_ordered) if self._checksums else None
+
+    def _visit_set(self, path: Path, items: Any, base: Any) -> None:
+        self.values[f"{path}#members"] = base.__len__(items)
+        if base.__len__(items) > MOST_MEMBERS:
+            return
+        members = list(base.__iter__(items))
+        if all(kinds.is_plain_key(member) for member in members):
+            self.values[path] = zlib.crc32(repr(sorted(map(kinds.key_text, members))).encode())
+
+    def _visit_module(self, name: str, module: Any) -> None:
+        """Visit the data of a module that the user wrote."""
+        path = f"<{name}>"
+        self.values[f"{path}#type"] = "module"
+        if self._keep:
+            self.objects[path] = module
+        for key, value in sorted(vars(module).copy().items()):
+            foreign = type(value) in (types.FunctionType, type) and value.__module__ != name
+            if not key.startswith("__") and type(value) is not types.ModuleType and not foreign:
+                self._put(f"{path}.{key}", value, 0, path, "attribute", key)
+
+    def _visit_function(self, path: Path, function: Any, depth: int) -> None:
+        self.values[f"{path}#type"] = function.__qualname__
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                self._put(f"{path}.<{name}>", cell.cell_contents, depth, path, "cell", name)
+            except ValueError:  # it is empty
+                continue
+        for name, value in sorted(vars(function).items()):
+            self._put(f"{path}.{name}", value, depth, path, "attribute", name)
+
+    def _visit_class(self, path: Path, kind: Any, depth: int) -> None:
+        """Visit the data of a class that the user wrote."""
+        self.values[f"{path}#type"] = kinds.type_name(kind)
+        own = type.__dict__["__dict__"].__get__(kind)
+        if kinds.is_user_module(own.get("__module__")):
+            for name in sorted(own):
+                if not name.startswith("__") and type(own[name]) not in kinds.CODE:
+                    self._put(f"{path}.{name}", own[name], depth, path, "attribute", name)
+
+    def _visit_generator(self, path: Path, generator: Any, depth: int) -> None:
+        """Visit the variables of a suspended generator."""
+        frame = generator.gi_frame
+        self.values[f"{path}#line"] = None if frame is None else frame.f_lineno
+        if frame is None or libraries.is_librarys(frame.f_code.co_filename) and depth > MAX_DEPTH // 2:
+            return
+        names = frame.f_locals
+        for name, value in sorted(names.items()):
+            self._put(f"{path}.<{name}>", value, depth, path, "local", name)
+        if sys.version_info < (3, 13):
+            names.clear()  # the frame keeps this copy, and with it the last batch
+
+    def _visit_iterator(self, path: Path, iterator: Any, depth: int) -> bool:
+        kind = type(iterator)
+        if kind is itertools.count:
+            self.values[path] = itertools.count.__repr__(iterator)
+        elif kind in (enumerate, zip):
+            for number, part in enumerate(kind.__reduce__(iterator)[1]):  # type: ignore[call-arg]
+                self._put(f"{path}.<{number}>", part, depth, path, "local", number)
+        elif not kinds.is_heap_type(kind) and kind.__name__.endswith("iterator"):
+            self.values[f"{path}#left"] = operator.length_hint(iterator, -1)
+        else:
+            return False
+        return True
+
+    def _visit_object(self, path: Path, value: Any, depth: int) -> None:
+        kind = type(value)
+        mro = mro_of(kind)
+        if int in mro or float in mro:
+            number = int.__int__(value) if int in mro else float.__float__(value)
+            self.values[path] = kinds.leaf_value(number)
+        if kinds.is_opaque(kind, mro):
+            return
+        self.values[f"{path}#type"] = kinds.type_name(kind)
+        role = kinds.role_of(mro)
+        if role:
+            self.roles[path] = role
+        self._visit_attributes(path, value, depth)
+        if kinds.is_user_module(kinds.module_name(kind)):
+            self._put(f"{path}.__class__", kind, depth, path, "class", "__class__")
+
+    def _visit_attributes(self, path: Path, value: Any, depth: int) -> None:
+        own = instance_dict(value) or {}
+        mro = mro_of(type(value))
+        module = torch.nn.Module in mro
+        if module and wrappers.is_lost(value):
+            self._lost.append(path)
+        is_lost = module and any(path == root or path.startswith(f"{root}.") for root in self._lost)
+        wrapper, optimizer = torch.nn.parallel.DistributedDataParallel in mro, torch.optim.Optimizer in mro
+        if module and path not in self._inner:
+            self.modules.append(path)
+        for name in sorted((name for name in list(own) if type(name) is str), key=str):
+            if module and name in ("_parameters", "_buffers", "_modules"):  # net.weight, not net._parameters['weight']
+                for part, child in sorted(dict.items(own[name])):
+                    self._inner.add(f"{path}.{part}")
+                    if self._keep:
+                        self.links.setdefault(f"{path}.{part}", (path, name, part))
+                    self._first.append((f"{path}.{part}", child, depth + 1))
+            elif (
+                wrapper and name.startswith("_") or optimizer and name == "defaults" or is_lost and name.startswith("_")
+            ):
+                continue  # of the reducer, which is made ready before the next cell; what param_groups has; no use
+            elif name not in kinds.SKIPPED_ATTRIBUTES and not (module and "_hooks" in name and not own[name]):
+                shown = UNIQUE_ID.sub("<id>", name) if len(name) > 20 else name
+                self._put(f"{path}.{shown}", own[name], depth, path, "attribute", name)
+        for name, child in slots_of(value):
+            if name not in kinds.SKIPPED_ATTRIBUTES:
+                self._put(f"{path}.{name}", child, depth, path, "attribute", name)
+
+
+def _is_plain_tuple(key: Any) -> bool:
+    return type(key) is tuple and all(kinds.is_plain_key(part) for part in key)

@@ -1,0 +1,25 @@
+"""Try the mechanisms of this package when a rank starts, and turn off those that do not work in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from ddip.protocol import switches
+from ddip.rank.native import lost_waits, sockets
+
+
+@functools.cache
+def turn_off_failing() -> None:
+    """Try each mechanism that is on, once; takes about two milliseconds."""
+    tests = {
+        switches.SOCKETS: sockets.can_shut_down,
+        switches.LISTENERS: sockets.can_fence,
+        switches.GLOO_WAITS: lost_waits.is_possible,
+    }
+    for name, works in tests.items():
+        if switches.is_on(name):
+            with contextlib.suppress(Exception):
+                if works():
+                    continue
+            switches.turn_off(name)

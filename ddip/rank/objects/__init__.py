@@ -1,0 +1,1 @@
+"""The variables of a rank: sent, received, wrapped for DDP, and restored after a failed iteration."""

@@ -1,0 +1,273 @@
+"""The training state of sharded models (FSDP2, FSDP1, DeepSpeed), set back when a failed cell has broken an iteration.
+
+A model that cannot be set back refuses its next use. ``tests/unit/test_private_names.py`` fails when a release of torch
+changes what is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ddip.rank.objects import wrappers
+from ddip.rank.objects.live_objects import FSDP2_STATES, of_class
+
+BY_TORCH = "_reset_iter_state"
+"""torch 2.14's own method of ``FSDPState``."""
+HELD = (
+    "_all_gather_result",
+    "_post_reduce_event",
+    "_reshard_after_forward_event",
+    "_all_reduce_state",
+    "_partial_reduce_output",
+)
+"""Attributes of FSDP2's parameter groups that hold what belongs to one iteration; not all releases have all."""
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+DEEPSPEED = "deepspeed.runtime.engine"
+BROKEN = (
+    "a failed cell left this {name} in the middle of an iteration, and it could not be reset ({why}). Recreate the "
+    "model and its optimizer; ddip.dist_state brings back what it has kept of them"
+)
+BROKEN_ENGINE = (
+    "a failed cell left this engine of DeepSpeed in the middle of an iteration, with parts of gradients in its "
+    "buffers. Make another with deepspeed.initialize, of a new model, and load_checkpoint if parameters and optimizer "
+    "must be what they were"
+)
+
+
+def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
+    """Return whether a sharded model is within an iteration, and the ids of parameters with gradients elsewhere.
+
+    That is, in no parameter's ``.grad`` before they are reduced. A model that cannot be looked at counts as within an
+    iteration: `reset` then has it refuse its next use.
+    """
+    unfinished, hidden = False, set[int]()
+    models = [(root, _is_within_pass, _hidden) for root in _roots(things)]
+    models += [(root, _is_within_fsdp1_pass, _hidden_in_fsdp1) for root in _fsdp1_roots(things)]
+    for root, is_within_pass, find_hidden in models:
+        try:
+            unfinished = unfinished or is_within_pass(root)
+            hidden |= find_hidden(root)
+        except Exception:
+            unfinished = True
+    return unfinished, hidden
+
+
+def reset(things: Sequence[Any], broken: bool) -> None:
+    """On all ranks: free what was gathered, and have each sharded model expect a forward pass."""
+    for root in _roots(things):
+        try:
+            _reset_root(root)
+            _hidden(root)
+        except Exception as error:
+            for part in root._modules:
+                wrappers.refuse(part, BROKEN.replace("{why}", type(error).__name__))
+    for module in _fsdp1_roots(things):
+        try:
+            _reset_fsdp1(module)
+            _hidden_in_fsdp1(module)
+        except Exception as error:
+            wrappers.refuse(module, BROKEN.replace("{why}", type(error).__name__))
+    for engine in of_class(things, DEEPSPEED, "DeepSpeedEngine") if broken else ():
+        if type(engine.optimizer).__module__.startswith("deepspeed.runtime"):  # ZeRO, or half precision
+            wrappers.refuse(engine, BROKEN_ENGINE)
+        else:  # gradients lie in the parameters, and micro-batches are counted
+            engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
+    """Drop gradients that are in no parameter of a module, of models whose parameters have these ids.
+
+    Returns the ids of the parameters that had one.
+    """
+    fully_sharded = [one for root in _roots(things) for group in _groups(root) for one in group.fsdp_params]
+    cleared = set()
+    for parameter in fully_sharded:
+        if id(parameter.sharded_param) in models and _is_unreduced(parameter):
+            cleared.add(id(parameter.sharded_param))
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+    for flat in (flat for root in _fsdp1_roots(things) for flat in _flat_parameters(root)):
+        parts = _parts(flat)
+        if models.isdisjoint(map(id, parts)):
+            continue
+        if _has_gradient(flat):
+            cleared |= {id(part) for part in parts}
+        for part in parts:
+            part.grad = None
+        if hasattr(flat, "_saved_grad_shard"):
+            del flat._saved_grad_shard
+        if hasattr(flat, "_cpu_grad"):
+            flat._cpu_grad.zero_()
+    return cleared
+
+
+# -- FSDP2
+
+
+def _roots(things: Sequence[Any]) -> list[Any]:
+    """The states of those models that have had a forward pass; the others have none to be set back.
+
+    Not those of a former group, which refuse to be used.
+    """
+    states = [one for module in FSDP2_STATES for one in of_class(things, module, "FSDPState")]
+    states = [state for state in states if getattr(state, "_is_root", True)]
+    return [state for state in states if not any(map(wrappers.is_lost, _modules(state)))]
+
+
+def _modules(state: Any) -> tuple[torch.nn.Module, ...]:
+    return tuple(getattr(state, "_modules", ()))
+
+
+def _groups(root: Any) -> list[Any]:
+    """The parameter groups of all modules of a model; torch before 2.12 has at most one per module."""
+    found: list[Any] = []
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def _is_within_pass(root: Any) -> bool:
+    shared = root._state_ctx
+    states = [*shared.all_states, *_groups(root)]
+    return (
+        shared.iter_forward_root is not None
+        or shared.post_backward_final_callback_queued
+        or any(state._training_state.name != "IDLE" for state in states)
+        or any(_is_unreduced(parameter) for group in _groups(root) for parameter in group.fsdp_params)
+        or any(getattr(group, "_partial_reduce_output", None) is not None for group in _groups(root))
+    )
+
+
+def _hidden(root: Any) -> set[int]:
+    """Return the ids of the parameters of `root`, sharded and gathered, that have gradients elsewhere."""
+    return {
+        id(one)
+        for group in _groups(root)
+        for parameter in group.fsdp_params
+        if _is_unreduced(parameter) or getattr(group, "_partial_reduce_output", None) is not None
+        for one in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+    }
+
+
+def _is_unreduced(parameter: Any) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _reset_root(root: Any) -> None:
+    """Set a model back; torch 2.14 can do most of that itself."""
+    if hasattr(root, BY_TORCH):
+        getattr(root, BY_TORCH)()
+    else:
+        _reset_by_hand(root)
+    for group in _groups(root):
+        for parameter in group.fsdp_params:
+            parameter.grad_offload_event = None
+            if parameter.sharded_state.name != "SHARDED":  # an interrupt came while a group was resharded
+                parameter.to_sharded()
+
+
+def _reset_by_hand(root: Any) -> None:
+    """Do what ``FSDPState._reset_iter_state`` of torch 2.14 does."""
+    shared, comm = root._state_ctx, root._comm_ctx
+    for group in _groups(root):
+        result = group._all_gather_result
+        if result is not None and hasattr(result.all_gather_work, "wait"):
+            result.all_gather_work.wait()
+        for name in HELD:
+            if hasattr(group, name):
+                setattr(group, name, None)
+        group._post_forward_indices.clear()
+        group._training_state = type(group._training_state).IDLE
+    if root._device.type != "cpu":
+        torch.get_device_module(root._device).synchronize()
+    comm.all_gather_state = None
+    if hasattr(comm, "reduce_scatter_state"):
+        comm.reduce_scatter_state = None
+    for name in ("reduce_scatter_states", "post_forward_order"):
+        getattr(comm, name, []).clear()
+    for state in shared.all_states:
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        state._training_state = type(state._training_state).IDLE
+    for group in _groups(root):
+        group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+# -- FSDP1
+
+
+def _fsdp1_roots(things: Sequence[Any]) -> list[Any]:
+    found = of_class(things, FSDP1, "FullyShardedDataParallel")
+    return [one for one in found if getattr(one, "_is_root", True) and not wrappers.is_lost(one)]
+
+
+def _fsdp1_states(root: Any) -> list[Any]:
+    """The parts of a model that have parameters."""
+    return [state for state in root._all_fsdp_states if state._handle]
+
+
+def _flat_parameters(root: Any) -> list[Any]:
+    return [state._handle.flat_param for state in _fsdp1_states(root)]
+
+
+def _parts(flat: Any) -> list[Any]:
+    """Return `flat`, and the parameters in it if the user's are kept."""
+    return [flat, *(flat._params or ())]
+
+
+def _has_gradient(flat: Any) -> bool:
+    return getattr(flat, "_saved_grad_shard", None) is not None or any(one.grad is not None for one in _parts(flat))
+
+
+def _hidden_in_fsdp1(root: Any) -> set[int]:
+    return {
+        id(part)
+        for flat in _flat_parameters(root)
+        if getattr(flat, "_saved_grad_shard", None) is not None or _is_unreduced_flat(flat)
+        for part in _parts(flat)
+    }
+
+
+def _is_within_fsdp1_pass(root: Any) -> bool:
+    states = _fsdp1_states(root)
+    return root._post_backward_callback_queued or any(
+        state.training_state.name != "IDLE"
+        or state._handle._training_state.name != "IDLE"
+        or _is_unreduced_flat(state._handle.flat_param)
+        for state in states
+    )
+
+
+def _is_unreduced_flat(flat: Any) -> bool:
+    """Return whether this parameter has the gradient of a micro-batch under ``no_sync``."""
+    whole = getattr(flat, "_unpadded_unsharded_size", None)
+    return flat.grad is not None and flat.grad.shape == whole and flat._local_shard.shape != whole
+
+
+def _reset_fsdp1(root: Any) -> None:
+    """Do what the end of a backward pass would have done."""
+    from torch.distributed.fsdp import _runtime_utils
+
+    device = torch.device(root.compute_device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    root._exec_order_data.next_iter()
+    for state in _fsdp1_states(root):
+        handle, flat = state._handle, state._handle.flat_param
+        if hasattr(flat, "_post_backward_hook_state"):
+            flat._post_backward_hook_state[-1].remove()
+            del flat._post_backward_hook_state
+        handle._training_state = type(handle._training_state).IDLE
+        _runtime_utils._catch_all_reshard(state)
+        state.training_state = type(state.training_state).IDLE
+        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+        handle._post_forward_index = None
+        flat._post_backward_called = False
+    root._post_backward_callback_queued = False

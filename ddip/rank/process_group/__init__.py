@@ -1,0 +1,1 @@
+"""The process group on a rank: join, collectives, release."""

@@ -1,0 +1,297 @@
+"""Note which collectives this rank begins in each of its groups, and in which lines.
+
+The methods of ``ProcessGroup`` that Python code calls are wrapped: collectives, sends and receives are counted
+(``tallies.py``), the line of a collective is noted, and small tensors that it writes in place are copied
+(``aborted_tensors.py``). The methods are wrapped in the class, since programs hold functions of ``torch.distributed``
+under names of their own. A collective takes a few microseconds longer. The wrappers are called ``wrapper``, a name
+that is left out when a rank tells in which function it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ddip.protocol.rank_spec import DEFAULT_GROUP
+from ddip.protocol.reports import Begun
+from ddip.rank.process_group import aborted_tensors, tallies
+from ddip.rank.process_group.flight_recorder import Entry
+from ddip.rank.process_group.tallies import Tally, tally_of
+from ddip.rank.runtime import c10d, stacks
+from ddip.rank.runtime.gpu import gpu
+
+Method: TypeAlias = Callable[..., Any]
+
+
+def _cell_line() -> tuple[CodeType | None, int]:
+    """Return code and number of the line of a cell from which the caller's caller was called; None if of no cell."""
+    frame = sys._getframe(2)
+    cells = stacks.cell_files()
+    while frame is not None and frame.f_code.co_filename not in cells:
+        frame = frame.f_back  # type: ignore[assignment]
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def _note_begun(group: dist.ProcessGroup, op: str, code: CodeType | None, number: int, given: Any = None) -> Tally:
+    """Note that a line of a cell begins a collective, the `op` on the tensors `given`."""
+    tally = tally_of(group)
+    begun = tally.begun()
+    tally.enter(is_collective=True)
+    tally.lines.append((begun, code, number))
+    tally.last = max(begun, default=0) + 1, op, [] if given is None else _given(given), time.time_ns()
+    tally.work = tallies.nothing
+    gpu.note_begun(code, number)
+    return tally
+
+
+def _given(given: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of what goes in: a tensor, or a list of some, or a list for each tensor."""
+    if not isinstance(given, list):
+        return [(given.shape, given.dtype)]
+    if given and isinstance(given[0], list):
+        given = given[0]
+    return [(tensor.shape, tensor.dtype) for tensor in given]
+
+
+def _collective(method: Method) -> Method:
+    name = method.__name__
+    op = NAMES.get(name, name)
+    at = None if name == "barrier" else int(name in INTO_THE_FIRST)
+    is_in_place = name in IN_PLACE
+
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        written = None
+        try:  # the collective does not depend on these notes
+            code, line = _cell_line()
+            tally = _note_begun(group, op, code, line, None if at is None or at >= len(args) else args[at])
+            if is_in_place:
+                written = aborted_tensors.copy_inputs(group, args, code, line)
+        except Exception:
+            return method(group, *args, **kwargs)
+        try:
+            work = method(group, *args, **kwargs)
+        except RuntimeError as error:
+            aborted_tensors.note_failure(error, written)
+            raise
+        if work is not None:
+            if written is not None:
+                aborted_tensors.expect(work, written)
+            try:
+                tally.work = weakref.ref(work)
+            except TypeError:  # a work of a third-party backend
+                tally.work = tallies.nothing
+        return work
+
+    return wrapper
+
+
+def _send_or_receive(method: Method) -> Method:
+    towards = {"send": "to", "recv": "from"}.get(method.__name__, "")
+
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        gpu.note_begun()
+        tally = tally_of(group)
+        tally.enter(is_collective=False)
+        tally.messages[f"{towards} {args[1]}" if towards and len(args) > 1 else "from any"] += 1
+        batch = tally.batches.get(threading.get_ident())
+        if batch is not None:
+            batch.has_sends = True
+            return method(group, *args, **kwargs)
+        before = tally.begin_send()
+        try:
+            work = method(group, *args, **kwargs)
+        except BaseException as error:
+            tally.end_send(before, failed=True)
+            aborted_tensors.note_failure(error)
+            raise
+        tally.end_send(before, failed=False)
+        return work
+
+    return wrapper
+
+
+def _monitored_barrier(method: Method) -> Method:
+    """Count one collective: it sends and receives, rank 0 more often than the others."""
+
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        window = tallies.Window(tally_of(group))
+        tally = _note_begun(group, "monitored_barrier", *_cell_line())
+        try:
+            return method(group, *args, **kwargs)
+        except RuntimeError as error:
+            aborted_tensors.note_failure(error)
+            raise
+        finally:
+            tally.set_apart(window, collectives=1)
+
+    return wrapper
+
+
+def _start_of_batch(method: Method) -> Method:
+    """Open a batch. nccl counts it as one, or each of its members, or both; which of them depends on the release."""
+
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tally = tally_of(group)
+        window = tallies.Window(tally)
+        result = method(group, *args, **kwargs)
+        tally.batches[threading.get_ident()] = window
+        return result
+
+    return wrapper
+
+
+def _end_of_batch(method: Method) -> Method:
+    @functools.wraps(method)
+    def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tally = tally_of(group)
+        window = tally.batches.pop(threading.get_ident(), None)
+        try:
+            return method(group, *args, **kwargs)
+        except RuntimeError as error:
+            aborted_tensors.note_failure(error)
+            raise
+        finally:
+            if window is not None and window.has_sends:
+                tally.set_apart(window)
+
+    return wrapper
+
+
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+"""Methods of ``ProcessGroup``; not every release has them all."""
+NAMES = {
+    "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+}
+"""Of those that a user knows by another."""
+INTO_THE_FIRST = {
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+}
+"""What they are given first is for the result, and what goes in comes second."""
+IN_PLACE = {"allreduce", "allreduce_coalesced", "broadcast", "reduce"}
+"""Collectives that write into the tensors that they read."""
+OTHERS = {
+    "send": _send_or_receive,
+    "recv": _send_or_receive,
+    "recv_anysource": _send_or_receive,
+    "monitored_barrier": _monitored_barrier,
+    "_start_coalescing": _start_of_batch,
+    "_end_coalescing": _end_of_batch,
+}
+
+
+@functools.cache
+def watch() -> None:
+    """Wrap the methods of ``ProcessGroup``, once, from now on; before the first group is formed."""
+    for name, wrap in {**dict.fromkeys(COLLECTIVES, _collective), **OTHERS}.items():
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:
+            setattr(dist.ProcessGroup, name, wrap(method))
+    aborted_tensors.watch_waits()
+
+
+def _groups() -> list[tuple[dist.ProcessGroup, str]]:
+    world = c10d.world()
+    return [(group, DEFAULT_GROUP if group is world else name) for group, name in c10d.groups().items()]
+
+
+def counts() -> dict[str, int]:
+    """How many collectives this rank has begun in each of its groups, by torch's name for it."""
+    return {name: max(tally_of(group).begun(), default=0) for group, name in c10d.groups().items()}
+
+
+def noted() -> Entry | None:
+    """The collective that Python code has begun last, in a group that is there."""
+    found: Entry | None = None
+    for group, name in c10d.groups().items():
+        tally = tally_of(group)
+        if tally.last is not None and (found is None or tally.last[3] > found.begun):
+            (number, op, given, at), work = tally.last, tally.work()
+            shapes, dtypes = [list(shape) for shape, _ in given], [str(dtype).rpartition(".")[2] for _, dtype in given]
+            is_done = work is None or work.is_completed()
+            found = Entry(name, 0, number, op, shapes, dtypes, at, is_done, (0, 0))
+    return found
+
+
+def begun() -> Begun:
+    """Report the operations that this rank has begun so far, per group and device, if the backend counts them."""
+    report: Begun = {}
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    may_begin = tallies.threads_may_begin()
+    for group, name in _groups():
+        tally = tally_of(group)
+        ranks = None if group.size() == size else dist.get_process_group_ranks(group)
+        if not tally.is_unsure:
+            for i, device in enumerate(tally.devices):
+                report[f"{name} {device}"] = tally.use(i, ranks, may_begin)
+    return report
+
+
+def line_of(key: str, number: int) -> dict[str, Any] | None:
+    """Locate the line of the collective that followed the first `number` in the group and device `key`.
+
+    Returns a `StackLocation` as a dict. None if C++ began the collective, or if the line is no longer known.
+    """
+    for group, name in _groups():
+        tally = tally_of(group)
+        keys = [f"{name} {device}" for device in tally.devices]
+        if key in keys:
+            for begun, code, line in reversed(list(tally.lines)):
+                if begun[keys.index(key)] == number:
+                    return None if code is None else asdict(stacks.place_of_line(code, line))
+    return None

@@ -1,0 +1,1 @@
+"""The output of a rank: captured, limited, logged and sent."""

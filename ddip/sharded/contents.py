@@ -1,0 +1,279 @@
+"""The state that ``dist_state`` keeps, as units: a parameter, the optimizer's state of one, a scheduler, a generator.
+
+    units_of      the present state, by the units' names
+    take_apart    its tensors by names of their own, and everything else pickled, with holes in place of the tensors
+    put_together  the reverse
+
+A unit is restored whole or not at all: half of a scheduler's state would be wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler
+
+from ddip.sharded.layout import DTensor, Layout, local_of
+
+Units = dict[str, Any]
+KINDS = "kinds"
+"""The unit with the class names of optimizer and others."""
+BROADCAST = "broadcast"
+"""The unit with the names of DDP's buffers: before each forward pass it sends rank 0's to all."""
+NUMBERS = (int, float, str, bool, type(None))
+OF_THE_GROUP = ("rank", "num_replicas", "num_samples", "total_size")
+"""Attributes of samplers that belong to the present group, not to the training."""
+NO_STATE = (
+    "dist_state: a {kind} has no state_dict() and load_state_dict(); give dist_state schedulers, scalers, samplers, "
+    "generators, or an object of your own with these two methods"
+)
+A_LOADER = (
+    "dist_state: a {kind} has no state_dict(); give dist_state the loader's sampler and generator, or take "
+    "StatefulDataLoader of torchdata"
+)
+
+
+class Hole(NamedTuple):
+    """Stands for a tensor that is kept under this name."""
+
+    name: str
+
+
+class _Pickler(pickle.Pickler):
+    has_objects = False
+    """Whether it met objects that may pickle, and yet not unpickle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See ``pickle.Pickler``. Raises TypeError for a DTensor, which would be pickled with its mesh."""
+        if isinstance(value, DTensor):
+            raise TypeError("it holds a DTensor in an object; DTensors are kept in dicts, lists and tuples")
+        self.has_objects |= type(value) not in (Hole, OrderedDict)
+        return NotImplemented
+
+
+# -- from and to the objects
+
+
+def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
+    """Return the present state, with the tensors themselves."""
+    units = {f"model.{name}": value for name, value in model.state_dict().items()}
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        units |= {f"optimizer.param_groups.{number}": group for number, group in enumerate(state["param_groups"])}
+        units |= {f"optimizer.state.{key}": values for key, values in state["state"].items()}
+    units |= {f"others.{number}": _state_of(other) for number, other in enumerate(others)}
+    units[KINDS] = [None if optimizer is None else kind_of(optimizer), *map(kind_of, others)]
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        units[BROADCAST] = [f"model.module.{name}" for name, _ in model.module.named_buffers()]
+    return units | {f"generators.{name}": state for name, state in _process_generators().items()}
+
+
+def load_units(
+    units: Units, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
+) -> None:
+    """Set the state of these objects; what is missing in `units` stays as it is, but an optimizer's state is reset.
+
+    Gradients, which may be those of a step that has failed, are cleared.
+    """
+    state = model.state_dict()
+    for name in state:
+        state[name] = units.get(f"model.{name}", state[name])
+    model.load_state_dict(state)
+    for parameter in model.parameters():
+        parameter.grad = None
+    if optimizer is not None:
+        state = {
+            key: list(value) if key == "param_groups" else dict(value) for key, value in optimizer.state_dict().items()
+        }
+        for number, group in enumerate(state["param_groups"]):
+            state["param_groups"][number] = units.get(f"optimizer.param_groups.{number}", group)
+        prefix = "optimizer.state."
+        saved = {name.removeprefix(prefix): value for name, value in units.items() if name.startswith(prefix)}
+        state["state"] = {int(key) if key.isdigit() else key: value for key, value in saved.items()}
+        optimizer.load_state_dict(state)
+    for number, other in enumerate(others):
+        if f"others.{number}" in units:
+            _load_state(other, units[f"others.{number}"])
+    _set_process_generators(units)
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of an object's class."""
+    return type(value).__name__
+
+
+def ensure_state(others: Sequence[Any]) -> None:
+    """Raise TypeError for an object whose state cannot be kept, and say what to give instead."""
+    for other in others:
+        known = isinstance(other, torch.Generator | random.Random | Sampler) or _is_numpys(other)
+        if not known and not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            raise TypeError((A_LOADER if isinstance(other, DataLoader) else NO_STATE).format(kind=kind_of(other)))
+
+
+def _is_numpys(value: Any) -> bool:
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+
+
+def _state_of(other: Any) -> Any:
+    if hasattr(other, "state_dict"):
+        return other.state_dict()
+    if isinstance(other, random.Random):
+        return other.getstate()
+    if isinstance(other, Sampler):
+        return {name: _attribute_state(value) for name, value in vars(other).items() if _is_progress(name, value)}
+    if isinstance(other, torch.Generator):
+        return other.get_state()
+    return other.bit_generator.state if hasattr(other, "bit_generator") else other.get_state(legacy=False)
+
+
+def _load_state(other: Any, state: Any) -> None:
+    if hasattr(other, "load_state_dict"):
+        other.load_state_dict(state)
+    elif isinstance(other, random.Random):
+        other.setstate(state)
+    elif isinstance(other, Sampler):
+        for name, value in state.items():
+            present = getattr(other, name, None)
+            if isinstance(present, torch.Generator | Sampler):
+                _load_state(present, value)
+            else:
+                setattr(other, name, value)
+    elif hasattr(other, "bit_generator"):
+        other.bit_generator.state = state
+    else:
+        other.set_state(state)
+
+
+def _is_progress(name: str, value: Any) -> bool:
+    """Return whether a sampler's attribute belongs to its position: its epoch, a counter, a generator, a sampler."""
+    return name not in OF_THE_GROUP and (type(value) in NUMBERS or isinstance(value, torch.Generator | Sampler))
+
+
+def _attribute_state(value: Any) -> Any:
+    return _state_of(value) if isinstance(value, torch.Generator | Sampler) else value
+
+
+def _process_generators() -> dict[str, Any]:
+    """Return the states of the generators that functions without one of their own draw from."""
+    states = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if "numpy.random" in sys.modules:
+        states["numpy"] = sys.modules["numpy.random"].get_state(legacy=False)
+    return states
+
+
+def _set_process_generators(units: Units) -> None:
+    if "generators.torch" in units:
+        torch.set_rng_state(units["generators.torch"])
+    if "generators.random" in units:
+        random.setstate(units["generators.random"])
+    if "generators.cuda" in units and torch.cuda.is_available():
+        torch.cuda.set_rng_state(units["generators.cuda"])
+    if "generators.numpy" in units:
+        import numpy
+
+        numpy.random.set_state(units["generators.numpy"])
+
+
+# -- apart, and together
+
+
+def take_apart(units: Units) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Return the tensors by name, and everything else pickled.
+
+    Raises ValueError, with the unit's name, for what could not be unpickled again.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    rest = {name: _without_tensors(name, value, tensors) for name, value in units.items()}
+    try:
+        return tensors, pickled(rest)
+    except Exception:
+        for name, value in rest.items():
+            try:
+                pickled(value)
+            except Exception as error:
+                raise ValueError(f"{name} ({type(error).__name__}: {error})") from error
+        raise
+
+
+def put_together(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a copy of `value` with the tensors in the holes."""
+    if isinstance(value, Hole):
+        return tensors[value.name]
+    return _mapped(value, lambda key, item: put_together(item, tensors))
+
+
+def holes_in(value: Any) -> list[str]:
+    """Return the names of the tensors that are missing in `value`."""
+    if isinstance(value, Hole):
+        return [value.name]
+    found: list[str] = []
+    _mapped(value, lambda key, item: found.extend(holes_in(item)))
+    return found
+
+
+def pickled(value: Any) -> bytes:
+    """Pickle `value`; raises what ``dumps`` or ``loads`` raises."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.dump(value)
+    if pickler.has_objects:
+        pickle.loads(file.getvalue())
+    return file.getvalue()
+
+
+def _without_tensors(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, DTensor) or is_plain(value):
+        while name in tensors:  # of a dict with the keys 1 and "1"
+            name += "'"
+        tensors[name] = value
+        return Hole(name)
+    return _mapped(value, lambda key, item: _without_tensors(f"{name}.{key}", item, tensors))
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """Return a copy of a container with each item changed; any other value as it is."""
+    if type(value) in (dict, OrderedDict, defaultdict):
+        result = copy.copy(value)  # with the metadata that torch has as an attribute
+        for key, item in value.items():
+            result[key] = change(key, item)
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(change(number, item) for number, item in enumerate(value))
+    return value
+
+
+def tensors_in(units: Units) -> dict[str, torch.Tensor]:
+    """Return the tensors by the names that `take_apart` gives them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in units.items():
+        _without_tensors(name, value, tensors)
+    return tensors
+
+
+def layout_of(name: str, tensor: torch.Tensor) -> Layout:
+    """Return how a tensor lies on the ranks; raises ValueError, with its name, if no copy of it can be restored."""
+    if isinstance(tensor, DTensor) and not is_plain(local_of(tensor)):
+        raise ValueError(f"{name}, a DTensor of {kind_of(local_of(tensor))}s,")
+    try:
+        return Layout.of(tensor)
+    except ValueError as error:
+        raise ValueError(f"{name} ({error})") from error
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether `value` is a tensor whose memory is its values; others (sparse, quantized) are pickled."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) or type(value).__name__ == "Buffer"
+    odd = plain and (value.is_quantized or value.is_nested or value.device.type == "meta")
+    return plain and not odd and value.layout is torch.strided

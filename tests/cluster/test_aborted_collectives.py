@@ -1,0 +1,179 @@
+"""Collectives that fail: their tensors are restored or named, and the group is rebuilt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+from .conftest import FORGET, begin_test
+from .variants import few
+
+SETUP = "import os, time, torch, torch.distributed as dist\nfrom datetime import timedelta"
+LINES = {
+    "all_reduce": "dist.all_reduce(total)",
+    "reduce": "dist.reduce(total, 2)",
+    "maximum": "dist.all_reduce(total, dist.ReduceOp.MAX)",
+    "method": "dist.group.WORLD.allreduce([total]).wait()",
+    "parameter": "dist.all_reduce(parameter.data)",
+    "coalesced": "dist.all_reduce_coalesced([total, parameter.data])",
+    "asynchronous": "work = dist.all_reduce(total, async_op=True); work.wait()",
+    "subgroup": "dist.all_reduce(total, group=side)",
+    "broadcast": "dist.broadcast(total, 3)",
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(warmed_up: None) -> Iterator[ddip.Group]:
+    with ddip.Group(4) as group:
+        yield group
+
+
+@pytest.fixture
+def four(four_ranks: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
+    """Four ranks: with fewer, no rank gets part of a sum."""
+    begin_test(four_ranks, request.session, FORGET)
+    four_ranks.run(f"{SETUP}\ntotal = torch.tensor([float(rank + 1)]); parameter = torch.nn.Parameter(total.clone())")
+    return four_ranks
+
+
+@pytest.mark.parametrize("what", few(LINES, "all_reduce"))
+def test_an_aborted_collective_leaves_its_tensors_as_they_were(four: ddip.Group, what: str) -> None:
+    line = LINES[what]
+    side = "side = dist.new_group([0, 1, 2, 3])"
+    four.run(side, show_ranks=[])
+    with pytest.raises(ddip.CellError):
+        four.run(f"if rank == 1: raise ValueError\n{line}")
+    completed = 4 if what == "broadcast" else 0  # on ranks that rank 1 did not keep waiting
+    four.run(f"assert total.item() in (rank + 1, {completed}) and parameter.item() == rank + 1")
+    four.run(side, show_ranks=[])
+    four.run(line, show_ranks=[])
+    if what == "all_reduce":
+        four.run("assert total.item() == 10")
+
+
+def test_the_user_is_told_which_tensors_were_restored(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ddip.CellError):
+        four.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
+    told = capsys.readouterr().err
+    found = re.findall(
+        r"ranks? (.*): ddip restored the tensor of the aborted collective `dist.all_reduce\(total\)`", told
+    )
+    assert (
+        len(found) == 1
+        and "1" not in found[0]
+        and re.search(r"`dist.all_reduce\(total\)` \(cell \[\d+\] line 2\)", told)
+    )
+    four.run("pass")
+    assert "restored" not in capsys.readouterr().err
+
+
+def test_a_work_that_nobody_waits_for_is_restored_too(four: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError):
+        four.run("""
+            work = dist.all_reduce(total, async_op=True) if rank != 1 else None
+            dist.barrier() if rank != 1 else 1 / 0
+        """)
+    four.run("assert total.item() == rank + 1\ndist.all_reduce(total)\nassert total.item() == 10")
+
+
+def test_a_large_tensor_is_named(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ddip.CellError):
+        four.run("large = torch.ones(100_000)\nif rank == 1: raise ValueError\ndist.all_reduce(large)")
+    told = capsys.readouterr().err
+    assert (
+        "ranks 0, 2, 3: the tensor of `dist.all_reduce(large)` (cell [" in told and "may hold partial results" in told
+    )
+
+
+def test_nothing_is_told_of_tensors_that_the_user_never_sees(
+    four: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ddip.CellError):
+        four.run("if rank == 1: raise ValueError\ndist.broadcast_object_list([rank], 3)")
+    assert "tensor" not in capsys.readouterr().err
+
+
+AVERAGE = """
+for one in net.parameters():
+    if rank == 1 and fails and one is net.bias: raise ValueError
+    dist.all_reduce(one.data)
+for one in net.parameters(): one.data /= world_size
+"""
+TRAIN = """
+for _ in range({steps}):
+    optimizer.zero_grad(); net(torch.ones(2, 4) * (rank + 1)).sum().backward(); optimizer.step()
+    for one in net.parameters(): dist.all_reduce(one.data); one.data /= world_size
+"""
+NET = """
+torch.manual_seed(0); net, fails = torch.nn.Linear(4, 2), False
+optimizer = torch.optim.Adam(net.parameters(), 0.1)
+total = torch.tensor([float(rank)])
+"""
+
+
+def test_training_after_an_aborted_average_equals_an_undisturbed_run(four: ddip.Group) -> None:
+    four.run(f"{NET}{TRAIN.format(steps=3)}\ndist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
+    four.run("wanted = [one.detach().clone() for one in net.parameters()]")
+    four.run(f"{NET}{TRAIN.format(steps=3)}")
+    with pytest.raises(ddip.CellError):
+        four.run("if rank == 1: raise ValueError\ndist.all_reduce(net.bias.data)")
+    four.run(f"dist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
+    four.run("assert all(a.equal(b) for a, b in zip(wanted, net.parameters()))")
+
+
+TIMES_OUT = """
+def collective():
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=0.3), dist.group.WORLD)
+    while rank and not os.path.exists({file!r}): time.sleep(0.01)
+    time.sleep(0.3 * rank)  # gloo's thread on this rank sees the closed connection first
+    try: dist.all_reduce(torch.ones(1))
+    finally: open({file!r}, "w").close()
+"""
+CATCHES = "try: collective()\nexcept RuntimeError: pass"
+
+
+@pytest.mark.parametrize(
+    "code", ["collective()", pytest.param(CATCHES, marks=pytest.mark.grid)], ids=["raised", "caught"]
+)
+def test_a_group_in_which_a_collective_timed_out_is_rebuilt(cells: ddip.Group, tmp_path: Path, code: str) -> None:
+    cells.run(f"{SETUP}\n{TIMES_OUT.format(file=str(tmp_path / 'failed'))}\nformer = dist.group.WORLD")
+    if code == CATCHES:
+        cells.run(code)
+    else:
+        with pytest.raises(ddip.CellError):
+            cells.run(code)
+    cells.run("""
+        for i in range(10):
+            y = torch.tensor([float(i)])
+            dist.all_reduce(y)
+            assert y.item() == 2 * i
+        assert dist.group.WORLD is not former
+    """)
+
+
+def test_an_unmatched_collective_under_detail_breaks_no_later_cell(cells: ddip.Group) -> None:
+    """torch checks each collective in a second group, which closes its connections when it has waited too long."""
+    cells.run(f"""
+        {SETUP.replace(chr(10), "; ")}
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.destroy_process_group()
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        try: dist.init_process_group("gloo", timeout=timedelta(seconds=0.5))
+        finally: dist.set_debug_level(dist.DebugLevel.OFF)
+        dist.all_reduce(torch.ones(1))
+        former = dist.group.WORLD
+    """)
+    cells.run("try: dist.all_reduce(torch.ones(1)) if rank else None\nexcept RuntimeError: pass")
+    cells.run("""
+        for i in range(10):
+            y = torch.tensor([float(i)])
+            dist.all_reduce(y)
+            assert y.item() == 2 * i
+        assert dist.group.WORLD is not former
+    """)

@@ -1,0 +1,609 @@
+"""After a fault in a training step, ddip names every object that differs between the ranks, and %dipsync mends it.
+
+Each test trains on for ten steps, and compares with a twin that was not disturbed: losses, parameters, optimizer,
+scheduler, average, scaler, generators and order of the data, on every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddip
+from ddip.errors import BadInput
+from ddip.group.cells import differences
+from ddip.protocol import on_rank
+
+from .leftovers import wait_until
+from .notebook import Notebook
+from .variants import few
+
+CODE = """
+import copy, random, torch, torch.distributed as dist
+from types import SimpleNamespace
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DistributedSampler
+
+class Stopping:
+    def __init__(self): self.patience = 0
+
+def make():
+    torch.manual_seed(0)
+    net = DDP(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    opt = torch.optim.AdamW(net.parameters(), lr=0.05, foreach=False)
+    return SimpleNamespace(
+        net=net, opt=opt, sched=torch.optim.lr_scheduler.StepLR(opt, 2, 0.9), ema=AveragedModel(net.module),
+        scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), stopping=Stopping(),
+        generator=torch.Generator().manual_seed(7), sampler=DistributedSampler(range(16), shuffle=True), losses=[],
+    )
+
+def step(job, fails=""):
+    def at(place):
+        if place == fails and rank == 1: raise ValueError(f"planted at {place}")
+    job.opt.zero_grad()
+    batch = torch.randperm(24, generator=job.generator)[rank::world_size][:8].float().reshape(2, 4)
+    loss = job.net(batch / 16).square().mean()
+    job.scaler.scale(loss).backward()
+    at("backward")
+    job.scaler.step(job.opt)
+    at("optimizer step")
+    job.scaler.update()
+    at("scaler")
+    job.sched.step()
+    at("scheduler")
+    job.ema.update_parameters(job.net.module)
+    at("average")
+    job.stopping.patience += 1
+    at("counter")
+    job.sampler.set_epoch(job.sampler.epoch + 1)
+    at("sampler")
+    job.losses.append(loss.item())
+
+def state(job):
+    tensors = [*job.net.state_dict().values(), *job.ema.state_dict().values()]
+    return [t.tolist() for t in tensors], repr(
+        [job.opt.state_dict(), job.sched.state_dict(), job.scaler.state_dict(), job.generator.get_state().tolist(),
+         job.stopping.patience, list(job.sampler)]
+    )
+
+def check_equal(job, twin):
+    assert job.losses[-10:] == twin.losses[-10:], (job.losses, twin.losses)
+    mine, other = state(job), state(twin)
+    assert mine[1] == other[1], (mine[1], other[1])
+    # statistics of BatchNorm are each rank's own until the next forward pass, in which rank 0's are sent
+    assert job.net.module[0].weight.tolist() == twin.net.module[0].weight.tolist()
+    assert [p.tolist() for p in job.ema.parameters()] == [p.tolist() for p in twin.ema.parameters()]
+"""
+NAMED = {
+    "backward": ["job.stopping", "job.sampler", "job.sched", "job.ema", "job.scaler"],
+    "optimizer step": ["job.stopping", "job.sampler", "job.sched", "job.ema", "job.scaler"],
+    "scaler": ["job.stopping", "job.sampler", "job.sched", "job.ema"],
+    "scheduler": ["job.stopping", "job.sampler", "job.ema"],
+    "average": ["job.stopping", "job.sampler"],
+    "counter": ["job.sampler"],
+}
+
+
+def record(group: ddip.Group) -> None:
+    """Wait until every rank knows how it was after the last good cell."""
+    ranks = range(group.world_size)
+    wait_until(lambda: all(group.ranks.call_on_control_channel(ranks, on_rank.is_recorded(True)).values()))
+
+
+def train(group: ddip.Group, code: str) -> None:
+    """Run a good cell."""
+    group.run(code)
+    record(group)
+
+
+@pytest.fixture(autouse=True)
+def prepared(cells: ddip.Group) -> None:
+    cells.failure_grace = 0.1
+    cells.run(CODE)
+
+
+@pytest.mark.parametrize("place", few(NAMED, "scheduler"))
+def test_a_fault_between_the_parts_of_a_step_is_named_and_mended(
+    cells: ddip.Group, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("job, twin = make(), make()")
+    train(cells, "for _ in range(2): step(job); step(twin)")
+    train(cells, "for _ in range(2): step(job); step(twin)")
+    capsys.readouterr()
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run(f"step(job, {place!r})")
+    copied = cells.sync()
+    said = capsys.readouterr().err
+    assert "the ranks differ after the fault:" in said
+    assert [name for name in NAMED[place] if name not in said] == []
+    assert {path.split(".")[1].partition("[")[0] for path in copied} >= {name[4:] for name in NAMED[place]}
+    cells.run("step(twin)\nfor _ in range(10): step(job); step(twin)\ncheck_equal(job, twin)")
+    assert [row.what for row in cells.check(["job"]).rows if ".running_" not in row.what] == []
+
+
+def test_what_was_named_is_named_again_until_it_is_mended(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Good cells meanwhile do not make it a difference by design; after %dipsync the next fault is named as well."""
+    cells.run("job = make()")
+    train(cells, "step(job)")
+    train(cells, "step(job)")
+    fails = "step(job, 'scheduler')"
+    for _ in range(2):
+        with pytest.raises(ddip.CellError, match="planted"):
+            cells.run(fails)
+        train(cells, "looked = job.sched.last_epoch")
+        assert "job.stopping.patience" in capsys.readouterr().err
+    assert "job.stopping.patience" in cells.sync()
+    assert cells.sync() == []
+    train(cells, "step(job)")
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run(fails)
+    cells.run("pass")
+    assert "job.stopping.patience" in capsys.readouterr().err
+
+
+def test_gradients_that_differ_are_cleared(cells: ddip.Group) -> None:
+    cells.run("net = nn.Linear(2, 1); net(torch.ones(1, 2)).sum().backward()")
+    record(cells)
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: net.zero_grad(); raise ValueError")
+    assert cells.sync() == ["net.bias.grad", "net.weight.grad"]
+    cells.run("assert net.weight.grad is None and net.bias.grad is None")
+
+
+def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("job = make()")
+    train(cells, "step(job)")
+    train(cells, "step(job)\nown = [random.random(), torch.full((3,), float(rank))]")
+    cells.failure_grace = 30.0  # a loaded machine may keep one of two ranks, which fail alike, waiting
+    with pytest.raises(ddip.CellError):
+        cells.run("step(job)\nown[1] += 1\nraise ValueError")
+    cells.run("step(job)")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_generator_that_is_ahead_on_one_rank_is_named_and_set(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks with the same seed draw from the same permutation of the data."""
+    train(cells, "torch.manual_seed(3); random.seed(3); order = torch.randperm(16)")
+    train(cells, "order = torch.randperm(16); random.random()")
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\ntorch.randperm(16); random.random()")
+    cells.sync()
+    said = capsys.readouterr().err
+    assert "torch's default generator: at different positions" in said
+    assert "Python's random: at different positions" in said
+    cells.run("""
+        taken = [None] * world_size
+        dist.all_gather_object(taken, (torch.randperm(16)[rank::world_size].tolist(), random.random()))
+        assert sorted(taken[0][0] + taken[1][0]) == list(range(16)) and taken[0][1] == taken[1][1]
+    """)
+
+
+@pytest.mark.grid
+def test_half_a_step_of_an_optimizer_without_a_wrapper_is_named_and_mended(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The gradients are averaged by hand; Adam stops at its second parameter on rank 1."""
+    cells.run("""
+        def make_plain():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+            return SimpleNamespace(net=net, opt=torch.optim.Adam(net.parameters(), 0.05, foreach=False), losses=[])
+        def plain_step(job):
+            job.opt.zero_grad()
+            loss = job.net(torch.full((2, 4), 1.0 + rank)).square().mean()
+            loss.backward()
+            for p in job.net.parameters(): dist.all_reduce(p.grad, op=dist.ReduceOp.SUM); p.grad /= world_size
+            job.opt.step()
+            job.losses.append(loss.item())
+        plain, twin = make_plain(), make_plain()
+        plain_step(plain); plain_step(twin)
+    """)
+    record(cells)
+    train(cells, "plain_step(plain); plain_step(twin)")
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run("""
+            from torch.optim import adam
+            usual, left = torch.Tensor.addcdiv_, [1]
+            def stops(*args, **kwargs):
+                if not left.pop(): raise ValueError("planted")
+                return usual(*args, **kwargs)
+            if rank == 1: left[:] = [0, 1]; torch.Tensor.addcdiv_ = stops
+            else: left[:] = [1] * 9
+            try: plain_step(plain)
+            finally: torch.Tensor.addcdiv_ = usual
+        """)
+    cells.sync()
+    said = capsys.readouterr().err
+    assert "plain.net: parameters and buffers" in said and "plain.opt: state" in said
+    cells.run("""
+        plain_step(twin)
+        for _ in range(10): plain_step(plain); plain_step(twin)
+        assert plain.losses[-10:] == twin.losses[-10:]
+        assert repr(plain.opt.state_dict()) == repr(twin.opt.state_dict())
+    """)
+
+
+def test_the_first_cell_that_trains_is_judged_by_its_counters(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(cells, "seed = 3 + rank")
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run("job, best = make(), 0.5 * rank\nstep(job, 'scheduler')")
+    cells.run("pass")
+    said = capsys.readouterr().err
+    assert "job.stopping.patience" in said and "job.ema.n_averaged" in said
+    assert "seed" not in said and "best" not in said
+
+
+def test_what_is_left_in_the_middle_is_named_though_the_ranks_are_equal(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        class Loop:
+            def __init__(self): self.state, self.runs = "idle", 0
+            def run(self, fails=False):
+                self.state, self.runs = "running", self.runs + 1
+                if fails: raise ValueError
+                self.state = "idle"
+        loop = Loop()
+    """)
+    record(cells)
+    train(cells, "loop.run()")
+    with pytest.raises(ddip.CellError):
+        cells.run("loop.run(True)")
+    cells.run("pass")
+    said = capsys.readouterr().err
+    assert (
+        "these were left in the middle of an operation:\n  loop.state is 'running' on ranks 0, 1 (at rest 'idle')"
+        in said
+    )
+
+
+def test_objects_keep_their_identity_and_what_is_missing_is_made(cells: ddip.Group) -> None:
+    cells.run("""
+        net = nn.Linear(2, 1)
+        opt = torch.optim.Adam(net.parameters())
+        if rank == 0:
+            net(torch.ones(1, 2)).sum().backward(); opt.step()
+            extra = {"a": [net.weight, 1.5]}
+            history = [1, 2]
+        else:
+            history = []
+        weight, kept = net.weight, history
+    """)
+    copied = cells.sync(["net", "opt", "extra", "history"])
+    assert "extra" in copied
+    cells.run("""
+        assert net.weight is weight and opt.param_groups[0]["params"][0] is weight and weight.grad is None
+        assert opt.state[weight]["step"].item() == 1.0 and extra["a"][0] is weight and history is kept == [1, 2]
+        values = [None] * world_size
+        dist.all_gather_object(values, [p.tolist() for p in net.parameters()])
+        assert values[0] == values[1]
+    """)
+
+
+def test_sharded_objects_are_refused_by_name(cells: ddip.Group) -> None:
+    cells.run("""
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.device_mesh import init_device_mesh
+        sharded = nn.Linear(4, 4)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (world_size,)))
+        value = rank
+    """)
+    with pytest.raises(BadInput, match="nothing was copied. sharded: each rank has another part of its parameters"):
+        cells.sync(["sharded", "value"])
+    cells.run("assert value == rank\ndel sharded")
+    with pytest.raises(ddip.CellError):  # the mesh goes with this group, and not with that of another test
+        cells.run("if rank == 1: raise ValueError\ndist.barrier()")
+    cells.run("pass")
+
+
+def test_a_check_finds_common_mistakes(cells: ddip.Group) -> None:
+    cells.run("""
+        from torch.utils.data import DataLoader, random_split
+        torch.manual_seed(rank)
+        net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 1))
+        net[1].eval()
+        opt = torch.optim.SGD(net[0].parameters(), 0.1 + rank)
+        gone = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+        loader, plain = DataLoader(range(8), shuffle=True), DataLoader(range(8))
+        part, _ = random_split(range(100), [50, 50])
+        sampler = DistributedSampler(range(8))
+        for _ in range(2): list(sampler)
+    """)
+    found = str(cells.check())
+    for line in (
+        "net: parameters and buffers",
+        "net     2 of 4 trainable parameters are in no optimizer: 2.weight, 2.bias",
+        "opt.param_groups[0]['lr'] is 0.1 on rank 0, 1.1 on rank 1",
+        "gone    2 of its 2 parameters belong to no model",
+        "net     trains, with dropout off in 1",
+        "loader  shuffles without a DistributedSampler",
+        "plain   gives every rank the same data in the same order",
+        "sampler has shuffled 2 epochs alike: set_epoch was never called",
+        "part.indices",
+    ):
+        assert " ".join(line.split()) in " ".join(found.split()), (line, found)
+    cells.run(
+        "del net, opt, gone, loader, plain, part, _, sampler\ntorch.manual_seed(0)\nimport random; random.seed(0)"
+    )
+    assert str(cells.check()).endswith("objects equal on 2 ranks")
+
+
+def test_a_check_finds_an_optimizer_that_has_lost_its_model(cells: ddip.Group) -> None:
+    """As after two pushes, of which each brings parameters of its own."""
+    net = torch.nn.Linear(2, 1)
+    cells.push({"net": net})
+    cells.push({"opt": torch.optim.SGD(net.parameters(), 0.1)}, [1])
+    lost = "rank 1: 2 of its 2 parameters belong to no model"
+    assert lost in str(cells.check())
+    cells.run("del net")
+    assert lost in str(cells.check())
+    cells.run("""
+        w, by_name = torch.nn.Parameter(torch.ones(2)), {"b": torch.ones(2, requires_grad=True)}
+        def make():
+            inner = torch.nn.Linear(1, 1)
+            return (lambda: inner), inner.parameters()
+        closure, held = make()
+        opt = torch.optim.SGD([w, *by_name.values(), *held], 0.1)
+        del held
+    """)
+    assert "belong to no model" not in str(cells.check())
+
+
+def test_the_report_is_below_the_error_and_the_magics_mend_it(notebook: Notebook) -> None:
+    notebook.ok("%autodip on")
+    notebook.ok(CODE + "job = make()\nfor _ in range(2): step(job)")
+    failed = notebook.fails("step(job, 'scheduler')")
+    assert "job.stopping.patience is 3 on ranks 0, 2, 2 on rank 1" in failed.stderr
+    assert "%dipsync copies rank 0's values to the others" in failed.stderr
+    assert "object" in notebook.ok("%dipcheck job").text
+    assert "copied from rank 0: job." in notebook.ok("%dipsync").stdout
+    assert "objects equal on 3 ranks" in notebook.ok("%dipcheck job").stdout
+    assert "there is no rank 7" in notebook.fails("%dipsync job --from 7").traceback
+    assert "type names of variables" in notebook.fails("%dipcheck job.net").traceback
+
+
+@pytest.mark.grid
+def test_objects_of_a_former_size_refuse_to_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """With three replicas in a group of two, a sampler would leave out a third of the data."""
+    with ddip.Group(3) as group:
+        group.run("""
+            from torch.utils.data import DataLoader, DistributedSampler
+            from torch.nn.parallel import DistributedDataParallel as DDP
+            import torch, torch.distributed as dist
+            sampler = DistributedSampler(range(24), shuffle=False)
+            loader, net = DataLoader(range(24), batch_size=2, sampler=sampler), DDP(torch.nn.Linear(1, 1))
+            class Config: pass
+            config = Config(); config.rank, config.ranks, config.epochs = rank, world_size, 7
+        """)
+        group.change(ddip.Request(n=2))
+        assert "made for 3 ranks and refuse to work; recreate them: config, sampler" in capsys.readouterr().err
+        for code, what in (("list(loader)", "DistributedSampler"), ("config.ranks", "Config")):
+            with pytest.raises(ddip.CellError, match=f"this {what} was made for a group of 3 ranks"):
+                group.run(code)
+        group.run("""
+            assert config.epochs == 7
+            config.ranks = world_size
+            assert type(config) is Config and config.ranks == 2
+            net(torch.ones(1, 1)).sum().backward()
+            taken = [None] * world_size
+            dist.all_gather_object(taken, list(DistributedSampler(range(24), shuffle=False)))
+            assert sorted(taken[0] + taken[1]) == list(range(24))
+        """)
+
+
+@pytest.mark.grid
+def test_only_states_after_the_same_cell_are_compared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """The walk after a cell may have been abandoned on one rank only; and cells may run on one rank only."""
+    cells.run("steps, seen = 0, 0\nfrom ddip.rank.inspection.state_history import history")
+    train(cells, "steps += 1")
+    train(cells, "steps += 1")
+    for _ in range(2):  # rank 0 knows an older state than rank 1
+        cells.run("steps += 1\nif rank == 0: history.resume = lambda: None")
+        cells.run("steps += 1\nif rank == 0: del history.resume")
+    train(cells, "steps += 1")
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\nsteps += 1")
+    cells.run("assert True")
+    assert "steps is 8 on rank 0, 7 on rank 1" in capsys.readouterr().err
+    assert cells.sync() == ["steps"]
+    train(cells, "steps += 1")
+    cells.run("seen += 1", ranks=[0])
+    record(cells)
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\nsteps += 1")
+    cells.run("assert True")
+    said = capsys.readouterr().err
+    assert "steps is 10 on rank 0, 9 on rank 1" in said and "seen" not in said
+
+
+def test_sync_copies_what_it_lists(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """Arrays and numbers of NumPy, sets, class attributes and more optimizer states than a list is compared by."""
+    cells.run("""
+        import numpy as np
+        class Counter: n = 0
+        class Whole(int): pass
+        array, view, best, members, whole = np.zeros(3), np.zeros((3, 3)).T, np.float64(1), {1, 2}, Whole(1)
+        weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(300)])
+        opt = torch.optim.Adam(weights, foreach=False)
+        def part(begin, end):
+            for number, weight in enumerate(weights):
+                weight.grad = torch.ones(1) if begin <= number < end else None
+            opt.step()
+        kept = array
+        part(0, 300)
+    """)
+    record(cells)
+    with pytest.raises(ddip.CellError):
+        cells.run("""
+            if rank == 1: raise ValueError
+            array[0] = 5; view[0, 1] = 5; best += 1; members = {1, 9}; whole = Whole(2); Counter.n += 1
+            part(100, 200)
+        """)
+    cells.sync()
+    said = capsys.readouterr().err
+    for text in ("Counter.n is 1 on rank 0", "opt: state (300 differ", "array differs", "best differs"):
+        assert text in said
+    cells.run("""
+        states = [opt.state[weight] for weight in weights]
+        now = repr((array, view, best, members, whole, Counter.n, states, list(weights)))
+        found = [None] * world_size
+        dist.all_gather_object(found, now)
+        assert found[0] == found[1] and array is kept
+    """)
+
+
+def test_a_number_without_a_text_ends_no_comparison(cells: ddip.Group) -> None:
+    """Python does not write an int of so many digits."""
+    train(cells, "large, count = 10**5000, 0")
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\nlarge *= 2; count += 1")
+    assert cells.sync() == ["count", "large"]
+    cells.run("assert large == 2 * 10**5000 and count == 1")
+
+
+@pytest.mark.grid
+def test_long_containers_and_the_users_modules_are_compared_and_copied(
+    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "counting_here.py").write_text("steps = 0\ndef tick():\n    global steps\n    steps += 1\n")
+    train(
+        cells,
+        f"""
+            import sys
+            sys.path.insert(0, {str(tmp_path)!r})
+            import counting_here
+            buffer, table = list(range(1000)), dict.fromkeys(range(1000), 0)
+            parts = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(300)])
+            many = torch.optim.Adam(parts, foreach=False)
+            for one in parts: one.grad = torch.ones(2)
+            many.step()
+            first = many.state[parts[150]]["exp_avg"]
+        """,
+    )
+    train(cells, "many.step(); counting_here.tick()")
+    with pytest.raises(ddip.CellError):
+        cells.run("""
+            if rank == 1: raise ValueError
+            buffer[500] = table[500] = 7
+            counting_here.tick()
+            many.state[parts[150]]["exp_avg"] += 1
+        """)
+    cells.sync()
+    said = capsys.readouterr().err
+    assert "<counting_here>.steps is 2 on rank 0, 1 on rank 1" in said
+    assert all(text in said for text in ("buffer differs", "table differs", "first differs")), said
+    cells.run("""
+        values = [None] * world_size
+        dist.all_gather_object(values, (buffer, table, counting_here.steps, first.tolist()))
+        assert values[0] == values[1] and buffer[500] == 7 and counting_here.steps == 2
+        assert many.state[parts[150]]["exp_avg"] is first
+    """)
+    with pytest.raises(BadInput, match="nothing was copied. nowhere: rank 0 has no such variable"):
+        cells.sync(["buffer", "nowhere"])
+
+
+def test_parameters_whose_values_were_not_known_before_are_named(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With "Run All" there is no time for checksums between cells; a fused optimizer's writes have no version."""
+    cells.run("""
+        from ddip.rank.inspection import state_history as history
+        usual, history.SUM_SECONDS = history.SUM_SECONDS, 3600.0
+        net = nn.Linear(8, 8)
+        dist.broadcast(net.weight.data, 0); dist.broadcast(net.bias.data, 0)
+        opt = torch.optim.SGD(net.parameters(), 0.1, fused=True)
+        net(torch.ones(1, 8)).sum().backward()
+    """)
+    ranks = range(2)
+    for _ in range(2):
+        cells.run("opt.step()")
+        wait_until(lambda: all(cells.ranks.call_on_control_channel(ranks, on_rank.is_recorded(False)).values()))
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\nopt.step()")
+    cells.run("history.SUM_SECONDS = usual")
+    said = capsys.readouterr().err
+    assert "net: parameters and buffers (2 differ" in said, said
+
+
+def test_the_iterator_of_a_loader_is_not_copied_in_half(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its position in the data cannot be set, so none of its counters is."""
+    cells.run("""
+        from torch.utils.data import DataLoader
+        batches = iter(DataLoader(list(range(40)), 4, shuffle=True, generator=torch.Generator().manual_seed(1)))
+        count, pair = 0, torch.ones(2, dtype=torch.complex64).conj()
+        row = torch.zeros(1).expand(3)
+    """)
+    train(cells, "next(batches)")
+    with pytest.raises(ddip.CellError):
+        cells.run("""
+            if rank == 1: raise ValueError
+            next(batches); count += 1; pair += 1
+            row.data = torch.ones(1).expand(3)
+        """)
+    assert cells.sync() == ["count", "pair"]
+    said = capsys.readouterr().err
+    assert "batches was not copied: the iterator of a loader cannot be set: make it again on all ranks" in said
+    assert "row was not copied: several of its elements share memory" in said
+    assert [row.name for row in cells.check().rows].count("batches") == 1
+    with pytest.raises(BadInput, match="cuont: rank 0 has no such variable"):
+        cells.sync(["cuont", "count"])
+
+
+@pytest.mark.grid
+def test_more_objects_than_are_compared_are_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    train(cells, "count = 0")
+    with pytest.raises(ddip.CellError):
+        cells.run("many = [[[i] for i in range(250)] for _ in range(250)]; count += 1\nraise ValueError")
+    cells.run("del many")
+    assert "the variables hold more objects than are compared after a fault" in capsys.readouterr().err
+
+
+def test_a_fault_right_after_a_sync_is_compared_with_it(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    train(cells, "count, average = 0, torch.zeros(100)")
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\ncount += 1")
+    assert cells.sync() == ["count"]
+    capsys.readouterr()
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\naverage.data += 1")
+    cells.run("pass")
+    assert "average differs" in capsys.readouterr().err
+
+
+def test_a_seed_that_the_last_good_cell_has_set_is_known(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """The generators differed before that, by design."""
+    train(cells, "torch.manual_seed(rank)")
+    train(cells, "torch.manual_seed(3); order = torch.randperm(16)")
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\norder = torch.randperm(16)")
+    cells.sync()
+    assert "torch's default generator: at different positions" in capsys.readouterr().err
+    cells.run("""
+        taken = [None] * world_size
+        dist.all_gather_object(taken, torch.randperm(16).tolist())
+        assert taken[0] == taken[1]
+    """)
+
+
+def test_more_differences_than_are_described_are_copied_as_well(
+    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(differences, "MOST_PATHS", 5)
+    train(cells, "many = dict.fromkeys('abcdefghijklmnop', 0)")
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\nfor key in many: many[key] += 1")
+    assert len(cells.sync()) == 16
+    assert "and 11 more values" in capsys.readouterr().err
+    cells.run("assert set(many.values()) == {1}")

@@ -1,0 +1,755 @@
+"""A cell that ends inside a training iteration leaves nothing of it: training goes on as if it had not begun."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.group.members import ranks
+
+from .meanwhile import meanwhile, press_stop
+from .variants import few
+
+CODE = """
+import contextlib, copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+
+def inputs(batch):
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(100 * batch + rank))
+
+def loss_of(model, batch):
+    return model(inputs(batch)).square().sum()
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), 0.05)
+
+def step(model, opt, batch):
+    opt.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+def state(model, opt):
+    values = [*model.parameters(), *model.buffers()]
+    states = opt.state_dict()["state"]
+    values += [states[number][key] for number in sorted(states) for key in sorted(states[number])]
+    return [getattr(value, "_local_tensor", value).tolist() for value in values]
+
+class Fault(nn.Module):
+    on = False
+    def forward(self, x): return Raises.apply(x)
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        if Fault.on: raise MemoryError("planted")
+        return gradient
+
+@contextlib.contextmanager
+def fault():
+    Fault.on = True
+    try: yield
+    finally: Fault.on = False
+
+def check(model, opt, twin, its, batches, step=step):
+    losses = [step(model, opt, batch) for batch in batches]
+    expected = [step(twin, its, batch) for batch in batches]
+    assert losses == expected, (losses, expected)
+    assert state(model, opt) == state(twin, its)
+"""
+PAIR = """
+def with_fault():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), Fault(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+"""
+CLEARED = "the cell ended inside a training iteration: gradients of `net` were cleared on all ranks"
+UNCHANGED = "; parameters and optimizer are unchanged"
+
+
+@pytest.fixture(autouse=True)
+def prepared(cells: ddip.Group) -> None:
+    cells.failure_grace = 5.0  # all ranks fail, and none is released because another is slow
+    cells.run(CODE + PAIR)
+
+
+def fails(group: ddip.Group, code: str, match: str = "planted") -> None:
+    with pytest.raises(ddip.CellError, match=match):
+        group.run(code)
+
+
+def make(group: ddip.Group, model: str, then: str = "", opt: str = "adam") -> None:
+    """Have `net` with `opt`, and an undisturbed `twin` with `its`; both have taken three steps."""
+    group.run(f"""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as power
+        def make():
+            net = {model}
+            {then}
+            return net
+        (net, twin) = make(), make()
+        opt, its = {opt}(net), {opt}(twin)
+        for batch in range(3): step(net, opt, batch), step(twin, its, batch)
+    """)
+
+
+DDPS = {
+    "plain": ("DDP(with_fault())", ""),
+    "a static graph": ("DDP(with_fault(), static_graph=True)", ""),
+    "unused parameters": ("DDP(with_fault(), find_unused_parameters=True)", ""),
+    "gradients in buckets": ("DDP(with_fault(), gradient_as_bucket_view=True)", ""),
+    "several buckets": ("DDP(with_fault(), bucket_cap_mb=1e-5)", ""),
+    "a hook": ("DDP(with_fault())", "net.register_comm_hook(None, default_hooks.fp16_compress_hook)"),
+    "torch's own hook": ("DDP(with_fault())", "net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)"),
+    "a subgroup": ("DDP(with_fault(), process_group=dist.new_group([0, 1]))", ""),
+    "a device mesh": ("DDP(with_fault(), device_mesh=dist.device_mesh.init_device_mesh('cpu', (world_size,)))", ""),
+    "compiled": ("torch.compile(DDP(with_fault()), backend='eager')", ""),
+    "compiled inside": ("DDP(torch.compile(with_fault(), backend='eager'))", ""),
+    "compiled in place": ("DDP(with_fault())", "net.compile(backend='eager')"),
+}
+
+
+@pytest.mark.parametrize("kind", few(DDPS, "plain", "a static graph"))
+def test_a_wrapper_trains_on_after_an_error_in_backward_on_all_ranks(
+    cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(cells, *DDPS[kind])
+    fails(cells, "with fault(): step(net, opt, 3)")
+    cells.run("assert not any(one.grad is not None for one in net.parameters())")
+    assert CLEARED + UNCHANGED in capsys.readouterr().err
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+    assert "iteration" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("thread", few(["no thread", "a thread"], "a thread"))
+def test_collectives_that_only_one_rank_has_begun_are_never_met_by_the_next_step(
+    cells: ddip.Group, thread: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No rank waits. Of a thread of the user's nobody knows whether it will begin some, but it has never done so."""
+    make(cells, "DDP(with_fault(), bucket_cap_mb=1e-5)")
+    if thread == "a thread":
+        cells.run("""
+            import threading
+            ends = threading.Event()
+            def watch(): ends.wait()
+            threading.Thread(target=watch).start()
+        """)
+    fails(cells, "if rank == 1: raise MemoryError('planted')\nwith fault(): step(net, opt, 3)")
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+    assert "the group was formed again" in capsys.readouterr().err
+    if thread == "a thread":
+        cells.run("ends.set()")
+
+
+@pytest.mark.grid
+def test_powersgd_begins_again_with_equal_states(cells: ddip.Group) -> None:
+    make(
+        cells,
+        "DDP(with_fault())",
+        "net.state = power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1); "
+        "net.register_comm_hook(net.state, power.powerSGD_hook)",
+    )
+    fails(cells, "with fault(): step(net, opt, 3)")
+    cells.run("""
+        assert net.state.iter == 0 and not net.state.error_dict
+        twin = make(); twin.load_state_dict(net.state_dict())
+        its = adam(twin); its.load_state_dict(copy.deepcopy(opt.state_dict()))
+        check(net, opt, twin, its, range(3, 13))
+        assert net.state.iter == 10 and net.state.error_dict
+    """)
+
+
+def test_an_error_in_a_forward_pass_clears_earlier_micro_batches(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(cells, "DDP(with_fault())")
+    fails(
+        cells,
+        """
+        opt.zero_grad()
+        with net.no_sync():
+            for batch in (3, 4): loss_of(net, batch).backward()
+        loss_of(net, 5)
+        raise MemoryError("planted")
+    """,
+    )
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+    assert CLEARED + UNCHANGED in capsys.readouterr().err
+
+
+def test_micro_batches_that_were_not_reduced_are_cleared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last backward pass has ended on all ranks."""
+    make(cells, "DDP(with_fault())")
+    fails(
+        cells,
+        """
+        opt.zero_grad()
+        stack = contextlib.ExitStack()
+        stack.enter_context(net.no_sync())  # and left open
+        for batch in (3, 4): loss_of(net, batch).backward()
+        raise MemoryError("planted")
+    """,
+    )
+    cells.run("""
+        assert net.require_backward_grad_sync and all(one.grad is None for one in net.parameters())
+        check(net, opt, twin, its, range(3, 13))
+    """)
+    assert CLEARED + UNCHANGED in capsys.readouterr().err
+
+
+def test_a_stop_in_backward_of_a_micro_batch_hangs_no_later_cell(cells: ddip.Group) -> None:
+    """Two micro-batches under no_sync, and a timeout in the third on one rank."""
+    make(cells, "DDP(with_fault())")
+    cells.run("""
+        def accumulated(net, opt, batch):
+            opt.zero_grad()
+            with net.no_sync():
+                for part in (0, 1): loss_of(net, 10 * batch + part).backward()
+            loss = loss_of(net, 10 * batch + 2)
+            loss.backward()
+            opt.step()
+            return loss.item()
+        import time
+        def sleeps(gradient): time.sleep(60)
+    """)
+    with pytest.raises(ddip.CellTimeout):
+        cells.run(
+            """
+            opt.zero_grad()
+            with net.no_sync():
+                for part in (0, 1): loss_of(net, part).backward()
+            handle = net.module[0].weight.register_hook(sleeps)
+            loss_of(net, 2).backward()
+        """,
+            timeout=0.5,
+        )
+    cells.run("handle.remove(); check(net, opt, twin, its, range(3, 13), accumulated)", timeout=60)
+
+
+@pytest.mark.grid
+def test_no_sync_that_one_rank_has_left_open_ends_when_the_group_is_formed_again(cells: ddip.Group) -> None:
+    make(cells, "DDP(with_fault())")
+    cells.failure_grace = 0.1
+    fails(
+        cells,
+        """
+        if rank == 1:
+            stack = contextlib.ExitStack()
+            stack.enter_context(net.no_sync())
+            loss_of(net, 3).backward()
+            raise MemoryError("planted")
+        step(net, opt, 3)
+    """,
+    )
+    cells.run("check(net, opt, twin, its, range(3, 13))", timeout=60)
+
+
+def test_no_rank_keeps_a_stale_gradient_when_the_group_is_formed_again(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop clears gradients at the end of a step; one rank fails between its backward pass and that."""
+    cells.run("""
+        net, twin = [DDP(nn.Linear(1, 1)) for _ in range(2)]
+        twin.load_state_dict(net.state_dict())
+        opt, its = [torch.optim.SGD(one.parameters(), 1.0) for one in (net, twin)]
+        def late(net, opt, size, raises=()):
+            net(torch.full((1, 1), float(size))).sum().backward()
+            if rank in raises: raise MemoryError("planted")
+            opt.step(); opt.zero_grad()
+            return [one.tolist() for one in net.parameters()]
+    """)
+    fails(cells, "late(net, opt, 100, raises=[1])")
+    cells.run("""
+        assert all(one.grad is None for one in net.parameters())
+        twin.load_state_dict(net.state_dict())
+        check(net, opt, twin, its, range(10), late)
+    """)
+    assert CLEARED in capsys.readouterr().err
+
+
+def test_gradients_stay_when_a_cell_fails_outside_an_iteration(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(cells, "DDP(with_fault(), gradient_as_bucket_view=True)")
+    fails(cells, "opt.zero_grad(); loss = loss_of(net, 3); loss.backward(); loss.item(); raise MemoryError('planted')")
+    fails(cells, "raise MemoryError('planted')")
+    cells.run("""
+        opt.step()
+        step(twin, its, 3)
+        assert state(net, opt) == state(twin, its)
+    """)
+    fails(cells, "step(net, opt, 4); step(twin, its, 4); raise MemoryError('planted')")
+    cells.run("""
+        assert all(one.grad is not None for one in net.parameters())
+        check(net, opt, twin, its, range(5, 15))
+    """)
+    assert "iteration" not in capsys.readouterr().err
+
+
+def test_a_model_without_a_wrapper_is_cleared_and_one_that_took_no_part_is_not(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(cells, "with_fault()")
+    cells.run("other = network(1); other_opt = adam(other); loss_of(other, 0).backward()")
+    fails(
+        cells,
+        """
+        opt.zero_grad()
+        net[0].requires_grad_(False)
+        loss_of(net, 3).backward()
+        with fault(): net[0].requires_grad_(True); loss_of(net, 4).backward()
+    """,
+    )
+    cells.run("""
+        assert all(one.grad is None for one in net.parameters())
+        assert all(one.grad is not None for one in other.parameters())
+        check(net, opt, twin, its, range(3, 13))
+    """)
+    said = capsys.readouterr().err
+    assert CLEARED + UNCHANGED in said and "`other`" not in said
+
+
+@pytest.mark.grid
+def test_models_in_objects_and_on_some_ranks_only_are_named(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        class Learner: pass
+        learn = Learner(); learn.model = with_fault(); learn.opt = adam(learn.model)
+    """)
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run("with fault(): step(learn.model, learn.opt, 0)", ranks=[0])
+    cells.run("assert all(one.grad is None for one in learn.model.parameters())")
+    assert "gradients of `learn.model` were cleared" in capsys.readouterr().err
+
+
+@pytest.mark.grid
+def test_an_interrupt_that_a_cell_has_caught_is_not_forgotten(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Trainers do that end gracefully."""
+    make(cells, "DDP(with_fault())")
+    cells.run("""
+        try:
+            with fault(): step(net, opt, 3)
+        except MemoryError: pass
+    """)
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+    assert CLEARED + UNCHANGED in capsys.readouterr().err
+
+
+def test_ranks_that_run_another_cell_are_reset_when_they_are_free(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(cells, "with_fault()")
+    cells.run("import threading; go_on = threading.Event()")
+    background = cells.start("loss_of(net, 3).backward(); go_on.wait()", ranks=[1])
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run("with fault(): step(net, opt, 3)", ranks=[0])
+    cells.run("assert all(one.grad is None for one in net.parameters())", ranks=[0])
+    background.stop()
+    with pytest.raises(ddip.CellInterrupted):
+        background.wait()
+    cells.run("""
+        assert all(one.grad is None for one in net.parameters())
+        check(net, opt, twin, its, range(3, 13))
+    """)
+    assert capsys.readouterr().err.count(CLEARED) == 2
+
+
+@pytest.mark.grid
+def test_a_rank_that_dies_in_an_iteration_leaves_no_gradients_to_the_others(cells: ddip.Group) -> None:
+    with ddip.Group(2, failure_grace=0.1) as group:
+        group.run(CODE + PAIR)
+        make(group, "with_fault()")
+        with pytest.raises(ddip.CellError):
+            group.run("loss_of(net, 3).backward()\nif rank == 1: import os; os._exit(1)\ndist.barrier()")
+        group.repair()
+        group.run("if rank == 0: assert all(one.grad is None for one in net.parameters())")
+
+
+@pytest.mark.grid
+def test_a_wrapper_that_cannot_be_reset_says_what_to_type(cells: ddip.Group) -> None:
+    make(cells, "DDP(with_fault())")
+    fails(cells, "net._ddp_init_helper = None\nwith fault(): step(net, opt, 3)")
+    fails(cells, "step(net, opt, 3)", r"RuntimeError: a failed cell left this DistributedDataParallel .*DDP\(model")
+    cells.run("""
+        net = DDP(net.module)
+        check(net, opt, twin, its, range(3, 13))
+    """)
+
+
+@pytest.mark.grid
+def test_a_scaler_that_has_unscaled_begins_again(cells: ddip.Group) -> None:
+    make(cells, "DDP(with_fault())")
+    cells.run("""
+        scaler, other = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        def scaled(net, opt, batch):
+            mine = scaler if opt is globals()["opt"] else other
+            opt.zero_grad()
+            loss = loss_of(net, batch)
+            mine.scale(loss).backward()
+            mine.unscale_(opt)
+            if Fault.on: raise MemoryError("planted")
+            mine.step(opt); mine.update()
+            return loss.item()
+    """)
+    fails(cells, "Fault.on = True; scaled(net, opt, 3)")
+    cells.run("Fault.on = False; check(net, opt, twin, its, range(3, 13), scaled)")
+
+
+@pytest.mark.grid
+def test_an_accelerator_counts_micro_batches_from_the_first(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        from accelerate import Accelerator
+        def prepared():
+            net = with_fault()
+            return accelerator.prepare(net, adam(net))
+        def micro_batches(net, opt, batch):
+            for part in range(4):
+                with accelerator.accumulate(net):
+                    loss = loss_of(net, 10 * batch + part)
+                    accelerator.backward(loss)
+                    opt.step(); opt.zero_grad()
+            return loss.item()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        (net, opt), (twin, its) = prepared(), prepared()
+        for batch in range(3): micro_batches(net, opt, batch), micro_batches(twin, its, batch)
+    """)
+    fails(
+        cells,
+        """
+        for part in range(2):
+            with accelerator.accumulate(net): accelerator.backward(loss_of(net, part))
+        with fault(), accelerator.accumulate(net): accelerator.backward(loss_of(net, 2))
+    """,
+    )
+    cells.run("check(net, opt, twin, its, range(3, 13), micro_batches)")
+    assert CLEARED + UNCHANGED in capsys.readouterr().err
+
+
+@pytest.mark.grid
+def test_a_thread_that_trains_on_is_left_alone(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is in the middle of an accumulation when another cell fails."""
+    make(cells, "with_fault()")
+    cells.run("""
+        import threading
+        begins, goes_on, ends = [threading.Event() for _ in range(3)]
+        def train():
+            begins.wait()
+            opt.zero_grad(); loss_of(net, 3).backward(); ends.set()
+            goes_on.wait()
+            opt.step()
+        thread = threading.Thread(target=train); thread.start()
+    """)
+    fails(cells, "begins.set(); ends.wait(); raise MemoryError('planted')")
+    cells.run("""
+        goes_on.set(); thread.join()
+        step(twin, its, 3)
+        check(net, opt, twin, its, range(4, 14))
+    """)
+    said = capsys.readouterr().err
+    assert "iteration" not in said
+    assert "a thread still trains on ranks 0, 1, so ddip has changed no model and no gradient after the failed" in said
+
+
+@pytest.mark.grid
+def test_a_thread_that_has_trained_and_ended_hides_no_broken_iteration(cells: ddip.Group) -> None:
+    """Threads that begin later get its number."""
+    make(cells, "with_fault()")
+    cells.run("import threading; other = network(1); ends = threading.Event()")
+    fails(
+        cells,
+        """
+        idents = []
+        def train():
+            idents.append(threading.get_ident())
+            loss_of(other, 0).backward()
+        thread = threading.Thread(target=train); thread.start(); thread.join()
+        while True:  # until one has its number
+            others = [threading.Thread(target=ends.wait) for _ in range(20)]
+            for one in others: one.start()
+            if idents[0] in [one.ident for one in others]: break
+        opt.zero_grad()
+        with fault(): step(net, opt, 3)
+        """,
+    )
+    cells.run("""
+        ends.set()
+        assert all(one.grad is None for one in net.parameters())
+        check(net, opt, twin, its, range(3, 13))
+    """)
+
+
+@pytest.mark.grid
+def test_a_gradient_is_cleared_that_has_the_number_of_one_that_was_there(cells: ddip.Group) -> None:
+    cells.run("""
+        def single(seed=0):
+            torch.manual_seed(seed)
+            return nn.Linear(2, 1, bias=False)
+    """)
+    make(cells, "single()")
+    cells.run("other = network(1)")
+    fails(
+        cells,
+        """
+        before, spare = id(net.weight.grad), []
+        opt.zero_grad()
+        loss_of(net, 3).backward()
+        while id(net.weight.grad) != before:
+            spare.append(net.weight.grad)
+            net.weight.grad = net.weight.grad.clone()
+            assert len(spare) < 100_000
+        loss_of(other, 3).backward()
+        kept = loss_of(net, 4)
+        raise MemoryError("planted")
+        """,
+    )
+    cells.run("assert net.weight.grad is None; check(net, opt, twin, its, range(3, 13))")
+
+
+UNCHECKED = (
+    "objects.iteration.report",
+    "objects.iteration.begin_cell",
+    "process_group.aborted_tensors.take",
+    "runtime.process_settings.end_cell",
+)
+
+
+@pytest.mark.parametrize("part", few(UNCHECKED, "objects.iteration.report"))
+def test_what_ddip_could_not_look_at_after_a_cell_is_said(
+    cells: ddip.Group, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(cells, "DDP(with_fault())")
+    module, _, function = part.rpartition(".")
+    cells.run(f"""
+        import ddip.rank.{module} as broken
+        def raises(*_, own=broken.{function}):
+            broken.{function} = own
+            raise OSError("no")
+        opt.zero_grad()
+    """)
+    begins = function == "begin_cell"
+    cells.run(f"broken.{function} = raises" if begins else "pass")
+    fails(
+        cells,
+        f"""
+        {"pass" if begins else f"broken.{function} = raises"}
+        with net.no_sync(): loss_of(net, 3).backward()
+        raise MemoryError("planted")
+        """,
+    )
+    said = f"ddip could not check what this cell has left on ranks 0, 1 ({part}: OSError: no); %dipcheck compares"
+    assert said in capsys.readouterr().err
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+
+
+@pytest.mark.grid
+def test_join_ends_with_the_cell_that_fails_in_it(cells: ddip.Group) -> None:
+    make(cells, "DDP(with_fault())")
+    fails(cells, "with fault(), net.join(): step(net, opt, 3)")
+    cells.run("""
+        assert not net._join_config.enable
+        check(net, opt, twin, its, range(3, 13))
+        with net.join(): step(net, opt, 13)
+        step(twin, its, 13)
+        assert state(net, opt) == state(twin, its)
+    """)
+
+
+SHARDED = """
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+
+def sharded(policy=None, **options):
+    net = with_fault()
+    for part in net:
+        if isinstance(part, nn.Linear): fully_shard(part, **options)
+    return fully_shard(net, **options)
+
+def accumulated(net, opt, batch):
+    opt.zero_grad()
+    net.set_requires_gradient_sync(False)
+    loss_of(net, batch).backward()
+    net.set_requires_gradient_sync(True)
+    loss = loss_of(net, batch + 20)
+    loss.backward()
+    opt.step()
+    return loss.item()
+"""
+FSDP1_CODE = """
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+def fsdp1(net, **options):
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), **options)
+
+def nested(net):
+    net[0], net[3] = fsdp1(net[0]), fsdp1(net[3])
+    return net
+
+def micro_batch(net):
+    if isinstance(net, FullyShardedDataParallel):
+        with net.no_sync(): loss_of(net, 3).backward()
+    else:
+        net.set_requires_gradient_sync(False)
+        loss_of(net, 3).backward()
+        net.set_requires_gradient_sync(True)
+"""
+FSDP2 = {
+    "plain": ("sharded()", "step"),
+    "not resharded after forward": ("sharded(reshard_after_forward=False)", "step"),
+    "mixed precision": ("sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))", "accumulated"),
+    "accumulation": ("sharded()", "accumulated"),
+}
+
+
+@pytest.mark.parametrize("kind", few(FSDP2, "plain"))
+@pytest.mark.parametrize("reset", few(["torch", "hand"], "torch"))
+def test_fully_shard_trains_on_after_an_error_in_backward(
+    cells: ddip.Group, kind: str, reset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, step = FSDP2[kind]
+    cells.run(SHARDED)
+    make(cells, model)
+    if reset == "hand":  # as with torch before 2.14
+        cells.run("from ddip.rank.objects import sharded_training\nsharded_training.BY_TORCH = ''")
+    fails(cells, f"with fault(): {step}(net, opt, 3)")
+    cells.run("""
+        assert {type(one).__name__ for one in net.parameters()} == {"DTensor"}
+        assert all(one.grad is None for one in net.parameters())
+    """)
+    assert CLEARED + UNCHANGED in capsys.readouterr().err
+    cells.run(f"check(net, opt, twin, its, range(3, 13), {step})")
+    if reset == "hand":
+        cells.run("sharded_training.BY_TORCH = '_reset_iter_state'")
+
+
+UNREDUCED = {
+    "fully_shard": ("sharded()", "micro_batch(net); raise MemoryError('planted')"),
+    "another dtype, in forward": (
+        "fully_shard(with_fault(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))",
+        "micro_batch(net); kept = loss_of(net, 4); raise MemoryError('planted')",
+    ),
+    "fsdp1": ("fsdp1(with_fault(), use_orig_params=True)", "micro_batch(net); raise MemoryError('planted')"),
+    "fsdp1, in backward": ("fsdp1(nested(with_fault()))", "with fault(): loss_of(net, 3).backward()"),
+}
+"""Sharded models, and how a cell fails that leaves gradients which are in no ``.grad`` of a parameter."""
+
+
+@pytest.mark.parametrize("kind", few(UNREDUCED, "fully_shard"))
+def test_unreduced_gradients_are_cleared_beside_those_of_another_model(
+    cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, ends = UNREDUCED[kind]
+    cells.run(SHARDED + FSDP1_CODE)
+    make(cells, model)
+    cells.run("other = network(1); opt.zero_grad()")
+    fails(
+        cells,
+        f"""
+        loss_of(other, 3).backward()
+        {ends}
+        """,
+    )
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+    assert re.search("gradients of `(net` and `other|other` and `net)` were cleared", capsys.readouterr().err)
+
+
+def test_a_stop_that_a_cell_has_caught_leaves_no_unreduced_gradients(cells: ddip.Group, tmp_path: Path) -> None:
+    """As loops do that end gracefully."""
+    cells.run(SHARDED + FSDP1_CODE)
+    make(cells, "sharded()")
+    cells.run("opt.zero_grad(); import threading")
+    waits = meanwhile(lambda: len(list(tmp_path.iterdir())) == 2, press_stop)
+    with pytest.raises(ddip.CellInterrupted):
+        cells.run(f"""
+            try:
+                micro_batch(net)
+                open({str(tmp_path)!r} + f"/{{rank}}", "w").close()
+                threading.Event().wait()
+            except KeyboardInterrupt: pass
+        """)
+    waits.join()
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+
+
+@pytest.mark.grid
+def test_models_that_the_program_has_frozen_are_reset(cells: ddip.Group) -> None:
+    """As loops do that keep collections short; and a class without a hash hides nothing."""
+    cells.run(SHARDED + FSDP1_CODE)
+    make(cells, "sharded()")
+    cells.run("""
+        class Kind(type):
+            def __eq__(self, other): return self is other
+        odd = Kind("Odd", (), {})()
+        opt.zero_grad()
+        import gc; gc.freeze()
+    """)
+    fails(cells, "micro_batch(net); raise MemoryError('planted')")
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+
+
+@pytest.mark.grid
+def test_a_sharded_model_that_cannot_be_looked_at_refuses_its_next_use(cells: ddip.Group) -> None:
+    """And hides nothing of another one."""
+    cells.run(SHARDED + FSDP1_CODE)
+    make(cells, "sharded()")
+    cells.run("other = sharded(); loss_of(other, 0).backward(); opt.zero_grad()")
+    fails(
+        cells,
+        """
+        micro_batch(net)
+        del other._get_fsdp_state()._state_ctx
+        raise MemoryError("planted")
+        """,
+    )
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+    fails(cells, "other(inputs(0))", r"a failed cell left this FSDPSequential .* Recreate the model")
+
+
+FSDP1 = {
+    "plain": "fsdp1(with_fault())",
+    "original parameters": "fsdp1(with_fault(), use_orig_params=True)",
+    "nested": "fsdp1(nested(with_fault()))",
+}
+
+
+@pytest.mark.parametrize("kind", few(FSDP1, "nested"))
+def test_fsdp1_trains_on_after_an_error_in_backward(cells: ddip.Group, kind: str) -> None:
+    cells.run(FSDP1_CODE)
+    make(cells, FSDP1[kind])
+    fails(cells, "with fault(): step(net, opt, 3)")
+    cells.run("check(net, opt, twin, its, range(3, 13))")
+
+
+@pytest.mark.grid
+def test_a_finalizer_that_never_ends_holds_up_the_reset_for_a_limited_time(
+    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "ASK_SECONDS", 3.0)
+    cells.run(CODE + "net = network()")
+    fails(
+        cells,
+        """
+        import threading, weakref
+        loss_of(net, 3).backward()
+        if rank == 1: weakref.finalize(net[0].weight.grad, threading.Event().wait)
+        kept = loss_of(net, 4)
+        raise ValueError
+        """,
+        "ValueError",
+    )
+    late = "rank 1 did not finish resetting the training iteration within 3 s"
+    with pytest.raises(ddip.GroupError, match=late):
+        cells.run("pass")
+    cells.run("assert all(one.grad is None for one in net.parameters())")

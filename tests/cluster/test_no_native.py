@@ -1,0 +1,43 @@
+"""A group without the mechanisms below public interfaces: nothing hangs, and a rank that waits in vain is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted, GroupError
+
+from .meanwhile import meanwhile, press_stop
+from .ten_steps import TEN_STEPS
+
+TRAIN = f"{TEN_STEPS}\nundisturbed = train()"
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ddip.Group]:
+    monkeypatch.setenv("DDIP_NATIVE", "0")
+    with ddip.Group(2, failure_grace=0.1) as group:
+        group.run(TRAIN)
+        yield group
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_named_and_replaced(ranks: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match=r"(?s)^rank 1: ValueError.*rank 0 did not stop:.*--repair"):
+        ranks.run("kept = rank\nif rank == 1: raise ValueError\ndist.barrier()", timeout=60)
+    with pytest.raises(GroupError, match="(?s)^rank 0 is still running .*--repair"):
+        ranks.run("pass")
+    assert ranks.repair(["undisturbed"], 1) == [0]
+    ranks.run(f"{TEN_STEPS}\nassert train() == undisturbed", timeout=60)
+    ranks.run("assert rank == 0 or kept == 1")
+
+
+@pytest.mark.grid
+def test_a_rank_that_waits_when_the_cell_is_stopped_is_named(ranks: ddip.Group) -> None:
+    stopped = meanwhile(lambda: "barrier" in str(ranks.stacks()[0].place), press_stop)  # type: ignore[union-attr]
+    with pytest.raises(CellInterrupted, match=r"(?s)rank 0 did not stop:.*--repair"):
+        ranks.run("import time\nif rank == 0: dist.barrier()\ntime.sleep(1e6)")
+    stopped.join()
+    assert ranks.repair() == [0]
+    ranks.run("import torch.distributed as dist\ndist.barrier()", timeout=60)

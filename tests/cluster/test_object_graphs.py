@@ -1,0 +1,605 @@
+"""Objects that share parts, and functions of ``__main__``, on their way between the notebook and its ranks."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ddip
+from ddip.group import session
+from ddip.protocol.objects import pickling
+from tests import object_graphs
+
+from .leftovers import wait_until
+from .notebook import Notebook
+
+Main = Callable[[str], dict[str, Any]]
+
+MODEL = """
+    import torch
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    net[2].weight = torch.nn.Parameter(net[0].weight.detach().T.clone())
+    opt = torch.optim.Adam(net.parameters(), lr=0.1)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5)
+    data = torch.arange(32.0).reshape(8, 4) / 32
+"""
+TEN_STEPS = """
+    losses = []
+    for step in range(10):
+        loss = (net(data) - data.roll(1, 1)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        sched.step()
+        losses.append(loss.item())
+    moments = [opt.state[p]["exp_avg"] for p in net.parameters()]
+    trained = [losses, [p.detach() for p in net.parameters()], moments, sched.get_last_lr()]
+"""
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Main]:
+    """Run code in a notebook's ``__main__``, which is the receiver of what is pulled; returns its variables."""
+    module = types.ModuleType("__main__")
+
+    def run(code: str) -> dict[str, Any]:
+        exec(compile(textwrap.dedent(code), "<a cell>", "exec", dont_inherit=True), vars(module))
+        return vars(module)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", module)
+        yield run
+
+
+def pushed(cells: ddip.Group, variables: dict[str, Any], *names: str) -> None:
+    cells.push({name: variables[name] for name in names})
+
+
+def of_all(cells: ddip.Group, name: str) -> list[Any]:
+    return [values[name] for values in cells.pull_all([name], range(cells.world_size))[0]]
+
+
+def assert_same_training(there: list[Any], here: list[Any]) -> None:
+    torch.testing.assert_close(there, here)
+
+
+def replace_rank(cells: ddip.Group, rank: int, *names: str) -> None:
+    """Kill it, and repair with copies of `names` from rank 0."""
+    os.kill(cells.info()[rank].pid, signal.SIGKILL)
+    wait_until(lambda: rank in cells.ranks.ended)
+    assert cells.repair(names, 0) == [rank]
+
+
+# -- names that share objects
+
+
+def test_a_pushed_model_trains_with_the_optimizer_and_scheduler_of_the_same_line(cells: ddip.Group, main: Main) -> None:
+    variables = main(MODEL)
+    pushed(cells, variables, "net", "opt", "sched", "data")
+    cells.run(TEN_STEPS)
+    main(TEN_STEPS)
+    for there in of_all(cells, "trained"):
+        assert_same_training(there, variables["trained"])
+
+
+def test_a_repaired_rank_trains_on_as_the_others(cells: ddip.Group, main: Main) -> None:
+    variables = main(MODEL)
+    main(TEN_STEPS)
+    cells.run(MODEL)
+    cells.run(TEN_STEPS)
+    replace_rank(cells, 1, "net", "opt", "sched", "data")
+    cells.run(TEN_STEPS)
+    main(TEN_STEPS)
+    for there in of_all(cells, "trained"):
+        assert_same_training(there, variables["trained"])
+
+
+def test_aliases_views_and_cells_of_closures_stay_shared(cells: ddip.Group, main: Main) -> None:
+    variables = main(
+        """
+        import torch
+        data = [1]; alias = data
+        whole = torch.zeros(100_000); part = whole[5:7]
+        def counter():
+            n = 0
+            def count():
+                nonlocal n
+                n += 1
+                return n
+            def now(): return n
+            return count, now
+        count, now = counter()
+        """
+    )
+    names = ("alias", "data", "part", "whole", "now", "count")
+    pushed(cells, variables, *names)
+    code = "count(); data.append(2); whole[5] = 7; told = (alias is data, alias, part.tolist(), now())"
+    cells.run(code)
+    assert of_all(cells, "told") == [(True, [1, 2], [7, 0], 1)] * 2
+    replace_rank(cells, 1, *names)
+    cells.run(code)
+    assert of_all(cells, "told") == [(True, [1, 2, 2], [7, 0], 2)] * 2
+    for found in (cells.pull(names, 1), cells.peek(names, 1)):
+        assert found["alias"] == found["data"] == [1, 2, 2] and found["count"]() == found["now"]() == 3
+        assert found["part"].data_ptr() == found["whole"][5:].data_ptr()
+    assert cells.pull(names, 1)["alias"] is not cells.pull(names, 1)["alias"]
+
+
+def test_parameters_without_their_model_are_named_in_one_line(
+    cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = main(MODEL)
+    pushed(cells, variables, "opt")
+    assert "ddip: opt holds parameters of net, which was not pushed\n" in capsys.readouterr().err
+    pushed(cells, variables, "net", "opt", "data")
+    assert "holds" not in capsys.readouterr().err
+    pushed(cells, variables, "net", "sched")
+    assert "ddip: sched holds opt, which was not pushed\n" in capsys.readouterr().err
+    variables["weights"] = {"of the net": list(variables["net"].parameters())}
+    pushed(cells, variables, "weights", "data")
+    assert "ddip: weights holds parameters of net, which was not pushed\n" in capsys.readouterr().err
+    pushed(cells, variables, "weights", "net")
+    assert "holds" not in capsys.readouterr().err
+
+
+# -- functions and classes of __main__
+
+
+def test_a_pushed_function_sees_the_ranks_variables(cells: ddip.Group, main: Main) -> None:
+    variables = main(
+        """
+        import torch
+        lr = 1
+        def f(): return rank, lr
+        def again():
+            global count
+            count = count + 1
+        def helper(): return "old"
+        def calls_helper(): return helper()
+        class Net(torch.nn.Module):
+            def forward(self, x): return x * rank + lr
+        net, count = Net(), 0
+        """
+    )
+    pushed(cells, variables, "f", "lr", "again", "calls_helper", "count", "net")
+    cells.run("again(); told = [f(), count, calls_helper(), net(10)]")
+    assert of_all(cells, "told") == [[(rank, 1), 1, "old", 10 * rank + 1] for rank in range(2)]
+    main("lr = 7\ndef helper(): return 'new'")
+    pushed(cells, variables, "lr", "helper")
+    cells.run("again(); told = [f(), count, calls_helper(), net(10)]")
+    assert of_all(cells, "told") == [[(rank, 7), 2, "new", 10 * rank + 7] for rank in range(2)]
+    cells.run("lr = rank; told = f()")
+    assert of_all(cells, "told") == [(0, 0), (1, 1)]
+
+
+KINDS = {
+    "function": "def thing(): return value",
+    "closure": """
+        def made(by):
+            def inner(): return by * value
+            return inner
+        thing = made(1)
+    """,
+    "decorator": """
+        import functools
+        def plain(f):
+            @functools.wraps(f)
+            def wrapper(): return f() + 0 * value
+            return wrapper
+        @plain
+        def thing(): return value
+    """,
+    "property": """
+        class A:
+            @property
+            def it(self): return value
+        obj = A()
+        def thing(): return obj.it
+    """,
+    "methods": """
+        class A:
+            @classmethod
+            def c(cls): return value
+            @staticmethod
+            def s(): return value
+            def m(self): return self.c() + self.s() - value
+        thing = A().m
+    """,
+    "dataclass": """
+        import dataclasses
+        @dataclasses.dataclass
+        class D:
+            x: int = 0
+            y: int = dataclasses.field(default_factory=lambda: value)
+            def it(self): return self.x + D().y
+        thing = D().it
+    """,
+    "super": """
+        class A:
+            def it(self): return value
+        class B(A):
+            def it(self): return super().it()
+        class C(B):
+            def it(self): return super(C, self).it()
+        thing = C().it
+    """,
+    "nested": """
+        def thing():
+            def inner(): return value
+            return inner()
+    """,
+    "class in a function": """
+        def thing():
+            class A:
+                x = value
+            return A.x
+    """,
+    "lambda in a module": """
+        import torch
+        net = torch.nn.Linear(1, 1)
+        net.act = lambda: value
+        thing = lambda: net.act()
+    """,
+    "partial": """
+        import functools
+        def plain(x): return x + value
+        thing = functools.partial(plain, 0)
+    """,
+    "generator": """
+        def made(): yield value
+        thing = lambda: next(made())
+    """,
+    "comprehension": "def thing(): return [value for _ in range(1)][0]",
+    "coroutine": """
+        async def made(): return value
+        def thing():
+            try: made().send(None)
+            except StopIteration as end: return end.value
+    """,
+    "recursion": """
+        def again(n): return again(n - 1) if n else value
+        def thing(): return again(3)
+    """,
+    "context manager": """
+        import contextlib
+        @contextlib.contextmanager
+        def made(): yield value
+        def thing():
+            with made() as it: return it
+    """,
+    "cached": """
+        import functools
+        class A:
+            @functools.cached_property
+            def it(self): return fib(3) - 2
+        @functools.lru_cache(5)
+        def fib(n): return fib(n - 1) + fib(n - 2) if n > 1 else value
+        def thing():
+            fib.cache_clear()
+            return A().it if value == 1 else A().it - 2
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_every_kind_have_the_globals_of_the_receiver(kind: str, main: Main) -> None:
+    main("value = 1")
+    variables = main(KINDS[kind])
+    graph = pickling.dump_all({"thing": variables["thing"]}, list, variables)
+    assert "value" in graph.along
+    for name in [*variables]:
+        if not name.startswith("__"):
+            del variables[name]
+    loader = pickling.Loader(graph.pickled)
+    values = {name: loader.load(name) for name in graph.pickled}
+    thing = values.pop("thing")
+    pickling.bring(variables, values)
+    assert thing() == 1
+    main("value = 2")
+    assert thing() == 2
+
+
+def test_code_that_runs_while_it_is_loaded_has_its_globals(
+    cells: ddip.Group, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_session", types.SimpleNamespace(group=cells, settings=dict))
+    variables = main(
+        """
+        import math
+        from ddip import in_torchddp
+        made = []
+        def rounded(x): return math.floor(x)
+        class Base:
+            def __init_subclass__(cls): made.append(cls.__name__)
+            def __setstate__(self, state): self.x = rounded(state["x"]) + len(table)
+            def __hash__(self): return rounded(1.5)
+        class Kind(Base): pass
+        kind, table = Kind(), [0]
+        kind.x = 1.5
+        keys = {kind: 1}
+        """
+    )
+    pushed(cells, variables, "kind", "keys", "table")
+    cells.run("told = kind.x, keys[kind], [*keys][0] is kind, 'Kind' in made; made_here = made")
+    assert of_all(cells, "told") == [(2, 1, True, True)] * 2
+    replace_rank(cells, 1, "kind", "keys")
+    cells.run("told = kind.x, keys[kind]")
+    assert of_all(cells, "told") == [(2, 1), (3, 1)]
+    for name in ("rounded", "table", "made", "math"):
+        variables.pop(name)
+    assert cells.pull(["kind"], 1)["kind"].x == 4
+    cells.run("del math, rounded, table, made, kind, keys", quiet=True)
+    main("table = [0]; import math\ndef rounded(x): return math.floor(x)\nmade = []")
+    assert main("told = in_torchddp(2, lambda it: (it.x, rank), kind)")["told"] == (2, 0)
+
+
+def test_functions_that_come_back_bring_what_the_notebook_lacks(
+    cells: ddip.Group, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_session", types.SimpleNamespace(group=cells, settings=dict))
+    cells.run("import math\nscale = 3\ndef f(x): return math.floor(x) * scale + lr")
+    variables = main(
+        """
+        from ddip import in_torchddp
+        lr = 10
+        def make():
+            def inner(x): return sqrt(x) + lr
+            return inner, [inner], f
+        """
+    )
+    variables["f"] = cells.peek(["f"], 1)["f"]
+    assert variables["f"](1.5) == 13 and variables["scale"] == 3
+    made, held, again = main("told = in_torchddp(2, make, imports='from math import sqrt')")["told"]
+    assert held[0] is made and made(4) == 12 and again is variables["f"]
+
+
+def test_functions_of_rank_0_belong_to_the_rank_that_gets_them(cells: ddip.Group, main: Main) -> None:
+    cells.run("""
+        import torch, torch.distributed as dist
+        data = torch.arange(10)
+        def mine(): return data[rank::world_size].sum().item()
+        class Net(torch.nn.Module):
+            def forward(self): return mine() + rank
+        net = Net()
+    """)
+    replace_rank(cells, 1, "net")
+    cells.run("told = net()")
+    assert of_all(cells, "told") == [20, 26]
+    variables = main("data = 'not the ranks'; rank = 5")
+    variables.update(cells.pull(["net"], 1))
+    assert variables["data"] == "not the ranks" and "world_size" not in variables
+    variables |= {"data": torch.arange(4), "world_size": 2, "rank": 1}
+    assert variables["net"]() == 5
+
+
+def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
+    cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = main("rank, world_size = 7, 9\ndef where(): return rank, world_size")
+    pushed(cells, variables, "where")
+    told = capsys.readouterr().err
+    assert "ddip: where reads rank: on each rank that is ddip's variable, and the notebook's was not pushed\n" in told
+    cells.run("told = where()")
+    assert of_all(cells, "told") == [(0, 2), (1, 2)]
+
+
+def test_what_comes_along_is_named_and_follows_until_the_ranks_assign_it(notebook: Notebook) -> None:
+    notebook.ok("%makedip -n 2\nlr, cfg = 1, {'a': 1}\ndef f(): return lr, cfg['a']")
+    assert "ddip: pushed f, with lr, cfg, which functions of it read: " in notebook.ok("%dipush f").text
+    notebook.ok("lr, cfg = 2, {'a': 2}\n%dipush f")
+    assert "(2, 2)" in notebook.ok("%%dip\nprint(f())").text
+    notebook.ok("%%dip\nlr = 5")
+    told = notebook.ok("lr, cfg = 3, {'a': 3}\n%dipush f").text
+    assert "ddip: pushed f, with cfg, which" in told
+    assert "(5, 3)" in notebook.ok("%%dip\nprint(f())").text
+    notebook.ok("%%dip\nscale = 4\ndef g(): return scale")
+    assert "pulled g, with scale, which functions of it read: " in notebook.ok("%dipull g").text
+    assert "4 4" in notebook.ok("print(g(), scale)").text
+
+
+def test_what_came_along_and_was_trained_or_filled_is_not_replaced(cells: ddip.Group, main: Main) -> None:
+    define = """
+        def train():
+            hist.append(1)
+            with torch.no_grad(): net.weight.add_({step})
+            return net.weight.item(), len(hist), limits['most']
+    """
+    main("import torch\nnet, hist, limits = torch.nn.Linear(1, 1), [], {'most': 1}\ntorch.nn.init.zeros_(net.weight)")
+    cells.push({"train": main(define.format(step=1))["train"]})
+    cells.run("assert train() == (1, 1, 1) and train() == (2, 2, 1)")
+    cells.push({"train": main("limits['most'] = 5\n" + textwrap.dedent(define.format(step=10)))["train"]})
+    cells.run("assert train() == (12, 3, 5)")
+
+
+def test_a_list_that_holds_itself_comes_along(cells: ddip.Group, main: Main) -> None:
+    cells.push({"first": main("loop = []\nloop.append(loop)\ndef first(): return loop[0]")["first"]})
+    cells.run("assert first() is loop")
+
+
+def test_a_call_says_that_hooks_stay(main: Main, cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_session", types.SimpleNamespace(group=cells, settings=dict))
+    told: list[str] = []
+    monkeypatch.setattr("ddip.call.torchddp.notify", told.append)
+    main("""
+        import torch
+        from ddip import in_torchddp
+        net = torch.nn.Linear(1, 1)
+        net.weight.register_hook(lambda gradient: gradient)
+        in_torchddp(2, lambda: len(list(net.parameters())))
+    """)
+    assert told == ["in_torchddp: hooks of parameters and optimizers were not sent; register them in the function"]
+
+
+def test_a_model_in_a_holder_that_stays_behind_is_named(
+    cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not if it comes along, and a hook without an optimizer is named."""
+    variables = main("""
+        import torch
+        net = torch.nn.Linear(1, 1)
+        net.weight.register_hook(lambda gradient: gradient)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        class Trainer:
+            def __init__(self): self.model, self.optimizer = net, opt
+            def step(self): return net(torch.ones(1)), opt
+        holder, trainer = {"model": net}, Trainer()
+    """)
+    cells.push({"holder": variables["holder"]})
+    told = capsys.readouterr().err
+    assert "ddip: holder holds net, which was not pushed\n" in told and "holder has a hook of a parameter" in told
+    cells.push({"trainer": variables["trainer"]})
+    assert "holds" not in capsys.readouterr().err
+    for pull in (cells.pull, cells.peek):
+        cells.run("import torch; net = torch.nn.Linear(1, 1); holder = [net]")
+        pull(["holder"])
+        assert "ddip: holder holds net, which was not pulled\n" in capsys.readouterr().err
+
+
+def test_a_function_of_a_script_that_was_run_has_the_ranks_variables(cells: ddip.Group, main: Main) -> None:
+    """After ``%run`` its globals have no ``__name__``."""
+    variables = main("rank = 0\ndef mine(): return rank")
+    del variables["__name__"]
+    cells.push({"mine": variables["mine"]})
+    cells.run("assert mine() == rank")
+
+
+def test_hooks_that_stay_behind_are_named(cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = main("""
+        import torch
+        net, plain = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        net.weight.register_hook(lambda gradient: 0 * gradient)
+        opt, after = torch.optim.SGD(plain.parameters()), torch.optim.SGD(plain.parameters())
+        after.register_step_post_hook(lambda *_: None)
+    """)
+    cells.push({name: variables[name] for name in ("net", "plain", "opt", "after")})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "hook" in line] == [
+        f"ddip: {name} has a hook of a parameter or optimizer, which was not pushed" for name in ("net", "after")
+    ]
+
+
+def test_a_class_that_both_sides_have_defined_alike_is_one_class(cells: ddip.Group, main: Main) -> None:
+    define = """
+        import dataclasses, enum, torch
+        class Net(torch.nn.Module):
+            def forward(self, x): return x + value
+        class Big(Net):
+            def forward(self, x): return super(Big, self).forward(x)
+        @dataclasses.dataclass
+        class D:
+            x: int = 0
+            y: list[int] = dataclasses.field(default_factory=list)
+        class Kind(enum.Enum):
+            A = 1
+    """
+    variables = main(define)
+    cells.run(f"{textwrap.dedent(define)}value = rank")
+    main("things = [Big(), D(), Kind.A, Net]")
+    pushed(cells, variables, "things")
+    cells.run(
+        "told = type(things[0]) is Big, type(things[1]) is D, things[2] is Kind.A, things[3] is Net, things[0](1)"
+    )
+    assert of_all(cells, "told") == [(True, True, True, True, 1 + rank) for rank in range(2)]
+    back = cells.pull(["things"], 1)["things"]
+    assert [type(back[0]), type(back[1]), back[2], back[3]] == [variables[n] for n in ("Big", "D")] + [
+        variables["Kind"].A,
+        variables["Net"],
+    ]
+    cells.run("class Net(torch.nn.Module):\n    def forward(self, x): return 'other'")
+    pushed(cells, variables, "things")
+    cells.run("told = isinstance(things[0], Net), things[0](1)")
+    assert of_all(cells, "told") == [(False, 1 + rank) for rank in range(2)]
+
+
+# -- random graphs
+
+
+@pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
+@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 310, 10))])
+def test_random_graphs_arrive_as_they_were(
+    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notebook -> ranks -> notebook and rank 0 -> new rank; ten graphs, in variables of their own."""
+    cells.run("from tests import object_graphs")
+    names: dict[int, list[str]] = {}
+    for seed in range(first, first + 10):
+        program = object_graphs.Program(1000 + seed)
+        names[seed] = program.chosen()
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+            alone = object_graphs.main_module(program.text)
+            here = vars(object_graphs.main_module(program.text))
+            pushed(cells, here, *names[seed])
+            seen = sorted({*names[seed], *cells.transferred.along})
+            cells.run(f"told = object_graphs.describe(globals(), {seen})")
+            told = of_all(cells, "told")
+            there = object_graphs.main_module()
+            vars(there).update(cells.pull(names[seed], 1))
+            if seed == first:
+                replace_rank(cells, 1, *names[seed])
+                cells.run("from tests import object_graphs", ranks=[1])
+            cells.run(f"import torch\ntorch.manual_seed(1)\ntold = object_graphs.probe(globals(), {seen})")
+            probed = of_all(cells, "told")
+            for how, found in ((object_graphs.describe, told), (object_graphs.probe, probed)):
+                expected, back = (object_graphs.look(how, main, seen) for main in (alone, there))
+                assert found == [expected] * 2 and back == expected, f"{program.text}\n{names[seed]}"
+        cells.run(f"for name in {seen}: del globals()[name]")
+
+
+# -- flags and names
+
+
+def test_flags_with_members_of_several_bits_arrive_whole(cells: ddip.Group, main: Main) -> None:
+    variables = main(
+        """
+        import enum
+        class F(enum.Flag):
+            A = 1; B = 2; ALL = 3; HIGH = 389
+        class I(enum.IntFlag):
+            R = 4; W = 2; RW = 6; SAME = 4
+        class K(enum.Flag, boundary=enum.KEEP):
+            A = 1; AB = 3
+        class P(enum.Enum):
+            ONE = (1, 2); ALIAS = (1, 2)
+            def __init__(self, x, y): self.sum = x + y
+        flags = [F.ALL, F.HIGH, F.A | F.B, I.RW, I.SAME, ~I.R, K(8), P.ONE]
+        """
+    )
+    names = ("flags", "F", "I", "K", "P")
+    pushed(cells, variables, *names)
+    cells.run(
+        "told = [flags[0] is F.ALL, flags[0] == F.A | F.B, list(F.ALL), [*F.__members__], F.HIGH.value, "
+        "flags[3] is I.RW, [*I.__members__], flags[4] is I.R, flags[5].value, flags[6].value, "
+        "P.ALIAS is P.ONE, flags[7].sum]"
+    )
+    back = cells.pull(["told", "F", "flags"], 1)
+    F, minus_r = variables["F"], (~variables["I"].R).value
+    assert back["told"][1:2] + back["told"][3:] == [
+        True,
+        ["A", "B", "ALL", "HIGH"],
+        389,
+        True,
+        ["R", "W", "RW", "SAME"],
+        True,
+        minus_r,
+        8,
+        True,
+        3,
+    ]
+    assert back["F"] is F and back["told"][2] == [F.A, F.B] and isinstance(F.ALL, enum.Flag)
+
+
+def test_a_name_is_found_as_python_spells_it(notebook: Notebook) -> None:
+    notebook.ok("%makedip -n 2\nﬁx = 3\n%dipush ﬁx")
+    notebook.ok("%%dip\nfix += 1")
+    assert "4" in notebook.ok("%dipull ﬁx\nprint(fix)").text

@@ -1,0 +1,44 @@
+"""Bytes that are not UTF-8, in everything of a rank that other processes read."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddip
+
+from .ten_steps import TEN_STEPS
+
+DIES = """
+import os, signal, torch.distributed as dist
+if rank == 1:
+    os.write(2, b"\\xff\\xfe last words\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+ODD = {
+    "descriptors 1 and 2": "for number in 1, 2: os.write(number, b'one \\xff\\xfe line\\n' + bytes(range(256)))",
+    "the names of the process and its threads": "open('/proc/self/comm', 'wb').write(b'\\xff) (\\xfe')",
+    "a child's name": (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', "
+        "\"open('/proc/self/comm', 'wb').write(b'\\xff)'); print(flush=True); input()\"],"
+        " stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()"
+    ),
+}
+
+
+def test_odd_bytes_of_a_rank_hide_neither_its_death_nor_its_figures(cells: ddip.Group) -> None:
+    """All kinds at once: each must pass, and a death costs a second."""
+    cells.failure_grace = 0.1
+    cells.run(TEN_STEPS)
+    cells.run("result = train()")
+    undisturbed = cells.pull(["result"])
+    cells.run("import os\nif rank == 1:\n    " + "\n".join(ODD.values()).replace("\n", "\n    "))
+    assert [vitals.state for vitals in cells.vitals()] == ["idle", "idle"]
+    with pytest.raises(ddip.CellError, match=r"^rank 1: RankEnded: .*SIGKILL.*; rank 0 was blocked in barrier"):
+        cells.run(DIES, timeout=30)
+    cells.repair()
+    cells.run(TEN_STEPS)
+    cells.run("result = train()")
+    assert cells.pull(["result"]) == undisturbed

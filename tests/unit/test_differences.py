@@ -1,0 +1,236 @@
+"""Which paths a fault has broken, as a decision: no process."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ddip.errors import CellError, GroupError
+from ddip.group.cells import cells
+from ddip.group.cells.differences import Difference, Findings, broken_paths, fault_text
+from ddip.group.members import ranks
+from ddip.protocol import on_rank
+from ddip.protocol.reports import Compared, IterationReport
+
+from .conftest import NewGroup
+from .scripted import Silence
+
+PATH, OTHER = 11, 12
+WITHIN = IterationReport(forward=True, unfinished=False, backwards=0, steps=0, in_thread=False)
+
+
+def packed(rows: dict[int, tuple[int, int]]) -> bytes:
+    numbers = array("Q")
+    for path, (value, version) in rows.items():
+        numbers.extend((path, value, version))
+    return numbers.tobytes()
+
+
+def report(now: tuple[int, int] | None, good: tuple[int, int] | None, former: tuple[int, int] | None) -> Compared:
+    """State of one rank with one path, that no other has besides `OTHER`; None: it was not there."""
+    rows = [{OTHER: (1, 0)} | ({} if row is None else {PATH: row}) for row in (now, good, former)]
+    return {
+        "now": packed(rows[0]),
+        "good": packed(rows[1]),
+        "former": packed(rows[2]),
+        "has_history": True,
+        "at_rest": [],
+        "is_cut": False,
+    }
+
+
+def value(number: int) -> tuple[int, int]:
+    """A number: it has no version."""
+    return number, 0
+
+
+BROKEN = {
+    "a counter": ([value(3), value(2)], [value(2), value(2)], [value(1), value(1)]),
+    "a tensor's values": ([(5, 3), (4, 3)], [(2, 2), (2, 2)], [(1, 1), (1, 1)]),
+    "a tensor whose values were not known, written to once less": ([(5, 3), (4, 2)], [(0, 2), (0, 2)], None),
+    "a shard, written to once less": ([(5, 3), (4, 2)], [(7, 2), (8, 2)], [(7, 1), (8, 1)]),
+    "what one rank has lost": ([value(3), None], [value(2), value(2)], [value(2), value(2)]),
+}
+BY_DESIGN = {
+    "equal": ([value(3), value(3)], [value(2), value(2)], [value(1), value(1)]),
+    "different after the last good cell": ([value(3), value(2)], [value(2), value(1)], [value(1), value(1)]),
+    "a shard, written to equally often": ([(5, 3), (4, 3)], [(7, 2), (8, 2)], [(7, 1), (8, 1)]),
+    "a tensor whose values were not known": ([(5, 3), (4, 3)], [(0, 2), (0, 2)], [(0, 1), (0, 1)]),
+    "one whose values are equal again": ([(5, 3), (5, 2)], [(2, 2), (2, 2)], [(1, 1), (1, 1)]),
+}
+
+
+@pytest.mark.parametrize("kind", [*BROKEN, *BY_DESIGN])
+def test_what_differs_now_and_did_not_was_broken(kind: str) -> None:
+    now, good, former = {**BROKEN, **BY_DESIGN}[kind]
+    reports = [report(now[rank], good[rank], None if former is None else former[rank]) for rank in (0, 1)]
+    broken, _, first = broken_paths(reports)
+    assert (broken, first) == ([PATH] if kind in BROKEN else [], False)
+
+
+def test_what_no_good_cell_has_had_is_new() -> None:
+    reports = [report(value(3 + rank), None, None) for rank in (0, 1)]
+    assert broken_paths(reports)[:2] == ([], {PATH: "new"})
+
+
+def test_what_was_equal_after_the_last_good_cell_only_is_told_apart() -> None:
+    """A counter is evidence then; a loss may have been equal by chance."""
+    reports = [report(value(3 + rank), value(2), value(rank)) for rank in (0, 1)]
+    assert broken_paths(reports)[:2] == ([], {PATH: "settled"})
+
+
+def test_a_rank_that_is_new_breaks_nothing_by_what_it_lacks() -> None:
+    new = report(None, None, None) | {"good": b"", "former": b"", "has_history": False}
+    reports = [report(value(3), value(2), value(1)), report(value(3), value(2), value(1)), new]
+    assert broken_paths(reports) == ([], {}, False)  # type: ignore[comparison-overlap]
+
+
+def test_a_line_names_an_object_and_its_clearest_value() -> None:
+    found = Findings(
+        [
+            Difference("ema.0.weight", "ema", "parameters and buffers", {0: "other values", 1: "other values"}, False),
+            Difference("sched._last_lr[0]", "sched", "attributes", {0: "0.1", 1: "0.2"}, False),
+            Difference("sched.last_epoch", "sched", "attributes", {0: "3", 1: "2"}, True),
+            Difference(
+                "<torch.random>", "<torch.random>", "state", {0: "another position", 1: "another position"}, True
+            ),
+        ]
+    )
+    assert fault_text(found, 2).splitlines() == [
+        "the ranks differ after the fault:",
+        "  sched.last_epoch is 3 on rank 0, 2 on rank 1, and 1 more",
+        "  torch's default generator: at different positions",
+        "  ema: parameters and buffers (1 differs; ema.0.weight differs)",
+        "%dipsync copies rank 0's values to the others (--from RANK: another rank's)",
+    ]
+    assert fault_text(Findings(), 2) == ""
+
+
+def test_a_rank_that_does_not_answer_hangs_no_cell(
+    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one in a finalizer that waits for a lock; it is interrupted, and the next cell runs."""
+    monkeypatch.setattr(ranks, "ASK_SECONDS", 0.05)
+    group = new_group(2)
+    usual = group.engine(1).answers[on_rank.compare.target]
+
+    def is_held_up(*_: object) -> None:
+        group.engine(1).answers[on_rank.compare.target] = usual
+        raise Silence
+
+    group.engine(1).answers[on_rank.compare.target] = is_held_up
+    with pytest.raises(CellError):
+        group.run("raise ValueError")
+    group.run("pass")
+    assert "the ranks could not be compared after the fault" in capsys.readouterr().err
+
+
+def test_a_rank_that_does_not_reset_its_iteration_fails_a_cell_in_time(
+    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again before the next cell, which runs."""
+    monkeypatch.setattr(ranks, "ASK_SECONDS", 0.05)
+    group = new_group(2)
+    for rank in range(2):
+        group.engine(rank).iteration = WITHIN
+    with pytest.raises(CellError):
+        group.run("raise ValueError")
+    for rank in range(2):
+        group.engine(rank).iteration = None
+    usual, asked = group.engine(1).answers[on_rank.iteration_facts.target], []
+
+    def is_held_up(*_: object) -> Any:
+        asked.append(1)
+        if len(asked) > 1:
+            return usual()
+        raise Silence
+
+    group.engine(1).answers[on_rank.iteration_facts.target] = is_held_up
+    with pytest.raises(GroupError, match="rank 1 did not finish looking at the training state within 0.05 s"):
+        group.run("pass")
+    group.run("pass")
+    assert len(asked) == 2
+
+
+def changes_reports(group: Any, change: Callable[[Any], None]) -> None:
+    """Have the ranks change their replies to cells, before anyone sees them."""
+    for rank in range(group.world_size):
+        engine = group.engine(rank)
+
+        def run(request: Any, *args: Any, run: Any = engine.run) -> None:
+            request.add_done_callback(lambda done: change(done.result()))
+            run(request, *args)
+
+        engine.run = run
+
+
+def test_ranks_that_live_and_cannot_report_are_reset(new_group: NewGroup) -> None:
+    """Such as when no memory is left for the report."""
+    group, resets = new_group(2), list[bool]()
+
+    def reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
+        resets.append(broken)
+        return []
+
+    for rank in range(2):
+        group.engine(rank).answers[on_rank.reset_iteration.target] = reset
+    changes_reports(group, lambda reply: setattr(reply, "report", None))
+    with pytest.raises(CellError):
+        group.run("raise MemoryError")
+    group.run("pass")
+    assert resets == [True, True]
+
+
+def test_a_line_that_cannot_be_printed_hides_no_fault(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = new_group(2)
+
+    def fails(*_: object) -> None:
+        monkeypatch.undo()
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cells, "tell_aborted", fails)
+    before = group.engine(0).calls.count(on_rank.join.target)
+    group.engine(0).released = True
+    with pytest.raises(CellError):
+        group.run("raise ValueError")
+    group.run("pass")
+    assert group.engine(0).calls.count(on_rank.join.target) == before + 1
+
+
+def test_a_fault_in_training_before_any_state_was_recorded_says_so(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(2)
+    for iteration in (None, WITHIN):
+        for rank in range(2):
+            group.engine(rank).iteration = iteration
+        with pytest.raises(CellError):
+            group.run("raise ValueError")
+        for rank in range(2):
+            group.engine(rank).iteration = None
+        group.run("pass")
+        said = "no state had been recorded before: only counters, optimizers and generators were compared"
+        assert (said in capsys.readouterr().err) == (iteration is not None)
+
+
+def test_a_reset_that_fails_while_the_notebook_is_idle_is_said(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After its cell, a notebook has the ranks compared; it is not done again before the next cell."""
+    group = new_group(2)
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    for rank in range(2):
+        group.engine(rank).iteration = WITHIN
+        group.engine(rank).answers[on_rank.iteration_facts.target] = fails
+    with pytest.raises(CellError):
+        group.run("raise ValueError")
+    group.report_faults()
+    said = "could not reset them (looking at the training state failed: ranks 0, 1: ValueError: no): recreate them"
+    assert said in capsys.readouterr().err
+    group.run("pass")

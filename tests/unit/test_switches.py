@@ -1,0 +1,61 @@
+"""Mechanisms below public interfaces: what turns them off, and whether they work here."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ddip.protocol import switches
+from ddip.rank.native import lost_waits, self_tests, sockets
+
+from .conftest import NewGroup
+from .scripted import ScriptedEngine
+
+
+def test_a_variable_turns_off_all_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert switches.find_off() == []
+    monkeypatch.setenv("DDIP_NATIVE_PAUSE", "0")
+    assert switches.find_off() == [switches.PAUSE]
+    monkeypatch.setenv("DDIP_NATIVE", "0")
+    assert switches.find_off() == [*switches.LOST]
+
+
+def test_ranks_on_all_hosts_get_the_variables(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDIP_NATIVE_PAUSE", "0")
+    assert new_group(2).engine(1).environment["DDIP_NATIVE_PAUSE"] == "0"
+
+
+def test_one_rank_that_cannot_be_unblocked_is_enough(new_group: NewGroup) -> None:
+    def script(engine: ScriptedEngine) -> None:
+        engine.hello["native_off"] = [switches.SOCKETS] * (engine.number == 1)
+
+    group = new_group(2, script=script)
+    assert not group.ranks.can_unblock
+    group.scripted.end_engine(group.members[0].engine, -9)
+    group.repair()
+    assert not group.ranks.can_unblock
+
+
+def test_a_mechanism_whose_test_fails_is_off_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "_failed", set[str]())
+    monkeypatch.setattr(sockets, "can_shut_down", lambda: False)
+    monkeypatch.setattr(sockets, "can_fence", lambda: 1 / 0)
+    self_tests.turn_off_failing.__wrapped__()
+    assert switches.find_off() == [switches.SOCKETS, switches.LISTENERS]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+def test_they_work_here_and_their_tests_notice_if_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sockets.can_shut_down() and sockets.can_fence() and lost_waits.is_possible()
+    monkeypatch.setenv("DDIP_NATIVE", "0")
+    assert not sockets.can_shut_down() and not sockets.can_fence() and lost_waits.waits() == {}
+
+
+def test_what_is_off_is_said_at_the_start(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(engine: ScriptedEngine) -> None:
+        engine.hello["native_off"] = [switches.PAUSE]
+
+    group = new_group(2, script=script)
+    assert f"off by DDIP_NATIVE or a self-test: {switches.LOST[switches.PAUSE]}" in capsys.readouterr().err
+    assert group.ranks.can_unblock

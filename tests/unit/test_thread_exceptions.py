@@ -1,0 +1,40 @@
+"""An exception that is raised in another thread; in a process of its own, which may hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SLEEPS = """
+import sys, threading
+from ddip.rank.native.thread_exceptions import raise_in
+
+class Stop(BaseException): pass
+
+go, came = threading.Event(), []
+def sleep():
+    try:
+        go.wait()
+        came.append("nothing")
+    except Stop:
+        came.append("stop")
+sleeper = threading.Thread(target=sleep)
+sleeper.start()
+stopper = threading.Thread(target=raise_in, args=(sleeper.ident, Stop))
+stopper.start()
+stopper.join()
+traced = []
+def trace(frame, event, arg):
+    traced.append(frame.f_code.co_name)
+def function(): return 1
+sys.settrace(trace)
+function()
+sys.settrace(None)
+go.set()
+sleeper.join()
+assert traced == ["function"] and came == ["stop"], (traced, came)
+"""
+
+
+def test_a_thread_that_sleeps_does_not_hold_up_code_that_is_traced() -> None:
+    subprocess.run([sys.executable, "-c", SLEEPS], check=True, timeout=60)

@@ -1,0 +1,133 @@
+"""The walk over variables, on objects that are large."""
+
+from __future__ import annotations
+
+import enum
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddip.rank.inspection import walk as walks
+from ddip.rank.inspection.walk import Walk
+
+
+def test_a_large_array_is_summed_in_parts_and_never_copied_whole() -> None:
+    variables = {"large": np.zeros((8 << 20) * 4, np.uint8), "small": np.zeros(3)}
+    quick = Walk(variables, process_wide=False).finish()
+    assert "large" not in quick.values and "small" in quick.values and "large#type" in quick.values
+    tracemalloc.start()
+    try:
+        full = Walk(variables, checksums=True, process_wide=False)
+        pauses = sum(1 for _ in full.steps)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert pauses >= 4 and peak < variables["large"].nbytes // 2
+    variables["large"][12345678] = 1
+    assert Walk(variables, checksums=True, process_wide=False).finish().values["large"] != full.values["large"]
+
+
+def test_an_array_that_is_a_file_is_not_read(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "data", np.uint8, "w+", shape=(1 << 20,))
+    found = Walk({"mapped": mapped, "part": mapped[::2]}, checksums=True, process_wide=False).finish()
+    assert not {"mapped", "part"}.intersection(found.values)
+
+
+def test_an_order_of_memory_makes_no_difference_to_a_sum() -> None:
+    plain = np.arange(12.0).reshape(3, 4)
+    variables = {"c": plain, "f": np.asfortranarray(plain), "strided": np.repeat(plain, 2, 0)[::2]}
+    values = Walk(variables, process_wide=False).finish().values
+    assert values["c"] == values["f"] == values["strided"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_values_of_any_layout_are_compared() -> None:
+    dense, other = torch.diag(torch.arange(1.0, 5.0)), torch.eye(4)
+    layouts = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+    variables = {}
+    for number, layout in enumerate(layouts):
+        size = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+        for name, tensor in (("one", dense), ("same", dense.clone()), ("other", other), ("moved", dense.flip(0))):
+            variables[f"{name}{number}"] = tensor.to_sparse(layout=layout, blocksize=size)
+    for name, tensor in (("one", dense), ("same", dense.clone()), ("other", other), ("moved", dense.flip(0))):
+        variables[f"{name}5"] = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+    values = Walk(variables, checksums=True, process_wide=False).finish().values
+    for number in range(6):
+        sums = [values[f"{name}{number}"] for name in ("one", "same", "other", "moved")]
+        assert sums[0] == sums[1] and len(set(sums)) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_tensors_whose_values_cannot_be_read_the_version_counts() -> None:
+    variables = {"nested": torch.nested.nested_tensor([torch.ones(2)]), "meta": torch.ones(2, device="meta")}
+    values = Walk(variables, checksums=True, process_wide=False).finish().values
+    assert not {"nested", "meta"}.intersection(values) and values["nested#version"] == values["meta#version"] == 0
+
+
+def test_a_large_set_is_not_sorted() -> None:
+    values = Walk({"s": set(range(walks.MOST_MEMBERS + 1))}, process_wide=False).finish().values
+    assert values == {"s#members": walks.MOST_MEMBERS + 1}
+
+
+def test_every_state_of_an_optimizer_is_compared() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2 * walks.WHOLE_ITEMS)]
+    optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9)
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    optimizer.step()
+    values = Walk({"opt": optimizer}, process_wide=False).finish().values
+    assert sum(path.endswith("['momentum_buffer']") for path in values) == len(weights)
+
+
+def test_a_number_without_a_text_has_a_sum() -> None:
+    """Python does not write an int of so many digits."""
+    values = Walk({"a": 10**5000, "b": -(10**5000), "c": 10**5000}, process_wide=False).finish().values
+    assert len({repr(value) for value in values.values()}) == 2
+
+
+def test_a_key_whose_text_fails_ends_no_walk() -> None:
+    class Key(enum.Enum):
+        A = 1
+
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    values = Walk({"d": {Key.A: 1, object(): 2}, "e": {Key.A: 1}, "s": {Key.A}}, process_wide=False).finish().values
+    assert values["d[Key.A]"] == values["e[Key.A]"] == 1
+
+
+def test_a_long_list_of_arrays_is_not_copied() -> None:
+    variables = {"data": [np.zeros(1 << 16) for _ in range(walks.WHOLE_ITEMS + 1)]}
+    tracemalloc.start()
+    try:
+        values = Walk(variables, checksums=True, process_wide=False).finish().values
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20 and "data#items" not in values
+
+
+def test_the_sum_of_a_long_dictionary_has_no_order() -> None:
+    keys = range(walks.WHOLE_ITEMS * 20)
+    one, other = dict.fromkeys(keys, 0.5), dict.fromkeys(reversed(keys), 0.5)
+    pairs = [(key, float(key)) for key in keys]
+
+    def sums() -> list[object]:
+        variables = {"one": one, "other": other, "pairs": pairs}
+        values = Walk(variables, checksums=True, process_wide=False).finish().values
+        return [values[f"{name}#items"] for name in variables]
+
+    first = sums()
+    assert first[0] == first[1]
+    other[3000], pairs[3000] = 0.25, (1, 0.0)
+    assert sums()[0] == first[0] and sums()[1] != first[1] and sums()[2] != first[2]
+
+
+def test_a_path_has_no_caches() -> None:
+    path = Path("a") / "b"
+    before = Walk({"path": path}, process_wide=False).finish().values
+    assert str(path) and path.name and hash(path)
+    assert Walk({"path": path}, process_wide=False).finish().values == before
