@@ -208,7 +208,7 @@ def _run(group: Group, call: calls.Call) -> calls.Answer:
         group.push({calls.NAME: call}, progress=progress)
         progress.end("")
         if call.app:  # before the cell begins, of which an app may want to know
-            group.ask_app(range(group.world_size), on_rank.prepare_app(call.app))
+            group.lifecycle.parts.app.ask(range(group.world_size), on_rank.prepare_app(call.app))
         group.run(f"{calls.NAME}()")
         answer: calls.Answer = group.pull([calls.NAME], progress=progress)[calls.NAME]
         return answer

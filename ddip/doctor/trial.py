@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddip.cluster import devices
+from ddip.cluster.cluster_api import Cluster
 from ddip.cluster.processes import preload_client
 from ddip.doctor.doctor_report import Check, failed, ok, warning
 from ddip.errors import DdipError
 from ddip.group import stopping
 from ddip.group.group import Group
+from ddip.group.lifecycle import own_cluster
+from ddip.group.members.placement import Request
 
 CELL = """
 import time, torch, torch.distributed as dist
@@ -32,7 +35,8 @@ CELL_SECONDS = 60.0
 class TrialGroup(Group):
     """A group that does not remove leftovers of others."""
 
-    clears_up = False
+    def _new_cluster(self, request: Request) -> Cluster:
+        return own_cluster(request, self.options.spawn)
 
 
 def check_start(backend: str) -> Check:

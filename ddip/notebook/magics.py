@@ -162,8 +162,8 @@ class DipMagics(Traits):
             if self.group is None or not self.group.alive:
                 self.group = Group(**vars(request), progress=progress, **self.settings())
             else:
-                self.group.timeout, self.group.collect = self.timeout, self.collect
-                self.group.spawn = self.spawn
+                self.group.options.timeout, self.group.options.collect = self.timeout, self.collect
+                self.group.options.spawn = self.spawn
                 if args.restart:
                     self.group.restart(request, progress)
                 else:
@@ -191,7 +191,7 @@ class DipMagics(Traits):
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
         group = self.require_group("%makedip --repair")
         source, names = placement.parse_source(args.source, group.world_size)
-        group.timeout = self.timeout
+        group.options.timeout = self.timeout
         progress = Progress()
         try:
             replaced = group.repair(names, source, progress, hosts)

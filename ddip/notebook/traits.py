@@ -99,7 +99,7 @@ class Traits(Magics):
     @observe("style", "max_output_chars", "report_after", "cell_json")
     def _look_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None:
-            self.group.display = self._display_options()
+            self.group.options.display = self._display_options()
 
     @cached_property
     def history(self) -> History:
@@ -121,4 +121,4 @@ class Traits(Magics):
     @observe("failure_grace", "stall_timeout")
     def _limits_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None:
-            setattr(self.group, change["name"], change["new"])
+            setattr(self.group.options, change["name"], change["new"])

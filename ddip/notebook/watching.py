@@ -130,7 +130,7 @@ class LiveView:
             from ddip.group.watching.vitals import Sampler
 
         self.group = group
-        self._sampler = Sampler(group)
+        self._sampler = Sampler(group.lifecycle)
         self._page = CellOutputArea()
         self._way = self._page
         """The cell that runs: some pages listen to no other."""

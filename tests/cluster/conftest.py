@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,9 @@ def group(warmed_up: None) -> Iterator[ddip.Group]:
 def cells(group: ddip.Group, request: pytest.FixtureRequest) -> Iterator[ddip.Group]:
     """The two ranks, without the variables of former tests, nor their limits."""
     begin_test(group, request.session, FORGET)
-    limits = {name: getattr(group, name) for name in ("timeout", "failure_grace", "stall_timeout")}
+    limits = replace(group.options)
     yield group
-    for name, value in limits.items():
-        setattr(group, name, value)
+    group.options.__dict__.update(limits.__dict__)
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def a_group_is_released_and_formed_again_many_times(group: ddip.Group, times: in
     group.run(SET_UP)
     former = pids(group)
     for _ in range(4 * times):
-        group._manager.release()
+        group.lifecycle.parts.manager.release()
         group.run(PROOF)
     assert pids(group) == former
 

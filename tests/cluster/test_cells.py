@@ -424,7 +424,7 @@ def test_a_standing_name_that_a_cell_has_given_another_value_keeps_it(cells: ddi
 def test_a_cell_that_has_changed_rank_or_world_size_says_so_once(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells, "failure_grace", 60.0)  # a group that is formed again brings the numbers back
+    monkeypatch.setattr(cells.options, "failure_grace", 60.0)  # a group that is formed again brings the numbers back
     back = "import torch.distributed as dist; {0} = dist.get_{0}()"
 
     def said(code: str) -> str:

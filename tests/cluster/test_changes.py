@@ -94,10 +94,10 @@ def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
 
     # engines that do not come leave the group as it is
     running = {p.pid for p in processes_of(os.getpid())}
-    own_group.timeout = 0.2
+    own_group.options.timeout = 0.2
     with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 1 engines started"):
         own_group.change(Request(n=2))
-    own_group.timeout = 60
+    own_group.options.timeout = 60
     assert proofs(own_group) == [1]
     assert own_group.pull(["mine"]) == {"mine": 100}
     assert {p.pid for p in processes_of(os.getpid())} == running

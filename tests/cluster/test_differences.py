@@ -102,7 +102,7 @@ def train(group: ddip.Group, code: str) -> None:
 
 @pytest.fixture(autouse=True)
 def prepared(cells: ddip.Group) -> None:
-    cells.failure_grace = 0.1
+    cells.options.failure_grace = 0.1
     cells.run(CODE)
 
 
@@ -162,7 +162,7 @@ def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
     cells.run("job = make()")
     train(cells, "step(job)")
     train(cells, "step(job)\nown = [random.random(), torch.full((3,), float(rank))]")
-    cells.failure_grace = 30.0  # a loaded machine may keep one of two ranks, which fail alike, waiting
+    cells.options.failure_grace = 30.0  # a loaded machine may keep one of two ranks, which fail alike, waiting
     with pytest.raises(ddip.CellError):
         cells.run("step(job)\nown[1] += 1\nraise ValueError")
     cells.run("step(job)")

@@ -72,7 +72,7 @@ KINDS = ("fsdp", "plain", "tensor_parallel")
 
 @pytest.fixture
 def ranks(cells: ddip.Group, nothing_kept: None) -> ddip.Group:
-    cells.failure_grace = 0.1
+    cells.options.failure_grace = 0.1
     cells.run(CODE)
     return cells
 
@@ -359,7 +359,7 @@ def test_the_extra_state_of_a_module_is_brought_back(ranks: ddip.Group) -> None:
 
 
 def test_what_cannot_be_restored_says_why(ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "failure_grace", 10.0)  # all raise; on a loaded machine one is slower to
+    monkeypatch.setattr(ranks.options, "failure_grace", 10.0)  # all raise; on a loaded machine one is slower to
     ranks.run("make(fsdp)")
     with pytest.raises(ddip.CellError, match=r"LookupError: .*nothing is kept as 'state'; call save\(\) after a step"):
         ranks.run("state.restore()")

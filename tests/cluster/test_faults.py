@@ -90,7 +90,7 @@ def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
 @pytest.fixture
 def four(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
     """Four ranks with what the stages need."""
-    shared_four.failure_grace, shared_four.stall_timeout = 0.1, 10.0
+    shared_four.options.failure_grace, shared_four.options.stall_timeout = 0.1, 10.0
     begin_test(shared_four, request.session, SET_UP)
     return shared_four
 
@@ -385,7 +385,7 @@ def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Pat
     ],
 )
 def test_ranks_that_do_not_agree_who_is_in_a_new_group_say_so(four: ddip.Group, ranks: list[int], lists: str) -> None:
-    four.failure_grace = 0.5
+    four.options.failure_grace = 0.5
     began = time.monotonic()
     text = r"RuntimeError: the ranks do not agree who is in the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
     with pytest.raises(ddip.CellError, match=text):

@@ -140,7 +140,7 @@ def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> No
         """)
         assert group.pull(["changed"]) == {"changed": True}
         parent = psutil.Process(group.members[0].pid).ppid()
-        if not group.spawn:
+        if not group.options.spawn:
             assert group.cluster.spawned == ""
             assert parent == preload_client.begin().pid
             links = [os.readlink(fd) for fd in glob.glob(f"/proc/{parent}/fd/*")]

@@ -79,7 +79,7 @@ UNCHANGED = "; parameters and optimizer are unchanged"
 
 @pytest.fixture(autouse=True)
 def prepared(cells: ddip.Group) -> None:
-    cells.failure_grace = 5.0  # all ranks fail, and none is released because another is slow
+    cells.options.failure_grace = 5.0  # all ranks fail, and none is released because another is slow
     cells.run(CODE + PAIR)
 
 
@@ -238,7 +238,7 @@ def test_a_stop_in_backward_of_a_micro_batch_hangs_no_later_cell(cells: ddip.Gro
 @pytest.mark.grid
 def test_no_sync_that_one_rank_has_left_open_ends_when_the_group_is_formed_again(cells: ddip.Group) -> None:
     make(cells, "DDP(with_fault())")
-    cells.failure_grace = 0.1
+    cells.options.failure_grace = 0.1
     fails(
         cells,
         """

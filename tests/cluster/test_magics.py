@@ -307,7 +307,7 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
         %config DipMagics.failure_grace = 0.2
         %config DipMagics.stall_timeout = 3
     """)
-    assert notebook.ok("print(g.failure_grace, g.stall_timeout)").stdout == "0.2 3.0\n"
+    assert notebook.ok("print(g.options.failure_grace, g.options.stall_timeout)").stdout == "0.2 3.0\n"
     notebook.ok("%config DipMagics.failure_grace = 1.0\n%config DipMagics.stall_timeout = 10.0\ndel g")
 
 

@@ -30,7 +30,7 @@ ODD = {
 
 def test_odd_bytes_of_a_rank_hide_neither_its_death_nor_its_figures(cells: ddip.Group) -> None:
     """All kinds at once: each must pass, and a death costs a second."""
-    cells.failure_grace = 0.1
+    cells.options.failure_grace = 0.1
     cells.run(TEN_STEPS)
     cells.run("result = train()")
     undisturbed = cells.pull(["result"])

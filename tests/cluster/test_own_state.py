@@ -114,7 +114,7 @@ def fail(): raise ValueError("planted")
 
 @pytest.fixture
 def ranks(cells: ddip.Group, nothing_kept: None) -> ddip.Group:
-    cells.failure_grace = 0.1
+    cells.options.failure_grace = 0.1
     cells.run(CODE)
     return cells
 

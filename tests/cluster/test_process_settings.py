@@ -65,7 +65,7 @@ def theirs():
 
 @pytest.fixture
 def ranks(cells: ddip.Group) -> ddip.Group:
-    cells.failure_grace = 30.0  # all ranks fail alike; a loaded machine may keep one waiting
+    cells.options.failure_grace = 30.0  # all ranks fail alike; a loaded machine may keep one waiting
     cells.run(CUT + STATE + THEIRS + TEN_STEPS)
     return cells
 

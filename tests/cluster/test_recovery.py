@@ -50,7 +50,7 @@ def same():
 
 @pytest.fixture(autouse=True)
 def impatient(group: ddip.Group) -> None:
-    group.failure_grace, group.stall_timeout, group.timeout = 0.1, 10.0, 60
+    group.options.failure_grace, group.options.stall_timeout, group.options.timeout = 0.1, 10.0, 60
 
 
 # -- what is kept
@@ -59,7 +59,7 @@ def impatient(group: ddip.Group) -> None:
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
 def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrappers(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")
-    cells.failure_grace = 30  # all ranks end by themselves, however slow one of them is
+    cells.options.failure_grace = 30  # all ranks end by themselves, however slow one of them is
     with pytest.raises(ddip.CellError):
         cells.run(code)
     cells.run("""
@@ -122,7 +122,7 @@ def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytes
 @pytest.mark.grid
 def test_a_cell_after_which_a_rank_cannot_even_report_ends(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written something, and the message that says that nothing more follows never comes."""
-    monkeypatch.setattr(cells, "timeout", 8.0)  # for so long the repair waits for its answer
+    monkeypatch.setattr(cells.options, "timeout", 8.0)  # for so long the repair waits for its answer
     cells.run("kept = rank; import time; get_ipython().kernel.log.setLevel('DEBUG')")
     with pytest.raises(CellError, match="^rank 1: TypeError: 'NoneType' object is not callable"):
         cells.run("print('last words')\nif rank == 1: time.time = None")
@@ -458,7 +458,7 @@ def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
 def test_after_some_time_without_progress_it_is_told_who_waits_where(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.stall_timeout = 1
+    cells.options.stall_timeout = 1
     told = Told(capsys)
     thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
@@ -480,7 +480,7 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
 def test_a_failure_is_told_though_it_was_told_before_who_waits(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    cells.stall_timeout = 1
+    cells.options.stall_timeout = 1
     told = Told(capsys)
     fail = meanwhile(lambda: "no rank has made progress for 1 s" in told.text(), (tmp_path / "fail").touch)
     with pytest.raises(CellInterrupted):
@@ -497,7 +497,7 @@ def test_a_failure_is_told_though_it_was_told_before_who_waits(
 
 @pytest.mark.parametrize("work", ["x @ x", pytest.param("print('.')", marks=pytest.mark.grid)])
 def test_ranks_that_work_are_left_alone(cells: ddip.Group, capsys: pytest.CaptureFixture[str], work: str) -> None:
-    cells.stall_timeout = 1
+    cells.options.stall_timeout = 1
     cells.run(
         "import time, torch, torch.distributed as dist\nx = torch.randn(800, 800)\nend = time.monotonic() + 2.5\n"
         f"if rank == 0:\n    while time.monotonic() < end:\n        {work}; time.sleep(0.01)\ndist.barrier()"
@@ -687,7 +687,7 @@ def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) 
     with pytest.raises(GroupError, match=f"^pushing failed: rank 1: RankEnded: {gone}"):  # as if it had been lost here
         cells.ranks.ask([0, 1], on_rank.drop())
     with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {gone}"), ExitStack() as stack:  # or here
-        cells._cells.run(cells._admit("pass", [0, 1], CellOutput([0]), None, stack), False, {})
+        cells.lifecycle.parts.cells.run(cells._admit("pass", [0, 1], CellOutput([0]), None, stack), False, {})
     cells.interrupt()
     assert cells.repair() == [1]
     wait_until(lambda: not lives(pid))
@@ -728,7 +728,7 @@ def test_a_rank_that_dies_while_gloo_connects_a_group_holds_the_others_up_for_se
 def test_a_group_that_cannot_be_formed_is_repaired_though_each_rank_alone_can_form_one(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells, "timeout", 10 if cells.spawn else 2)
+    monkeypatch.setattr(cells.options, "timeout", 10 if cells.options.spawn else 2)
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.init_process_group")
     with pytest.raises(ddip.CellError):
         cells.run("""
@@ -776,7 +776,7 @@ def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.Monkey
         os.kill(group.members[0].pid, signal.SIGKILL)
         wait_until(lambda: group.ranks.ended)
         with monkeypatch.context() as patch:
-            patch.setattr(group, "timeout", 0.001)
+            patch.setattr(group.options, "timeout", 0.001)
             with pytest.raises(GroupError, match="engines started; -t SECONDS waits longer"):
                 group.repair()
         assert group.repair() == [0]

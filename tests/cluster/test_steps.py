@@ -197,7 +197,7 @@ def test_a_checkpoint_that_a_thread_saves_survives_cells_and_causes_no_alarm(
     cells: ddip.Group, told: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Rank 0's thread is ahead of rank 1's in every cell."""
-    cells.failure_grace = 30.0  # both ranks fail alike; a loaded machine may keep one waiting
+    cells.options.failure_grace = 30.0  # both ranks fail alike; a loaded machine may keep one waiting
     cells.run(SLOW_WRITER)
     save = (
         f"dcp.async_save({{'a': torch.ones(3) * rank}}, storage_writer=Writer({str(tmp_path)!r}), process_group=side)"

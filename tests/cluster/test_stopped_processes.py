@@ -52,7 +52,7 @@ def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.
 def test_a_cell_says_what_is_stopped_and_ends_when_it_goes_on(
     cells: ddip.Group, which: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.stall_timeout = 1
+    cells.options.stall_timeout = 1
     cells.run("kept = rank")
     pids = [member.pid for member in cells.members]
     controller = controllers_of(os.getpid())[0].pid if which == "the controller" else 0
@@ -94,10 +94,10 @@ def test_a_warm_process_that_is_stopped_is_named_or_another_takes_its_place(
     with ddip.Group(1) as group:
         with stopped([warm.pid]), monkeypatch.context() as patch:
             patch.setattr(preload_client.WarmProcess, "fits", lambda self: True)  # as if it had been stopped just now
-            group.timeout = 1
+            group.options.timeout = 1
             with pytest.raises(GroupError, match=r"0 of 1 engines started; the warm process is stopped \(SIGSTOP"):
                 group.change(Request(n=2))
-        group.timeout = 60
+        group.options.timeout = 60
         group.run("assert world_size == 1")
         warm = preload_client.begin()
         with stopped([warm.pid]):

@@ -28,8 +28,8 @@ WAITS = {
 
 @pytest.fixture(autouse=True)
 def impatient(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "failure_grace", 0.1)
-    monkeypatch.setattr(group, "stall_timeout", 1.0)
+    monkeypatch.setattr(group.options, "failure_grace", 0.1)
+    monkeypatch.setattr(group.options, "stall_timeout", 1.0)
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ PROOF = "y = torch.ones(2)\ndist.all_reduce(y)\nassert y.tolist() == [2.0, 2.0] 
 def told_gpus(group: ddip.Group) -> Iterator[ddip.Group]:
     """Two ranks, each with such a GPU."""
     group.repair()
-    group.failure_grace, before = 0.1, group.failure_grace
+    group.options.failure_grace, before = 0.1, group.options.failure_grace
     group.run(TOLD_GPU)
     yield group
-    group.failure_grace = before
+    group.options.failure_grace = before
     group.repair()
     group.run("put(former)\ndel told, former")
 

@@ -29,7 +29,7 @@ Main = Callable[[str], dict[str, Any]]
 def main(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> Main:
     """Run code in a notebook's ``__main__``, to which the two ranks belong; returns its variables."""
     monkeypatch.setattr(session, "_session", SimpleNamespace(group=cells, settings=dict))
-    monkeypatch.setattr(cells, "failure_grace", 0.1)
+    monkeypatch.setattr(cells.options, "failure_grace", 0.1)
     return bare_main()
 
 

@@ -45,7 +45,7 @@ bar.close()
 
 def looks(group: ddip.Group, condition: Callable[[list[RankVitals]], object]) -> Callable[[], bool]:
     """Look at the ranks until the condition holds; what was seen last is kept in the attribute ``seen``."""
-    sampler = Sampler(group)
+    sampler = Sampler(group.lifecycle)
 
     def look() -> bool:
         time.sleep(0.1)  # no rank need do anything else than answer
@@ -132,7 +132,7 @@ def test_a_rank_that_a_signal_has_stopped_is_told_and_comes_back(
 ) -> None:
     monkeypatch.setattr(vitals, "LATE_SECONDS", 0.2)
     pid = cells.members[1].pid
-    sampler = Sampler(cells)
+    sampler = Sampler(cells.lifecycle)
     assert [one.state for one in sampler.look()] == ["idle", "idle"]
     with stopped([pid]):
         wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "stopped"])

@@ -21,7 +21,7 @@ PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_re
 
 @pytest.fixture(autouse=True)
 def impatient(group: ddip.Group) -> None:
-    group.failure_grace, group.stall_timeout = 0.1, 10.0
+    group.options.failure_grace, group.options.stall_timeout = 0.1, 10.0
 
 
 # -- in bounded time

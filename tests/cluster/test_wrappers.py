@@ -40,7 +40,7 @@ REFUSES = "this DistributedDataParallel was made in a process group that has bee
 
 @pytest.fixture(autouse=True)
 def prepared(cells: ddip.Group) -> None:
-    cells.failure_grace = 0.1
+    cells.options.failure_grace = 0.1
     cells.run(CODE)
 
 

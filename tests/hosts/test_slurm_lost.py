@@ -82,9 +82,9 @@ def test_a_repair_has_another_node_in_a_job_of_its_own(three_nodes: Slurm, hosts
         assert [info.host for info in group.info()] == ["h1", "h3"]
         _, second = sorted(three_nodes.jobs())
         assert group.repair() == [] and sorted(three_nodes.jobs()) == [first, second]
-        assert group.place.text().startswith(f"job {first} of Slurm ends in ")
+        assert group.lifecycle.place.text().startswith(f"job {first} of Slurm ends in ")
         typed(f"scontrol update job={second} timelimit=20")
-        assert group.place.text().startswith(f"job {second} of Slurm ends in ")
+        assert group.lifecycle.place.text().startswith(f"job {second} of Slurm ends in ")
         assert not group.change(Request(reach=TWO_NODES))
         wait_until(lambda: three_nodes.states()["h2"] == "down", 60)
         group.restart()

@@ -16,7 +16,7 @@ from ..cluster.self_harm import KINDS, prove_repair
 def three() -> Iterator[ddip.Group]:
     with pytest.MonkeyPatch.context() as patch, ddip.Group(3, failure_grace=0.1) as group:
         patch.setattr(fitness, "TRY_SECONDS", 3)
-        group.timeout = 20
+        group.options.timeout = 20
         yield group
 
 

@@ -250,11 +250,11 @@ def test_a_press_of_stop_as_soon_as_a_cell_is_known_ends_it(new_group: NewGroup)
             super().add(cell)
             signal.raise_signal(signal.SIGINT)
 
-    group.history = group._cells.history = PressesStop()
+    group.history = group.lifecycle.parts.cells.history = PressesStop()
     with pytest.raises(CellInterrupted):
         group.run("sleep")
     ended(group.start("sleep"))
-    group._cells.history = History()
+    group.lifecycle.parts.cells.history = History()
     group.run("pass")
 
 

@@ -297,7 +297,7 @@ def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
 def test_a_rank_that_can_be_in_no_group_is_found_and_replaced(new_group: NewGroup) -> None:
     group = new_group(3)
     group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
-    group._manager.healthy = False
+    group.lifecycle.parts.manager.healthy = False
     with pytest.raises(GroupError, match="could not be formed again: rank 1: OSError: no interface; %makedip --repair"):
         group.run("pass")
     assert group.repair() == [1]
@@ -315,7 +315,7 @@ def test_a_rank_that_is_fine_alone_and_spoils_every_group_is_found_with_a_helper
         return join(spec)
 
     engine.answers[on_rank.join.target] = only_alone
-    group._manager.healthy = False
+    group.lifecycle.parts.manager.healthy = False
     assert group.repair() == [2]
     group.run("pass")
 

@@ -220,7 +220,7 @@ class Cell(CellOutput):
     """A cell that shows ranks on such a page; notes what comes when it has ended."""
 
     def __init__(self, group: Group, *ranks: int) -> None:
-        super().__init__(ranks, DisplayOptions(), comms=group._comms)
+        super().__init__(ranks, DisplayOptions(), comms=group.comms)
         self.page: Page = Page()
         self._view = self._new_view()
         self.came: list[tuple[int, dict[str, Any]]] = []
@@ -372,7 +372,7 @@ def test_widgets_that_nobody_looks_at_are_not_kept_for_ever(
     group = new_group(2)
     for name in "abc":
         Cell(group, 0).receive(1, comm_message("comm_open", name))
-    assert [name for name in "abc" if group._comms.cell_of(name)] == ["b", "c"]
+    assert [name for name in "abc" if group.comms.cell_of(name)] == ["b", "c"]
 
 
 def test_a_terminal_has_no_widgets(new_group: NewGroup) -> None:
@@ -382,4 +382,4 @@ def test_a_terminal_has_no_widgets(new_group: NewGroup) -> None:
     cell.receive(0, comm_message("comm_open", "w3", _model_name="IntProgressModel"))
     cell.receive(0, comm_message("comm_msg", "w3", msg_id="of the rank"))
     assert cell.page.sent == []
-    assert group._comms.bars.display(None, 0, {WIDGET: {"model_id": "w3"}}, {}) is None
+    assert group.comms.bars.display(None, 0, {WIDGET: {"model_id": "w3"}}, {}) is None

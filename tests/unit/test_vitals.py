@@ -210,7 +210,7 @@ def test_a_look_tells_what_each_rank_does() -> None:
 
 def test_a_rank_that_does_not_answer_is_asked_once_and_taken_up_when_it_answers() -> None:
     with ScriptedGroup(2) as group:
-        sampler = Sampler(group)
+        sampler = Sampler(group.lifecycle)
         engine = group.engine(1)
         ordinary = engine.answers["process_group.rank_vitals.now"]
 
@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_answer_is_asked_once_and_taken_up_when_it_answers(
 
 def test_a_rank_that_cannot_tell_has_no_answer_and_is_asked_again() -> None:
     with ScriptedGroup(1) as group:
-        sampler = Sampler(group)
+        sampler = Sampler(group.lifecycle)
         assert [one.state for one in sampler.look()] == ["idle"]
         ordinary = group.engine(0).answers["process_group.rank_vitals.now"]
         group.engine(0).answers["process_group.rank_vitals.now"] = lambda every, keep: 1 / 0
@@ -239,7 +239,7 @@ def test_a_rank_that_cannot_tell_has_no_answer_and_is_asked_again() -> None:
 
 def test_the_last_answer_stands_in_for_one_that_is_a_little_late(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedGroup(1) as group:
-        sampler = Sampler(group)
+        sampler = Sampler(group.lifecycle)
         sampler.look()
 
         def deaf(every: float, keep: float) -> None:
@@ -253,7 +253,7 @@ def test_the_last_answer_stands_in_for_one_that_is_a_little_late(monkeypatch: py
 
 def test_a_group_that_restarts_changes_or_ends_is_followed() -> None:
     with ScriptedGroup(2) as group:
-        sampler = Sampler(group)
+        sampler = Sampler(group.lifecycle)
         sampler.look()
         group.restart()
         assert [one.state for one in sampler.look()] == ["idle", "idle"]

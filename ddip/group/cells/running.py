@@ -17,7 +17,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Message, Recipient, Request
 from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
@@ -163,8 +164,34 @@ STILL_SECONDS = 2.0
 DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
 """How often what changes in place is looked at, and how long what was shown waits for more: each is a message more."""
 Requests: TypeAlias = Mapping[int, Request]
-Events: TypeAlias = "queue.SimpleQueue[tuple[str, int, Any]]"
-"""What happened (a reply, the output's end, messages, a stop, the group's end), to which rank, and with what."""
+
+
+@dataclass(frozen=True)
+class ReplyArrived:
+    """The answer of `rank` is there: for the `CellState`, `Replied`."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class MessagesArrived:
+    """The first messages since the page was brought up to date are there."""
+
+
+@dataclass(frozen=True)
+class OtherCellEnded:
+    """One of the cells has ended that this one waits for."""
+
+
+@dataclass(frozen=True)
+class GroupEnded:
+    """The group ends, because of `why`."""
+
+    why: str
+
+
+Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed | OtherCellEnded | GroupEnded
+"""What other threads tell the one that follows a cell; the `CellState` knows two of these as they are."""
 
 
 class RunningCell:
@@ -173,7 +200,7 @@ class RunningCell:
     def __init__(self, ranks: Ranks, release: Callable[[], object], cell: Cell, limits: Limits) -> None:
         """`release` has what waits in a collective fail."""
         self.cell = cell
-        self.events: Events = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self.replies: Requests = {}
         self.reports: dict[int, CellReport | None] = {}
         self.name = uuid.uuid4().hex
@@ -218,19 +245,19 @@ class RunningCell:
         requests = self._ranks.cluster.execute(self.cell.code, to, {**told, **asked})
         self.replies = dict(zip(ranks, requests, strict=True))
         for rank, request in self.replies.items():
-            request.add_done_callback(self._event("reply", rank))
-            request.output.add_done_callback(self._event("output end", rank))
+            request.add_done_callback(self._tells(ReplyArrived(rank)))
+            request.output.add_done_callback(self._tells(OutputEnded(rank)))
 
-    def _event(self, what: str, rank: int) -> Callable[[object], None]:
-        return lambda _: self.events.put((what, rank, None))
+    def _tells(self, event: Arrived) -> Callable[[object], None]:
+        return lambda _: self.events.put(event)
 
     def press_stop(self) -> None:
         """The stop button; from any thread, or a signal's handler."""
-        self.events.put(("stop", -1, None))
+        self.events.put(StopPressed())
 
     def end_with_group(self, why: str) -> None:
         """The group ends: nobody waits for it any more; from any thread."""
-        self.events.put(("over", -1, why))
+        self.events.put(GroupEnded(why))
 
     @property
     def unfinished(self) -> list[int]:
@@ -251,7 +278,7 @@ class RunningCell:
                 self._messages.append((rank, message))
                 if not self._undrawn:
                     self._undrawn = True
-                    self.events.put(("messages", -1, None))
+                    self.events.put(MessagesArrived())
 
         limit = self._show.display.max_output_chars if rank in self._show.show_ranks else 0
         return Recipient(self._ranks.members[rank].engine, on_message, limit)
@@ -324,7 +351,7 @@ class RunningCell:
     def _is_stop_waiting(self) -> bool:
         """Has the stop button been pressed when nobody looked any more?"""
         while not self.events.empty():
-            if self.events.get()[0] == "stop":
+            if isinstance(self.events.get(), StopPressed):
                 return True
         return False
 
@@ -350,10 +377,9 @@ class RunningCell:
     def wait_for(self, others: Sequence[Cell]) -> bool:
         """Before it begins: wait until `others` have ended; returns False if it is stopped, or its group ends."""
         for other in others:
-            other.done.add_done_callback(lambda _: self.events.put(("other", -1, None)))
+            other.done.add_done_callback(self._tells(OtherCellEnded()))
         while not all(other.done.done() for other in others):
-            kind, _, _ = self.events.get()
-            if kind != "other":
+            if not isinstance(self.events.get(), OtherCellEnded):
                 return False
         return True
 
@@ -380,21 +406,19 @@ class RunningCell:
         """What happens next; the messages until then are shown."""
         pause = max(0.0, self._drawn + PAUSE_SECONDS - time.monotonic())
         try:
-            kind, rank, payload = self.events.get(timeout=pause if self._undrawn else self._state.interval)
+            arrived = self.events.get(timeout=pause if self._undrawn else self._state.interval)
         except queue.Empty:
             self._show_messages()
             return TimePassed()
         self._watch.moved()
         self._show_messages()
-        match kind:
-            case "reply":
+        match arrived:
+            case ReplyArrived(rank):
                 return self._take_reply(rank)
-            case "output end":
-                return OutputEnded(rank)
-            case "stop":
-                return StopPressed()
-            case "over":
-                raise GroupError(payload)
+            case OutputEnded() | StopPressed():
+                return arrived
+            case GroupEnded(why):
+                raise GroupError(why)
         return TimePassed()
 
     def _take_reply(self, rank: int) -> Replied:

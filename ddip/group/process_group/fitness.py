@@ -31,6 +31,8 @@ class Fitness:
         self._ranks = ranks
         self._manager = manager
         self._engines = engines
+        self.unfit: set[int] = set()
+        """Ranks that were found to be fit for no group."""
 
     def alone(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
         """The ranks that live, and do nothing else, that cannot form a group of themselves alone, and why."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddip.errors import RequestFailed, RequestInterrupted, ranks_text
+from ddip.group.members.members import Member
 from ddip.group.members.ranks import Ranks
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output.area import notify
@@ -41,6 +42,44 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
     if text:
         notify(AGAIN + text)
         ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_gone())
+
+
+class NewRanks:
+    """The ranks that changes and repairs have added to a group: they lack the variables of former cells."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._engines: set[int] = set()
+        self._bare: set[int] = set()
+        """Engines that lack what cells have changed in the processes of the others."""
+        self.carried = ""
+        """What the ranks that the last change or repair has added have got of that, in words."""
+
+    def take(self, members: list[Member]) -> None:
+        """Make `members` the group's from here on; those that were not there before are new, if any were."""
+        if self._ranks.members:
+            new = {member.engine for member in members} - {member.engine for member in self._ranks.members}
+            self._engines |= new
+            self._bare |= new
+        self._ranks.members = members
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers."""
+        return self._numbers(self._engines)
+
+    @property
+    def lack_settings(self) -> bool:
+        """Have some still to get what cells have changed in the processes of the others?"""
+        return bool(self._bare)
+
+    def carry_settings(self) -> None:
+        """Give them what cells have changed in the processes of the others."""
+        self.carried = carry_settings(self._ranks, self._numbers(self._bare))
+        self._bare.clear()
+
+    def _numbers(self, engines: set[int]) -> list[int]:
+        return [rank for rank, member in enumerate(self._ranks.members) if member.engine in engines]
 
 
 def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:

@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddip.cluster.processes.host import LocalHost
-from ddip.errors import BadInput, CellError, RequestFailed, RequestInterrupted, TransferError, ranks_text
+from ddip.errors import CellError, RequestFailed, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
-from ddip.group.lifecycle import Repairable, nobody
-from ddip.group.members import placement
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import transfer
 from ddip.group.objects.delivery import LARGE
-from ddip.group.objects.transfer import Fetched
+from ddip.group.objects.transfer import Fetched, Transferred
 from ddip.output.area import notify
 from ddip.output.progress import Report
 from ddip.output.tables.tables import size_text
@@ -44,43 +42,18 @@ PART = 1 << 22
 _numbers = itertools.count(1)
 
 
-class Peekable(Repairable):
-    """A group that can be looked into while it runs a cell."""
-
-    transferred: transfer.Transferred
-
-    def peek(self, names: Sequence[str], rank: int = 0, seconds: float = SECONDS) -> dict[str, Any]:
-        """The objects `names` of `rank` as they are at this moment, while it runs a cell, or none; tensors on the CPU.
-
-        The cell waits between two of its steps while tensors are copied, and goes on. If it is inside a long operation,
-        such as a collective, a line names that: it may have written half of a tensor. The local variables of functions
-        are no variables of the rank.
-
-        Raises TransferError if one of them cannot be had within `seconds`, BadInput for ranks that the group has not,
-        GroupError if the rank has ended, and RequestInterrupted if the user stopped it.
-        """
-        (rank,) = placement.check_ranks([rank], self.world_size, "rank")
-        return self.peek_all(names, [rank], seconds)[0][0]
-
-    def peek_all(
-        self, names: Sequence[str], ranks: Sequence[int], seconds: float = SECONDS, progress: Report = nobody
-    ) -> tuple[list[dict[str, Any]], list[str]]:
-        """The objects `names` of each of `ranks`, in order, and the names whose tensors moved to the CPU.
-
-        Each rank has a moment of its own. Raises what `peek` does.
-        """
-        of = placement.check_ranks(ranks, self.world_size, "ranks")
-        if not of:
-            raise BadInput("ranks=[]: give at least one rank")
-        with stopping.button():
-            peek = _Peek(self.ranks, names, seconds, progress)
-            try:
-                all_fetched = peek.fetch(of)
-            finally:
-                peek.drop()
-        values = [transfer.unpack(fetched) for fetched in all_fetched]
-        self.transferred = transfer.transferred(names, all_fetched)
-        return values, [*self.transferred.moved]
+def peek(
+    ranks: Ranks, names: Sequence[str], of: Sequence[int], seconds: float, progress: Report
+) -> tuple[list[dict[str, Any]], Transferred]:
+    """Do what ``Group.peek_all`` says: the objects `names` of each of the ranks `of`, and what was carried."""
+    with stopping.button():
+        one = _Peek(ranks, names, seconds, progress)
+        try:
+            all_fetched = one.fetch(of)
+        finally:
+            one.drop()
+    values = [transfer.unpack(fetched) for fetched in all_fetched]
+    return values, transfer.transferred(names, all_fetched)
 
 
 class _Peek:
@@ -114,7 +87,7 @@ class _Peek:
         return self._ranks.call_on_control_channel(live, call, WHERE_SECONDS) if live else {}
 
     def _ask(self, calls: Mapping[int, RemoteCall[R]]) -> dict[int, R]:
-        """Make a call beside the cell of each rank; raises what `Peekable.peek` does."""
+        """Make a call beside the cell of each rank; raises what ``Group.peek`` does."""
         self._ensure_none_ended(calls)
         members, futures = self._ranks.members, {}
         for rank, call in calls.items():

@@ -22,9 +22,9 @@ from typing import Any
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import HostLost
 from ddip.group import stopping
+from ddip.group.lifecycle import Lifecycle
 from ddip.group.members.members import ANSWER_SECONDS
 from ddip.group.members.ranks import Ranks
-from ddip.group.watching.peek import Peekable
 from ddip.output.tables.vitals_table import RankState, RankVitals
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
@@ -95,8 +95,8 @@ def _is_same(one: Vitals, other: Vitals) -> bool:
 class Sampler:
     """Looks at the ranks of a group again and again."""
 
-    def __init__(self, group: Peekable) -> None:
-        self._group = group
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
         self._ranks: Ranks | None = None
         self._asked: dict[int, Future[dict[str, Any]]] = {}
         """Questions without an answer, by engine."""
@@ -106,7 +106,7 @@ class Sampler:
 
     def look(self) -> list[RankVitals]:
         """Each rank in order; waits ANSWER_SECONDS at most. Raises GroupError if the group has ended."""
-        ranks, spec = self._group.ranks, self._group.spec
+        ranks, spec = self._lifecycle.parts.ranks, self._lifecycle.spec
         if not ranks.cluster.connected:  # it starts just now
             return []
         members, live = list(ranks.members), ranks.cluster.live
@@ -201,16 +201,12 @@ def told(rank: RankVitals, now: Vitals, its: Rates, otherwise: RankState) -> Ran
     )
 
 
-class Watchable(Peekable):
-    """Tells what its ranks do just now."""
-
-    def vitals(self, seconds: float = PERIOD) -> list[RankVitals]:
-        """Each rank: its state, its cell and where it is there, its rates, whether it waits for others, its CPU time,
-        memory and GPU; also while a cell runs. Rates need a second look, so many `seconds` later, if a rank is busy."""
-        sampler = Sampler(self)
-        with stopping.button("looking at the ranks was interrupted") as button:
+def look(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
+    """Do what ``Group.vitals`` says."""
+    sampler = Sampler(lifecycle)
+    with stopping.button("looking at the ranks was interrupted") as button:
+        found = sampler.look()
+        if seconds > 0 and any(rank.state == "busy" for rank in found):
+            button.wait_for([Future()], seconds)
             found = sampler.look()
-            if seconds > 0 and any(rank.state == "busy" for rank in found):
-                button.wait_for([Future()], seconds)
-                found = sampler.look()
-        return found
+    return found

@@ -1,0 +1,188 @@
+"""New processes in place of ranks that are lost, while the others keep their variables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
+from ddip.group import stopping
+from ddip.group.lifecycle import Lifecycle
+from ddip.group.members import placement, wanted
+from ddip.group.members.placement import HostRequest
+from ddip.group.objects import delivery, transfer
+from ddip.group.objects.modules import Modules
+from ddip.group.objects.transfer import Fetched
+from ddip.output.progress import Report
+
+CELL_ENDS_WITHIN = 5.0
+"""Seconds in which a cell ends, after those that ranks get, when one has ended and the others wait for it."""
+
+
+def repair(
+    lifecycle: Lifecycle,
+    modules: Modules,
+    names: Sequence[str],
+    source: int | None,
+    hosts: Sequence[HostRequest],
+    report: Report,
+) -> list[int]:
+    """Do what ``Group.repair`` says; `modules` are those that were pushed, which new ranks get, too."""
+    _wait_for_cells(lifecycle)
+    with lifecycle.turn, lifecycle.progress.told_to(report):
+        one = _Repair(lifecycle, modules)
+        one.replace_hosts(hosts)
+        return one.replace_ranks(names, source)
+
+
+def _wait_for_cells(lifecycle: Lifecycle) -> None:
+    """Those in the background that a rank has left by its end are about to end. Raises GroupError for others."""
+    parts = lifecycle.parts
+    ended, end = set(parts.ranks.ended), lifecycle.options.failure_grace + CELL_ENDS_WITHIN
+    left = [cell.done for cell in parts.cells.active_on(ended)]
+    with stopping.button("the repair was interrupted; no rank has been replaced") as button:
+        button.wait_for(left, end)
+    parts.cells.ensure_not_running(
+        range(lifecycle.size), "a repair forms the group again, and for that all ranks must be free"
+    )
+
+
+class _Repair:
+    """One, by whoever has the turn."""
+
+    def __init__(self, lifecycle: Lifecycle, modules: Modules) -> None:
+        self._lifecycle, self._modules = lifecycle, modules
+        self._options, self._progress = lifecycle.options, lifecycle.progress
+        parts = lifecycle.parts
+        self._ranks, self._cluster, self._cells = parts.ranks, parts.ranks.cluster, parts.cells
+        self._engines, self._manager, self._fitness = parts.engines, parts.manager, parts.fitness
+        self._app, self._new_ranks = parts.app, parts.new_ranks
+        self._new_ranks.carried = ""
+
+    def replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
+        """Reach other hosts in place of those that are lost; raises BadInput, or GroupError."""
+        lost = [bool(host.lost) for host in self._cluster.hosts]
+        try:
+            for number in wanted.replaced_hosts(hosts, self._lifecycle.request, lost):
+                self._lifecycle.replace_host(number, hosts[number].name, self._lifecycle.request.reach)
+            if self._lifecycle.request.reach.jobs:
+                self._replace_nodes(lost)
+        except KeyboardInterrupt as error:
+            if isinstance(error, RequestInterrupted):
+                raise
+            raise RequestInterrupted("the repair was interrupted; no rank has been replaced") from None
+
+    def _replace_nodes(self, lost: Sequence[bool]) -> None:
+        """Reach nodes of Slurm that were lost once more, or others in the place of those that cannot be reached."""
+        gone = [number for number, is_lost in enumerate(lost) if is_lost and not self._is_up_again(number)]
+        if not gone:
+            return
+        try:
+            job, names = self._lifecycle.place.others(gone, self._progress)
+            for number, name in zip(gone, names, strict=True):
+                self._lifecycle.replace_host(number, name, self._lifecycle.request.reach.moved(number, job))
+        finally:
+            self._lifecycle.place.move(self._lifecycle.request)
+
+    def _is_up_again(self, number: int) -> bool:
+        """Reach the node in place of the lost host `number` that it was; returns False if that is over."""
+        if not self._lifecycle.place.has(number):
+            return False
+        try:
+            request = self._lifecycle.request
+            self._lifecycle.replace_host(number, request.hosts[number].name, request.reach)
+        except GroupError:
+            return False
+        return True
+
+    def replace_ranks(self, names: Sequence[str], source: int | None) -> list[int]:
+        """Replace the ranks that are lost, and copy `names` to them; returns which these were."""
+        if source is not None:
+            (source,) = placement.check_ranks([source], self._lifecycle.size, "source")
+        transfer.check_own(names, "repair")
+        self._cluster.ensure_controller()
+        began = time.monotonic()
+        self._ranks.carry_on()
+        gone = self._lost() or self._find_lost()
+        fetched: Fetched | None = None
+        if names:
+            fetched = self._pack_for_repair(names, 0 if source is None else source, gone)
+        replaced: list[int] = []
+        while gone:
+            self._replace(gone)
+            replaced = sorted({*replaced, *gone})
+            gone = [rank for rank in self._find_lost() if rank not in replaced]
+        if not replaced:
+            return []
+        self._app.drop_if_unfit(replaced)
+        self._lifecycle.ensure_ready()
+        self._modules.send_again(self._ranks, self._progress)  # first: what is copied may be of them
+        if fetched is not None:
+            self._unpack(fetched, replaced)
+        self._lifecycle.seconds = time.monotonic() - began
+        return replaced
+
+    def _lost(self) -> list[int]:
+        """The ranks that are known to need a new process; those that are only slow to stop are waited for."""
+        return sorted({*self._cells.settle(), *self._ranks.ended, *self._ranks.gpu_lost, *self._fitness.unfit})
+
+    def _find_lost(self) -> list[int]:
+        """The same, after all ranks have been in use together, in a new group if need be."""
+        try:
+            self._lifecycle.ensure_ready()
+            self._manager.check(time.monotonic() + self._options.timeout)
+            return self._fitness.no_cell_runs(self._options.timeout)
+        except GroupError:
+            if self._lost():
+                return self._lost()
+        try:
+            self._lifecycle.form_again()
+            self._manager.check(time.monotonic() + self._options.timeout)
+        except GroupError:
+            spec, collect = self._lifecycle.spec, self._options.collect
+            if not self._lost():
+                self._fitness.unfit = set(self._fitness.alone(spec, collect))
+            deadline = time.monotonic() + self._options.timeout
+            return self._lost() or self._fitness.with_a_helper(spec, collect, self._app.name, deadline)
+        return self._fitness.no_cell_runs(self._options.timeout)
+
+    def _replace(self, gone: Sequence[int]) -> None:
+        """Put new processes in place of the ranks `gone`; the group must be formed again then."""
+        try:
+            self._progress(f"ddip: starting {ranks_text(gone)}", 0.0)
+            deadline = time.monotonic() + self._options.timeout
+            members = self._engines.replace(gone, self._lifecycle.spec, self._app.name, deadline)
+        except BaseException as error:
+            with stopping.button():
+                self._cluster.stop_engines_but([member.engine for member in self._ranks.members])
+            if isinstance(error, KeyboardInterrupt):
+                raise RequestInterrupted(f"the repair was interrupted; {ranks_text(gone)} not replaced") from None
+            raise
+        with stopping.button():
+            self._manager.release()
+            self._cluster.stop_engines_but([member.engine for member in members])
+            self._new_ranks.take(members)
+            self._cells.forget(gone)
+            self._fitness.unfit.difference_update(gone)
+            self._app.has_new_processes(gone)
+
+    def _unpack(self, fetched: Fetched, ranks: Sequence[int]) -> None:
+        try:
+            delivery.deliver(self._ranks, fetched.values, fetched.reply["along"], ranks, self._progress)
+        except TransferError as error:
+            raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
+        transfer.notify_shares(fetched.reply["shares"], "copied")
+
+    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> Fetched:
+        what = f"--from {source} {' '.join(names)}"
+        if not gone:
+            raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
+        if source in gone:
+            here = [rank for rank in range(self._lifecycle.size) if rank not in gone]
+            if not here:
+                raise BadInput(f"{what}: all ranks are gone, with their variables; type %makedip --repair alone")
+            others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"
+            raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from {others}")
+        (fetched,) = transfer.fetch(self._ranks, names, [source], self._progress)
+        transfer.forward(fetched, "repaired")
+        return fetched
