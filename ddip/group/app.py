@@ -1,4 +1,4 @@
-"""The app of a group: a framework adapter that is prepared on every rank, and told of each new process group."""
+"""The app of a group: a framework adapter, prepared on every rank and notified of each new process group."""
 
 from __future__ import annotations
 
@@ -16,54 +16,57 @@ from ddip.protocol.on_rank import R, RemoteCall
 
 
 class App:
-    """The app of a group that runs, if it has one."""
+    """The app of a running group, if it has one."""
 
     def __init__(self, ranks: Ranks, manager: ProcessGroupManager, fitness: Fitness, progress: Report) -> None:
         self.name: str | None = None
         self._ranks, self._manager, self._fitness, self._progress = ranks, manager, fitness, progress
         self._unprepared: set[int] = set()
-        """Ranks on which it has still to be prepared."""
+        """Ranks that have not prepared the app yet."""
         self._generation = 0
-        """Of the process group that it is prepared for, or was told of."""
+        """Generation of the process group that the app is prepared for, or was notified of."""
 
     def choose(self, name: str | None) -> None:
-        """From now on it is `name`, which no rank has prepared."""
+        """Set the app; no rank has prepared it yet."""
         self.name = name
         self._unprepared = set(self._everyone)
 
     def prepare(self) -> None:
-        """Prepare it on all ranks, for the process group that they are in."""
+        """Prepare the app on all ranks, for their current process group."""
         self._generation = self._manager.generation
         self._prepare(self._everyone)
 
-    def catch_up(self, form_again: Callable[[], None]) -> None:
-        """Prepare it where that has still to be done, and tell it if the process group is another.
+    def catch_up(self, rebuild: Callable[[], None]) -> None:
+        """Prepare the app on ranks that lack it, and notify it of a new process group.
 
-        `form_again` forms the process group again, if telling it fails on some ranks only.
+        If the notification fails on only some ranks, `rebuild` rebuilds the process group.
         """
         if self._unprepared:
             self._prepare(sorted(self._unprepared))
         if self.name is not None and self._generation != self._manager.generation:
-            self._tell(self.name, form_again)
+            self._notify_rebuilt(self.name, rebuild)
 
-    def has_new_processes(self, ranks: Collection[int]) -> None:
-        """It has to be prepared on `ranks`, since these have new processes."""
+    def mark_replaced(self, ranks: Collection[int]) -> None:
+        """Mark `ranks` as unprepared, because their processes are new."""
         if self.name is not None:
             self._unprepared.update(ranks)
 
     def release(self) -> None:
-        """All ranks let go of it, before they leave the process group."""
+        """Have all ranks release the app before they leave the process group."""
         if self.name is not None:
             self.choose(self.name)
             self.ask(self._everyone, on_rank.release_app(apps.find(self.name)))
 
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
-        """Give it up, and raise GroupError, if ranks that were `replaced` cannot prepare it either."""
+        """Drop the app and raise GroupError if `replaced` ranks cannot prepare it either."""
         if self._fitness.unfit.intersection(replaced) and self._unprepared:
             raise self._dropped(f"{self.name} cannot be prepared in a new process either")
 
     def ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
-        """Have it do something; if only some ranks did it they are out of step, and the group is formed again."""
+        """Call a function of the app on `ranks`.
+
+        If only some ranks did it, they are out of step, and the process group is marked for a rebuild.
+        """
         try:
             return self._ranks.ask(ranks, call, release=self._manager.release)
         except RequestFailed as error:
@@ -78,7 +81,7 @@ class App:
         return range(len(self._ranks.members))
 
     def _prepare(self, ranks: Sequence[int]) -> None:
-        """Prepare it on `ranks`; if that fails it is tried again before the next cell."""
+        """Prepare the app on `ranks`. After a failure, the next cell tries again."""
         if self.name is not None:
             self._progress(f"ddip: preparing {self.name}", 0.95)
             try:
@@ -91,21 +94,21 @@ class App:
         self._unprepared -= set(ranks)
 
     def _dropped(self, why: str) -> GroupError:
-        """Give it up, since it cannot be prepared; the error to raise."""
+        """Drop the app that cannot be prepared, and return the error to raise."""
         self.name = None
         self._unprepared.clear()
         self._fitness.unfit.clear()
         return GroupError(f"{why}; the group is there without the app")
 
-    def _tell(self, name: str, form_again: Callable[[], None]) -> None:
-        """Tell it on every rank that the group was formed again; ranks that are new have prepared it before.
+    def _notify_rebuilt(self, name: str, rebuild: Callable[[], None]) -> None:
+        """Notify the app on every rank of the rebuilt process group; new ranks have prepared the app before.
 
-        What fails there is said, and not tried again: the group is there, formed once more if some ranks only failed.
+        A failure is printed and not retried. If only some ranks failed, the process group is rebuilt.
         """
         try:
             self.ask(self._everyone, on_rank.tell_app_rejoined(apps.find(name)))
         except RequestFailed as error:
             notify(f"{error}; the group is there")
             if not self._manager.healthy:
-                form_again()
+                rebuild()
         self._generation = self._manager.generation

@@ -1,14 +1,15 @@
-"""Group: all ranks as one object.
+"""Group: all ranks as one object, and the public API of ddip.
 
     Group.run("loss = step()")                        main thread of the notebook
         cell             -> engine of each rank       (ipyparallel: client, controller, engine)
         stream, display  <- each rank, live           client's IO thread -> one queue -> CellOutput on the main thread
-        its answer       <- each rank                 the cell ends when every rank has answered and fallen silent
+        reply            <- each rank                 the cell ends once every rank has replied and its output has ended
         errors           -> one CellError, by rank
 
-Requests of ddip itself (join the group, take objects, tell figures) are calls of functions in ``ddip.rank``;
-``ranks.py`` sends them. ``lifecycle.py`` starts, changes and ends the ranks, and makes the parts of a group that runs:
-``cells.py`` runs the cells, ``process_group.py`` forms the process group and mends it.
+Group has parts. ``lifecycle.py`` starts, changes and ends the ranks, and creates the parts of a running group:
+``cells.py`` runs the cells, ``process_group.py`` forms and rebuilds the process group. All other requests to ranks
+(join the group, take objects, report figures) are calls of functions in ``ddip.rank``. ``protocol/on_rank.py`` lists
+these, and ``ranks.py`` sends them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ddip.group.cells.cell_state import Limits
 from ddip.group.cells.comms import Comms
 from ddip.group.cells.history import History
 from ddip.group.cells.running import RunningCell
-from ddip.group.lifecycle import SAME, Lifecycle, Parts, nobody, own_cluster
+from ddip.group.lifecycle import SAME, Lifecycle, Parts, ignore_progress, own_cluster
 from ddip.group.members import placement
 from ddip.group.members.members import Member
 from ddip.group.members.placement import GroupSpec, HostRequest, Request
@@ -69,9 +70,9 @@ log.addHandler(logging.NullHandler())
 guard.show = notify
 
 NAME_SECONDS = 2.0
-"""How long ``has_name`` waits for rank 0's answer, after a cell that has failed anyway."""
+"""Longest wait of ``has_name`` for the reply of rank 0; it is called after a cell has failed."""
 STACK_SECONDS = 1.0
-"""How long ``stacks`` waits for a rank's answer."""
+"""Longest wait of ``stacks`` for the reply of a rank."""
 ASKING = "asking the ranks was interrupted"
 
 
@@ -81,42 +82,42 @@ class Group:
     Parameters
     ----------
     n
-        Number of ranks on the CPU. With neither `n` nor `gpus`: one rank on each GPU, or two on the CPU.
+        Number of ranks on the CPU. Without `n` and `gpus`: one rank per GPU, or two ranks on a machine without GPUs.
     gpus
-        GPU of each rank, in rank order, as this process counts GPUs; a GPU may come twice. Or ``all``.
+        GPU of each rank, in rank order, numbered as in this process; a GPU may appear twice. Or ``"all"``.
     backend
-        Of ``torch.distributed``. Default: ``gloo``, or ``cpu:gloo,cuda:nccl`` on GPUs.
+        Backend of ``torch.distributed``. Default: ``gloo``, or ``cpu:gloo,cuda:nccl`` on GPUs.
     app
         Name of a framework adapter to prepare on every rank.
     hosts
-        Other hosts, by ssh: ``"h1:4,h2:4"``, or a list of `HostRequest`. `n` and `gpus` are then those of each host.
+        Other hosts, reached by ssh: ``"h1:4,h2:4"``, or a list of `HostRequest`. Then `n` and `gpus` apply per host.
     reach
-        How they are reached, and where their ranks begin.
+        How ddip reaches the hosts, and the working folder of their ranks.
     timeout
         Seconds to wait for the group to form.
     collect
-        Collect garbage on every rank after each cell, once its answer has been sent.
+        Collect garbage on every rank after each cell, once the rank has replied.
     spawn
-        Start each engine as a process of its own. Otherwise, on Linux, they are forked from one process that has
-        imported torch: quicker, and in less memory.
+        Start each engine as a new process. By default, on Linux, engines are forked from a preload process that has
+        imported torch, which is faster and takes less memory.
     failure_grace
-        Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait in a
-        collective are released.
+        Seconds for the other ranks to finish a cell after one rank has failed; then ddip aborts the collectives that
+        they wait in.
     stall_timeout
-        Seconds without progress after which a cell says which rank waits where.
+        Seconds without progress after which ddip prints where each rank waits.
     display
-        How cells are shown.
+        How the output of cells is shown.
     history
-        Of cells of former groups, to go on with.
+        History of earlier groups, to continue.
     progress
-        Told what is under way while the group forms; what takes long later has an argument of its own for it.
+        Called with the current step and its share of the whole while the group starts.
 
     Raises
     ------
     BadInput
-        for a group that cannot be on this machine.
+        If the machine cannot hold such a group.
     GroupError
-        if it did not form; nothing is left running then.
+        If the group did not form; no process is left running then.
     """
 
     def __init__(
@@ -135,16 +136,16 @@ class Group:
         stall_timeout: float = DEFAULTS.stall_timeout,
         display: DisplayOptions | None = None,
         history: History | None = None,
-        progress: Report = nobody,
+        progress: Report = ignore_progress,
     ) -> None:
         self.options = Options(timeout, collect, spawn, failure_grace, stall_timeout, display or DisplayOptions())
-        """What may be changed at any time, for what comes."""
+        """Settings that may be changed at any time; they apply to later steps."""
         self.history = history or History()
-        """The cells of this group, and of those before it."""
+        """Cells of this group and of the groups before it."""
         self.transferred = Transferred()
-        """Size of what the last push sent to each rank, or the last pull brought, bytes."""
+        """Sizes in bytes of the objects of the last push, pull or peek."""
         self.last_profile: Profile | None = None
-        """Of the cell that was profiled last."""
+        """Profile of the last profiled cell."""
         if isinstance(hosts, str):
             hosts = placement.parse_hosts(hosts)
         if gpus == "all" and not hosts:
@@ -162,23 +163,23 @@ class Group:
     ) -> None:
         self.shutdown()
 
-    # -- life
+    # -- start, change, end
 
     def _new_cluster(self, request: Request) -> Cluster:
-        """The processes that the ranks will be, of which none runs yet."""
+        """Return a cluster in which no process runs yet."""
         ownership.clear_up_orphans()
         return own_cluster(request, self.options.spawn)
 
-    def change(self, request: Request, progress: Report = nobody) -> bool:
-        """Make it the group that `request` asks for; returns False if it is that already.
+    def change(self, request: Request, progress: Report = ignore_progress) -> bool:
+        """Change the group to the one that `request` describes; ranks that stay keep their variables.
 
-        The engines that can stay do, with their variables. Raises as ``Group`` does; if the new ranks do not come, the
-        group stays as it was.
+        Returns False if the group is the requested one already. If the new ranks do not start, the group is unchanged.
+        Raises the errors of `Group`.
         """
         return self.lifecycle.change(request, progress)
 
-    def restart(self, request: Request = SAME, progress: Report = nobody) -> None:
-        """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
+    def restart(self, request: Request = SAME, progress: Report = ignore_progress) -> None:
+        """End every engine and start again without any variables: the same group, or the requested one."""
         self.lifecycle.restart(request, progress)
         self._modules.send_again(self.ranks, progress)
 
@@ -186,40 +187,55 @@ class Group:
         self,
         names: Sequence[str] = (),
         source: int | None = None,
-        progress: Report = nobody,
+        progress: Report = ignore_progress,
         hosts: Sequence[HostRequest] = (),
     ) -> list[int]:
-        """Put new processes in place of ranks that ended, that do not stop, or that can run no cell or be in no group.
+        """Replace the processes of ranks that ended, do not stop, or can no longer run a cell or join a group.
 
-        Those are asked to stop once more, and kept if they do. The others keep their variables, too. `names` are copied
-        from the rank `source` to the new ones. `hosts`: all hosts of the group, with others in place of those that are
-        lost; a host that was lost, and is there again, is used again. In place of nodes of a job of ddip's
-        it submits another job, and waits until that runs. Returns the ranks that were replaced.
+        Ranks that do not stop are interrupted again first, and kept if that helps. Other ranks keep their variables.
 
-        Raises GroupError or TransferError; if a name cannot be pickled, or the new processes do not come, nothing has
-        changed.
+        Parameters
+        ----------
+        names
+            Variables to copy to the new ranks.
+        source
+            Rank from which `names` are copied.
+        hosts
+            All hosts of the group, with a replacement in the place of each lost one. A lost host that is reachable
+            again is used again. For nodes of a Slurm job that ddip submitted, ddip submits another job and waits
+            until it runs.
+
+        Returns
+        -------
+        list of int
+            The replaced ranks.
+
+        Raises
+        ------
+        GroupError, TransferError
+            If the new processes do not start or a name cannot be pickled; nothing has changed then.
         """
         return repair.repair(self.lifecycle, self._modules, names, source, hosts, progress)
 
     def shutdown(self) -> None:
-        """End all processes and remove all files; the group is empty then. May be called twice."""
+        """End all processes and remove all temporary files. A second call does nothing."""
         self.lifecycle.shutdown()
 
     close = shutdown
 
     @property
     def alive(self) -> bool:
-        """False after ``shutdown``."""
+        """False after `shutdown`."""
         return self.lifecycle.alive
 
     @property
     def request(self) -> Request:
-        """What was asked for, without an app that cannot be prepared."""
+        """The requested group, without an app that could not be prepared."""
         return self.lifecycle.request
 
     @property
     def spec(self) -> GroupSpec:
-        """The ranks that were made of that, and where they are."""
+        """Number, devices and hosts of the ranks."""
         return self.lifecycle.spec
 
     @property
@@ -228,7 +244,7 @@ class Group:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of a group that has not ended; raises GroupError if it has."""
+        """The ranks. Raises GroupError if the group has ended."""
         return self._parts.ranks
 
     @property
@@ -243,31 +259,31 @@ class Group:
 
     @property
     def cluster(self) -> Cluster:
-        """The processes below; of those that ipyparallel has started, ``client`` is the ``ipyparallel.Client``."""
+        """The processes of the group. A cluster that ipyparallel started has ``client``, the ``ipyparallel.Client``."""
         return self.ranks.cluster
 
     @property
     def comms(self) -> Comms:
-        """Who passes on the messages of the ranks' widgets."""
+        """Relay of widget messages between the page and the ranks."""
         return self._parts.comms
 
     @property
     def new_ranks(self) -> list[int]:
-        """The ranks that a change or a repair has added: they lack the variables of the cells that ran before."""
+        """Ranks added by a change or a repair, which lack the variables of earlier cells."""
         return self._parts.new_ranks.ranks
 
     @property
     def carried(self) -> str:
-        """What the new ranks of the last change or repair have got of the others' settings, in words."""
+        """Settings that the newest ranks took over from the others, as text for the user."""
         return self._parts.new_ranks.carried
 
     @property
     def seconds(self) -> float:
-        """That the last start, change or repair took."""
+        """Duration of the last start, change or repair, in seconds."""
         return self.lifecycle.seconds
 
     def describe(self) -> str:
-        """Ranks, devices and backend in one line."""
+        """Return ranks, devices and backend in one line."""
         return self.lifecycle.describe()
 
     # -- cells
@@ -285,48 +301,70 @@ class Group:
         log: str = "",
         profile: str | None = None,
     ) -> None:
-        """Run `code` as a cell on `ranks` (default: all), and show what the ranks in `show_ranks` write and display.
+        """Run `code` as a cell, and return when every rank has finished.
 
-        With `tell` it is said at the end where it ran and how long it took, however short that was.
+        Parameters
+        ----------
+        code
+            Source of the cell.
+        ranks
+            Ranks that run it. Default: all.
+        show_ranks
+            Ranks whose output and displays are shown.
+        quiet
+            Show nothing but errors.
+        timeout
+            Seconds after which the cell is stopped.
+        tell
+            Print where the cell ran and how long it took, even if it was short.
+        unmatched
+            Allow ranks to begin different numbers of collectives; later cells may begin the missing ones. Otherwise
+            ddip rebuilds the process group after such a cell.
+        log
+            Each rank also writes its whole output to the file ``<log>.<rank>.log``.
+        profile
+            Folder for the traces of torch's profiler; empty: a new folder in ``ddip_profile``. The figures are shown,
+            and kept in `last_profile`.
 
-        Each rank writes what it writes to the file ``<log>.<rank>.log``, too, whole and as it comes.
-
-        If it leaves the ranks of a group with different numbers of collectives begun, the group is formed again before
-        it is used; with `unmatched` that is meant, and the next cells may begin what is missing.
-
-        With `profile`, the name of a folder (empty: a new one in ``ddip_profile``), each rank records what it does with
-        torch's profiler; the traces are written there, the figures are shown, and are in `last_profile`.
-
-        Returns when every rank has finished. Raises CellError if it failed on any rank, seen or not; CellTimeout if it
-        took longer than `timeout` seconds; CellInterrupted if the user interrupted it. Whatever waited in a collective
-        was released then, the variables are there, and the group is formed again before it is used.
-
-        Raises BadInput for ranks that the group has not, and GroupError if a rank is gone or busy or the group cannot
-        be formed; nothing has run then.
+        Raises
+        ------
+        CellError
+            If the cell failed on any rank, shown or not.
+        CellTimeout, CellInterrupted
+            If it took longer than `timeout`, or the user interrupted it. After each of these three, pending collectives
+            have been aborted, all variables are kept, and ddip rebuilds the process group before its next use.
+        BadInput
+            For a rank outside the group; nothing has run then.
+        GroupError
+            If a rank is lost or busy, or the process group cannot be formed; nothing has run then.
         """
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
         asked = self._asked_of_ranks(log)
         with contextlib.ExitStack() as until_it_ends:
             with self.lifecycle.turn:
+                cells = self._parts.cells
                 self.lifecycle.ensure_ready_for_cell(where)
                 if profile is not None:
                     asked |= until_it_ends.enter_context(self._profiled(profile, where))
                 show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
-            self._parts.cells.run(running, unmatched, asked)
+            cells.run(running, unmatched, asked)
 
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
     ) -> None:
-        """Run `code` as a cell that has run in the notebook, and has shown `here` there
-        (``output/cells/background_page.py``); only what ranks show that differs is shown. Otherwise as `run`."""
+        """Run a cell on `ranks` that the notebook has run already, and show only output that differs from `here`.
+
+        `here` is the output in the notebook (see ``output/cells/background_page.py``). Raises the errors of `run`.
+        """
         where = self._checked(ranks)
         with contextlib.ExitStack() as until_it_ends:
             with self.lifecycle.turn:
+                cells = self._parts.cells
                 self.lifecycle.ensure_ready_for_cell(where)
                 show = Differing(where, self._display(tell), here, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
-            self._parts.cells.run(running, False, {})
+            cells.run(running, False, {})
 
     def start(
         self,
@@ -341,11 +379,16 @@ class Group:
         log: str = "",
         profile: str | None = None,
     ) -> Cell:
-        """Run `code` as `run` does, but in the background: returns at once.
+        """Run `code` in the background, and return at once.
 
-        ``cell.wait()`` waits for it and raises what `run` would; ``cell.stop()`` ends it. What the ranks show comes
-        below the notebook's cell, whatever else runs. If some of `ranks` are busy with another cell, it is refused;
-        with `queue` it begins when those before it have ended, and does not run if one of them fails.
+        ``cell.wait()`` waits for the cell and raises the errors of `run`; ``cell.stop()`` stops it. Its output appears
+        below the notebook cell that started it.
+
+        Parameters
+        ----------
+        queue
+            If some of `ranks` are busy, begin when their cells have ended, unless one of these fails. Otherwise such a
+            cell is refused with GroupError.
         """
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
         asked = self._asked_of_ranks(log)
@@ -374,9 +417,9 @@ class Group:
         return cell
 
     def wait_until_free(self, ranks: Sequence[int] | None = None) -> None:
-        """Wait for the cells that `ranks` (default: all) run, or have still to run; the stop button ends the wait.
+        """Wait until all running and queued cells of `ranks` (default: all) have ended; the stop button ends the wait.
 
-        Raises GroupError if one of them fails.
+        Raises GroupError if one of these cells fails.
         """
         where = self._checked(ranks)
         while active := self._parts.cells.active_on(where):
@@ -392,11 +435,11 @@ class Group:
 
     @property
     def cells(self) -> list[Cell]:
-        """The last cells that were given to this group, and to those before it; the oldest first."""
+        """The last cells of this group and of earlier groups, oldest first."""
         return list(self.history)
 
     def cell(self, number: int) -> Cell:
-        """The last cell with this number, one that runs before others; raises BadInput if there is none."""
+        """Return the last cell with this number, a running one first. Raises BadInput if there is none."""
         cell = self.history.find(number)
         if cell is None:
             numbers = [str(known.number) for known in self.history][-5:]
@@ -405,14 +448,17 @@ class Group:
         return cell
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Interrupt the cell that runs on `ranks` (default: all): in Python code it ends with KeyboardInterrupt.
+        """Raise KeyboardInterrupt in the cell that runs on `ranks` (default: all).
 
-        Where none runs, nothing happens.
+        Idle ranks are not affected.
         """
         self.ranks.interrupt_what_runs(self._checked(ranks))
 
     def stacks(self) -> dict[int, Stack | None]:
-        """Where each rank is, and the stacks of all its threads; None: it does not answer. Works while a cell runs."""
+        """Return the position and all thread stacks of each rank, also during a cell.
+
+        The entry of a rank that does not answer is None.
+        """
         with stopping.button(ASKING) as button:
             ranks, ended = range(self.world_size), self.ranks.ended
             answers = self.ranks.call_on_control_channel(
@@ -428,12 +474,12 @@ class Group:
             return stacks
 
     def set_collect(self, collect: bool) -> None:
-        """Turn the collection of garbage after each cell on or off."""
+        """Turn garbage collection after each cell on or off."""
         self.options.collect = collect
         self.ranks.call_on_control_channel(self.ranks.live, on_rank.set_collect(collect), seconds=status.ANSWER_SECONDS)
 
     def command(self, text: str) -> str | None:
-        """Give `text` to the app on every rank; returns what it answers on rank 0."""
+        """Pass `text` to the app on every rank, and return the reply of rank 0. Raises BadInput without an app."""
         app = self._parts.app
         if app.name is None:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
@@ -441,13 +487,13 @@ class Group:
             self.lifecycle.ensure_ready()
             return app.ask(range(self.world_size), on_rank.command_app(apps.find(app.name), text))[0]
 
-    # -- what cells have in common
+    # -- shared by cells
 
     def _display(self, tell: bool) -> DisplayOptions:
         return replace(self.options.display, report_after=0.0) if tell else self.options.display
 
     def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
-        """The `ranks` that were given, None: all; raises BadInput before anything is sent."""
+        """Return `ranks` (None: all). Raises BadInput for a rank outside the group, and if there are none."""
         if ranks is None:
             return range(self.world_size)
         checked = placement.check_ranks(ranks, self.world_size, "ranks")
@@ -468,12 +514,12 @@ class Group:
         return self._parts.cells.admit(cell, limits, until_it_ends)
 
     def _asked_of_ranks(self, log: str) -> Asked:
-        """What the ranks are told of a cell besides; raises BadInput for a `log` that cannot be written."""
+        """Return options of a cell for its ranks. Raises BadInput if the `log` files cannot be written."""
         return {"log": str(logs.checked(log))} if log else {}
 
     @contextlib.contextmanager
     def _profiled(self, folder: str, ranks: Sequence[int]) -> Iterator[Asked]:
-        """While this lasts, a cell is profiled; what its ranks must be told for it."""
+        """Profile the cell that runs in this context; yields options for its ranks."""
         profiling = Profiling(self.ranks, folder_for(folder))
         try:
             with profiling.around(ranks, lambda: self._parts.cells.stuck):
@@ -490,53 +536,63 @@ class Group:
     # -- names
 
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
-        """What rank 0 answers on its main thread; None if it is busy, or takes longer than `seconds`."""
+        """Return the reply of rank 0 to `call`, or None if its main thread is busy or takes longer than `seconds`."""
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
             return None
         return self.ranks.try_call(0, call, seconds)
 
     def has_name(self, name: str) -> bool:
-        """Is `name` a variable of rank 0?"""
+        """Return whether rank 0 has a variable of this name."""
         return bool(self.ranks.call_on_control_channel([0], on_rank.has_name(name), seconds=NAME_SECONDS)[0])
 
     # -- objects
 
     def push(
-        self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, progress: Report = nobody
+        self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, progress: Report = ignore_progress
     ) -> list[str]:
-        """Put `values` into the namespaces of `ranks` (default: all); returns the names whose tensors moved to the CPU.
+        """Copy `values`, by name, into the namespaces of `ranks` (default: all).
 
-        Raises TransferError, and changes nothing on any rank, if one of them cannot be carried; BadInput for ranks that
-        the group has not, and for ``rank``, ``world_size`` and ``device``, which are each rank's own; GroupError if a
-        rank is gone or busy; RequestInterrupted if the user stopped it.
+        Returns the names whose tensors were moved to the CPU for the transfer.
+
+        Raises
+        ------
+        TransferError
+            If an object cannot be transferred; nothing has changed on any rank then.
+        BadInput
+            For a rank outside the group, and for ``rank``, ``world_size`` and ``device``, which ddip defines on each
+            rank.
+        GroupError
+            If a rank is lost or busy.
+        RequestInterrupted
+            If the user stopped the transfer.
         """
         to = self._checked(ranks)
         transfer.check_own(values, "push")
         with self.lifecycle.turn:
-            with self.lifecycle.progress.told_to(progress):
+            with self.lifecycle.progress.reported_to(progress):
                 self.lifecycle.ensure_ready(to)
             self.transferred = transfer.push(self.ranks, values, to, progress)
         return [*self.transferred.moved]
 
-    def pull(self, names: Sequence[str], rank: int = 0, progress: Report = nobody) -> dict[str, Any]:
-        """The objects `names` of `rank`, with tensors on the CPU.
+    def pull(self, names: Sequence[str], rank: int = 0, progress: Report = ignore_progress) -> dict[str, Any]:
+        """Return copies of the objects `names` of one rank, with tensors on the CPU.
 
-        Raises TransferError if one of them cannot be had, and what `push` raises besides.
+        Raises TransferError if an object is missing or cannot be transferred, and otherwise the errors of `push`.
         """
         (rank,) = placement.check_ranks([rank], self.world_size, "rank")
         return self.pull_all(names, [rank], progress)[0][0]
 
     def pull_all(
-        self, names: Sequence[str], ranks: Sequence[int], progress: Report = nobody
+        self, names: Sequence[str], ranks: Sequence[int], progress: Report = ignore_progress
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """The objects `names` of each of `ranks`, in order, and the names whose tensors moved to the CPU.
+        """Return copies of the objects `names` of each of `ranks`, in order.
 
-        Raises what `pull` does.
+        The second value lists the names whose tensors were moved to the CPU. Raises the errors of `pull`.
         """
         of = self._checked(ranks)
         with self.lifecycle.turn:
             self._parts.cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} looks without waiting")
-            with self.lifecycle.progress.told_to(progress):
+            with self.lifecycle.progress.reported_to(progress):
                 if self.ranks.gpu_lost:
                     self.lifecycle.ensure_free(of)
                 else:
@@ -545,24 +601,33 @@ class Group:
         return values, [*self.transferred.moved]
 
     def peek(self, names: Sequence[str], rank: int = 0, seconds: float = SECONDS) -> dict[str, Any]:
-        """The objects `names` of `rank` as they are at this moment, while it runs a cell, or none; tensors on the CPU.
+        """Return copies of the objects `names` of one rank as they are now, even during a cell; tensors on the CPU.
 
-        The cell waits between two of its steps while tensors are copied, and goes on. If it is inside a long operation,
-        such as a collective, a line names that: it may have written half of a tensor. The local variables of functions
-        are no variables of the rank.
+        The cell pauses between two steps while tensors are copied. If it is inside a long operation, such as a
+        collective, ddip prints which one, because a tensor may be half written. Local variables of functions are not
+        variables of the rank.
 
-        Raises TransferError if one of them cannot be had within `seconds`, BadInput for ranks that the group has not,
-        GroupError if the rank has ended, and RequestInterrupted if the user stopped it.
+        Raises
+        ------
+        TransferError
+            If the rank does not answer within `seconds`, or an object cannot be transferred.
+        BadInput
+            For a rank outside the group.
+        GroupError
+            If the rank has ended.
+        RequestInterrupted
+            If the user stopped the transfer.
         """
         (rank,) = placement.check_ranks([rank], self.world_size, "rank")
         return self.peek_all(names, [rank], seconds)[0][0]
 
     def peek_all(
-        self, names: Sequence[str], ranks: Sequence[int], seconds: float = SECONDS, progress: Report = nobody
+        self, names: Sequence[str], ranks: Sequence[int], seconds: float = SECONDS, progress: Report = ignore_progress
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """The objects `names` of each of `ranks`, in order, and the names whose tensors moved to the CPU.
+        """Return copies of the objects `names` of each of `ranks` as they are now, even during a cell.
 
-        Each rank has a moment of its own. Raises what `peek` does.
+        The second value lists the names whose tensors were moved to the CPU. The ranks are not synchronized: each
+        copies its objects at its own moment. Raises the errors of `peek`.
         """
         values, self.transferred = peek.peek(self.ranks, names, self._checked(ranks), seconds, progress)
         return values, [*self.transferred.moved]
@@ -570,21 +635,36 @@ class Group:
     # -- the state of a training
 
     def check(self, names: Sequence[str] = ()) -> CheckTable:
-        """Compare the variables of all ranks, and look for common mistakes in a distributed training.
+        """Compare the variables `names` (default: all) across ranks, and find common mistakes in distributed training.
 
-        Only in the variables `names`, if there are any. Raises GroupError if a rank is gone or busy.
+        Raises GroupError if a rank is lost or busy.
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell()
             return self._parts.differences.check(names)
 
     def sync(self, names: Sequence[str] = (), source: int = 0) -> list[str]:
-        """Copy the state of rank `source` into the other ranks' objects: the same tensors and wrappers, other values.
+        """Copy the state of rank `source` in place into the other ranks' objects, and clear the models' gradients.
 
-        `names` are variables of the ranks. Without them: all that a fault has left different, and all that differs now
-        and did not after the last good cell. What differs by design stays. The gradients of these models are cleared.
-        Returns the paths that were copied. Raises BadInput for sharded objects and for a rank that the group has not,
-        GroupError if a rank is gone or busy; nothing has changed then.
+        Parameters
+        ----------
+        names
+            Variables of the ranks. Default: all that a fault left different, and all that differ now but did not
+            after the last successful cell. Objects that differ by design are not changed.
+        source
+            Rank whose state is copied.
+
+        Returns
+        -------
+        list of str
+            Paths of the copied objects.
+
+        Raises
+        ------
+        BadInput
+            For sharded objects, and for a rank outside the group; nothing has changed then.
+        GroupError
+            If a rank is lost or busy; nothing has changed then.
         """
         (rank,) = placement.check_ranks([source], self.world_size, "source")
         with self.lifecycle.turn:
@@ -595,9 +675,9 @@ class Group:
         return copied
 
     def report_faults(self) -> None:
-        """Form the group again after a fault, and say what differs on the ranks, if that can be done at once.
+        """Rebuild the process group after a fault, and print which variables differ, if all ranks are free.
 
-        Otherwise it is done before the next cell. Never raises.
+        Otherwise the next cell does so. Never raises.
         """
         with contextlib.suppress(GroupError, RequestInterrupted), self.lifecycle.turn:
             if self.alive and self._parts.differences.pending and not (self.ranks.ended or self._parts.cells.stuck):
@@ -606,54 +686,58 @@ class Group:
     # -- the notebook's modules
 
     def push_modules(
-        self, names: str | Sequence[str], *, reload: bool = False, progress: Report = nobody
+        self, names: str | Sequence[str], *, reload: bool = False, progress: Report = ignore_progress
     ) -> ModulesPushed:
-        """Let ranks on hosts without the notebook's folder import its modules, by name: ``"utils, models"``, or a list.
+        """Send the notebook's own modules to hosts that lack its folder, so that ranks can import them.
 
-        The source files of each, a ``.py`` file or a package's folder, are sent once a host; again when they have
-        changed. Ranks look there first. A module that a rank has imported stays as it is there, or is loaded again, by
-        `reload`, as IPython's autoreload does it. Ranks beside the notebook have the files.
+        Parameters
+        ----------
+        names
+            ``"utils, models"``, or a list. The source files of each, a ``.py`` file or a package's folder, are sent
+            once per host, and again after a change. Ranks look there first.
+        reload
+            Reload modules that a rank has imported already, as IPython's autoreload does. Otherwise they stay.
 
-        Raises BadInput for a module that is not the notebook's own, such as an installed one, and what `push` raises.
+        Raises BadInput for an installed module, and otherwise the errors of `push`.
         """
         sources = modules.find(names)
-        with self.lifecycle.turn, self.lifecycle.progress.told_to(progress):
+        with self.lifecycle.turn, self.lifecycle.progress.reported_to(progress):
             self.lifecycle.ensure_ready()
             return self._modules.push(self.ranks, sources, reload, progress)
 
-    # -- figures
+    # -- status
 
     @property
     def notices(self) -> list[str]:
-        """What is to be known of how the group lies on its machines."""
+        """Remarks about how the ranks are placed on devices and hosts."""
         return self.lifecycle.place.notices(self.spec, self.cluster.hosts)
 
     def remarks(self) -> list[str]:
-        """What stands below the table of its ranks: its network, what a signal has stopped, and its time."""
+        """Return lines to show below the table of ranks: network, stopped processes, time left."""
         hosts, networks = self.cluster.hosts, self._parts.manager.networks()
         ways = [f"{hosts[number].name or 'this machine'} {its}" for number, its in networks.items()]
         between = f"between the hosts: {', '.join(ways)}" if ways else ""
         return [*filter(None, (between, self.cluster.stopped(), self.lifecycle.place.text()))]
 
     def shards(self, name: str) -> ShardsTable:
-        """How the model in the variable `name`, or a part of it (``model.encoder``), is divided among the ranks.
+        """Return how the model in the variable `name`, or a part of it (``model.encoder``), is divided among the ranks.
 
-        Raises BadInput if it is not there, or no module, on a rank, and what `push` raises besides.
+        Raises BadInput if a rank has no such module, and otherwise the errors of `push`.
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_free()
             return shards.ask(self.ranks, name)
 
     def info(self) -> list[tables.RankInfo]:
-        """Each rank: where it lives, its memory, and what it is doing; also while a cell runs."""
+        """Return host, memory and activity of each rank, also during a cell."""
         with stopping.button(ASKING) as button:
             return status.rank_infos(self.ranks, self.spec, button)
 
     def status(self, cells: int = status.LISTED) -> Status:
-        """All that is known of the group as plain data, which JSON holds: ranks, devices, the last `cells` and those
-        that go on, and the last error of each rank. Works while cells run, and never waits for them.
+        """Return the whole state of the group as plain JSON data: ranks, devices, cells, last errors by rank.
 
-        A group that has ended is None there.
+        Lists the last `cells` and all running ones. Works during cells, and never waits for them. The entry of a group
+        that has ended is None.
         """
         kept = status.last(self.cells, cells)
         with contextlib.suppress(GroupError):  # it has ended, or another thread ends it just now
@@ -664,6 +748,8 @@ class Group:
         return status.group_status(kept)
 
     def vitals(self, seconds: float = PERIOD) -> list[RankVitals]:
-        """Each rank: its state, its cell and where it is there, its rates, whether it waits for others, its CPU time,
-        memory and GPU; also while a cell runs. Rates need a second look, so many `seconds` later, if a rank is busy."""
+        """Return state, cell, position, rates, CPU time, memory and GPU of each rank, also during a cell.
+
+        If a rank is busy, ddip looks a second time after `seconds`, because a rate needs two samples.
+        """
         return vitals.look(self.lifecycle, seconds)

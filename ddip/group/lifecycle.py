@@ -1,12 +1,12 @@
-"""The ranks of a group from their start to their end, in the group that was asked for.
+"""Lifecycle of a group: starts, changes, rebuilds and ends its ranks.
 
-engines         processes, one a rank                          -> Engines
-process group   the one that they are in                       -> ProcessGroupManager
-app             prepared on every rank, or not yet             -> App
-new ranks       what they lack, and get of the others          -> NewRanks
-cells           that run, or have left the group as it is      -> Cells
+engines         one process per rank                                  -> Engines
+process group   the torch process group of the ranks                  -> ProcessGroupManager
+app             a framework adapter, prepared on every rank           -> App
+new ranks       ranks that must take over settings of the others      -> NewRanks
+cells           running cells, and the state that they leave behind   -> Cells
 
-A start makes all of these anew (`Parts`); ``repair.py`` puts new processes in place of ranks that are lost.
+Each start creates these anew (`Parts`). ``repair.py`` replaces the processes of lost ranks.
 """
 
 from __future__ import annotations
@@ -49,37 +49,37 @@ from ddip.output.progress import Report
 from ddip.protocol.reports import Going
 
 ipp_log = logging.getLogger("ddip.ipyparallel")
-ipp_log.setLevel(logging.ERROR)  # it warns of every engine that we end
+ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
 
 FORMED_AGAIN = "the group must be formed again before it is used, and for that all ranks must be free"
 SAME = Request()
-"""Asks for nothing new."""
+"""Request without a change."""
 NewCluster = Callable[[Request], Cluster]
-"""Makes the cluster of a group, in which no process runs yet."""
+"""Factory of a group's cluster, in which no process runs yet."""
 
 
 def own_cluster(request: Request, spawn: bool) -> Cluster:
-    """A cluster of this process for the group that `request` asks for."""
+    """Return a new cluster of this process for the requested group. With `spawn`, engines are not forked."""
     with limits.named():
         return OwnCluster(ipp_log, not spawn, [host.name for host in request.hosts], request.reach)
 
 
-def nobody(text: str, share: float | None = None) -> None:
-    """Whom progress is told that nobody wants to know of."""
+def ignore_progress(text: str, share: float | None = None) -> None:
+    """Ignore a progress report."""
 
 
 class Progress:
-    """Passes on what is under way to whoever wants to know it just now."""
+    """Forwards progress reports to the current listener."""
 
     def __init__(self) -> None:
-        self._report: Report = nobody
+        self._report: Report = ignore_progress
 
     def __call__(self, text: str, share: float | None = None) -> None:
         self._report(text, share)
 
     @contextlib.contextmanager
-    def told_to(self, report: Report) -> Iterator[None]:
-        """While this lasts, `report` hears it."""
+    def reported_to(self, report: Report) -> Iterator[None]:
+        """Forward reports to `report` within this context."""
         former, self._report = self._report, report
         try:
             yield
@@ -88,7 +88,7 @@ class Progress:
 
 
 class Parts:
-    """What a group that runs consists of, on the processes of `cluster`; none of them runs yet."""
+    """Parts of a running group, on the processes of `cluster`; no process runs yet."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class Parts:
 
 
 class Lifecycle:
-    """Starts, changes and ends the ranks of a group, and has them ready for what is to be done with them.
+    """Starts, changes and ends the ranks of a group, and prepares them for each request.
 
-    Raises GroupError if the group that `request` asks for did not form; nothing is left running then.
+    Raises GroupError if the requested group did not form; no process is left running then.
     """
 
     def __init__(
@@ -119,29 +119,29 @@ class Lifecycle:
     ) -> None:
         self.options = options
         self.turn = threading.RLock()
-        """Held by whoever changes the group, or asks main threads of ranks for something; a cell that goes on in the
-        background has it when it begins and when it has ended."""
+        """Lock for changes of the group and for requests to main threads of ranks. A background cell holds it while it
+        begins and after it has ended."""
         self.seconds = 0.0
-        """That the last start, change or repair took."""
+        """Duration of the last start, change or repair."""
         self.progress = Progress()
         self.spec: GroupSpec
-        """The ranks of the group, and where they are."""
+        """Number, devices and hosts of the ranks."""
         self.place: places.Place
-        """Where it is, or was."""
+        """Hosts or job that the group runs on, or ran on."""
         self._new_cluster, self._history = new_cluster, history
         self._request = request
         self._parts: Parts | None = None
         self._pid = os.getpid()
         if getattr(get_ipython(), "is_rank", False):
             raise BadInput("ddip.Group: this process is a rank of a group; start groups in the notebook or a script")
-        with self.progress.told_to(report):
+        with self.progress.reported_to(report):
             self._start(request)
 
-    # -- what there is
+    # -- state
 
     @property
     def parts(self) -> Parts:
-        """Those of a group that has not ended; raises GroupError if it has."""
+        """The parts of the running group. Raises GroupError if it has ended."""
         if self._parts is None:
             raise GroupError("this group has ended; start one with %makedip, or ddip.Group()")
         return self._parts
@@ -153,7 +153,7 @@ class Lifecycle:
 
     @property
     def request(self) -> Request:
-        """What was asked for, without an app that cannot be prepared."""
+        """The requested group, without an app that could not be prepared."""
         return self._request if self._parts is None else replace(self._request, app=self._parts.app.name)
 
     @property
@@ -162,7 +162,7 @@ class Lifecycle:
         return len(self.parts.ranks.members)
 
     def describe(self) -> str:
-        """Ranks, devices and backend in one line."""
+        """Return ranks, devices and backend in one line."""
         return f"ddip: {self.spec.describe(self.request.hosts)}"
 
     # -- start, change, end
@@ -189,8 +189,8 @@ class Lifecycle:
                 raise RequestInterrupted("the start was interrupted; there is no group") from None
             raise
 
-    def change(self, request: Request, report: Report = nobody) -> bool:
-        """Make it the group that `request` asks for; returns False if it is that already."""
+    def change(self, request: Request, report: Report = ignore_progress) -> bool:
+        """Change the group to the requested one, and return False if nothing had to change."""
         former = self.spec
         try:
             with self.turn:
@@ -202,7 +202,7 @@ class Lifecycle:
                 if spec == self.spec and request.app == parts.app.name:
                     return False
                 parts.new_ranks.carried = ""
-                with self.progress.told_to(report):
+                with self.progress.reported_to(report):
                     marks = parts.differences.rank_marks() if spec.size != former.size else []
                     self._form(spec, request)
                     if marks:
@@ -215,22 +215,22 @@ class Lifecycle:
             raise RequestInterrupted("\n".join([what, *why])) from None
         return True
 
-    def restart(self, request: Request = SAME, report: Report = nobody) -> None:
-        """End every engine and start afresh, without any variables: the same group, or the one that is asked for."""
+    def restart(self, request: Request = SAME, report: Report = ignore_progress) -> None:
+        """End every engine and start again without any variables: the same group, or the requested one."""
         request = places.again(request.after(self.request), self.parts.ranks.cluster.hosts if self.alive else ())
         if not request.hosts and not request.reach.finds:
             spec = self._resolve(request)
             if self.alive:
                 self.parts.engines.check_torch(spec)
-        with self.progress.told_to(report), places.kept(request):
+        with self.progress.reported_to(report), places.kept(request):
             self.shutdown()
             self._request = request
             self._start(request)
 
     def shutdown(self) -> None:
-        """End all processes and remove all files; the group is empty then. May be called twice."""
+        """End all processes and remove all temporary files. A second call does nothing."""
         if os.getpid() != self._pid:
-            return  # a fork of the owner: the group is not its to end
+            return  # only the process that started the group may end it
         atexit.unregister(self.shutdown)
         self._request = self.request
         parts, self._parts = self._parts, None
@@ -244,7 +244,7 @@ class Lifecycle:
             self.place.give_back()
 
     def replace_host(self, number: int, name: str, reach: Reach) -> None:
-        """Reach the host `name` in place of the lost one with that number.
+        """Connect to the host `name` in place of the lost one with that number.
 
         Raises GroupError; nothing has changed then.
         """
@@ -254,12 +254,12 @@ class Lifecycle:
         hosts[number] = replace(hosts[number], name=name)
         self._request = replace(self._request, hosts=tuple(hosts), reach=reach)
 
-    # -- ready for what is to be done
+    # -- readiness
 
     def ensure_ready(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Have every rank there, `ranks` (None: all) free, and a good group; raises GroupError if that cannot be.
+        """Ensure that every rank runs, `ranks` (default: all) are free, and the process group works.
 
-        Of cells, only those that came `before` that one count.
+        Only cells that were admitted before `before` count as busy. Raises GroupError if this cannot be achieved.
         """
         self.ensure_free(ranks, before)
         parts = self.parts
@@ -267,26 +267,26 @@ class Lifecycle:
         is_same_group = parts.manager.healthy
         if not is_same_group:
             parts.cells.ensure_not_running(range(self.size), FORMED_AGAIN, before)
-            self.form_again()
+            self.rebuild()
         parts.manager.iterations.settle(self._free_ranks(ranks, before), is_same_group)
-        parts.app.catch_up(self.form_again)
+        parts.app.catch_up(self.rebuild)
         if parts.new_ranks.lack_settings and len(self._free_ranks(ranks, before)) == self.size:
             parts.new_ranks.carry_settings()
 
     def ensure_ready_for_cell(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Do what `ensure_ready` does, and then say what a fault before has left different on the ranks."""
+        """Call `ensure_ready`, then print which variables an earlier fault left different across ranks."""
         self.ensure_ready(ranks, before)
         parts = self.parts
         if parts.differences.pending and not parts.cells.active_on(range(self.size), before):
             parts.differences.report_fault()
 
     def _free_ranks(self, ranks: Collection[int] | None, before: Cell | None) -> Collection[int]:
-        """All ranks if no cell runs; else these (None: all), which are free."""
+        """Return all ranks if no cell runs, else `ranks`, which are free."""
         everyone = range(self.size)
         return everyone if ranks is None or not self.parts.cells.active_on(everyone, before) else ranks
 
     def ensure_free(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Have every rank there, and `ranks` (None: all) free; raises GroupError if that cannot be."""
+        """Ensure that every rank runs, and that `ranks` (default: all) are free. Raises GroupError otherwise."""
         parts = self.parts
         parts.ranks.cluster.ensure_controller()
         parts.cells.ensure_not_running(range(self.size) if ranks is None else ranks, before=before)
@@ -299,14 +299,14 @@ class Lifecycle:
     def _form(self, spec: GroupSpec, request: Request) -> None:
         """Bring the ranks into the group of `spec`.
 
-        What fails, or is interrupted, until all have left the old group leaves it as it was, with the ranks that it
-        had. From then on the group is the one that was asked for, and what is missing is done before the next cell.
+        A failure or interrupt before all ranks have left the old process group leaves the group unchanged. After that
+        point the group is the requested one, and the next cell completes missing steps.
         """
         began = time.monotonic()
         deadline = began + self.options.timeout
         parts = self.parts
         ranks, cluster, manager = parts.ranks, parts.ranks.cluster, parts.manager
-        new = not ranks.members  # if that fails, everything goes
+        new = not ranks.members  # a first start that fails ends all processes
         try:
             members = parts.engines.complete(spec, request.app, deadline)
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
@@ -331,8 +331,8 @@ class Lifecycle:
             raise
         self.seconds = time.monotonic() - began
 
-    def form_again(self) -> None:
-        """Have the same ranks form a new process group: the former was released, or left by a cell."""
+    def rebuild(self) -> None:
+        """Rebuild the process group with the same ranks, after an abort or a cell has left it unusable."""
         deadline = time.monotonic() + self.options.timeout
         parts = self.parts
         with stopping.button():
@@ -345,7 +345,7 @@ class Lifecycle:
             revival.go_on(parts.ranks, parts.manager, going)
 
     def _blame(self, error: GroupError) -> str:
-        """Find the ranks because of which a group could not be formed; returns what to say of them."""
+        """Find the ranks that prevent the group from forming, and return a message that names them."""
         ranks, fitness = self.parts.ranks, self.parts.fitness
         if ranks.ended:
             return ranks.with_repair(str(error))
@@ -357,6 +357,6 @@ class Lifecycle:
         return "; ".join([*texts, *([] if REPAIR in texts[0] else [REPAIR])])
 
     def _leave(self, deadline: float) -> Going:
-        """All ranks leave the group; returns what goes with it."""
+        """Have all ranks leave the process group, and return which wrappers, meshes and subgroups go with it."""
         self.parts.app.release()
         return self.parts.manager.leave(deadline)

@@ -1,4 +1,4 @@
-"""Settings of a group that may be changed at any time, for what comes."""
+"""Settings of a group that may be changed at any time; they apply to later steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ddip.settings import DEFAULTS
 
 @dataclass
 class Options:
-    """Of one group; its parts share them."""
+    """Settings that the parts of one group share."""
 
     timeout: float = DEFAULTS.timeout
-    """Seconds to wait for the group to form."""
+    """Seconds to wait for the group to start."""
     collect: bool = DEFAULTS.collect
-    """Collect garbage on every rank after each cell?"""
+    """True to collect garbage on every rank after each cell."""
     spawn: bool = DEFAULTS.spawn
-    """Start each engine as a process of its own, instead of forking it?"""
+    """True to start each engine as a new process instead of forking the preload process."""
     failure_grace: float = DEFAULTS.failure_grace
-    """Seconds that the other ranks get to end a cell by themselves when one has failed."""
+    """Seconds for the other ranks to finish a cell after one rank has failed."""
     stall_timeout: float = DEFAULTS.stall_timeout
-    """Seconds without progress after which a cell says which rank waits where."""
+    """Seconds without progress after which ddip prints where each rank waits."""
     display: DisplayOptions = field(default_factory=DisplayOptions)
-    """How cells are shown."""
+    """Options for the output of cells."""

@@ -1,4 +1,4 @@
-"""New processes in place of ranks that are lost, while the others keep their variables."""
+"""Replace the processes of lost ranks while the other ranks keep their variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddip.group.objects.transfer import Fetched
 from ddip.output.progress import Report
 
 CELL_ENDS_WITHIN = 5.0
-"""Seconds in which a cell ends, after those that ranks get, when one has ended and the others wait for it."""
+"""Seconds for a cell to end after the failure grace, once one of its ranks has died and the others wait for it."""
 
 
 def repair(
@@ -27,16 +27,16 @@ def repair(
     hosts: Sequence[HostRequest],
     report: Report,
 ) -> list[int]:
-    """Do what ``Group.repair`` says; `modules` are those that were pushed, which new ranks get, too."""
+    """Repair the group as ``Group.repair`` describes, and send the pushed `modules` to new ranks."""
     _wait_for_cells(lifecycle)
-    with lifecycle.turn, lifecycle.progress.told_to(report):
+    with lifecycle.turn, lifecycle.progress.reported_to(report):
         one = _Repair(lifecycle, modules)
         one.replace_hosts(hosts)
         return one.replace_ranks(names, source)
 
 
 def _wait_for_cells(lifecycle: Lifecycle) -> None:
-    """Those in the background that a rank has left by its end are about to end. Raises GroupError for others."""
+    """Wait for background cells that lost a rank, which are about to end. Raises GroupError if other cells run."""
     parts = lifecycle.parts
     ended, end = set(parts.ranks.ended), lifecycle.options.failure_grace + CELL_ENDS_WITHIN
     left = [cell.done for cell in parts.cells.active_on(ended)]
@@ -48,7 +48,7 @@ def _wait_for_cells(lifecycle: Lifecycle) -> None:
 
 
 class _Repair:
-    """One, by whoever has the turn."""
+    """One repair. Its caller holds the turn."""
 
     def __init__(self, lifecycle: Lifecycle, modules: Modules) -> None:
         self._lifecycle, self._modules = lifecycle, modules
@@ -60,7 +60,7 @@ class _Repair:
         self._new_ranks.carried = ""
 
     def replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
-        """Reach other hosts in place of those that are lost; raises BadInput, or GroupError."""
+        """Connect to the replacements of lost hosts. Raises BadInput or GroupError."""
         lost = [bool(host.lost) for host in self._cluster.hosts]
         try:
             for number in wanted.replaced_hosts(hosts, self._lifecycle.request, lost):
@@ -73,7 +73,7 @@ class _Repair:
             raise RequestInterrupted("the repair was interrupted; no rank has been replaced") from None
 
     def _replace_nodes(self, lost: Sequence[bool]) -> None:
-        """Reach nodes of Slurm that were lost once more, or others in the place of those that cannot be reached."""
+        """Connect to lost Slurm nodes again, and replace those that stay unreachable."""
         gone = [number for number, is_lost in enumerate(lost) if is_lost and not self._is_up_again(number)]
         if not gone:
             return
@@ -85,7 +85,7 @@ class _Repair:
             self._lifecycle.place.move(self._lifecycle.request)
 
     def _is_up_again(self, number: int) -> bool:
-        """Reach the node in place of the lost host `number` that it was; returns False if that is over."""
+        """Connect to the lost node `number` again, and return whether that worked."""
         if not self._lifecycle.place.has(number):
             return False
         try:
@@ -96,7 +96,7 @@ class _Repair:
         return True
 
     def replace_ranks(self, names: Sequence[str], source: int | None) -> list[int]:
-        """Replace the ranks that are lost, and copy `names` to them; returns which these were."""
+        """Replace the lost ranks, copy `names` to them, and return their numbers."""
         if source is not None:
             (source,) = placement.check_ranks([source], self._lifecycle.size, "source")
         transfer.check_own(names, "repair")
@@ -123,11 +123,11 @@ class _Repair:
         return replaced
 
     def _lost(self) -> list[int]:
-        """The ranks that are known to need a new process; those that are only slow to stop are waited for."""
+        """Return the ranks known to need a new process, after waiting for ranks that are only slow to stop."""
         return sorted({*self._cells.settle(), *self._ranks.ended, *self._ranks.gpu_lost, *self._fitness.unfit})
 
     def _find_lost(self) -> list[int]:
-        """The same, after all ranks have been in use together, in a new group if need be."""
+        """Test all ranks together, if necessary in a rebuilt process group; return those that need a new process."""
         try:
             self._lifecycle.ensure_ready()
             self._manager.check(time.monotonic() + self._options.timeout)
@@ -136,7 +136,7 @@ class _Repair:
             if self._lost():
                 return self._lost()
         try:
-            self._lifecycle.form_again()
+            self._lifecycle.rebuild()
             self._manager.check(time.monotonic() + self._options.timeout)
         except GroupError:
             spec, collect = self._lifecycle.spec, self._options.collect
@@ -147,7 +147,7 @@ class _Repair:
         return self._fitness.no_cell_runs(self._options.timeout)
 
     def _replace(self, gone: Sequence[int]) -> None:
-        """Put new processes in place of the ranks `gone`; the group must be formed again then."""
+        """Start new processes in place of the ranks `gone`; the process group must be rebuilt afterwards."""
         try:
             self._progress(f"ddip: starting {ranks_text(gone)}", 0.0)
             deadline = time.monotonic() + self._options.timeout
@@ -164,7 +164,7 @@ class _Repair:
             self._new_ranks.take(members)
             self._cells.forget(gone)
             self._fitness.unfit.difference_update(gone)
-            self._app.has_new_processes(gone)
+            self._app.mark_replaced(gone)
 
     def _unpack(self, fetched: Fetched, ranks: Sequence[int]) -> None:
         try:
