@@ -698,7 +698,12 @@ class Group:
         reload
             Reload modules that a rank has imported already, as IPython's autoreload does. Otherwise they stay.
 
-        Raises BadInput for an installed module, and otherwise the errors of `push`.
+        Raises
+        ------
+        BadInput
+            For an installed module, and for a rank outside the group.
+        TransferError, GroupError, RequestInterrupted
+            As for `push`.
         """
         sources = modules.find(names)
         with self.lifecycle.turn, self.lifecycle.progress.reported_to(progress):

@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from IPython.lib.lexers import IPython3Lexer
+from messages_page import Messages
 from pygments.lexer import bygroups, this, using
 from pygments.token import Keyword, Operator, Text
 from sphinx.application import Sphinx
@@ -167,6 +168,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx's hook."""
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
+    app.add_directive("dip-messages", Messages)
     app.add_lexer("python", CellLexer)
     app.connect("autodoc-process-signature", readable_signature)
     app.connect("builder-inited", write_tutorials)

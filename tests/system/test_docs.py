@@ -53,6 +53,12 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html")}
 
 
+def test_all_messages_are_listed(site: Path) -> None:
+    page = (site / "messages.html").read_text()
+    text = re.sub("<[^>]+>", "", page)
+    assert "this group has no app; start it with %makedip -a NAME" in text and page.count("<li>") > 200
+
+
 def test_make_docs_builds_what_is_tested() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "-m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs" in makefile

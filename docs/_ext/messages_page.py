@@ -1,0 +1,102 @@
+"""The page of messages: every error and notice that ddip's source can show, found by parsing it.
+
+A placeholder such as ``{name}`` stands for a value, and ``{...}`` for a computed part. A text that a function computes
+as a whole is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
+from ddip import errors
+
+SOURCE = Path(errors.__file__).parent
+KINDS = {
+    "BadInput": "Refused input: nothing has run or changed",
+    "TransferError": "Objects that were not transferred",
+    "GroupError": "The group cannot do it",
+    "RequestFailed": "A request failed on some ranks",
+    "RequestInterrupted": "The user stopped a request",
+    "CellError": "A cell failed",
+    "CellTimeout": "A cell took too long",
+    "CellInterrupted": "The user stopped a cell",
+    "notify": "Notices, which no exception goes with",
+}
+"""Title of the section of each error class, in order; ``notify`` prints a notice."""
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """One message: its error class, its text with placeholders, and the source file."""
+
+    kind: str
+    text: str
+    file: str
+
+
+def find_messages(source: Path = SOURCE) -> list[Message]:
+    """Return all messages of the package in the folder `source`, sorted."""
+    return sorted({message for file in source.rglob("*.py") for message in _messages_of(file, source)})
+
+
+def _messages_of(file: Path, source: Path) -> Iterator[Message]:
+    tree = ast.parse(file.read_text())
+    constants = {
+        target.id: text
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and (text := _text(node.value, {}))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            kind = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if kind in KINDS and (text := _text(node.args[0], constants)) and any(map(str.isalpha, text)):
+                yield Message(kind, " ".join(text.split()), str(file.relative_to(source)))
+
+
+def _text(node: ast.expr, constants: dict[str, str]) -> str:
+    """Return the text of a string expression with placeholders; empty if it is not one."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values):
+            return "".join(_text(value, constants) for value in values)
+        case ast.FormattedValue(value=ast.Name(name)):
+            return constants.get(name, f"{{{name}}}")
+        case ast.FormattedValue(value=ast.Attribute(attr=name)):
+            return f"{{{name}}}"
+        case ast.FormattedValue():
+            return "{...}"
+        case ast.BinOp(left, ast.Add(), right):
+            return _text(left, constants) + _text(right, constants)
+        case ast.Name(name):
+            return constants.get(name, "")
+    return ""
+
+
+class Messages(Directive):
+    """``dip-messages``: a section with the messages of each kind."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the sections."""
+        found = find_messages()
+        return [_section(kind, [message for message in found if message.kind == kind]) for kind in KINDS]
+
+
+def _section(kind: str, messages: list[Message]) -> nodes.section:
+    section = nodes.section(ids=[f"messages-{kind.lower()}"])
+    title = KINDS[kind] if kind == "notify" else f"{KINDS[kind]} (ddip.{kind})"
+    section += nodes.title("", title)
+    items = nodes.bullet_list()
+    for message in messages:
+        paragraph = nodes.paragraph("", "", nodes.literal("", message.text), nodes.Text(f" ({message.file})"))
+        items += nodes.list_item("", paragraph)
+    section += items
+    return section
