@@ -12,15 +12,15 @@ from ddip.cluster.processes import boot
 from ddip.doctor.doctor_report import Check, failed, ok, warning
 
 SHOWN = ("ipyparallel", "ipykernel", "ipython", "jupyterlab", "notebook")
-"""Packages whose versions are shown; torch has a line of its own."""
+"""Packages whose versions the report shows; torch has a separate line."""
 OLDEST = {"jupyterlab": 4, "notebook": 7}
-"""Oldest major versions of front-ends that ddip is tried with."""
+"""Oldest major version of each front end with which ddip is tested."""
 OTHERS = ("IPython", "cloudpickle", "ddip", "ipykernel", "ipyparallel", "numpy", "psutil", "torch", "traitlets", "zmq")
-"""Modules besides the standard library's that a file in the folder must not hide."""
+"""Modules outside the standard library that a file in the folder must not hide."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-"""Variables that torchrun sets, and by which libraries recognize a rank."""
+"""Variables that torchrun sets, by which libraries recognize a rank."""
 BACKENDS = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_")
-"""How the names of variables that torch's backends read begin."""
+"""Prefixes of the environment variables that torch's backends read."""
 
 VersionOf = Callable[[str], str | None]
 
@@ -51,7 +51,10 @@ def check_packages() -> Check:
 
 
 def judge_packages(requires: Sequence[str] | None, version_of: VersionOf) -> Check:
-    """Judge versions; `requires`: lines as in a wheel's metadata, None if ddip is not installed as a package."""
+    """Judge the installed versions.
+
+    `requires`: lines as in a wheel's metadata, None if ddip is not installed as a package.
+    """
     from packaging.requirements import Requirement
 
     versions = ", ".join(f"{name} {version}" for name in SHOWN if (version := version_of(name)))
@@ -92,7 +95,11 @@ def check_environment() -> Check:
 def judge_environment(
     environment: Mapping[str, str], interfaces: Mapping[str, str], threads: int, watchdog: Mapping[str, str]
 ) -> Check:
-    """Judge variables; `interfaces` and `watchdog`: variables with ddip's values; `threads`: of each of two ranks."""
+    """Judge the environment variables.
+
+    `interfaces` and `watchdog`: variables with the values that ddip sets; `threads`: number of threads of each of two
+    ranks.
+    """
     lines = []
     for name, ours in interfaces.items():
         theirs = environment.get(name) or ours
@@ -131,7 +138,7 @@ def check_folder() -> Check:
 
 
 def hiding(entries: Iterable[str]) -> list[str]:
-    """Return the files and packages of a folder that hide a module that is not loaded by then.
+    """Return the files and packages of a folder that would hide a module; frozen modules cannot be hidden.
 
     >>> hiding(["random.py", "train.py", "os.py"])
     ['random.py']
@@ -142,7 +149,10 @@ def hiding(entries: Iterable[str]) -> list[str]:
 
 
 def judge_folder(here: Sequence[str], on_path: Mapping[str, str]) -> Check:
-    """Judge files; `here`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides."""
+    """Judge the files of the current folder and of PYTHONPATH.
+
+    `here`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides, with the file.
+    """
     if on_path:
         lines = [f"{file} {boot.INSTEAD} {name}" for name, file in on_path.items()]
         return failed("folder", "\n".join(lines), "rename these files, or take their folder off PYTHONPATH")
