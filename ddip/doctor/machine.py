@@ -103,7 +103,7 @@ def judge_memory(total: int, available: int, limit: int, used: int, address_spac
 
 
 def check_limits() -> Check:
-    """Check ``ulimit -n``, ``ulimit -u`` and the control group's process limit for the largest likely group."""
+    """Check the limits on files, threads and processes for the largest likely group."""
     from ddip.cluster import devices, limits
 
     now, files = limits.Limits.now(), len(os.listdir("/dev/fd"))

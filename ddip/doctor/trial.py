@@ -40,7 +40,11 @@ class TrialGroup(Group):
 
 
 def check_start(backend: str) -> Check:
-    """Start two ranks over `backend`, ``gloo`` or ``nccl``, and end them; with one GPU, nccl gets one rank."""
+    """Start two ranks over `backend`, ``gloo`` or ``nccl``, and end them.
+
+
+    With one GPU, nccl gets one rank.
+    """
     gpus = None
     if backend == "nccl":
         names = devices.gpu_names()
@@ -67,7 +71,7 @@ def _trial_environment() -> Iterator[None]:
     """
     former, folder = dict(os.environ), tempfile.mkdtemp(prefix="ddip-doctor-")
     try:
-        os.environ.update([preload_client.ONLY_ENGINES])  # the ranks do not live long enough to use more
+        os.environ.update([preload_client.ONLY_ENGINES])  # the ranks end before they could use the rest
         if not Path(former.get("IPYTHONDIR") or "~/.ipython", "profile_default").expanduser().is_dir():
             os.environ["IPYTHONDIR"] = folder
         yield
