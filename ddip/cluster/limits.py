@@ -48,10 +48,10 @@ def _limit_value(limit: int) -> float:
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
-def shortage(ranks: int, there: int, limits: Limits, files: int, threads: int) -> str:
+def shortage(ranks: int, running: int, limits: Limits, files: int, threads: int) -> str:
     """Return the message for the first limit that is too low for a group of `ranks`; empty if none is.
 
-    `there`: ranks that already run; `files`: open descriptors of this process; `threads`: threads of all the user's
+    `running`: ranks that already run; `files`: open descriptors of this process; `threads`: threads of all the user's
     processes.
     """
     controller = CONTROLLER_FILES + A_RANKS_FILES * ranks
@@ -60,10 +60,10 @@ def shortage(ranks: int, there: int, limits: Limits, files: int, threads: int) -
     rank = RANK_FILES + A_PEERS_FILES * ranks
     if limits.files < rank:
         return _files_text(ranks, f"a rank opens {rank}", limits.files, rank)
-    notebook = files + (0 if there else NOTEBOOK_FILES)
+    notebook = files + (0 if running else NOTEBOOK_FILES)
     if limits.files < notebook:
         return _files_text(ranks, f"the notebook opens {notebook}", limits.files, notebook)
-    more = A_RANKS_THREADS * max(0, ranks - there) + (0 if there else THREADS)
+    more = A_RANKS_THREADS * max(0, ranks - running) + (0 if running else THREADS)
     if limits.threads < threads + more:
         return (
             f"{_ranks_text(ranks)}: {more} more threads and processes are needed, this user has {threads}, and may "
@@ -83,11 +83,11 @@ def _ranks_text(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def ensure_room(ranks: int, there: int = 0) -> None:
-    """Raise GroupError if the limits are too low for a group of `ranks`, of which `there` already run."""
+def ensure_room(ranks: int, running: int = 0) -> None:
+    """Raise GroupError if the limits are too low for a group of `ranks`, of which `running` already run."""
     limits = Limits.now()
     threads = user_threads() if limits.threads < MANY_THREADS else 0
-    short = shortage(ranks, there, limits, len(os.listdir("/dev/fd")), threads)
+    short = shortage(ranks, running, limits, len(os.listdir("/dev/fd")), threads)
     if short:
         raise GroupError(short)
 

@@ -47,12 +47,12 @@ def agent_line(python: str, setup: str) -> str:
     return f"exec sh -c {shlex.quote(f'if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi')}"
 
 
-def reason(host: str, said: str, python: str, setup: str) -> str:
-    """Explain why a host's agent did not start, with a remedy if the output `said` has a known cause.
+def reason(host: str, output: str, python: str, setup: str) -> str:
+    """Explain why a host's agent did not start, with a remedy if its `output` shows a known cause.
 
     Other arguments as in `command`.
     """
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     if setup and any("command not found" in line for line in lines):  # srun's messages after that say nothing useful
         lines = [line for line in lines if "command not found" in line]
     last = lines[-1] if lines else ""
@@ -78,5 +78,5 @@ def reason(host: str, said: str, python: str, setup: str) -> str:
         ("onnection timed out", DOWN),
         ("No route to host", DOWN),
     )
-    cure = next((cure for sign, cure in cures if sign in said), "")
+    cure = next((cure for sign, cure in cures if sign in output), "")
     return f"{host}: {last or 'ssh ended without a word'}" + (f"; {cure}" if cure else "")

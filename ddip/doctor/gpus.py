@@ -67,8 +67,8 @@ def ask() -> list[Gpu]:
     except OSError as error:
         raise RuntimeError(f"nvidia-smi cannot be started: {error}") from None
     if done.returncode:
-        said = " ".join((done.stdout + done.stderr).split())
-        raise RuntimeError(f"nvidia-smi failed (exit code {done.returncode}): {said}")
+        output = " ".join((done.stdout + done.stderr).split())
+        raise RuntimeError(f"nvidia-smi failed (exit code {done.returncode}): {output}")
     return parse(done.stdout)
 
 

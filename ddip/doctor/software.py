@@ -115,8 +115,8 @@ def judge_environment(
     typed = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     if typed.isdecimal() and int(typed) > threads:
         lines.append(f"OMP_NUM_THREADS={typed}: threads of every rank, where ddip would give each of two {threads}")
-    others = {name for name in environment if name.startswith(BACKENDS)} - {*interfaces, *watchdog}
-    passed = [f"{name}={environment[name]}" for name in sorted(others)]
+    backend_variables = {name for name in environment if name.startswith(BACKENDS)} - {*interfaces, *watchdog}
+    passed = [f"{name}={environment[name]}" for name in sorted(backend_variables)]
     if passed:
         lines.append(f"passed on to the ranks: {', '.join(passed)}")
     if len(lines) == bool(passed):
@@ -148,15 +148,15 @@ def hiding(entries: Iterable[str]) -> list[str]:
     return sorted(entry for entry in found if FrozenImporter.find_spec(entry.removesuffix(".py")) is None)
 
 
-def judge_folder(here: Sequence[str], on_path: Mapping[str, str]) -> Check:
+def judge_folder(files: Sequence[str], on_path: Mapping[str, str]) -> Check:
     """Judge the files of the current folder and of PYTHONPATH.
 
-    `here`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides, with the file.
+    `files`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides, with the file.
     """
     if on_path:
         lines = [f"{file} {boot.INSTEAD} {name}" for name, file in on_path.items()]
         return failed("folder", "\n".join(lines), "rename these files, or take their folder off PYTHONPATH")
-    if here:
-        found = f"in notebooks and cells, files of the current folder hide modules: {', '.join(here)}"
+    if files:
+        found = f"in notebooks and cells, files of the current folder hide modules: {', '.join(files)}"
         return warning("folder", found, "rename them")
     return ok("folder", "no file in it hides a module")

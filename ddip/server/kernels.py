@@ -50,11 +50,11 @@ async def ask(manager: Any, name: str, arguments: dict[str, Any], seconds: float
         for _ in range(TRIES):
             before = time.time() + BUSY_SECONDS
             expression = CALL.format(name=name, arguments=json.dumps(arguments), before=before)
-            asked = client.execute(
+            msg_id = client.execute(
                 "", store_history=False, user_expressions={KEY: expression}, allow_stdin=False, stop_on_error=False
             )
-            await _wait_until_begun(manager, client, asked)
-            content = await _wait_for_reply(manager, client, asked, name, seconds)
+            await _wait_until_begun(manager, client, msg_id)
+            content = await _wait_for_reply(manager, client, msg_id, name, seconds)
             if content.get("status") != "aborted":
                 return answer_in(content)
             await asyncio.sleep(LOOK_SECONDS)  # a cell failed, and the kernel drops the requests queued behind it
@@ -124,9 +124,9 @@ async def _wait_until_begun(manager: Any, client: Any, msg_id: str) -> None:
 async def _receive(client: Any, seconds: float, wanted: Any) -> bool:
     """Read iopub messages for up to `seconds`; return True as soon as `wanted` accepts one."""
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
+    while (remaining := end - time.monotonic()) > 0:
         try:
-            if wanted(await client.get_iopub_msg(timeout=left)):
+            if wanted(await client.get_iopub_msg(timeout=remaining)):
                 return True
         except Empty:
             return False
@@ -141,9 +141,9 @@ async def _wait_for_reply(manager: Any, client: Any, msg_id: str, name: str, sec
     Raises KernelError after `seconds`, or if the kernel ended.
     """
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
+    while (remaining := end - time.monotonic()) > 0:
         try:
-            message = await client.get_shell_msg(timeout=min(LOOK_SECONDS, left))
+            message = await client.get_shell_msg(timeout=min(LOOK_SECONDS, remaining))
         except Empty:
             await _ensure_alive(manager)
             continue

@@ -151,10 +151,10 @@ class Agent:
         request["env"] = {**self._environment, **request["env"]}
         self._logs[number] = Path(self.run_folder, request["log"])
         child = self._children[number] = self._host.fork(**request)
-        child.pid.add_done_callback(lambda done: self._forked(number, child))
-        child.exit.add_done_callback(lambda done: self._exited(number, child))
+        child.pid.add_done_callback(lambda done: self._report_fork(number, child))
+        child.exit.add_done_callback(lambda done: self._report_exit(number, child))
 
-    def _forked(self, number: int, child: Child) -> None:
+    def _report_fork(self, number: int, child: Child) -> None:
         error = child.pid.exception()
         if error is None:
             self._started[number] = processes.existing([child.pid.result()])
@@ -163,7 +163,7 @@ class Agent:
             del self._children[number]
             self.say(refused=number, why=str(error))
 
-    def _exited(self, number: int, child: Child) -> None:
+    def _report_exit(self, number: int, child: Child) -> None:
         if self._children.pop(number, None) is None or self._leaving.locked():
             return  # while the agent ends, the notebook reports that the host is lost, which says more
         text = ""

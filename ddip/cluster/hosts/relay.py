@@ -138,7 +138,7 @@ class Relay:
         if threading.current_thread() is not self._thread:
             self._thread.join(1)
 
-    # -- in its thread
+    # -- on the thread of the relay
 
     def _run_on_thread(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -183,7 +183,7 @@ class Relay:
             connection, _ = listener.accept()
             self._stream_count += 1
             try:
-                self._send_part(self._stream_count, OPEN, bytes([target]))
+                self._send_stream_frame(self._stream_count, OPEN, bytes([target]))
             except BaseException:
                 connection.close()
                 raise
@@ -204,7 +204,7 @@ class Relay:
                 connection.connect(self.targets[rest[0]])
             except (OSError, IndexError):
                 connection.close()
-                self._send_part(number, END)
+                self._send_stream_frame(number, END)
             else:
                 self._add_stream(number, connection)
         elif stream is not None and kind == DATA:
@@ -253,7 +253,7 @@ class Relay:
         except OSError:
             data = b""
         if data:
-            self._send_part(stream.number, DATA, data)
+            self._send_stream_frame(stream.number, DATA, data)
         else:
             self._end_stream(stream, tell=True)
 
@@ -262,7 +262,7 @@ class Relay:
         self._selector.unregister(stream.socket)
         stream.socket.close()
         if tell:
-            self._send_part(stream.number, END)
+            self._send_stream_frame(stream.number, END)
 
-    def _send_part(self, number: int, kind: int, rest: bytes = b"") -> None:
+    def _send_stream_frame(self, number: int, kind: int, rest: bytes = b"") -> None:
         self._send(HEAD.pack(FRAME, number, kind) + rest)

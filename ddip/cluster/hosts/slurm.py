@@ -149,12 +149,12 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
     """Wait until `job` runs; raise GroupError if it ends before."""
     while True:
         try:
-            said = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r")
+            state_and_reason = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r")
         except Silent as error:  # the job keeps its place in the queue
             progress(f"ddip: job {job}: {error}; stop cancels it")
             time.sleep(POLL_SECONDS)
             continue
-        state, _, why = said.partition("|")
+        state, _, why = state_and_reason.partition("|")
         if state == "RUNNING":
             return
         if state not in ("PENDING", "CONFIGURING", "SUSPENDED", "REQUEUED"):
@@ -223,18 +223,18 @@ def seconds_left(job: int) -> float | None:
 def gpus(job: int, node: str) -> int:
     """Return the number of GPUs that a job has on a node, whatever option requested them."""
     text = _slurm_output("scontrol", "--details", "--oneliner", "show", "job", str(job))
-    for names, has in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
+    for names, gres in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
         if node in _slurm_output("scontrol", "show", "hostnames", names).split():
-            return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", has)))
+            return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres)))
     return 0
 
 
 def step(job: int, node: str) -> list[str]:
     """Return the start of the srun command for a step on `node` of `job`, with all its resources there."""
-    has = gpus(job, node)
+    gpu_count = gpus(job, node)
     words = ["--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--quiet"]
     # the total, not --gpus-per-node: Slurm refuses the latter if the job's nodes have different numbers of GPUs
-    words += [f"--gpus={has}"] * bool(has)
+    words += [f"--gpus={gpu_count}"] * bool(gpu_count)
     return ["srun", f"--jobid={job}", f"--nodelist={node}", *words]
 
 

@@ -31,8 +31,8 @@ class Way(Protocol):
     def command(self, number: int, name: str) -> list[str]:
         """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
 
-    def why_lost(self, name: str, said: str) -> str:
-        """Return the message for a host whose agent did not start, but `said` something."""
+    def why_lost(self, name: str, output: str) -> str:
+        """Return the message for a host whose agent did not start, by the `output` in its place."""
 
 
 class Ssh:
@@ -45,9 +45,9 @@ class Ssh:
         """Return the ssh command that starts the agent of host `number`."""
         return ssh.command(name, self._reach.python, self._reach.setup)
 
-    def why_lost(self, name: str, said: str) -> str:
-        """Explain ssh's output `said`."""
-        return ssh.reason(name, said, self._reach.python, self._reach.setup)
+    def why_lost(self, name: str, output: str) -> str:
+        """Explain the `output` of ssh."""
+        return ssh.reason(name, output, self._reach.python, self._reach.setup)
 
 
 class Srun:
@@ -58,14 +58,14 @@ class Srun:
 
     def command(self, number: int, name: str) -> list[str]:
         """Return the srun command that starts the agent of node `number`."""
-        without = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
+        unset = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
         line = ssh.agent_line(self._reach.python, self._reach.setup)
-        return ["env", *without, *slurm.step(self._reach.jobs[number], name), "sh", "-c", line]
+        return ["env", *unset, *slurm.step(self._reach.jobs[number], name), "sh", "-c", line]
 
-    def why_lost(self, name: str, said: str) -> str:
-        """Explain srun's output `said`."""
-        said = said or "srun has ended; its job may be over"
-        return ssh.reason(name, said, self._reach.python, self._reach.setup)
+    def why_lost(self, name: str, output: str) -> str:
+        """Explain the `output` of srun."""
+        output = output or "srun has ended; its job may be over"
+        return ssh.reason(name, output, self._reach.python, self._reach.setup)
 
 
 class Attached:
@@ -86,13 +86,13 @@ class Attached:
         ours = [sys.executable, "-P", "-m", "ddip.cluster.attach.near_end"]
         return [*ours, self._attachment.file, engines, python, self._setup]
 
-    def why_lost(self, name: str, said: str) -> str:
-        """Explain the output `said`, and name the engines' Python if the user chose none."""
-        if GONE in said:
-            last = said.strip().rpartition("\n")[2]
+    def why_lost(self, name: str, output: str) -> str:
+        """Explain the `output` of the local process, and name the engines' Python if the user chose none."""
+        if GONE in output:
+            last = output.strip().rpartition("\n")[2]
             return f"{name}: {last}; start that cluster again, then type %makedip -r"
         python = next((seat.python for seat in self._attachment.seats if seat.name == name), "")
-        reason = ssh.reason(name, said, self._python, self._setup)
+        reason = ssh.reason(name, output, self._python, self._setup)
         return reason if self._python or self._setup else f"{reason} (the Python of its engines is {python})"
 
 

@@ -60,8 +60,8 @@ class Channels:
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Make `call` on `engine` without waiting for its cell. Raises KeyError for an engine that has ended."""
-        asked = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
-        return ipp_private.control(self.client, engine, "ddip_request", asked)
+        content = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
+        return ipp_private.control(self.client, engine, "ddip_request", content)
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
         """Interrupt a request to `engine`, or its current one for None.

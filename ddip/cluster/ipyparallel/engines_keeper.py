@@ -34,17 +34,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that the cluster is ended
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # launchers may print
-    more = {"n": asked["n"]} if asked["n"] else {}
+    more = {"n": request["n"]} if request["n"] else {}
     launcher.LocalProcessLauncher.get_output = Launcher.get_output  # accepts bytes that are not UTF-8
     cluster = Cluster(
-        engines=asked["launcher"], profile=asked["profile"], cluster_id=asked["id"], delay=0, log_level=40, **more
+        engines=request["launcher"], profile=request["profile"], cluster_id=request["id"], delay=0, log_level=40, **more
     )
     try:
         cluster.start_cluster_sync()
-        file = os.path.join(cluster.profile_dir, "security", f"ipcontroller-{asked['id']}-client.json")
+        file = os.path.join(cluster.profile_dir, "security", f"ipcontroller-{request['id']}-client.json")
         _print_answer(answers, file=file, n=sum(engines.n for engines in cluster.engines.values()))
         while not select.select([0], [], [], LOOK_SECONDS)[0]:
             if all(engines.state == "after" for engines in cluster.engines.values()):
@@ -57,7 +57,7 @@ def main() -> None:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        for leftover in Path(cluster.profile_dir).glob(f"*/*{asked['id']}*"):  # logs, and files for its engines
+        for leftover in Path(cluster.profile_dir).glob(f"*/*{request['id']}*"):  # logs, and files for its engines
             leftover.unlink(missing_ok=True)
 
 

@@ -49,11 +49,11 @@ def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], N
     listening: set[int] = set()
     interval = 0.05
     while len(hellos) < len(engines) or len(listening) < len(engines):
-        asked = {_request_hello(client, engine): engine for engine in engines if engine not in hellos}
-        tried = {_ping(client, engine): engine for engine in engines if engine not in listening}
-        done, _ = concurrent.futures.wait([*asked, *tried], timeout=interval)
-        hellos.update((asked[answer], answer.result()["ok"]) for answer in done if answer in asked)
-        listening.update(tried[answer] for answer in done if answer in tried)
+        hello_requests = {_request_hello(client, engine): engine for engine in engines if engine not in hellos}
+        pings = {_ping(client, engine): engine for engine in engines if engine not in listening}
+        done, _ = concurrent.futures.wait([*hello_requests, *pings], timeout=interval)
+        hellos.update((hello_requests[answer], answer.result()["ok"]) for answer in done if answer in hello_requests)
+        listening.update(pings[answer] for answer in done if answer in pings)
         check({*engines} - ({*hellos} & listening))
         interval = min(2 * interval, 1)
     return [hellos[engine] for engine in engines]

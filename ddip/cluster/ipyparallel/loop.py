@@ -75,5 +75,5 @@ async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 async def others_end() -> None:
     """Wait until every other task of this loop has ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*others, return_exceptions=True)
+    other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*other_tasks, return_exceptions=True)

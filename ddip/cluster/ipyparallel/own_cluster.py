@@ -122,7 +122,7 @@ class OwnCluster(OnHosts, Channels):
         texts = [(name, processes.stopped_text(pid)) for name, pid in found if pid is not None]
         return "; ".join(f"{name} is {text}" for name, text in texts if text)
 
-    def _controller_ended(self, data: dict[str, Any]) -> None:
+    def _handle_controller_end(self, data: dict[str, Any]) -> None:
         """End the engines, which cannot be reached any more, so that they free memory and GPUs."""
         self._controller_exit.append(data.get("exit_code"))
         if not self._stopping:
@@ -167,7 +167,7 @@ class OwnCluster(OnHosts, Channels):
             preload_client.give_up()
             raise GroupError("the controller did not start in time; -t SECONDS waits longer") from None
         self._warm = self._ipp.controller.warm
-        self._ipp.controller.on_stop(self._controller_ended)
+        self._ipp.controller.on_stop(self._handle_controller_end)
         self._record()
 
     def _start_engines(self, specs: Sequence[EngineSpec], also: Sequence[str], timeout: float) -> list[int]:
@@ -215,7 +215,7 @@ class OwnCluster(OnHosts, Channels):
             else:
                 self._logs.opened_elsewhere(engine, launcher.mark_log)
             self.spawned = launcher.why_spawned or self.spawned
-        launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
+        launched.on_stop(lambda data: self._handle_engine_end(engine, data, "".join(launched.outputs.values())))
 
     async def _relayed_connection_info(self, engine: int) -> str:
         """Wait for the controller, and return its connection information for an engine on another host."""
@@ -274,7 +274,7 @@ class OwnCluster(OnHosts, Channels):
 
     # -- running
 
-    def _engine_ended(self, engine: int, data: dict[str, Any], log: str) -> None:
+    def _handle_engine_end(self, engine: int, data: dict[str, Any], log: str) -> None:
         self._logs.closed(engine, log)
         self.exits[engine] = data.get("exit_code")
         if engine in self._expected and self.connected and not self._stopping:

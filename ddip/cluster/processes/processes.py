@@ -150,11 +150,11 @@ def _terminate(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    stay = _wait_for_exits(processes)
-    for process in stay:
+    survivors = _wait_for_exits(processes)
+    for process in survivors:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    _wait_for_exits(stay)
+    _wait_for_exits(survivors)
 
 
 def _wait_for_exits(processes: list[psutil.Process]) -> list[psutil.Process]:

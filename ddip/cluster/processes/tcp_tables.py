@@ -26,8 +26,8 @@ def connections(pids: Sequence[int]) -> list[list[Ends]]:
     if sys.platform != "linux":
         return [_connections_by_psutil(pid) for pid in pids]
     inodes = [_socket_inodes(pid) for pid in pids]
-    ends = _ends_by_inode({inode for of_process in inodes for inode in of_process})
-    return [[ends[inode] for inode in of_process if inode in ends] for of_process in inodes]
+    ends = _ends_by_inode({inode for process_inodes in inodes for inode in process_inodes})
+    return [[ends[inode] for inode in process_inodes if inode in ends] for process_inodes in inodes]
 
 
 def _connections_by_psutil(pid: int) -> list[Ends]:
