@@ -127,7 +127,7 @@ def far_end_text() -> str:
 
 
 def main() -> NoReturn:
-    """Entry point."""
+    """Relay until the agent ends, and exit with its code."""
     file, engines, python, setup = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -16,7 +16,7 @@ SUBMIT_SECONDS = 120.0
 
 
 def main() -> None:
-    """Entry point."""
+    """Submit the job described on stdin, and cancel it when stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     script = json.loads(sys.stdin.readline())
     answer = _submit_job(script)

@@ -29,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Entry point."""
+    """Start the cluster described on stdin, and end it when stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that the cluster is ended
     if sys.platform == "linux":

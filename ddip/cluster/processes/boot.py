@@ -14,7 +14,7 @@ INSTEAD = "is found instead of the standard library's"
 
 
 def main() -> None:
-    """Entry point."""
+    """Run ``main()`` of the module in the first argument; on an exception, print it and exit with code 1."""
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this file, before any other import: its modules have short names
     import os

@@ -136,7 +136,7 @@ class Controller(app.IPController):  # type: ignore[misc]
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the controller until it is stopped or its owner ends."""
     setproctitle.setproctitle(f"ddip controller ({os.environ.pop('DDIP_NOTEBOOK')})")
     owner, folder = int(os.environ.pop("DDIP_OWNER")), Path(os.environ.pop("DDIP_RUN_FOLDER"))
     threading.Thread(target=_clean_up_after_owner, args=(owner, folder), name="ddip-owner", daemon=True).start()
