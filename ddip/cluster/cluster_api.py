@@ -1,10 +1,11 @@
-"""What a group needs of the processes below it. Nothing above knows ipyparallel, or on which host an engine is.
+"""The interface between a group and the processes of its ranks.
 
-    group  --execute, call, call_on_control_channel, interrupt, send_comm-->  Cluster  -->  engines, one a rank
+    group  --execute, call, call_on_control_channel, interrupt, send_comm-->  Cluster  -->  engines, one per rank
     group  <--a Reply to each request, messages, exits----------------------  Cluster
 
-`ddip.cluster.ipyparallel.own_cluster.OwnCluster` is the one of real processes, on any hosts. The unit tests have
-another, whose engines fail on command.
+The code above this interface knows nothing of ipyparallel, nor on which host an engine runs.
+`ddip.cluster.ipyparallel.own_cluster.OwnCluster` implements it with real processes on any hosts; the unit tests have
+an implementation whose engines fail on command.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Hello
 
 Message: TypeAlias = "dict[str, Any]"
-"""Of Jupyter's protocol: ``header``, ``content``, ``metadata``, ``buffers``."""
+"""A message of Jupyter's protocol: ``header``, ``content``, ``metadata``, ``buffers``."""
 Listener: TypeAlias = "Callable[[Message], None]"
-"""Gets each message that a request shows, early or late, on a thread of the cluster's own; must be quick."""
+"""A callback for each output message of a request, even a late one; runs on a cluster thread and must be quick."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What a request raised on its engine, or on the way there."""
+    """An exception that a request raised on its engine, or on the way there."""
 
     name: str
     message: str
     traceback: str = ""
     at: float = 0.0
-    """On ``time.time``; a report of the engine knows better."""
+    """Time of the error by ``time.time``, 0 if unknown; an engine's report has a more exact time."""
 
 
 @dataclass
@@ -43,25 +44,25 @@ class Reply:
     """An engine's answer to a request."""
 
     value: Any = None
-    """Of a call: what ``ddip.protocol.remote.call`` returns."""
+    """Return value of ``ddip.protocol.remote.call``, for a call."""
     raised: Raised | None = None
     ended: bool = False
-    """The engine ended, and will not answer."""
+    """True if the engine ended and will not answer."""
     report: CellReport | None = None
-    """Of a cell, good or not; None: the engine could not make it."""
+    """Report on a cell, successful or not; None if the engine could not create one."""
     payload: list[dict[str, Any]] = field(default_factory=list)
-    """Of a good cell: pages of help, and the like."""
+    """Payload of a successful cell, such as help pages."""
 
 
 class Request(concurrent.futures.Future[Reply]):
-    """A request that is under way to the main thread of an engine; done when that has answered, or has ended."""
+    """A pending request to the main thread of an engine; done once the engine answered or ended."""
 
     def __init__(self, msg_id: str) -> None:
         super().__init__()
         self.msg_id = msg_id
-        """By which it can be interrupted."""
+        """Message ID, needed to interrupt the request."""
         self.output: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Of a cell: done when the last of its messages has been given to its listener."""
+        """Done once the listener of a cell has received the last of its messages."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +70,23 @@ class EngineSpec:
     """An engine to be started."""
 
     host: int
-    """On which of the cluster's hosts."""
+    """Index of the host in the cluster's hosts."""
     environment: Mapping[str, str]
-    """Added to that of the host."""
+    """Variables added to the host's environment."""
 
 
 @dataclass(frozen=True)
 class Recipient:
-    """Where a cell is to run."""
+    """An engine that is to run a cell, with the listener for its output."""
 
     engine: int
     listener: Listener
     limit: int = 0
-    """Characters that it may show there; 0: nobody looks."""
+    """Characters that the cell may show on this engine; 0 means that its output is not displayed."""
 
 
 class Cluster(Protocol):
-    """Engines that are started and stopped one by one, each with a number of its own; owned by this process."""
+    """A set of numbered engines, started and stopped one by one and owned by this process."""
 
     @property
     def run_folder(self) -> Path:
@@ -93,18 +94,20 @@ class Cluster(Protocol):
 
     @property
     def hosts(self) -> Sequence[Host]:
-        """Where engines can be, in the order in which ranks are placed."""
+        """The hosts that engines can run on, in the order in which ranks are placed."""
 
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Until each host has told what it is and has; `deadline` on ``time.monotonic``. Raises GroupError."""
+        """Wait until each host has reported its facts; `deadline` on ``time.monotonic``. Raises GroupError."""
 
     def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Have the host `name`, reached as `reach` says, in place of one that was lost, with its number, or reach that
-        once more. Raises GroupError; nothing has changed then."""
+        """Replace the lost host `number` by the host `name`, or reconnect to it if it has that name.
+
+        `reach`: how hosts are reached from now on. Raises GroupError, and changes nothing then.
+        """
 
     @property
     def spawned(self) -> str:
-        """Why engines were not forked, though they should be; empty if they were, or should not be."""
+        """Reason why engines were spawned although they should be forked; empty if there is none."""
 
     @property
     def exits(self) -> Mapping[int, int | None]:
@@ -112,24 +115,26 @@ class Cluster(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Has it been started?"""
+        """True once the first start has connected to the controller."""
 
     @property
     def live(self) -> Collection[int]:
         """The engines that can be reached."""
 
     def ensure_controller(self) -> None:
-        """Raise GroupError if there is no way to the engines any more."""
+        """Raise GroupError if the engines cannot be reached any more."""
 
     def host_of(self, engine: int) -> Host:
-        """Where `engine` is, or was."""
+        """Return the host on which `engine` runs or ran."""
 
     def stopped(self) -> str:
-        """Which of the processes on the way to the engines a signal has stopped; empty for none."""
+        """Describe the processes between notebook and engines that a signal has stopped; empty if none is."""
 
     def log_tail(self, engine: int) -> list[str]:
-        """The last lines that `engine` has logged since its last cell was sent, or since its start before the first;
-        of a crash, those that tell where it was."""
+        """Return the last lines that `engine` logged since its last cell was sent, or since its start.
+
+        After a crash, return the lines that show where it happened.
+        """
 
     def start(
         self,
@@ -138,20 +143,23 @@ class Cluster(Protocol):
         deadline: float,
         on_up: Callable[[int], None],
     ) -> dict[int, Hello]:
-        """Start `engines`, until `deadline` on ``time.monotonic``; returns what each tells of itself, in order.
+        """Start `engines`, and return the number and the Hello of each, in order.
 
-        Modules `also` are imported before anything else. `on_up` is told how many of the engines can be reached. Raises
-        GroupError; `stop_engines_but` then ends what was begun.
+        `also`: modules to import first; `deadline` on ``time.monotonic``; `on_up` gets the number of engines that can
+        be reached so far. Raises GroupError; `stop_engines_but` then ends the engines that were started.
         """
 
     def stop_engines_but(self, keep: Collection[int]) -> None:
-        """End all engines but those in `keep`, and wait until they are gone."""
+        """End all engines except those in `keep`, and wait until they are gone."""
 
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
 
     def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
-        """Run `code` as a cell of each engine, which may have ended; `asked` is what they must know of it."""
+        """Run `code` as a cell on each engine, which may have ended.
+
+        `asked`: facts about the cell that the engines need.
+        """
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
         """Make `call` on the main thread of `engine`, which may have ended."""
@@ -159,22 +167,22 @@ class Cluster(Protocol):
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Make `call` beside what `engine` runs; returns what ``ddip.protocol.remote.call`` does, once it has answered.
+        """Make `call` on `engine` without waiting for the cell that it runs.
 
-        Raises KeyError for an engine that has ended.
+        The future has the result of ``ddip.protocol.remote.call``. Raises KeyError for an engine that has ended.
         """
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
-        """Interrupt one request to `engine`, and no other; None: what it runs now.
+        """Interrupt only the request `msg_id` to `engine`, or its current one for None.
 
         Raises KeyError for an engine that has ended.
         """
 
     def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
-        """Send a widget's message to `engine`, and what its callbacks show to `listener`; returns the message's id.
+        """Send a widget's message to `engine`, and return the message ID.
 
-        Raises KeyError for an engine that has ended.
+        `listener` gets the output of the widget's callbacks. Raises KeyError for an engine that has ended.
         """
 
     def stop_listening(self, msg_id: str) -> None:
-        """What this request still shows is wanted no more."""
+        """Discard all further output of the request `msg_id`."""

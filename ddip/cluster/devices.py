@@ -1,4 +1,4 @@
-"""How many GPUs there are, without torch and without a CUDA context."""
+"""Count the GPUs without torch and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from ddip.errors import BadInput
 
 SLICE = "MIG-"
-"""With which the name of a part of a GPU begins."""
+"""Prefix of the name of a GPU slice."""
 
 
 @functools.cache
 def count_nvidia() -> int:
-    """GPUs that NVIDIA's management library counts; 0 without a driver."""
+    """Return the number of GPUs by NVIDIA's management library; 0 without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -30,9 +30,10 @@ def count_nvidia() -> int:
 
 
 def visible_names(visible: str | None, count: int) -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` lets a process see of `count` GPUs, in its order and by its names (index or UUID).
+    """Return the GPUs that a process sees, out of `count`, by their names (index or UUID) in `visible`.
 
-    As CUDA and torch read it: up to the first entry that is no device, of one kind, and nothing if one comes twice.
+    `visible` is the value of ``CUDA_VISIBLE_DEVICES``, read as CUDA and torch do: all entries are of the first one's
+    kind, the first entry that is not a device ends the list, and an entry that occurs twice makes it empty.
     """
     if visible is None:
         return [str(i) for i in range(count)]
@@ -49,7 +50,7 @@ def visible_names(visible: str | None, count: int) -> list[str]:
 
 
 def ensure_one_slice(names: Sequence[str]) -> None:
-    """Raise BadInput if `names` of devices are several slices of GPUs (MIG): CUDA shows a process the first alone."""
+    """Raise BadInput if `names` has several slices of GPUs (MIG): CUDA shows only the first to a process."""
     slices = [name for name in names if name.startswith(SLICE)]
     if len(slices) > 1:
         raise BadInput(
@@ -59,5 +60,5 @@ def ensure_one_slice(names: Sequence[str]) -> None:
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that the notebook sees, as ``CUDA_VISIBLE_DEVICES`` would name them; ``-g 0`` is the first of these."""
+    """Return the GPUs that this process sees, named as in ``CUDA_VISIBLE_DEVICES``; ``-g 0`` is the first."""
     return visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), count_nvidia())

@@ -1,4 +1,4 @@
-"""The notebook's folder: imports that find nothing in it, and whether it is there."""
+"""Guards for the notebook's folder: keep imports out of it, and check that it exists."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """While this lasts, imports do not look into the working directory, as IPython has them do.
+    """Keep imports from searching the working directory, and suspend the garbage collector.
 
-    A file there that has the name of something that ddip needs, such as ``zmq.py``, is the user's: it is no reason for
-    ddip not to start, and ddip is no reason to run it. What a user has put on the path by its whole name stays there.
+    IPython puts the working directory on the path. A file there with the name of a module that ddip needs, such as
+    ``zmq.py``, belongs to the user: it must not keep ddip from starting, and ddip must not run it. Folders that the
+    user put on the path by their full name stay.
 
-    The garbage collector is off, too: imports leave little, and a collection goes through all objects of the user's.
+    The garbage collector is off because imports leave little garbage, while a collection visits all the user's objects.
     """
     former, collects = list(sys.path), gc.isenabled()
     try:
@@ -30,7 +31,7 @@ def left_out() -> Iterator[None]:
 
 
 def ensure_ready() -> None:
-    """Raise GroupError if the working directory has been removed: neither ipyparallel nor a new rank can do without."""
+    """Raise GroupError if the working directory was removed: ipyparallel and new ranks need one."""
     try:
         os.getcwd()
     except FileNotFoundError:

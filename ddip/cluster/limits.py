@@ -1,4 +1,4 @@
-"""What the system lets a process have (``ulimit``), against what a group needs: known before a start waits in vain."""
+"""Compare the system's limits (``ulimit``) with the needs of a group, before a start waits in vain."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ import psutil
 from ddip.errors import GroupError
 
 CONTROLLER_FILES, A_RANKS_FILES = 125, 7
-"""Descriptors that the controller or its heart monitor opens at most, and how many more for each rank."""
+"""Largest number of descriptors that the controller or its heart monitor opens, and how many more per rank."""
 RANK_FILES, A_PEERS_FILES = 60, 2
-"""Those that a rank opens before its first cell, and how many more for each rank of the group."""
+"""Descriptors that a rank opens before its first cell, and how many more per rank of the group."""
 NOTEBOOK_FILES = 32
-"""Those that a group adds to the notebook's."""
+"""Descriptors that a group opens in the notebook's process."""
 THREADS, A_RANKS_THREADS = 20, 16
-"""Threads of the controller, the warm process and the notebook's end of them, and of each rank."""
+"""Threads of the controller, the preload process and the notebook's side of both, and threads per rank."""
 MANY_THREADS = 20_000
-"""A limit above this is not looked at: to count the threads of all processes takes a while."""
+"""Limit above which threads are not counted, since counting those of all processes takes a while."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this process, and so of what it starts; ``inf`` where there is none."""
+    """Limits of this process, which its children inherit; ``inf`` if there is no limit."""
 
     files: float
     most_files: float
-    """To which a process may raise the limit for itself."""
+    """Hard limit, to which a process may raise `files` itself."""
     threads: float
-    """Of all processes of this user together."""
+    """Threads of all processes of this user together."""
     memory: float
     """Address space, bytes."""
 
     @classmethod
     def now(cls) -> Limits:
-        """Read them."""
-        files, most = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
-        threads = _number(resource.getrlimit(resource.RLIMIT_NPROC)[0]) if os.getuid() else float("inf")
-        return cls(files, most, threads, _number(resource.getrlimit(resource.RLIMIT_AS)[0]))
+        """Read the current limits."""
+        files, most = map(_limit_value, resource.getrlimit(resource.RLIMIT_NOFILE))
+        threads = _limit_value(resource.getrlimit(resource.RLIMIT_NPROC)[0]) if os.getuid() else float("inf")
+        return cls(files, most, threads, _limit_value(resource.getrlimit(resource.RLIMIT_AS)[0]))
 
 
-def _number(limit: int) -> float:
+def _limit_value(limit: int) -> float:
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
-def shortage(ranks: int, there: int, limits: Limits, files: int, threads: int) -> str:
-    """What `limits` deny a group of `ranks`, of which `there` are there; empty if there is enough of everything.
+def shortage(ranks: int, running: int, limits: Limits, files: int, threads: int) -> str:
+    """Return the message for the first limit that is too low for a group of `ranks`; empty if none is.
 
-    `files`: how many this process has opened; `threads`: how many the user's processes have.
+    `running`: ranks that already run; `files`: open descriptors of this process; `threads`: threads of all the user's
+    processes.
     """
     controller = CONTROLLER_FILES + A_RANKS_FILES * ranks
     if limits.most_files < controller:
@@ -59,40 +60,40 @@ def shortage(ranks: int, there: int, limits: Limits, files: int, threads: int) -
     rank = RANK_FILES + A_PEERS_FILES * ranks
     if limits.files < rank:
         return _files_text(ranks, f"a rank opens {rank}", limits.files, rank)
-    notebook = files + (0 if there else NOTEBOOK_FILES)
+    notebook = files + (0 if running else NOTEBOOK_FILES)
     if limits.files < notebook:
         return _files_text(ranks, f"the notebook opens {notebook}", limits.files, notebook)
-    more = A_RANKS_THREADS * max(0, ranks - there) + (0 if there else THREADS)
+    more = A_RANKS_THREADS * max(0, ranks - running) + (0 if running else THREADS)
     if limits.threads < threads + more:
         return (
-            f"{_ranks(ranks)}: {more} more threads and processes are needed, this user has {threads}, and may have "
-            f"{limits.threads:.0f} (ulimit -u); type a smaller number, or raise that limit before Jupyter starts"
+            f"{_ranks_text(ranks)}: {more} more threads and processes are needed, this user has {threads}, and may "
+            f"have {limits.threads:.0f} (ulimit -u); type a smaller number, or raise that limit before Jupyter starts"
         )
     return ""
 
 
 def _files_text(ranks: int, what: str, limit: float, need: int) -> str:
     return (
-        f"{_ranks(ranks)}: {what} files, and the limit is {limit:.0f}; "
+        f"{_ranks_text(ranks)}: {what} files, and the limit is {limit:.0f}; "
         f"raise it with ulimit -n {need}, or more, before Jupyter starts"
     )
 
 
-def _ranks(count: int) -> str:
+def _ranks_text(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def ensure_room(ranks: int, there: int = 0) -> None:
-    """Raise GroupError if a group of `ranks`, of which `there` are there, cannot be on this system."""
+def ensure_room(ranks: int, running: int = 0) -> None:
+    """Raise GroupError if the limits are too low for a group of `ranks`, of which `running` already run."""
     limits = Limits.now()
     threads = user_threads() if limits.threads < MANY_THREADS else 0
-    short = shortage(ranks, there, limits, len(os.listdir("/dev/fd")), threads)
+    short = shortage(ranks, running, limits, len(os.listdir("/dev/fd")), threads)
     if short:
         raise GroupError(short)
 
 
 def user_threads() -> int:
-    """How many threads the processes of this user have."""
+    """Return the number of threads of all processes of this user."""
     count, me = 0, os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -103,7 +104,10 @@ def user_threads() -> int:
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Add to what fails in it the limit that is probably the reason: how much torch needs, nobody can know before."""
+    """Add the limit on address space, if there is one, to a RuntimeError raised within.
+
+    No one can know beforehand how much torch needs.
+    """
     try:
         yield
     except RuntimeError as error:  # a GroupError, or "can't start new thread"

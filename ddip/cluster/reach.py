@@ -1,4 +1,4 @@
-"""How the hosts of a group are reached, as plain data: what the user asked for, and what was found."""
+"""Plain data on how a group's hosts are reached: the user's request, and the facts found since."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from ddip.errors import GroupError
 
 @dataclass(frozen=True)
 class Seat:
-    """A host of a cluster."""
+    """A host of an ipyparallel cluster, with its engines."""
 
     name: str
     engines: tuple[int, ...]
     python: str
-    """That its engines run with."""
+    """Interpreter that its engines run with."""
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """A cluster as it was found."""
+    """An existing ipyparallel cluster, as it was found."""
 
     file: str
-    """For clients of it."""
+    """Path of its connection file for clients."""
     seats: tuple[Seat, ...]
     n: int | None
-    """How many ranks were asked for; None: as many as there are engines."""
+    """Requested number of ranks; None: as many as there are engines."""
 
     def ensure_enough(self) -> None:
-        """Raise GroupError if there are not so many engines."""
+        """Raise GroupError if the cluster has fewer engines than the requested ranks."""
         have = sum(len(seat.engines) for seat in self.seats)
         if self.n is not None and self.n > have:
             raise GroupError(
@@ -36,12 +36,12 @@ class Attachment:
             )
 
     def counts(self) -> list[tuple[Seat, int]]:
-        """How many ranks each host has: as many as there are engines, or as were asked for, in the order of hosts."""
-        left = sum(len(seat.engines) for seat in self.seats) if self.n is None else self.n
+        """Distribute the ranks over the hosts in order, one rank per engine; leave out hosts without a rank."""
+        remaining = sum(len(seat.engines) for seat in self.seats) if self.n is None else self.n
         counts = []
         for seat in self.seats:
-            count = min(left, len(seat.engines))
-            left -= count
+            count = min(remaining, len(seat.engines))
+            remaining -= count
             if count:
                 counts.append((seat, count))
         return counts
@@ -49,39 +49,42 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Reach:
-    """How hosts are reached, and what their ranks begin with."""
+    """The way to a group's hosts, and the setup of ranks there.
+
+    Fields marked "found" are filled in when the hosts are resolved; the user sets the others.
+    """
 
     directory: str | None = None
-    """Where ranks begin, on every host; None: where the notebook is, if the host has that folder, else at home."""
+    """Working directory of ranks on every host; None: the notebook's if the host has it, else the home directory."""
     python: str = ""
-    """Which Python the hosts take; empty: the notebook's, where they have it, else ``python3``."""
+    """Python to run on the hosts; empty: the notebook's path if it exists there, else ``python3``."""
     setup: str = ""
     """A line of bash that prepares each host: ``module load cuda; source env/bin/activate``."""
     slurm: str = ""
-    """The hosts are the nodes of a job that is submitted: ``nodes=2 gpus=4 time=2:00:00``, with sbatch's options."""
+    """Options of sbatch for a job to submit, whose nodes are the hosts: ``nodes=2 gpus=4 time=2:00:00``."""
     here: bool = False
-    """The hosts are those of the allocation that this process is in."""
+    """True if the hosts are the nodes of the allocation that this process runs in."""
     jobs: tuple[int, ...] = ()
-    """Slurm's id of the job that each host is in, in their order; found."""
+    """Slurm job ID of each host, in the hosts' order; found."""
     cluster: str = ""
-    """The hosts are those of the engines of this ipyparallel cluster: its id, profile, or connection file."""
+    """Cluster ID, profile, or connection file of the ipyparallel cluster whose engines run on the hosts."""
     engines: str = ""
-    """The hosts are those of a cluster that is started for the group, with this launcher of ipyparallel's."""
+    """The ipyparallel launcher that starts a cluster for the group, whose engines' hosts are the hosts."""
     profile: str = ""
-    """Whose profile of IPython configures that launcher."""
+    """IPython profile that configures that launcher."""
     attached: Attachment | None = None
-    """That cluster, and who is where; found."""
+    """That cluster, with its engines by host; found."""
 
     @property
     def asked(self) -> Reach:
-        """Without what was found."""
+        """A copy with only the user's request, without the fields that were found."""
         return replace(self, jobs=(), attached=None)
 
     def moved(self, number: int, job: int) -> Reach:
-        """With host `number` in another `job`."""
+        """Return a copy in which host `number` is in another `job`."""
         return replace(self, jobs=(*self.jobs[:number], job, *self.jobs[number + 1 :]))
 
     @property
     def finds(self) -> bool:
-        """Does it say where the hosts come from, whose names are not known yet?"""
+        """True if the hosts come from Slurm or an ipyparallel cluster, so that their names must be looked up."""
         return bool(self.slurm) or self.here or bool(self.cluster) or bool(self.engines)

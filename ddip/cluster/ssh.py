@@ -1,4 +1,4 @@
-"""How ssh starts a host's agent: the user's own ssh, with its configuration. One connection a host."""
+"""Start a host's agent with the user's ssh and its configuration; one connection per host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from ddip.cluster.processes import links
 
 MISSED_BEATS = 40
-"""How many of its own heartbeats ssh may miss: what is silent for so long, though its kernel acknowledges, is of no
-use. A link that is cut is seen before (``links.py``)."""
+"""Unanswered heartbeats after which ssh gives up: a host that is silent for so long is useless even if its kernel
+acknowledges. ``links.py`` notices a cut link earlier."""
 
 DOWN = "is it up? %makedip --repair --hosts names another in place of a host that was lost, as in --hosts h1:4,h3:4"
 
 
 def command(host: str, python: str, setup: str) -> list[str]:
-    """What starts the agent of `host`.
+    """Return the command that starts the agent of `host`.
 
-    `python`: which one to take there; empty: the notebook's, where the host has it at the same place, else its
-    ``python3``. `setup`: a line for the host's bash that runs before, as a login shell has it.
+    `python`: the interpreter to run there; empty: the notebook's path if it exists on the host, else ``python3``.
+    `setup`: a line that the host's bash runs first, as a login shell.
     """
     options = {
         "BatchMode": "yes",
@@ -36,7 +36,7 @@ def command(host: str, python: str, setup: str) -> list[str]:
 
 
 def agent_line(python: str, setup: str) -> str:
-    """A line for a shell on another host that becomes the agent; arguments as in `command`."""
+    """Return a shell line for another host that becomes the agent; arguments as in `command`."""
     agent = "-P -m ddip.cluster.hosts.agent"
     if setup:
         line = f"{setup} && exec {shlex.quote(python or 'python')} {agent}"
@@ -47,10 +47,13 @@ def agent_line(python: str, setup: str) -> str:
     return f"exec sh -c {shlex.quote(f'if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi')}"
 
 
-def reason(host: str, said: str, python: str, setup: str) -> str:
-    """What to say of a host whose agent did not start, by what was `said` instead; other arguments as in `command`."""
-    lines = said.strip().splitlines()
-    if setup and any("command not found" in line for line in lines):  # what srun says after that tells nothing
+def reason(host: str, output: str, python: str, setup: str) -> str:
+    """Explain why a host's agent did not start, with a remedy if its `output` shows a known cause.
+
+    Other arguments as in `command`.
+    """
+    lines = output.strip().splitlines()
+    if setup and any("command not found" in line for line in lines):  # srun's messages after that say nothing useful
         lines = [line for line in lines if "command not found" in line]
     last = lines[-1] if lines else ""
     missing = "there is no such program there; name its Python with --python, or prepare it with --setup"
@@ -75,5 +78,5 @@ def reason(host: str, said: str, python: str, setup: str) -> str:
         ("onnection timed out", DOWN),
         ("No route to host", DOWN),
     )
-    cure = next((cure for sign, cure in cures if sign in said), "")
+    cure = next((cure for sign, cure in cures if sign in output), "")
     return f"{host}: {last or 'ssh ended without a word'}" + (f"; {cure}" if cure else "")

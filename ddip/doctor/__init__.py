@@ -1,1 +1,1 @@
-"""``python -m ddip doctor``: what is wrong with this machine, and what to do about it."""
+"""``python -m ddip doctor``: find what keeps ddip from working on this machine, and suggest remedies."""

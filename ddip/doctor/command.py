@@ -1,6 +1,6 @@
 """``python -m ddip doctor``: run the checks in order, and print each result at once.
 
-A check imports what it needs when its turn comes, so that the first lines come at once, and a module that cannot be
+Each check imports what it needs only when it runs, so that the first lines appear at once, and a module that cannot be
 imported fails one check only.
 """
 
@@ -38,7 +38,7 @@ CHECKS = [
     ("leftovers", "machine", "check_leftovers"),
     ("gpus", "gpus", "check_gpus"),
 ]
-"""Checks that need no torch: the name that is shown if the check itself fails, a module of the doctor, a function."""
+"""Checks that need no torch: the name shown if the check itself raises, the doctor's module, the function."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -47,8 +47,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--no-start", action="store_true", help="do not start any ranks")
     typed = parser.parse_args(words)
-    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP, and is told so
-        signal.signal(getattr(signal, name), _leave)
+    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows, where the platform check fails, has no SIGHUP
+        signal.signal(getattr(signal, name), _raise_exit)
     began = time.monotonic()
     checks: list[Check] = []
     try:
@@ -57,8 +57,8 @@ def main(words: Sequence[str]) -> int:
             if not typed.json:
                 print(check, flush=True)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses twice gets the same exit code
-        exec("pass")  # Python ends itself by SIGINT if the interrupt came while it ran a text, as a dataclass does
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not change the exit code
+        exec("pass")  # resets a flag: after an interrupt within exec, which dataclasses use, Python exits by SIGINT
         print("interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
     seconds = time.monotonic() - began
@@ -66,8 +66,8 @@ def main(words: Sequence[str]) -> int:
     return doctor_report.exit_code(checks)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End with an exception, which ends the ranks."""
+def _raise_exit(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by raising SystemExit, so that ``finally`` blocks end the ranks."""
     raise SystemExit(128 + number)
 
 
@@ -78,12 +78,12 @@ def look(*, start: bool) -> Iterator[Check]:
     try:
         for name, module, function in CHECKS:
             yield from guarded(name, _check(module, function))
-        yield from guarded("torch", lambda: _torch(probe))
+        yield from guarded("torch", lambda: _check_torch(probe))
     finally:
         if probe is not None:
             probe.end()
     if start:
-        yield from guarded("start", lambda: _starts(probe is not None and probe.has_torch))
+        yield from guarded("start", lambda: _check_starts(probe is not None and probe.has_torch))
 
 
 def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
@@ -92,7 +92,7 @@ def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
 
 
 def _begin_probe() -> Probe | None:
-    """Have torch imported while the other checks run; None if ddip cannot start the process."""
+    """Import torch in a process while the other checks run; return None if ddip cannot start that process."""
     try:
         from ddip.doctor import torch_build
     except ImportError:
@@ -100,13 +100,13 @@ def _begin_probe() -> Probe | None:
     return torch_build.Probe()
 
 
-def _torch(probe: Probe | None) -> list[Check]:
+def _check_torch(probe: Probe | None) -> list[Check]:
     from ddip.doctor import torch_build
 
     return torch_build.check_torch(probe or torch_build.Probe())
 
 
-def _starts(has_torch: bool) -> Iterator[Check]:
+def _check_starts(has_torch: bool) -> Iterator[Check]:
     """Start a group for each backend that this machine can have."""
     if not has_torch:
         yield failed("start-gloo", "not tried, since torch cannot be imported", "see what torch above needs")
@@ -120,7 +120,7 @@ def _starts(has_torch: bool) -> Iterator[Check]:
 
 
 def guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
-    """Yield the results of `check`; an error is a check that failed, so that the other checks run."""
+    """Yield the results of `check`; report an exception as a failed check, so that the other checks run."""
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found

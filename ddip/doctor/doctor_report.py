@@ -10,7 +10,7 @@ from typing import Literal
 import ddip
 
 SCHEMA = 1
-"""Version of the JSON object; raised if a key is removed or changes its meaning."""
+"""Version of the JSON object; to be raised if a key is removed or changes its meaning."""
 NAME_WIDTH = 15
 INDENT = " " * (9 + NAME_WIDTH)
 

@@ -17,7 +17,7 @@ SMI_SECONDS = 20.0
 FIELDS = "index,driver_version,memory.total,memory.used,name"
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
-"""A PCI vendor, and how a class of devices begins."""
+"""NVIDIA's PCI vendor ID, and the prefix of the PCI class of display controllers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Gpu:
 
 
 def parse(text: str) -> list[Gpu]:
-    """Parse CSV without header and units; lines that are not of the table are skipped."""
+    """Parse CSV without header and units; skip lines that are not part of the table."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",", 4)]
@@ -51,7 +51,10 @@ def parse(text: str) -> list[Gpu]:
 
 
 def ask() -> list[Gpu]:
-    """Return the GPUs that ``nvidia-smi`` lists; none if there is no such program. Raises RuntimeError if it fails."""
+    """Return the GPUs that ``nvidia-smi`` lists; none if there is no such program.
+
+    Raises RuntimeError if it fails or does not answer.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -64,8 +67,8 @@ def ask() -> list[Gpu]:
     except OSError as error:
         raise RuntimeError(f"nvidia-smi cannot be started: {error}") from None
     if done.returncode:
-        said = " ".join((done.stdout + done.stderr).split())
-        raise RuntimeError(f"nvidia-smi failed (exit code {done.returncode}): {said}")
+        output = " ".join((done.stdout + done.stderr).split())
+        raise RuntimeError(f"nvidia-smi failed (exit code {done.returncode}): {output}")
     return parse(done.stdout)
 
 
@@ -94,7 +97,7 @@ def judge_gpus(gpus: Sequence[Gpu], error: str, in_machine: int, counted: int, v
     """Return the checks `driver` and `gpus`.
 
     `gpus` and `error` are from ``nvidia-smi``; `in_machine`: number on the PCI bus; `counted`: number in NVIDIA's
-    library; `visible`: those of them that CUDA_VISIBLE_DEVICES leaves.
+    library; `visible`: names of the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
     """
     return [_judge_driver(gpus, error, in_machine, counted), _judge_use(gpus, counted, visible)]
 

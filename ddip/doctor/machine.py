@@ -1,4 +1,4 @@
-"""Checks of the machine, and of the resources that it gives to a process."""
+"""Checks of the machine and of the resources that it gives to a process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHARED_MEMORY_BYTES = 1 << 30
 MEMORY_BYTES, TIGHT_BYTES = 400 << 20, 1500 << 20
 """Memory that two ranks need for themselves, and with which a small network can be trained."""
 MANY_RANKS = 8
-"""The limits must do for so many ranks, or for one on each GPU."""
+"""Number of ranks that the limits must suffice for, unless there are more GPUs."""
 BOUND_THREADS = 200
-"""Processes and threads that a control group should have free: those of a few ranks."""
+"""Processes and threads that a control group should have free, enough for a few ranks."""
 LOOPBACK_SECONDS = 3.0
 CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -57,16 +57,18 @@ def check_shared_memory() -> Check:
 
 
 def control_group(controller: str, root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int]:
-    """Return limit and use of `controller` (``memory`` in bytes, or ``pids``) in the tightest control group of this
-    process; (0, 0) if there is no limit, or no control groups of version 2."""
+    """Return limit and use of `controller` in the tightest control group of this process.
+
+    `controller`: ``memory``, in bytes, or ``pids``. (0, 0) if there is no limit, or no control groups of version 2.
+    """
     found = []
     with contextlib.suppress(OSError):
         _, _, path = membership.read_text(errors="replace").splitlines()[-1].partition("::")  # "0::/a/b"
         folder = root / path.lstrip("/")
         for group in [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]:
-            with contextlib.suppress(OSError, ValueError):  # "max" is not a number; in a container some are not there
+            with contextlib.suppress(OSError, ValueError):  # "max" is not a number; containers lack some of the files
                 limit, used = (int((group / f"{controller}.{name}").read_text()) for name in ("max", "current"))
-                if controller == "memory":  # the kernel gives up cached files on demand
+                if controller == "memory":  # the kernel reclaims cached files on demand
                     words = (group / "memory.stat").read_text().split()
                     used -= int(words[words.index("inactive_file") + 1])
                 found.append((limit, max(0, used)))
@@ -82,7 +84,10 @@ def check_memory() -> Check:
 
 
 def judge_memory(total: int, available: int, limit: int, used: int, address_space: float) -> Check:
-    """Judge figures in bytes; `limit` is that of the control group or 0, `address_space` that of ``ulimit -v``."""
+    """Judge the free memory; all figures in bytes.
+
+    `limit` and `used`: of the control group, 0 without one; `address_space`: the limit set by ``ulimit -v``.
+    """
     found = f"{size_text(total)}, {size_text(available)} available"
     if 0 < limit < total:
         available = min(available, max(0, limit - used))
@@ -98,7 +103,7 @@ def judge_memory(total: int, available: int, limit: int, used: int, address_spac
 
 
 def check_limits() -> Check:
-    """Check ``ulimit -n`` and ``-u``, and the control group's number of processes, for the largest likely group."""
+    """Check the limits on files, threads and processes for the largest likely group."""
     from ddip.cluster import devices, limits
 
     now, files = limits.Limits.now(), len(os.listdir("/dev/fd"))
@@ -109,7 +114,7 @@ def check_limits() -> Check:
 
 
 def judge_limits(files: float, threads: float, limit: int, used: int, short: Mapping[int, str]) -> Check:
-    """Judge the limits; `short` has the text of a shortage, or none, per number of ranks."""
+    """Judge the limits; `short` has the text of a shortage per number of ranks, empty if there is none."""
     found = f"ulimit -n {files:.0f}, -u {threads:.0f}".replace("inf", "unlimited")
     if limit:
         found += f"; the control group allows {limit} processes and threads, {limit - used} free"
@@ -145,7 +150,7 @@ def check_loopback() -> Check:
 
 
 def check_run_folder() -> Check:
-    """Check that a folder for the sockets of a group can be made; it is removed at once."""
+    """Check that a folder for a group's sockets can be created, and remove it at once."""
     try:
         folder = ownership.make_run_folder()
     except OSError as error:
@@ -156,12 +161,12 @@ def check_run_folder() -> Check:
 
 
 def check_leftovers() -> Check:
-    """List what groups of this user have left whose notebooks ended; nothing is removed."""
+    """List what this user's groups left behind after their notebooks ended; remove nothing."""
     return judge_runs(ownership.runs())
 
 
 def judge_runs(runs: Sequence[ownership.Run]) -> Check:
-    """Count the groups of notebooks that live, and list the others."""
+    """Count the groups of running notebooks, and list the leftovers of ended ones."""
     dead = [run for run in runs if not run.owner_lives]
     found = f"groups of other notebooks: {len(runs) - len(dead)}"
     if not dead:

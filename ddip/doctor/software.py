@@ -12,15 +12,15 @@ from ddip.cluster.processes import boot
 from ddip.doctor.doctor_report import Check, failed, ok, warning
 
 SHOWN = ("ipyparallel", "ipykernel", "ipython", "jupyterlab", "notebook")
-"""Packages whose versions are shown; torch has a line of its own."""
+"""Packages whose versions the report shows; torch has a separate line."""
 OLDEST = {"jupyterlab": 4, "notebook": 7}
-"""Oldest major versions of front-ends that ddip is tried with."""
+"""Oldest major version of each front end with which ddip is tested."""
 OTHERS = ("IPython", "cloudpickle", "ddip", "ipykernel", "ipyparallel", "numpy", "psutil", "torch", "traitlets", "zmq")
-"""Modules besides the standard library's that a file in the folder must not hide."""
+"""Modules outside the standard library that a file in the folder must not hide."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-"""Variables that torchrun sets, and by which libraries recognize a rank."""
+"""Variables that torchrun sets, by which libraries recognize a rank."""
 BACKENDS = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_")
-"""How the names of variables that torch's backends read begin."""
+"""Prefixes of the environment variables that torch's backends read."""
 
 VersionOf = Callable[[str], str | None]
 
@@ -51,7 +51,10 @@ def check_packages() -> Check:
 
 
 def judge_packages(requires: Sequence[str] | None, version_of: VersionOf) -> Check:
-    """Judge versions; `requires`: lines as in a wheel's metadata, None if ddip is not installed as a package."""
+    """Judge the installed versions.
+
+    `requires`: lines as in a wheel's metadata, None if ddip is not installed as a package.
+    """
     from packaging.requirements import Requirement
 
     versions = ", ".join(f"{name} {version}" for name in SHOWN if (version := version_of(name)))
@@ -92,7 +95,11 @@ def check_environment() -> Check:
 def judge_environment(
     environment: Mapping[str, str], interfaces: Mapping[str, str], threads: int, watchdog: Mapping[str, str]
 ) -> Check:
-    """Judge variables; `interfaces` and `watchdog`: variables with ddip's values; `threads`: of each of two ranks."""
+    """Judge the environment variables.
+
+    `interfaces` and `watchdog`: variables with the values that ddip sets; `threads`: number of threads of each of two
+    ranks.
+    """
     lines = []
     for name, ours in interfaces.items():
         theirs = environment.get(name) or ours
@@ -108,8 +115,8 @@ def judge_environment(
     typed = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     if typed.isdecimal() and int(typed) > threads:
         lines.append(f"OMP_NUM_THREADS={typed}: threads of every rank, where ddip would give each of two {threads}")
-    others = {name for name in environment if name.startswith(BACKENDS)} - {*interfaces, *watchdog}
-    passed = [f"{name}={environment[name]}" for name in sorted(others)]
+    backend_variables = {name for name in environment if name.startswith(BACKENDS)} - {*interfaces, *watchdog}
+    passed = [f"{name}={environment[name]}" for name in sorted(backend_variables)]
     if passed:
         lines.append(f"passed on to the ranks: {', '.join(passed)}")
     if len(lines) == bool(passed):
@@ -131,7 +138,7 @@ def check_folder() -> Check:
 
 
 def hiding(entries: Iterable[str]) -> list[str]:
-    """Return the files and packages of a folder that hide a module that is not loaded by then.
+    """Return the files and packages of a folder that would hide a module; frozen modules cannot be hidden.
 
     >>> hiding(["random.py", "train.py", "os.py"])
     ['random.py']
@@ -141,12 +148,15 @@ def hiding(entries: Iterable[str]) -> list[str]:
     return sorted(entry for entry in found if FrozenImporter.find_spec(entry.removesuffix(".py")) is None)
 
 
-def judge_folder(here: Sequence[str], on_path: Mapping[str, str]) -> Check:
-    """Judge files; `here`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides."""
+def judge_folder(files: Sequence[str], on_path: Mapping[str, str]) -> Check:
+    """Judge the files of the current folder and of PYTHONPATH.
+
+    `files`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides, with the file.
+    """
     if on_path:
         lines = [f"{file} {boot.INSTEAD} {name}" for name, file in on_path.items()]
         return failed("folder", "\n".join(lines), "rename these files, or take their folder off PYTHONPATH")
-    if here:
-        found = f"in notebooks and cells, files of the current folder hide modules: {', '.join(here)}"
+    if files:
+        found = f"in notebooks and cells, files of the current folder hide modules: {', '.join(files)}"
         return warning("folder", found, "rename them")
     return ok("folder", "no file in it hides a module")

@@ -1,6 +1,6 @@
-"""Check a real start: a group of ranks, one all_reduce, and its end.
+"""Check a real start: start a group of ranks, run one all_reduce, and end the group.
 
-Nothing is left behind, and what other notebooks have left stays: the report lists it.
+Nothing is left behind. Leftovers of other notebooks stay: the report lists them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,25 @@ CELL_SECONDS = 60.0
 
 
 class TrialGroup(Group):
-    """A group that does not remove leftovers of others."""
+    """A group that does not remove leftovers of other groups."""
 
     def _new_cluster(self, request: Request) -> Cluster:
         return own_cluster(request, self.options.spawn)
 
 
 def check_start(backend: str) -> Check:
-    """Start two ranks over `backend`, ``gloo`` or ``nccl``, and end them; with one GPU, nccl has one rank."""
+    """Start two ranks over `backend`, ``gloo`` or ``nccl``, and end them.
+
+
+    With one GPU, nccl gets one rank.
+    """
     gpus = None
     if backend == "nccl":
         names = devices.gpu_names()
         several = not any(name.startswith(devices.SLICE) for name in names)
         gpus = tuple(range(min(2 if several else 1, len(names))))
     try:
-        with _surroundings(), TrialGroup(None if gpus else 2, gpus) as group:
+        with _trial_environment(), TrialGroup(None if gpus else 2, gpus) as group:
             group.run(CELL, show_ranks=[], timeout=CELL_SECONDS)
             answers, _ = group.pull_all(["total", "seconds"], range(group.world_size))
             begun, slowest = group.seconds, max(answer["seconds"] for answer in answers)
@@ -59,14 +63,15 @@ def check_start(backend: str) -> Check:
 
 
 @contextlib.contextmanager
-def _surroundings() -> Iterator[None]:
-    """Use the user's IPython profile if there is one, which may be what is wrong, else one that is removed afterwards.
+def _trial_environment() -> Iterator[None]:
+    """Set up the environment of the trial, and afterwards end the preload process and all its children.
 
-    The preload process, and all that it forked, is ended afterwards; a second Ctrl-C does not prevent that.
+    The trial uses the user's IPython profile if there is one, since that may be the cause of a fault, else a temporary
+    one. A second Ctrl-C does not prevent the cleanup.
     """
     former, folder = dict(os.environ), tempfile.mkdtemp(prefix="ddip-doctor-")
     try:
-        os.environ.update([preload_client.ONLY_ENGINES])  # the ranks do not live long enough to use more
+        os.environ.update([preload_client.ONLY_ENGINES])  # the ranks end before they could use the rest
         if not Path(former.get("IPYTHONDIR") or "~/.ipython", "profile_default").expanduser().is_dir():
             os.environ["IPYTHONDIR"] = folder
         yield
@@ -79,7 +84,10 @@ def _surroundings() -> Iterator[None]:
 
 
 def judge(backend: str, totals: list[float], start_seconds: float, reduce_seconds: float, spawned: str) -> Check:
-    """Judge a start; `totals`: the sum on each rank; `spawned`: why ranks were not forked though they should be."""
+    """Judge a start of ranks.
+
+    `totals`: the sum on each rank; `spawned`: why ranks were spawned although they should be forked, or empty.
+    """
     name, where, ranks = f"start-{backend}", "the CPU" if backend == "gloo" else "GPUs", len(totals)
     found = f"ranks on {where}: {ranks}, started in {start_seconds:.1f} s, all_reduce in {reduce_seconds:.3f} s"
     right = ranks * (ranks + 1) / 2
@@ -93,7 +101,7 @@ def judge(backend: str, totals: list[float], start_seconds: float, reduce_second
 
 
 def judge_failure(backend: str, error: str) -> Check:
-    """Report the `error` with which a group did not form, or its cell failed."""
+    """Report the `error` with which the start of a group, or its cell, failed."""
     advice = "mend what failed above first; if nothing did, run it in a fresh environment, and report both"
     if backend == "nccl":
         advice = "NCCL_DEBUG=INFO python -m ddip doctor tells more; ranks on the CPU (%makedip -n 2) need no nccl"

@@ -1,7 +1,7 @@
-"""Who may use the tools: who has the token of the Jupyter server, as for anything else that the server does.
+"""Access control for the tools: a call needs the Jupyter server's token, like any other request to the server.
 
-jupyter-server-mcp listens on a port of its own, where it asks nobody for a token. So each call of a tool of ddip's
-asks, and no configuration leaves the question out.
+jupyter-server-mcp listens on a separate port, where it does not ask for a token. So each ddip tool checks the token
+itself, and no setting turns the check off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddip.server import tokens
 
 
 def server() -> ServerApp:
-    """The Jupyter server that this process is, for who has its token; raises ToolError for others."""
+    """Return this process's Jupyter server if the current request has its token; raise ToolError if not."""
     if not ServerApp.initialized():
         raise ToolError("there is no Jupyter server in this process; ddip's tools are for jupyter-server-mcp")
     app = ServerApp.instance()

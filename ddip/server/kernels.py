@@ -1,10 +1,11 @@
-"""A call of ``ddip.notebook.for_programs`` in the kernel of a notebook, in bounded time.
+"""Call ``ddip.notebook.for_programs`` in a notebook's kernel, in bounded time.
 
     server   kernel_info_request on the control channel  -->  until its status arrives: now no message is missed
-             execute_request, without code, its answer in a user expression  -->  busy: it has begun  -->  reply
+             execute_request without code, the call in a user expression  -->  busy: it has begun  -->  reply
 
-The kernel does one thing after the other: while a cell of the notebook runs, the request waits behind it. Who has
-waited `BUSY_SECONDS` is told so, and the kernel, when it comes to the request, sees that it is late and does nothing.
+The kernel runs one request at a time: while a cell of the notebook runs, the request waits behind it. After
+`BUSY_SECONDS` the caller gets KernelBusy, and the kernel, once it reaches the request, sees that it is late and drops
+it.
 """
 
 from __future__ import annotations
@@ -20,40 +21,43 @@ from ddip.protocol.status_types import ANSWER_MIME, TOO_LATE
 BUSY_SECONDS = 5.0
 """How long a request waits for its turn."""
 LATER_SECONDS = 1.0
-"""Nobody takes the answer of a request that begins so much later."""
+"""How long beyond `BUSY_SECONDS` the server still waits for a request to begin."""
 LOOK_SECONDS = 0.5
-"""How often it is looked whether the kernel lives."""
+"""Interval at which the server checks that the kernel is alive."""
 TRIES = 5
-"""How often a request is sent that a kernel drops."""
+"""How many times a request is sent that the kernel drops after a failed cell."""
 KEY = "ddip"
 CALL = "__import__('ddip.notebook.for_programs', fromlist=['call']).call({name!r}, {arguments!r}, {before!r})"
 
 
 class KernelError(Exception):
-    """The kernel has not done what it was asked for; the message says why."""
+    """A call in a kernel failed; the message says why."""
 
 
 class KernelBusy(KernelError):
-    """It does something else; nothing was done."""
+    """The kernel was busy with something else; the call was not made."""
 
 
 async def ask(manager: Any, name: str, arguments: dict[str, Any], seconds: float) -> Any:
-    """What the function `name` returns in the kernel of `manager`, which may take `seconds`; raises KernelError."""
+    """Call the function `name` in the kernel of `manager` and return its result.
+
+    Raises KernelError, for example if the call takes longer than `seconds`, and KernelBusy if it could not begin.
+    """
     client = manager.client()
     client.start_channels(stdin=False, hb=False)
     try:
-        await _connected(manager, client)
+        await _wait_until_connected(manager, client)
         for _ in range(TRIES):
             before = time.time() + BUSY_SECONDS
             expression = CALL.format(name=name, arguments=json.dumps(arguments), before=before)
-            asked = client.execute(
+            msg_id = client.execute(
                 "", store_history=False, user_expressions={KEY: expression}, allow_stdin=False, stop_on_error=False
             )
-            await _begun(manager, client, asked)
-            content = await _reply(manager, client, asked, name, seconds)
+            await _wait_until_begun(manager, client, msg_id)
+            content = await _wait_for_reply(manager, client, msg_id, name, seconds)
             if content.get("status") != "aborted":
                 return answer_in(content)
-            await asyncio.sleep(LOOK_SECONDS)  # a cell has failed, and the kernel drops what has come behind it
+            await asyncio.sleep(LOOK_SECONDS)  # a cell failed, and the kernel drops the requests queued behind it
         raise KernelBusy(
             f"cells of the notebook fail, one after the other, and {name} was dropped with them; ask again"
         )
@@ -62,11 +66,16 @@ async def ask(manager: Any, name: str, arguments: dict[str, Any], seconds: float
 
 
 def answer_in(content: dict[str, Any]) -> Any:
-    """What the reply of the kernel says; raises KernelError."""
-    told = content.get("user_expressions", {}).get(KEY, {})
-    if told.get("status") == "error":
-        raise KernelError(f"the kernel of this notebook has no ddip: {told.get('ename')}: {told.get('evalue')}")
-    text = told.get("data", {}).get(ANSWER_MIME)
+    """Return the result in the content of an execute_reply.
+
+
+    Raises KernelError if it contains an error or no result.
+    """
+    expression = content.get("user_expressions", {}).get(KEY, {})
+    if expression.get("status") == "error":
+        error = f"{expression.get('ename')}: {expression.get('evalue')}"
+        raise KernelError(f"the kernel of this notebook has no ddip: {error}")
+    text = expression.get("data", {}).get(ANSWER_MIME)
     if text is None:
         raise KernelError("the kernel of this notebook is not one of IPython with ddip")
     answer = json.loads(text)
@@ -78,58 +87,67 @@ def answer_in(content: dict[str, Any]) -> Any:
 
 
 def busy_text() -> str:
-    """What to say where a request had to wait for too long."""
+    """Return the message of a KernelBusy: the request waited too long for its turn."""
     return (
         f"the notebook's kernel has been busy with a cell of its own for {BUSY_SECONDS:g} s; nothing was done. Cells "
         "that ddip_run starts leave it free; ask again, or stop that cell in the notebook"
     )
 
 
-async def _connected(manager: Any, client: Any) -> None:
-    """The control thread answers while a cell runs; when its message has come, the client gets all that follow."""
+async def _wait_until_connected(manager: Any, client: Any) -> None:
+    """Wait until the client's iopub subscription is in effect, so that it misses no later message.
+
+    The control thread answers even while a cell runs. Raises KernelError if no answer comes within `BUSY_SECONDS`.
+    """
     end = time.monotonic() + BUSY_SECONDS
-    asked: set[str] = set()
+    request_ids: set[str] = set()
     while time.monotonic() < end:
         message = client.session.msg("kernel_info_request", {})
         client.control_channel.send(message)
-        asked.add(message["header"]["msg_id"])
-        if await _message(client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") in asked):
+        request_ids.add(message["header"]["msg_id"])
+        if await _receive(client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") in request_ids):
             return
         await _ensure_alive(manager)
     raise KernelError(f"the kernel does not answer within {BUSY_SECONDS:g} s; is its process stopped?")
 
 
-async def _begun(manager: Any, client: Any, asked: str) -> None:
+async def _wait_until_begun(manager: Any, client: Any, msg_id: str) -> None:
+    """Wait until the kernel begins the request `msg_id`; raise KernelBusy if it does not in time."""
     end = time.monotonic() + BUSY_SECONDS + LATER_SECONDS
     while time.monotonic() < end:
-        if await _message(client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") == asked):
+        if await _receive(client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") == msg_id):
             return
         await _ensure_alive(manager)
     raise KernelBusy(busy_text())
 
 
-async def _message(client: Any, seconds: float, wanted: Any) -> bool:
-    """Does a message that is `wanted` come on the way of all output within `seconds`?"""
+async def _receive(client: Any, seconds: float, wanted: Any) -> bool:
+    """Read iopub messages for up to `seconds`; return True as soon as `wanted` accepts one."""
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
+    while (remaining := end - time.monotonic()) > 0:
         try:
-            if wanted(await client.get_iopub_msg(timeout=left)):
+            if wanted(await client.get_iopub_msg(timeout=remaining)):
                 return True
         except Empty:
             return False
-        await asyncio.sleep(0)  # a flood of output must not keep the server from everything else
+        await asyncio.sleep(0)  # a flood of output must not block the server
     return False
 
 
-async def _reply(manager: Any, client: Any, asked: str, name: str, seconds: float) -> dict[str, Any]:
+async def _wait_for_reply(manager: Any, client: Any, msg_id: str, name: str, seconds: float) -> dict[str, Any]:
+    """Wait for the reply to the request `msg_id`, and return its content.
+
+
+    Raises KernelError after `seconds`, or if the kernel ended.
+    """
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
+    while (remaining := end - time.monotonic()) > 0:
         try:
-            message = await client.get_shell_msg(timeout=min(LOOK_SECONDS, left))
+            message = await client.get_shell_msg(timeout=min(LOOK_SECONDS, remaining))
         except Empty:
             await _ensure_alive(manager)
             continue
-        if message["parent_header"].get("msg_id") == asked:
+        if message["parent_header"].get("msg_id") == msg_id:
             return dict(message["content"])
     raise KernelError(f"{name} takes longer than {seconds:g} s; it goes on in the kernel: ask for the status later")
 

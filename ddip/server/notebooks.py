@@ -1,4 +1,4 @@
-"""Which notebook is meant: those that are open have a session on the server, and that has a kernel."""
+"""Find the notebook that a tool call means: each open notebook has a session on the server, with a kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from ddip.server.kernels import KernelError
 
 
 def described(session: dict[str, Any]) -> dict[str, str]:
-    """One of them, as the tools tell it."""
+    """Describe a session as the tools return it: path of the notebook, id and state of the kernel."""
     kernel = session.get("kernel") or {}
     return {"notebook": session["path"], "kernel": kernel.get("id", ""), "state": kernel.get("execution_state", "")}
 
 
 def chosen(sessions: Sequence[dict[str, Any]], typed: str) -> dict[str, str]:
-    """The one whose path, name or kernel's id was `typed`; without that, the only one. Raises KernelError."""
+    """Return the notebook whose path, file name or kernel id is `typed`, or the only one if that is empty.
+
+    Raises KernelError if none or several match.
+    """
     open_now = [described(session) for session in sessions]
     if not open_now:
         raise KernelError("no notebook is open on this Jupyter server; open one, which starts its kernel")

@@ -1,4 +1,4 @@
-"""Does a request have the token of the Jupyter server?"""
+"""Check that a request has the Jupyter server's token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import hmac
 import re
 
 HEADER = re.compile(r"(?:token|bearer)\s+(\S+)\s*", re.IGNORECASE)
-"""As Jupyter's server takes it."""
+"""The ``Authorization`` header in the forms that the Jupyter server accepts."""
 HOW = "send the header 'Authorization: token ...', or add ?token=... to the URL; `jupyter server list` shows the token"
 
 
 def why_not(token: str, header: str, typed: str) -> str:
-    """Why a request with this ``Authorization`` header, or with this token `typed` in its URL, is refused by a server
-    that has this `token`; empty if it is not."""
+    """Return the reason why a server with this `token` refuses a request, empty if it accepts it.
+
+    `header`: the request's ``Authorization`` header; `typed`: the token in its URL.
+    """
     if not token:
         return (
             "this Jupyter server has no token, and without one ddip's tools are closed to all: start it with one, "

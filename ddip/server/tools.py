@@ -1,7 +1,7 @@
-"""The tools that ddip has for a Model Context Protocol server of Jupyter: entry points ``jupyter_server_mcp.tools``.
+"""Tools for Jupyter's Model Context Protocol server, found by the entry point group ``jupyter_server_mcp.tools``.
 
-Each is a thin way to a function of ``ddip.notebook.for_programs`` in the kernel of a notebook that is open. The
-docstrings are what a client reads.
+Each tool calls a function of ``ddip.notebook.for_programs`` in the kernel of an open notebook. Clients read the
+docstrings.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ddip.server import access, kernels, notebooks
 Data: TypeAlias = dict[str, Any]
 
 ASK_SECONDS = 30.0
-"""How long a kernel may take for what it knows, or has only to begin."""
+"""Time limit of calls that only read state or begin something."""
 CHANGE_SECONDS = 300.0
-"""How long it may take to start, repair or end a group, and to stop a cell; its own limits are shorter."""
+"""Time limit of a start, repair, stop or shutdown, above the limits that ddip has for these itself."""
 MOST_SECONDS = 300.0
-"""How long a poll may wait."""
+"""Longest time for which a poll may wait."""
 POLL_SECONDS = 0.5
 
 
@@ -130,11 +130,14 @@ TOOLS = [
         ddip_shutdown,
     )
 ]
-"""What jupyter-server-mcp registers."""
+"""The functions that jupyter-server-mcp registers."""
 
 
 async def _ask(notebook: str, name: str, seconds: float, /, **arguments: Any) -> Data:
-    """Call the function `name` in the kernel of `notebook`, if the caller has the server's token; raises ToolError."""
+    """Call the function `name` in the kernel of `notebook`, and return its result.
+
+    Raises ToolError, also if the caller does not have the server's token.
+    """
     app = access.server()
     sessions = await app.session_manager.list_sessions()
     try:

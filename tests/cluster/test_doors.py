@@ -40,7 +40,7 @@ def test_the_table_of_listeners(cells: ddip.Group) -> None:
     for door in found:
         if door.kind == "unix":  # its folder says who may connect, to whatever is in it
             folder = Path(door.address).parent
-            assert ownership._named_after(folder.name) == processes.Proc.of(os.getpid()), door
+            assert ownership._owner_in_name(folder.name) == processes.Proc.of(os.getpid()), door
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
             assert door.role == "controller"
         else:

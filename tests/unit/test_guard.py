@@ -328,7 +328,7 @@ def test_a_request_to_a_rank_that_exits_is_answered(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_processes_are_told_apart_whatever_they_call_themselves() -> None:
-    """``_followers`` looks at every process of the machine."""
+    """``_started_by`` looks at every process of the machine."""
     PR_SET_NAME = 15
     code = f"import ctypes; ctypes.CDLL(None).prctl({PR_SET_NAME}, b'\\xff) (\\xfe'); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:

@@ -30,7 +30,7 @@ DEAD = Proc(ME.pid, ME.started - 5)
 
 def read(folder: Path) -> Record | None:
     """The record in `folder`."""
-    with ownership._opened(folder) as opened:
+    with ownership._open_private(folder) as opened:
         return Record.read(opened)
 
 
@@ -38,7 +38,7 @@ def read(folder: Path) -> Record | None:
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder in which run folders are made and looked for; its path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="place-", dir="/tmp") as folder:
-        monkeypatch.setattr(ownership, "_places", lambda: [Path(folder)])
+        monkeypatch.setattr(ownership, "_candidate_folders", lambda: [Path(folder)])
         yield Path(folder)
 
 
@@ -108,7 +108,7 @@ def test_the_run_folder_is_private_and_named_after_its_owner() -> None:
     folder = ownership.make_run_folder()
     try:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert ownership._named_after(folder.name) == ME
+        assert ownership._owner_in_name(folder.name) == ME
         assert list(folder.iterdir()) == []
     finally:
         ownership.remove_files(folder, "", "")
@@ -121,7 +121,7 @@ def test_a_place_that_torch_would_not_find_is_passed_over(
 ) -> None:
     """It takes the path of the group's store for an address: ``/tmp/a#b`` would be ``/tmp/a``, open to everybody."""
     (place / name).mkdir()
-    monkeypatch.setattr(ownership, "_places", lambda: [place / name, place])
+    monkeypatch.setattr(ownership, "_candidate_folders", lambda: [place / name, place])
     folder = ownership.make_run_folder()
     assert folder.parent == place
     assert list((place / name).iterdir()) == []
@@ -167,7 +167,7 @@ def test_clusters_are_listed_with_what_still_runs_of_them_and_nothing_is_changed
 def test_a_folder_whose_owner_was_killed_before_it_wrote_a_record_is_removed(place: Path) -> None:
     code = (
         "import os, pathlib, sys\nfrom ddip.cluster.processes import ownership\n"
-        "ownership._places = lambda: [pathlib.Path(sys.argv[1])]\n"
+        "ownership._candidate_folders = lambda: [pathlib.Path(sys.argv[1])]\n"
         "print(ownership.make_run_folder(), flush=True)\ninput()"
     )
     command = [sys.executable, "-c", code, str(place)]
@@ -184,7 +184,7 @@ def test_a_folder_whose_owner_was_killed_before_it_wrote_a_record_is_removed(pla
 
 def test_a_folder_with_characters_of_patterns_is_a_folder_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="a[b]*:", dir="/tmp") as odd:
-        monkeypatch.setattr(ownership, "_places", lambda: [Path(odd)])
+        monkeypatch.setattr(ownership, "_candidate_folders", lambda: [Path(odd)])
         alive = ownership.make_run_folder()
         run_folder(Path(odd), DEAD)
         assert ownership.clear_up_orphans() == 1
@@ -199,11 +199,11 @@ def test_where_run_folders_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     lasts = ownership._outlives_the_login(runtime)  # where systemd removes it with the login it does not
-    assert ownership._places() == [*([runtime] if lasts else []), temporary, Path("/tmp")]
+    assert ownership._candidate_folders() == [*([runtime] if lasts else []), temporary, Path("/tmp")]
     runtime.chmod(0o755)
-    assert ownership._places() == [temporary, Path("/tmp")]
+    assert ownership._candidate_folders() == [temporary, Path("/tmp")]
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
-    assert ownership._places() == [temporary, Path("/tmp")]
+    assert ownership._candidate_folders() == [temporary, Path("/tmp")]
     too_long = temporary / ("x" * 90)
     too_long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(too_long))
@@ -211,7 +211,7 @@ def test_where_run_folders_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert folder.parent == Path("/tmp")
     assert list(too_long.iterdir()) == []
     folder.rmdir()
-    monkeypatch.setattr(ownership, "_places", lambda: [too_long, tmp_path / "missing"])
+    monkeypatch.setattr(ownership, "_candidate_folders", lambda: [too_long, tmp_path / "missing"])
     with pytest.raises(OSError, match=f"{too_long}: AF_UNIX path too long; {tmp_path / 'missing'}: "):
         ownership.make_run_folder()
 

@@ -1,7 +1,7 @@
-"""Hosts that are reached by the engines of somebody else's ipyparallel cluster, which stays as it is.
+"""Reach hosts through the engines of an existing ipyparallel cluster, without changing it.
 
-Its engines do not become ranks: one of them on each host starts our agent there, as ssh does on other hosts, and what
-notebook and agent say to each other goes by the controller of that cluster (``near_end.py``, ``far_end.py``).
+Its engines do not become ranks: one engine per host starts ddip's agent there, as ssh does elsewhere, and the messages
+between notebook and agent pass through that cluster's controller (``near_end.py``, ``far_end.py``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ WHERE = (
     "[__import__('os').readlink(path) if 'ns' in path else open(path).read() for path in "
     "('/proc/sys/kernel/random/boot_id', '/proc/self/ns/net') if __import__('os').path.lexists(path)]])"
 )
-"""What an engine is asked: its host, its Python, and what no other host has."""
+"""Expression for an engine's host name, Python, and boot and network namespace IDs, which identify the host."""
 
 
 def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> Client:
-    """A client of the cluster whose connection file this is. Raises GroupError."""
+    """Connect a client to the cluster with this connection file.
+
+    `heard` gets the messages of a far end, on the client's thread. Raises GroupError if no controller answers.
+    """
     with folder.left_out():
         from ddip.cluster import ipp_private
 
@@ -44,16 +47,19 @@ def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message:
 
 
 def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
-    """The value of `expression` in each of these engines, whatever they run meanwhile. Raises GroupError."""
+    """Evaluate `expression` in each of these engines, even while they run code.
+
+    The values must be Python literals. Raises GroupError on any failure.
+    """
     from ddip.cluster import ipp_private
 
     content = {"code": "", "silent": True, "user_expressions": {"ddip": expression}}
     try:
-        asked = [ipp_private.control(client, engine, "execute_request", content) for engine in engines]
+        answers = [ipp_private.control(client, engine, "execute_request", content) for engine in engines]
     except KeyError as error:
         raise GroupError(f"engine {error} of that cluster has just ended; try again") from None
     values, deadline = [], time.monotonic() + ANSWER_SECONDS
-    for engine, answer in zip(engines, asked, strict=True):
+    for engine, answer in zip(engines, answers, strict=True):
         try:
             value = answer.result(max(0.1, deadline - time.monotonic()))["user_expressions"]["ddip"]
         except NoAnswer:
@@ -67,7 +73,10 @@ def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
 
 
 def look(file: str, name: str, n: int | None) -> Attachment:
-    """Where the engines of a cluster are, in the order of their ids. Raises GroupError."""
+    """Find the hosts of a cluster's engines, in the order of engine IDs. Raises GroupError.
+
+    `name`: the cluster as the user typed it; `n`: the requested number of ranks.
+    """
     with _closing(connect(file)) as client:
         engines = sorted(client.ids)
         if not engines:
@@ -76,11 +85,11 @@ def look(file: str, name: str, n: int | None) -> Attachment:
         for engine, answer in zip(engines, ask(client, engines, WHERE), strict=True):
             host, python, ids = json.loads(answer)
             seats.setdefault(json.dumps([host, ids]), [host, python, []])[2].append(engine)
-    return Attachment(file, tuple(_named(seats.values())), n)
+    return Attachment(file, tuple(_seats_of(seats.values())), n)
 
 
-def _named(seats: Any) -> Iterator[Seat]:
-    """Hosts that call themselves the same get numbers."""
+def _seats_of(seats: Any) -> Iterator[Seat]:
+    """Yield a seat for each host; number the second and later hosts of the same name."""
     taken: dict[str, int] = {}
     for host, python, engines in seats:
         taken[host] = taken.get(host, 0) + 1

@@ -1,4 +1,4 @@
-"""Which ipyparallel clusters there are, by the files that their controllers write. Nothing is written here."""
+"""Find ipyparallel clusters by the connection files that their controllers write; read only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, END = "ipcontroller", "client.json"
 
 @dataclass(frozen=True)
 class Found:
-    """The connection file of a cluster, for clients."""
+    """A cluster, found by its connection file for clients."""
 
     profile: str
     id: str
@@ -27,39 +27,42 @@ class Found:
 
     @property
     def name(self) -> str:
-        """As a user may type it."""
+        """The unambiguous name that a user may type."""
         return f"{self.profile}/{self.id}" if self.id else self.profile
 
     def called(self, typed: str) -> bool:
-        """Is it one of those that are called so?"""
+        """Return True if `typed` names this cluster by its ID, profile or both."""
         return typed in (self.id, self.profile, self.name, f"{self.profile}/", f"{self.profile}:{self.id}") and bool(
             typed
         )
 
 
 def find(typed: str) -> str:
-    """The connection file of the cluster that somebody means. Raises GroupError, which names those that run."""
+    """Return the connection file of the running cluster that `typed` names.
+
+    Raises GroupError, with the names of running clusters, if none or several match.
+    """
     if typed.endswith(".json"):
-        return _of_file(typed)
-    found = [one for one in all_there() if one.called(typed)]
-    exact = [one for one in found if typed in (one.id, one.name)] or found
-    running = [one for one in exact if runs(one.file)]
+        return _checked_file(typed)
+    found = [cluster for cluster in all_there() if cluster.called(typed)]
+    exact = [cluster for cluster in found if typed in (cluster.id, cluster.name)] or found
+    running = [cluster for cluster in exact if runs(cluster.file)]
     if len(running) == 1:
         return str(running[0].file)
     if running:
-        names = ", ".join(one.name for one in running)
+        names = ", ".join(cluster.name for cluster in running)
         raise GroupError(f"-c {typed}: there are several: type one of {names}")
     why = "its controller does not answer" if found else "there is no such cluster"
-    raise GroupError(f"-c {typed}: {why}; {_those_that_run()}")
+    raise GroupError(f"-c {typed}: {why}; {_running_text()}")
 
 
-def _of_file(typed: str) -> str:
+def _checked_file(typed: str) -> str:
     file = Path(typed).expanduser().absolute()
-    if file.name.startswith("cluster-"):  # ipcluster's own file; the controller's is beside it
+    if file.name.startswith("cluster-"):  # ipcluster's file; the controller's is beside it
         own = file.name.removeprefix("cluster-").removesuffix(".json")
         file = file.with_name(f"{BEGIN}-{own}-{END}" if own else f"{BEGIN}-{END}")
     if not file.is_file():
-        raise GroupError(f"-c {typed}: there is no file {file}; {_those_that_run()}")
+        raise GroupError(f"-c {typed}: there is no file {file}; {_running_text()}")
     try:
         whole = "registration" in json.loads(file.read_text())
     except (OSError, ValueError):
@@ -69,37 +72,45 @@ def _of_file(typed: str) -> str:
     return str(file)
 
 
-def _those_that_run() -> str:
-    names = [one.name for one in all_there() if runs(one.file)]
+def _running_text() -> str:
+    names = [cluster.name for cluster in all_there() if runs(cluster.file)]
     return f"those that run are {', '.join(names)}" if names else "none runs here; ipcluster start makes one"
 
 
 def all_there() -> Sequence[Found]:
-    """All that have a file in a profile, also those that have ended without removing it; but none of ddip's own."""
+    """List the clusters with a connection file in a profile, except those that ddip started.
+
+
+    Some may have ended without removing the file.
+    """
     found = []
     for file in sorted(Path(get_ipython_dir()).glob(f"profile_*/security/{BEGIN}-*{END}")):
         profile = file.parent.parent.name.removeprefix("profile_")
         own = file.name.removeprefix(f"{BEGIN}-").removesuffix(END).removesuffix("-")
-        if not own.startswith("ddip-"):  # those of groups, which have nothing else in them
+        if not own.startswith("ddip-"):  # else ddip has started it
             found.append(Found(profile, own, file))
     return found
 
 
 def runs(file: Path) -> bool:
-    """Does its controller listen?"""
+    """Return True if the controller with this connection file listens.
+
+
+    One that can be reached only by an ssh tunnel is taken to listen.
+    """
     try:
-        told = json.loads(file.read_text())
-        scheme, _, address = told["interface"].partition("://")
-        if told.get("ssh"):
-            return True  # only by a tunnel
+        info = json.loads(file.read_text())
+        scheme, _, address = info["interface"].partition("://")
+        if info.get("ssh"):
+            return True
         if scheme == "ipc":
-            with socket.socket(socket.AF_UNIX) as one:
-                one.connect(f"{address}:{told['registration']}")
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(f"{address}:{info['registration']}")
             return True
         anywhere = address in ("*", "0.0.0.0")
         return any(
-            _listens(where, told["registration"])
-            for where in ((told["location"], "127.0.0.1") if anywhere else (address,))
+            _listens(target, info["registration"])
+            for target in ((info["location"], "127.0.0.1") if anywhere else (address,))
         )
     except (OSError, ValueError, KeyError):
         return False

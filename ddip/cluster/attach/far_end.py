@@ -1,12 +1,12 @@
-"""What runs in an engine of somebody else's cluster, so that this host can be reached: it starts the agent beside it.
+"""The far end of a link: threads in an engine of an existing cluster that start the agent on the engine's host.
 
     near end  --control scheduler of that cluster-->  far end, in threads of an engine  --pipes-->  agent
     (near_end.py)  <------------------------------------------------------------------------------
 
-Its text is sent to that engine, whose Python may have no ddip: it needs the standard library, and what the engine has.
-It has a socket of its own to that scheduler, beside the engine's, and takes nothing of the engine but connection and
-key. So it does not matter what the engine computes; and what cannot be sent any more ends with the socket, while the
-process through which an engine's own control messages go, ipyparallel's nanny, would wait for that for ever.
+The near end sends this file's source to the engine, whose Python may have no ddip: it may only use the standard library
+and the engine's packages. The far end opens a separate socket to the scheduler, and uses only the engine's connection
+and key, so it works while the engine computes. Unsent messages are dropped with that socket; ipyparallel's nanny, the
+process that relays an engine's control messages, would wait for them indefinitely.
 """
 
 from __future__ import annotations
@@ -24,56 +24,57 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 AT_ONCE = 1 << 18
-"""Bytes in a message at most."""
+"""Largest data of a message in bytes."""
 PIPE = 1 << 20
-"""Bytes that a pipe may hold, on Linux: 64 KiB would make for many small messages."""
+"""Capacity of a pipe in bytes, on Linux: the default of 64 KiB would mean many small messages."""
 WINDOW = 32
-"""Messages with bytes on their way at most: ZeroMQ drops what is too much for it."""
+"""Largest number of unacknowledged messages with data: ZeroMQ drops messages above its limit."""
 TAKEN = 8
-"""So many of them are acknowledged at once."""
+"""Number of messages that one acknowledgement covers."""
 BEAT_SECONDS = 1.0
 LOST_BEATS = 10
-"""Of the other end: without so many of them it is gone."""
+"""Number of beats without a message after which the other end is lost."""
 END_SECONDS = 5.0
 """How long the agent may take to end its ranks."""
 LINGER_MILLISECONDS = 1000
-"""How long the last messages of an end may take to leave."""
+"""How long the last messages may take to be sent after the end."""
 KIND = "ddip_link_"
-"""How the name of a far end begins: each has its own, which is the type of its messages, too."""
+"""Prefix of a far end's unique name, which is also the type of its messages."""
 ADDRESS = "DDIP_ADDRESS"
-"""Variable that tells the agent by which address this host reaches the controller of that cluster."""
+"""Variable with the address from which this host reaches the controller of that cluster, for the agent."""
 NOT_FOR_THE_AGENT = ("IPP_", "SSH_", "OMPI_", "PMI_", "PMIX_", "JPY_")
-"""How variables of an engine begin that are about the engine."""
+"""Prefixes of variables that describe the engine, and that the agent must not inherit."""
 
 
 class Link:
-    """One end: bytes go both ways, in order, as far as the other end takes them.
+    """One end of a link that carries streams of bytes both ways, in order and with flow control.
 
-    `send` sends a message with bytes, and may be called by any thread; `sinks` are descriptors by the name of a stream.
+    `send` sends a message with data, and may be called by any thread; `sinks` are the descriptors to write to, by the
+    name of the stream.
     """
 
     def __init__(self, send: Callable[[dict[str, Any], bytes], None], sinks: Mapping[str, int]) -> None:
         self._send = send
         self._sinks = dict(sinks)
         self._lock = threading.Lock()
-        self._sent = self._come = 0
+        self._sent = self._received = 0
         self._room = threading.Semaphore(WINDOW)
         self._unwritten: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
         self._written = threading.Event()
         self._beats = 0
         self.fault = ""
-        """Why it is of no use any more."""
+        """Reason why the link is unusable; empty while it works."""
         threading.Thread(target=self._write, name="ddip-link", daemon=True).start()
 
     def tell(self, what: str, value: Any = None, data: bytes = b"") -> None:
-        """Send a message."""
+        """Send a numbered message; may be called by any thread."""
         with self._lock:
             self._sent += 1
             self._send({"number": self._sent, "what": what, "value": value}, data)
 
     def read(self, stream: str, source: int) -> None:
-        """Send what can be read, until it ends."""
-        with contextlib.suppress(OSError, AttributeError):  # it is no pipe, or this is no Linux
+        """Send the data read from the descriptor `source` as `stream`, up to and including its end."""
+        with contextlib.suppress(OSError, AttributeError):  # not a pipe, or not Linux
             fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE)
         data = b"x"
         while data:
@@ -85,10 +86,10 @@ class Link:
             self.tell("bytes", stream, data)
 
     def heard(self, content: Mapping[str, Any], data: bytes) -> bool:
-        """A message has come; returns False for what is not about the streams."""
+        """Handle a received message; return False if it is not about the streams."""
         self._beats = 0
-        self._come += 1
-        if content["number"] != self._come:
+        self._received += 1
+        if content["number"] != self._received:
             self.fault = self.fault or "a message was lost on its way"
         if content["what"] == "bytes":
             self._unwritten.put((content["value"], data))
@@ -97,30 +98,32 @@ class Link:
         return content["what"] in ("bytes", "taken", "beat")
 
     def beat(self) -> int:
-        """Tell the other end of this one; returns for how many beats it has said nothing. Beats are counted, not
-        seconds: a process whose threads all stood still has not listened."""
+        """Send a beat, and return the number of beats since the other end's last message.
+
+        Beats are counted, not seconds: a process whose threads were all stopped could not receive anything.
+        """
         self.tell("beat")
         self._beats += 1
         return self._beats
 
     def close(self, stream: str) -> None:
-        """Have done with a sink."""
+        """Close the sink of `stream` after the data received so far."""
         self._unwritten.put((stream, b""))
 
     def end(self) -> None:
-        """Write what has come, and have done with all sinks."""
+        """Close all sinks after the data received so far."""
         self._unwritten.put(None)
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all sinks have had everything, and are closed."""
+        """Wait up to `seconds` until all sinks have been written and closed; return False if they are not."""
         return self._written.wait(seconds)
 
     def _write(self) -> None:
         for count in itertools.count(1):
-            one = self._unwritten.get()
-            if one is None:
+            entry = self._unwritten.get()
+            if entry is None:
                 break
-            stream, data = one
+            stream, data = entry
             sink = self._sinks.get(stream)
             try:
                 if sink is None:
@@ -132,7 +135,7 @@ class Link:
                 else:
                     del self._sinks[stream]
                     os.close(sink)
-            except OSError:  # nobody reads it
+            except OSError:  # the reader has closed the pipe
                 self._sinks.pop(stream, None)
             if count % TAKEN == 0:
                 self.tell("taken")
@@ -143,18 +146,18 @@ class Link:
 
 
 class FarEnd:
-    """One link, in an `engine` of ipyparallel; `kind` is its name at the scheduler."""
+    """The far end of one link, in an ipyparallel `engine`; `kind` is its name at the scheduler."""
 
     def __init__(self, engine: Any, kind: str) -> None:
         self._engine, self._kind = engine, kind
         self._session = engine.session.clone()
-        self._session.copy_threshold = 2 * AT_ONCE  # what zmq sends without a copy takes a thread, which would stay
+        self._session.copy_threshold = 2 * AT_ONCE  # sending without a copy would start a zmq thread that stays
         self._near: list[bytes] = []
-        """Where the near end is, for the scheduler."""
+        """Identities of the near end, by which the scheduler routes messages to it."""
         self._link: Link | None = None
         self._agent: subprocess.Popen[bytes] | None = None
-        self._over = threading.Event()
-        self._waited = 0
+        self._ended = threading.Event()
+        self._silent_beats = 0
         self._unsent: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -163,14 +166,14 @@ class FarEnd:
             threading.Thread(target=task, name="ddip-far-end", daemon=True).start()
 
     def _serve(self) -> None:
-        """Send and receive, until this end is over and all has been sent."""
+        """Send and receive messages until this end is over and every message is sent."""
         import zmq
 
         with self._woken, self._waker, zmq.Context() as context, context.socket(zmq.DEALER) as scheduler:
             scheduler.identity, scheduler.linger = self._kind.encode(), LINGER_MILLISECONDS
             connect, _ = self._engine.init_connector()
-            told = self._engine.connection_info
-            connect(scheduler, f"{told['interface']}:{told['control']}")
+            info = self._engine.connection_info
+            connect(scheduler, f"{info['interface']}:{info['control']}")
             self._relay(scheduler)
 
     def _relay(self, scheduler: Any) -> None:
@@ -179,10 +182,10 @@ class FarEnd:
         poller = zmq.Poller()
         for source in (scheduler, self._woken):
             poller.register(source, zmq.POLLIN)
-        while not (self._over.is_set() and self._unsent.empty()):
+        while not (self._ended.is_set() and self._unsent.empty()):
             if scheduler in dict(poller.poll()):
                 idents, message = self._session.recv(scheduler)
-                self._heard(idents, message["content"], b"".join(bytes(part) for part in message["buffers"]))
+                self._handle_message(idents, message["content"], b"".join(bytes(part) for part in message["buffers"]))
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
             while not self._unsent.empty():
@@ -190,41 +193,43 @@ class FarEnd:
                 buffers = [data] if data else None
                 self._session.send(scheduler, self._kind, content, ident=self._near, buffers=buffers)
 
-    def _say(self, content: dict[str, Any], data: bytes = b"") -> None:
-        """Have a message sent; may be called by any thread."""
+    def _queue_message(self, content: dict[str, Any], data: bytes = b"") -> None:
+        """Queue a message, and wake the sending thread; may be called by any thread."""
         self._unsent.put((content, data))
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has been woken already, or is over
+        with contextlib.suppress(OSError):  # the thread has been woken already, or has ended
             self._waker.send(b"x")
 
-    def _heard(self, near: list[bytes], content: Mapping[str, Any], data: bytes) -> None:
+    def _handle_message(self, near: list[bytes], content: Mapping[str, Any], data: bytes) -> None:
         if content["what"] == "hello":
             self._near = near
-            self._say({"what": "here"})
+            self._queue_message({"what": "here"})
             return
         if content["what"] == "begin" and self._link is None:
-            self._begin(content["value"])
+            self._start_agent(content["value"])
         if self._link is not None:
             self._link.heard(content, data)
 
-    def _begin(self, command: Sequence[str]) -> None:
+    def _start_agent(self, command: Sequence[str]) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_THE_AGENT)}
         agent = self._agent = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**kept, ADDRESS: _address()},
+            env={**kept, ADDRESS: _controller_side_address()},
             start_new_session=True,
         )
         assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
-        self._link = Link(self._say, {"in": os.dup(agent.stdin.fileno())})
+        self._link = Link(self._queue_message, {"in": os.dup(agent.stdin.fileno())})
         agent.stdin.close()
-        threading.Thread(target=self._wait, args=(self._link, agent), name="ddip-far-end", daemon=True).start()
+        threading.Thread(
+            target=self._wait_for_agent, args=(self._link, agent), name="ddip-far-end", daemon=True
+        ).start()
 
-    def _wait(self, link: Link, agent: subprocess.Popen[bytes]) -> None:
+    def _wait_for_agent(self, link: Link, agent: subprocess.Popen[bytes]) -> None:
         def read(name: str, source: Any) -> None:
             with source:
                 link.read(name, source.fileno())
@@ -240,33 +245,37 @@ class FarEnd:
         self._end()
 
     def _watch(self) -> None:
-        """End the agent when the near end is gone."""
-        while not self._over.wait(BEAT_SECONDS):
-            self._waited += 1
-            silent = self._waited if self._link is None else self._link.beat()
+        """Send beats, and end the agent if the near end is silent for LOST_BEATS or the link fails."""
+        while not self._ended.wait(BEAT_SECONDS):
+            self._silent_beats += 1
+            silent = self._silent_beats if self._link is None else self._link.beat()
             if silent > LOST_BEATS or (self._link is not None and self._link.fault):
-                self._leave()
+                self._end_agent()
                 return
 
-    def _leave(self) -> None:
+    def _end_agent(self) -> None:
         if self._link is not None and self._agent is not None:
             self._link.close("in")
-            if not self._over.wait(END_SECONDS):
+            if not self._ended.wait(END_SECONDS):
                 os.killpg(self._agent.pid, signal.SIGKILL)
         self._end()
 
     def _end(self) -> None:
-        """Leave the engine as it was."""
+        """End the threads of this end, so that the engine is as before."""
         if self._link is not None:
             self._link.end()
-        self._over.set()
+        self._ended.set()
         self._wake()
 
 
-def _address() -> str:
-    """The address from which this engine is connected with its controller; empty: that is on the same host."""
+def _controller_side_address() -> str:
+    """Return the local address of this engine's connection to its controller.
+
+
+    Empty if the controller is on the same host, or if the address is unknown.
+    """
     try:
-        import psutil  # ipyparallel needs it, too
+        import psutil  # a requirement of ipyparallel
 
         connections = psutil.Process().net_connections("tcp4")
     except Exception:  # an older psutil, or none
@@ -276,5 +285,5 @@ def _address() -> str:
 
 
 def begin(engine: Any, kind: str) -> None:
-    """Called in the engine."""
+    """Start the far end `kind`; the near end has the engine call this."""
     FarEnd(engine, kind)

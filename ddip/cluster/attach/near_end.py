@@ -1,9 +1,8 @@
-"""The process here that stands for the agent of a host which an engine of somebody else's cluster is on.
+"""The near end of a link: a local process that stands for the agent on the host of an existing cluster's engine.
 
-Run as ``python -P -m ddip.cluster.attach.near_end FILE ENGINES PYTHON SETUP``: the connection file for clients of that
-cluster, its engines on that host, of which one is enough, and what ``ssh.agent_line`` takes. Its stdin and stdout are
-those of the agent: what comes and goes is relayed by the control scheduler of that cluster, at whose other end
-``far_end.py`` is.
+Run as ``python -P -m ddip.cluster.attach.near_end FILE ENGINES PYTHON SETUP``: the cluster's connection file for
+clients, its engines on that host, of which one is used, and the arguments of ``ssh.agent_line``. Its stdin, stdout and
+stderr are the agent's: the cluster's control scheduler relays the data between this process and ``far_end.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ddip.cluster.attach.far_end import BEAT_SECONDS, KIND, LOST_BEATS, Link
 from ddip.errors import GroupError
 
 BUSY_BEATS = 30
-"""An engine may be silent for so long while it is still registered: code that lets no other thread run."""
+"""Number of beats for which a registered engine may be silent, since its code may let no other thread run."""
 HELLO_SECONDS = 0.05
 START = (
     "(lambda space: (__import__('builtins').exec({text!r}, space), space['begin']("
@@ -33,26 +32,26 @@ START = (
 
 
 class NearEnd:
-    """The link to one engine, which is the first of `engines` that is there and answers. Raises GroupError."""
+    """The near end of a link to the first of `engines` that answers; raises GroupError if none does."""
 
     def __init__(self, file: str, engines: Sequence[int], line: str) -> None:
         self._kind = f"{KIND}{uuid.uuid4().hex}"
-        self._client = connect(file, self._heard)
-        self._here, self._ended = threading.Event(), threading.Event()
+        self._client = connect(file, self._handle_message)
+        self._connected, self._ended = threading.Event(), threading.Event()
         self._engine = self._reach(engines)
         self._link = Link(self._send, {"out": 1, "err": 2})
         self._link.tell("begin", ["sh", "-c", line])
-        self._code: int | None = None
+        self._exit_code: int | None = None
 
     def _reach(self, engines: Sequence[int]) -> int:
         text = far_end_text()
-        there = [engine for engine in engines if engine in self._client.ids]
-        if not there:
+        registered = [engine for engine in engines if engine in self._client.ids]
+        if not registered:
             raise GroupError(
                 f"engine {', '.join(map(str, engines))} of that cluster is gone, and with it the way there"
             )
         fault = GroupError("")
-        for engine in there:
+        for engine in registered:
             try:
                 ask(self._client, [engine], START.format(text=text, kind=self._kind))
                 self._wait_for_far_end(engine)
@@ -63,36 +62,43 @@ class NearEnd:
         raise fault
 
     def _wait_for_far_end(self, engine: int) -> None:
-        """Until it can be spoken to: what comes to the scheduler for one who is not connected is lost."""
+        """Wait until the far end answers a hello.
+
+
+        Hellos are repeated, since the scheduler drops messages to an end that is not yet connected.
+        """
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not self._here.is_set():
+        while not self._connected.is_set():
             if time.monotonic() > deadline:
                 raise GroupError(f"engine {engine} of that cluster cannot connect to its controller once more")
             self._send({"what": "hello"}, b"")
-            self._here.wait(HELLO_SECONDS)
+            self._connected.wait(HELLO_SECONDS)
 
     def _send(self, content: dict[str, Any], data: bytes) -> None:
         ipp_private.send_on_control_channel(self._client, self._kind, content, data)
 
-    def _heard(self, message: dict[str, Any]) -> None:
-        """On the client's own thread."""
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        """Handle a message of the far end, on the client's thread."""
         if message["header"]["msg_type"] != self._kind:
             return
         content = message["content"]
         if content["what"] == "here":
-            self._here.set()
+            self._connected.set()
             return
         self._link.heard(content, b"".join(bytes(part) for part in message["buffers"]))
         if content["what"] == "exit":
-            self._code = content["value"]
-            self._link.close("out")  # after what has come before
+            self._exit_code = content["value"]
+            self._link.close("out")  # closes after the data received before
             self._link.close("err")
             self._ended.set()
 
     def serve(self) -> int:
-        """Relay until the agent has ended, which happens when stdin does; returns its exit code. Raises GroupError."""
+        """Relay until the agent ends, at the latest after stdin, and return its exit code.
+
+        Raises GroupError if the link fails, or if the engine or the controller ends or does not answer.
+        """
         threading.Thread(target=self._link.read, args=("in", 0), daemon=True).start()
-        answered: Any = None
+        controller_answer: Any = None
         while not self._ended.wait(BEAT_SECONDS):
             silent = self._link.beat()
             if self._link.fault:
@@ -100,19 +106,19 @@ class NearEnd:
             if self._engine not in self._client.ids:
                 raise GroupError(f"engine {self._engine} of that cluster, which was the way there, has ended")
             if silent == 1:
-                answered = None
-            if silent > LOST_BEATS // 2 and answered is None:
-                answered = ipp_private.asked_again(self._client)
-            if silent > LOST_BEATS and answered is not None and not answered.done():
+                controller_answer = None
+            if silent > LOST_BEATS // 2 and controller_answer is None:
+                controller_answer = ipp_private.asked_again(self._client)
+            if silent > LOST_BEATS and controller_answer is not None and not controller_answer.done():
                 raise GroupError("the controller of that cluster does not answer any more")
             if silent > BUSY_BEATS:
                 raise GroupError(f"engine {self._engine} of that cluster has not answered for {BUSY_BEATS} s")
         self._link.drain(ANSWER_SECONDS)
-        return self._code or 0
+        return self._exit_code or 0
 
 
 def far_end_text() -> str:
-    """The text of ``far_end.py``."""
+    """Return the source of ``far_end.py``."""
     import inspect
 
     from ddip.cluster.attach import far_end
@@ -121,7 +127,7 @@ def far_end_text() -> str:
 
 
 def main() -> NoReturn:
-    """Entry point."""
+    """Relay until the agent ends, and exit with its code."""
     file, engines, python, setup = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,23 +1,26 @@
-"""The agent of a host: one process, which the notebook starts there, by ssh or by a scheduler.
+"""The agent of a host: one process, started there by the notebook through ssh, a scheduler or an engine.
 
-    notebook  --stdin, JSON-->  agent  --socket pair-->  warm process  --fork-->  ranks (engines)
+    notebook  --stdin, JSON-->  agent  --socket pair-->  preload process  --fork-->  ranks (engines)
               <-stdout, JSON--
 
-Run as ``python -P -m ddip.cluster.hosts.agent``. It does on its host what the notebook does on its own: it has the warm
-process fork, answers what is asked of processes (``on_host.py``), and ends what ranks leave behind. It imports nothing
-big, so it always answers. First it says MARKER, since the shell that starts it may print; then, after
+Run as ``python -P -m ddip.cluster.hosts.agent``. It does on its host what the notebook does on its own: it requests
+forks from the preload process, calls the functions of ``on_host.py``, and ends processes that ranks leave behind. It
+imports nothing big, so it always answers. First it writes MARKER, since the shell that starts it may print. It receives
 
-    {"begin": {...}}                what `Begin` has
+    {"begin": {...}}                the fields of `Begin`, once
 
-    {"facts": {...}}                what this host is, with the folder of this run
-    {"fork": id, ...}, {"end": id}  and what comes back: ``children.py``
+and then both sides send
+
+    {"facts": {...}}                name, hardware and software of this host, with the run folder
+    {"fork": id, ...}, {"end": id}  and the reports on children: ``children.py``
+    {"mark": id}                    leave earlier output out of the log in the report of a child's end
     {"ask": id, "function": ..., "args": [...]}     ->  {"answer": id, "value": ...} or {"answer": id, "error": ...}
-    {"listen": [path...], "ask": id}    sockets here that lead to the controller's (``relay.py``)
-    {"beat": n}                     both ways, every so often
+    {"listen": [path...], "ask": id}    create sockets here that are relayed to the controller's (``relay.py``)
+    {"beat": n}                     both ways, every BEAT_SECONDS
 
-It leaves, and takes everything with it, when its stdin ends, on SIGTERM or SIGHUP, and when the notebook's host has
-acknowledged nothing for too long (``links.py``). Killed, it is followed by the warm process, and that by the ranks: the
-kernel tells them.
+It ends, with all its processes, when its stdin ends, on SIGTERM or SIGHUP, and when the notebook's host has
+acknowledged nothing for too long (``links.py``). If it is killed, the preload process ends, and then the ranks, each on
+the kernel's signal.
 """
 
 from __future__ import annotations
@@ -42,42 +45,42 @@ from ddip.cluster.processes.processes import Proc
 from ddip.guard import Guard
 
 MARKER = b"\n#ddip agent 1\n"
-"""Its number is the version of what travels after it."""
+"""Separates the shell's output from the protocol, whose version is the number in it."""
 PROFILE = "profile"
-"""IPython's profile of the ranks, in the run folder: what ipyparallel keeps goes with that."""
+"""IPython profile of the ranks, in the run folder, so that ipyparallel's files are removed with it."""
 LOOK_SECONDS = 0.5
-"""How often the connection is looked at."""
+"""Interval between checks of the connection."""
 LOG_BYTES = 1 << 16
-"""Of what a process has logged when it ended, the end."""
+"""Size of the end of a process's log that is sent when it ended."""
 
 
 class Begin(TypedDict):
-    """What the agent is told first."""
+    """The first message to the agent."""
 
     notebook: str
-    """What to call the notebook where people look at processes."""
+    """Name of the notebook, for the titles of processes."""
     variables: dict[str, str]
-    """Of the notebook's environment, for the ranks."""
+    """Variables of the notebook's environment that the ranks get."""
     directory: str
-    """Where the ranks are to begin: the notebook's, or another; empty for the home directory."""
+    """Working directory of the ranks: the notebook's, or another; empty for the home directory."""
     path: list[str]
-    """The notebook's own folders for modules: those that are here, too, come first."""
+    """The notebook's folders for modules; the ones that exist here come first on ``sys.path``."""
 
 
 class Agent:
-    """One notebook, its ranks on this host, and the run folder that they share."""
+    """The ranks of one notebook on this host, and the run folder that they share."""
 
     def __init__(self, near: Connection, far: Connection) -> None:
         self._near, self._far = near, Sender(far, "ddip-sender")
         self._guard = Guard("the agent of this host failed in one step")
-        self._once = threading.Lock()
-        self._watch = links.Watch(_ports)
+        self._leaving = threading.Lock()
+        self._watch = links.Watch(_ssh_ports)
         self._relay = Relay(self._far.send_frame, "ddip-relay")
         self._children: dict[int, Child] = {}
         self._started: dict[int, list[Proc]] = {}
         self._logs: dict[int, Path] = {}
         self._marks: dict[int, int] = {}
-        """Bytes of each log from before the last cell."""
+        """Size of each log in bytes when the last cell was sent."""
         begin: Begin = json.loads(near.recv_bytes())["begin"]
         os.environ.update(begin["variables"])
         os.environ["JPY_SESSION_NAME"] = begin["notebook"]
@@ -85,11 +88,11 @@ class Agent:
         self.run_folder = ownership.make_run_folder()
         (self.run_folder / PROFILE).mkdir(mode=0o700)
         ownership.Record(Proc.of(os.getpid()), (), "", "").write(self.run_folder)
-        self.missing = _enter(begin["directory"])
+        self.missing = _change_directory(begin["directory"])
         modules = on_host.modules(self.run_folder)
         modules.mkdir(mode=0o700)
-        here = [str(modules), os.getcwd(), *(folder for folder in begin["path"] if os.path.exists(folder))]
-        sys.path[:] = [*here, *(entry for entry in sys.path if entry and entry not in here)]
+        first = [str(modules), os.getcwd(), *(folder for folder in begin["path"] if os.path.exists(folder))]
+        sys.path[:] = [*first, *(entry for entry in sys.path if entry and entry not in first)]
         self._host = host.LocalHost(self.run_folder)
         mark = {processes.MARKED: processes.MARK}
         self._environment = host.environment(self.run_folder, preload_client.notebook(), mark)
@@ -97,12 +100,12 @@ class Agent:
             preload_client.begin()
 
     def serve(self) -> NoReturn:
-        """Do what the notebook asks for, until it is gone."""
+        """Send the facts and handle the notebook's messages until stdin ends; then end the process."""
         self.say(
             facts={
                 **on_host.facts(),
                 "run_folder": str(self.run_folder),
-                "address": _address(),
+                "address": _own_address(),
                 "missing": self.missing,
             }
         )
@@ -115,14 +118,14 @@ class Agent:
                     if message[0] == FRAME:
                         self._relay.heard(message)
                     else:
-                        self._heard(json.loads(message))
+                        self._handle_message(json.loads(message))
         self.leave()
 
     def say(self, **message: Any) -> None:
-        """Tell the notebook."""
-        self._far.say(json.dumps(message).encode())  # if it is gone, stdin tells
+        """Send the notebook a message."""
+        self._far.say(json.dumps(message).encode())  # if the notebook has ended, stdin ends
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         match message:
             case {"fork": number, **request}:
                 self._fork(number, request)
@@ -133,7 +136,7 @@ class Agent:
                 else:
                     child.end()
             case {"mark": number}:
-                with contextlib.suppress(KeyError, OSError):  # it has ended
+                with contextlib.suppress(KeyError, OSError):  # the child has ended
                     self._marks[number] = self._logs[number].stat().st_size
             case {"listen": paths, "ask": number}:
                 self._answer(number, lambda: self._relay.listen(paths))
@@ -148,10 +151,10 @@ class Agent:
         request["env"] = {**self._environment, **request["env"]}
         self._logs[number] = Path(self.run_folder, request["log"])
         child = self._children[number] = self._host.fork(**request)
-        child.pid.add_done_callback(lambda done: self._forked(number, child))
-        child.exit.add_done_callback(lambda done: self._exited(number, child))
+        child.pid.add_done_callback(lambda done: self._report_fork(number, child))
+        child.exit.add_done_callback(lambda done: self._report_exit(number, child))
 
-    def _forked(self, number: int, child: Child) -> None:
+    def _report_fork(self, number: int, child: Child) -> None:
         error = child.pid.exception()
         if error is None:
             self._started[number] = processes.existing([child.pid.result()])
@@ -160,18 +163,18 @@ class Agent:
             del self._children[number]
             self.say(refused=number, why=str(error))
 
-    def _exited(self, number: int, child: Child) -> None:
-        if self._children.pop(number, None) is None or self._once.locked():
-            return  # or this leaves, and they with it: that the host is lost says more
+    def _report_exit(self, number: int, child: Child) -> None:
+        if self._children.pop(number, None) is None or self._leaving.locked():
+            return  # while the agent ends, the notebook reports that the host is lost, which says more
         text = ""
         with contextlib.suppress(OSError):
             log = self._logs.pop(number).read_bytes()
             begin = self._marks.pop(number, 0)
-            if begin <= len(log):  # else it has begun anew within the cell
+            if begin <= len(log):  # else the log was truncated during the cell
                 log = log[begin:]
             text = log[-LOG_BYTES:].decode(errors="replace")
         self.say(exited=number, code=child.exit.result(), log=text)
-        # what it had forked holds its connections, and the other ranks would wait for them
+        # its children hold its connections open, and the other ranks would wait for them
         started = self._started.pop(number, [])
         self._guard.start_thread("ddip-end", processes.end_processes, started)
 
@@ -184,21 +187,21 @@ class Agent:
     # -- the end
 
     def _beat(self) -> None:
-        """Say something every so often, and leave when the notebook's host does not take it."""
-        said = 0.0
+        """Send beats, and end the agent once the notebook's host acknowledges nothing any more."""
+        last_beat = 0.0
         while True:
             with self._guard:
                 now = time.monotonic()
-                if now > said + links.BEAT_SECONDS:
-                    said = now
+                if now > last_beat + links.BEAT_SECONDS:
+                    last_beat = now
                     self.say(beat=now)
                 if self._watch.is_lost():
                     self.leave()
             time.sleep(LOOK_SECONDS)
 
     def leave(self) -> NoReturn:
-        """End the ranks and all that they have started, and remove every file."""
-        self._once.acquire()  # never released: whoever comes second waits for the end
+        """End the ranks and all processes that they started, remove every file, and exit."""
+        self._leaving.acquire()  # never released: a second caller waits until the process exits
         with contextlib.suppress(BaseException):
             processes.end_processes([process for started in self._started.values() for process in started])
             preload_client.end()
@@ -207,20 +210,21 @@ class Agent:
         os._exit(0)
 
 
-def _enter(directory: str) -> str:
-    """Make `directory`, or the home directory, the working one; returns what is the matter with it, if it cannot be."""
+def _change_directory(directory: str) -> str:
+    """Change to `directory`, or to the home directory if that fails, and return the reason of the failure."""
     try:
         os.chdir(os.path.expanduser(directory or "~"))
     except OSError as error:
         with contextlib.suppress(OSError):
             os.chdir(os.path.expanduser("~"))
-        gone = isinstance(error, FileNotFoundError)
-        return f"{directory} is not there" if gone else f"{directory} cannot be entered ({error.strerror})"
+        if isinstance(error, FileNotFoundError):
+            return f"{directory} is not there"
+        return f"{directory} cannot be entered ({error.strerror})"
     return ""
 
 
-def _address() -> str:
-    """The address of this host towards the notebook, as ssh, Slurm or its engines know it; empty: nobody does."""
+def _own_address() -> str:
+    """Return this host's address towards the notebook, by the engine, ssh or Slurm; empty if unknown."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     if ADDRESS in os.environ:
         return os.environ.pop(ADDRESS)
@@ -230,18 +234,18 @@ def _address() -> str:
     return on_host.route(notebook)[0] if notebook else ""
 
 
-def _ports() -> list[tuple[int, int]]:
-    """Of the connection by which ssh has come in: ours and theirs."""
+def _ssh_ports() -> list[tuple[int, int]]:
+    """Return the (local, remote) ports of the ssh connection that started the agent, if there is one."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return [(int(words[3]), int(words[1]))] if len(words) == 4 else []
 
 
 def main() -> None:
-    """Entry point."""
+    """Write MARKER, and serve the notebook on stdin and stdout."""
     near, far = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what anybody prints here is for ssh's stderr
+    os.dup2(2, 1)  # prints of any code in this process go to ssh's stderr
     os.write(far.fileno(), MARKER)
     try:
         agent = Agent(near, far)

@@ -1,4 +1,4 @@
-"""The hosts of a cluster: reached all at once, compared with the notebook, and given the way to its controller."""
+"""The hosts of a cluster: connect to all at once, compare them with the notebook, and relay the controller to them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 
 HERE = ("localhost", "127.0.0.1", "::1")
-"""Names of the machine that the notebook is on, which needs no ssh."""
+"""Names of the notebook's machine, which needs no ssh."""
 
 
 class Hosts:
-    """Those of one cluster, by number, in the order given; without names, this machine alone."""
+    """The hosts of one cluster, numbered in the given order; without names, only this machine."""
 
     def __init__(self, names: Sequence[str], reach: Reach, run_folder: Path) -> None:
-        self._go_by(reach)
+        self._set_reach(reach)
         self._run_folder = run_folder
         self._lock = threading.Lock()
-        self._connected: dict[int, str] = {}
-        """What engines of a host are told of the controller, where they are not beside it."""
+        self._connection_infos: dict[int, str] = {}
+        """The controller's connection information for engines of each remote host, as JSON by host number."""
         self.all: list[Host] = [self._open(number, name) for number, name in enumerate(names or [HERE[0]])]
 
     def _open(self, number: int, name: str) -> Host:
@@ -40,23 +40,23 @@ class Hosts:
 
     @property
     def remote(self) -> list[RemoteHost]:
-        """Those that are not this machine."""
+        """The hosts other than this machine."""
         return [host for host in self.all if isinstance(host, RemoteHost)]
 
     def wait(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Until every one has told what it is, or `deadline` on ``time.monotonic``.
+        """Wait until every host has reported its facts, or until `deadline` on ``time.monotonic``.
 
-        Raises GroupError, which says of each host that cannot be used why, and what to do.
+        Raises GroupError with the reason and a remedy for each host that cannot be used.
         """
         faults, remote = [], self.remote
         for count, host in enumerate(remote):
             progress(f"ddip: {count} of {len(remote)} hosts are reached")
-            faults += self._faults(host, deadline)
+            faults += self._wait_for_host(host, deadline)
         if faults:
             raise GroupError("\n".join(faults))
 
-    def _faults(self, host: RemoteHost, deadline: float) -> list[str]:
-        """Wait for a host; returns why it cannot be used, or nothing."""
+    def _wait_for_host(self, host: RemoteHost, deadline: float) -> list[str]:
+        """Wait for a host, and return the reasons why it cannot be used; empty if it can."""
         try:
             host.wait(max(0.1, deadline - time.monotonic()))
         except HostLost:
@@ -67,40 +67,44 @@ class Hosts:
         return [f"{host.name}: {fault}"] if fault else []
 
     def _folder_fault(self, host: RemoteHost) -> str:
-        """What to say where the folder that was asked for is not on a host; another than that is no fault."""
+        """Return the message for a host without the folder that the user asked for; empty if it exists.
+
+
+        The default folder may be missing.
+        """
         if self.reach.directory is None or not host.missing:
             return ""
         return f"{host.missing}; make that folder there, or name another with --cd"
 
     def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Reach a host that was lost once more, or another one in its place; all are reached as `reach` says then.
+        """Reconnect to the lost host `number`, or connect to another host in its place.
 
-        Raises GroupError; nothing has changed then.
+        `reach` applies to all hosts afterwards. Raises GroupError, and changes nothing then.
         """
         former, before = self.all[number], self.reach
-        self._go_by(reach)
+        self._set_reach(reach)
         host = self._open(number, name)
         try:
-            faults = self._faults(host, deadline) if isinstance(host, RemoteHost) else []
+            faults = self._wait_for_host(host, deadline) if isinstance(host, RemoteHost) else []
             if faults:
                 raise GroupError("\n".join(faults))
         except BaseException:
-            self._go_by(before)
+            self._set_reach(before)
             if isinstance(host, RemoteHost):
                 host.kill()
             raise
         self.all[number] = host
-        self._connected.pop(number, None)
+        self._connection_infos.pop(number, None)
         if isinstance(former, RemoteHost):
             former.kill()
 
-    def _go_by(self, reach: Reach) -> None:
+    def _set_reach(self, reach: Reach) -> None:
         self.reach, self._way = reach, ways.of(reach)
 
     def connect(self, number: int, engine_file: Path) -> str:
-        """Let the engines of a host reach the controller; returns what they are told of it.
+        """Relay the controller to a remote host, and return the connection information for its engines.
 
-        It is a secret: with it, anybody can have the ranks run code. Raises GroupError.
+        It is JSON, and secret: whoever has it can run code on the ranks. Raises GroupError.
         """
         with self._lock:
             return self._connect(number, engine_file)
@@ -108,12 +112,12 @@ class Hosts:
     def _connect(self, number: int, engine_file: Path) -> str:
         host = self.all[number]
         assert isinstance(host, RemoteHost)
-        if number not in self._connected:
-            self._connected[number] = json.dumps(ways.relayed(host, engine_file))
-        return self._connected[number]
+        if number not in self._connection_infos:
+            self._connection_infos[number] = json.dumps(ways.relayed(host, engine_file))
+        return self._connection_infos[number]
 
     def close(self) -> None:
-        """Have each host end everything; returns when they have."""
+        """Let each host end all its processes, and wait until they have ended."""
         for host in self.remote:
             host.hang_up()
         for host in self.remote:
@@ -121,45 +125,49 @@ class Hosts:
 
 
 class OnHosts:
-    """The part of a cluster that says where its engines are."""
+    """The part of a cluster that knows the hosts of its engines."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hosts: Hosts
-        self._places: dict[int, int] = {}
-        """Number of each engine's host."""
+        self._host_numbers: dict[int, int] = {}
+        """Host number by engine."""
 
     def _record(self) -> None:
-        """Write down what to clear up if this process dies."""
+        """Record the processes and files to clean up if this process dies."""
         raise NotImplementedError
 
     @property
     def hosts(self) -> Sequence[Host]:
-        """Where engines can be."""
+        """The hosts that engines can run on."""
         return self._hosts.all
 
     def host_of(self, engine: int) -> Host:
-        """Where `engine` is, or was."""
-        return self.hosts[self._places[engine]]
+        """Return the host on which `engine` runs or ran."""
+        return self.hosts[self._host_numbers[engine]]
 
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Until each has told what it is."""
+        """Wait until each host has reported its facts. Raises GroupError."""
         self._hosts.wait(deadline, progress)
         self._record()
 
     def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Have another host in place of one that was lost."""
+        """Replace the lost host `number`. Raises GroupError."""
         self._hosts.reopen(number, name, reach, deadline)
         self._record()
 
 
 def compare(ours: Facts, theirs: Facts) -> str:
-    """Why ranks of a host cannot be in a group with a notebook of `ours`; empty if they can."""
+    """Return the reason why ranks of a host cannot join the notebook's group; empty if they can.
+
+
+    `ours` are the notebook's facts, `theirs` the host's.
+    """
     if not theirs["torch"]:
         return (
             f"its Python {theirs['python']} has no torch; install torch {ours['torch']} there, or name another --python"
         )
-    if ours["torch"] and _release(theirs["torch"]) != _release(ours["torch"]):
+    if ours["torch"] and _release_number(theirs["torch"]) != _release_number(ours["torch"]):
         return f"it has torch {theirs['torch']}, the notebook {ours['torch']}; install the same torch on both"
     if theirs["ddip"] != ours["ddip"]:
         return f"it has ddip {theirs['ddip']}, the notebook {ours['ddip']}; install the same ddip on both"
@@ -171,6 +179,6 @@ def compare(ours: Facts, theirs: Facts) -> str:
     return ""
 
 
-def _release(version: str) -> str:
-    """Without the build: ``2.15.0+cpu`` and ``2.15.0+cu130`` can be in one group."""
+def _release_number(version: str) -> str:
+    """Strip the build from a torch version: ``2.15.0+cpu`` and ``2.15.0+cu130`` can be in one group."""
     return version.partition("+")[0]

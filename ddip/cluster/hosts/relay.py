@@ -1,11 +1,11 @@
-"""The controller's sockets on another host, by the connection to its agent: nothing listens on any network.
+"""Relay the controller's sockets to another host over the connection to its agent; nothing listens on a network.
 
     engine --unix socket in the run folder there-->  Relay of the agent
-                                                        || frames, among what notebook and agent say to each other
+                                                        || frames, between the other messages of notebook and agent
     controller <--unix socket in the run folder here--  Relay of the notebook
 
-A frame is FRAME, the number of its stream, what it is, and bytes. Whoever reads frames never waits for a socket: what
-one does not take is kept, so neither end can block the other.
+A frame is FRAME, the stream number, the kind of frame, and data. The reader of frames never waits for a socket: it
+queues data that a socket does not accept, so neither end can block the other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from multiprocessing.connection import Connection
 from ddip.guard import Guard
 
 FRAMES = 16
-"""So many frames of a relay wait to be sent at most; then the relay waits, and whoever writes to its sockets."""
+"""Longest queue of a relay's unsent frames; when it is full, the relay and the writers to its sockets wait."""
 
 
 class Sender:
-    """To one connection, which it closes when all has been sent that was said before `close`."""
+    """A thread that sends queued messages to one connection, and closes it after `close`."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self._connection = connection
@@ -39,22 +39,22 @@ class Sender:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def say(self, message: bytes) -> None:
-        """Send it; returns at once. Who is gone hears nothing."""
+        """Queue a message, and return at once; it is lost if the other end has ended."""
         self._messages.put((message, False))
 
     def send_frame(self, frame: bytes) -> None:
-        """Send it, when there is room."""
+        """Queue a frame; wait while FRAMES frames are unsent."""
         self._room.acquire()
         self._messages.put((frame, True))
 
     def close(self) -> None:
-        """Nothing more will be said; returns at once."""
+        """Close the connection after the queued messages are sent; return at once."""
         self._messages.put(None)
 
     def _run(self) -> None:
-        while (one := self._messages.get()) is not None:
-            message, is_frame = one
-            with self._guard, contextlib.suppress(OSError):  # who is gone hears nothing
+        while (entry := self._messages.get()) is not None:
+            message, is_frame = entry
+            with self._guard, contextlib.suppress(OSError):  # the other end has ended
                 self._connection.send_bytes(message)
             if is_frame:
                 self._room.release()
@@ -63,32 +63,37 @@ class Sender:
 
 
 FRAME = 0
-"""First byte of a frame; JSON begins with another."""
+"""First byte of a frame, which JSON never begins with."""
 HEAD = struct.Struct(">BIB")
+"""Head of a frame: FRAME, stream number, kind."""
 OPEN, DATA, END = range(3)
-"""A stream begins, to the socket whose number follows; goes on; is over."""
+"""Kinds of frames: open a stream to the target whose number follows, data of a stream, end of a stream."""
 AT_ONCE = 1 << 17
-"""Bytes in a frame at most, so that others get their turn."""
+"""Largest data of a frame in bytes, so that other streams and messages get their turn."""
 PAUSE_SECONDS = 0.02
-"""After a frame, or a socket, that cannot be used."""
+"""Pause after a frame or a socket that cannot be used."""
 
 
 @dataclass
 class _Stream:
-    """A connection to a socket of this host."""
+    """A connection to a socket on this host."""
 
     number: int
     socket: socket.socket
     unsent: deque[memoryview] = field(default_factory=deque)
-    """Without a bound, as ZeroMQ's own queues are in ipyparallel: what is not kept here is kept there."""
+    """Received data that the socket has not accepted yet.
+
+    Without a bound, like ZeroMQ's queues in ipyparallel, where the data would be queued otherwise.
+    """
     ending: bool = False
-    """Has the other end ended it? Then it is closed when all has been sent."""
+    """True if the other end has ended the stream; the socket is closed once all data is sent."""
 
 
 class Relay:
-    """One end. `send` sends a frame, and may wait; frames that come are given to `heard`.
+    """One end of the relay, with a thread that serves its sockets.
 
-    Sockets to which the other end may open streams are `targets`.
+    `send` sends a frame, and may wait. Received frames must be given to `heard`. The other end may open streams to the
+    sockets `targets`.
     """
 
     def __init__(self, send: Callable[[bytes], None], name: str) -> None:
@@ -96,20 +101,20 @@ class Relay:
         self.targets: Sequence[str] = ()
         self._streams: dict[int, _Stream] = {}
         self._listeners: list[socket.socket] = []
-        self._begun = 0
+        self._stream_count = 0
         self._tasks: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._over = False
+        self._closed = False
         self._guard = Guard("a connection to a rank on another host failed", pause_seconds=PAUSE_SECONDS)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def listen(self, paths: Sequence[str]) -> None:
-        """Have each connection to one of these new sockets be a stream to the target with its number.
+        """Listen on new sockets at `paths`; relay a connection to the n-th to the other end's target n.
 
         Raises OSError.
         """
@@ -120,29 +125,29 @@ class Relay:
             os.chmod(path, 0o600)
             listener.listen(128)
             listener.setblocking(False)
-            self._do(lambda listener=listener, number=number: self._watch(listener, number))  # type: ignore[misc]
+            self._run_on_thread(lambda listener=listener, number=number: self._register_listener(listener, number))  # type: ignore[misc]
 
     def heard(self, frame: bytes) -> None:
-        """A frame has come; returns at once."""
-        self._do(lambda: self._heard(frame))
+        """Handle a received frame on the relay's thread; return at once."""
+        self._run_on_thread(lambda: self._handle_frame(frame))
 
     def close(self) -> None:
-        """End all streams."""
-        self._over = True
-        self._do(lambda: None)
+        """Close all streams and listeners, and wait up to 1 s for the thread to end."""
+        self._closed = True
+        self._run_on_thread(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join(1)
 
-    # -- in its thread
+    # -- on the thread of the relay
 
-    def _do(self, task: Callable[[], None]) -> None:
+    def _run_on_thread(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
         with contextlib.suppress(BlockingIOError, OSError):
             self._waker.send(b"x")
 
     def _run(self) -> None:
         try:
-            while not self._over:
+            while not self._closed:
                 with self._guard:
                     for key, events in self._selector.select():
                         with self._guard:
@@ -156,40 +161,40 @@ class Relay:
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._woken:
-            self._work()
+            self._run_tasks()
         elif isinstance(key.data, int):
             self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
         else:
-            self._move(key.data, events)
+            self._transfer(key.data, events)
 
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
-        while self._tasks and not self._over:
+        while self._tasks and not self._closed:
             with self._guard:
                 self._tasks.popleft()()
 
-    def _watch(self, listener: socket.socket, number: int) -> None:
+    def _register_listener(self, listener: socket.socket, number: int) -> None:
         self._selector.register(listener, selectors.EVENT_READ, number)
 
     def _accept(self, listener: socket.socket, target: int) -> None:
         with contextlib.suppress(OSError):
             connection, _ = listener.accept()
-            self._begun += 1
+            self._stream_count += 1
             try:
-                self._tell(self._begun, OPEN, bytes([target]))
+                self._send_stream_frame(self._stream_count, OPEN, bytes([target]))
             except BaseException:
                 connection.close()
                 raise
-            self._take(self._begun, connection)
+            self._add_stream(self._stream_count, connection)
 
-    def _take(self, number: int, connection: socket.socket) -> None:
+    def _add_stream(self, number: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         stream = self._streams[number] = _Stream(number, connection)
         self._selector.register(connection, selectors.EVENT_READ, stream)
 
-    def _heard(self, frame: bytes) -> None:
+    def _handle_frame(self, frame: bytes) -> None:
         _, number, kind = HEAD.unpack_from(frame)
         rest = memoryview(frame)[HEAD.size :]
         stream = self._streams.get(number)
@@ -199,26 +204,26 @@ class Relay:
                 connection.connect(self.targets[rest[0]])
             except (OSError, IndexError):
                 connection.close()
-                self._tell(number, END)
+                self._send_stream_frame(number, END)
             else:
-                self._take(number, connection)
+                self._add_stream(number, connection)
         elif stream is not None and kind == DATA:
             stream.unsent.append(rest)
-            self._push(stream)
+            self._write_to_socket(stream)
         elif stream is not None:
             stream.ending = True
-            self._push(stream)
+            self._write_to_socket(stream)
 
-    def _move(self, stream: _Stream, events: int) -> None:
+    def _transfer(self, stream: _Stream, events: int) -> None:
         if stream.number not in self._streams:
-            return  # it has ended in this turn
+            return  # the stream has ended in this round of events
         if events & selectors.EVENT_WRITE:
-            self._push(stream)
+            self._write_to_socket(stream)
         if events & selectors.EVENT_READ and stream.number in self._streams:
-            self._pull(stream)
+            self._read_from_socket(stream)
 
-    def _push(self, stream: _Stream) -> None:
-        """Send what has come to its socket, as far as that takes it."""
+    def _write_to_socket(self, stream: _Stream) -> None:
+        """Write received data to the stream's socket, as much as it accepts; end the stream if it is over."""
         try:
             while stream.unsent:
                 first = stream.unsent[0]
@@ -230,17 +235,17 @@ class Relay:
         except BlockingIOError:
             pass
         except OSError:
-            self._end(stream, tell=True)
+            self._end_stream(stream, tell=True)
             return
         if stream.ending and not stream.unsent:
-            self._end(stream, tell=False)
+            self._end_stream(stream, tell=False)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.unsent else 0)
         if self._selector.get_key(stream.socket).events != wanted:
             self._selector.modify(stream.socket, wanted, stream)
 
-    def _pull(self, stream: _Stream) -> None:
-        """Send the other end what its socket has."""
+    def _read_from_socket(self, stream: _Stream) -> None:
+        """Read data from the stream's socket, and send it to the other end."""
         try:
             data = stream.socket.recv(AT_ONCE)
         except BlockingIOError:
@@ -248,16 +253,16 @@ class Relay:
         except OSError:
             data = b""
         if data:
-            self._tell(stream.number, DATA, data)
+            self._send_stream_frame(stream.number, DATA, data)
         else:
-            self._end(stream, tell=True)
+            self._end_stream(stream, tell=True)
 
-    def _end(self, stream: _Stream, tell: bool) -> None:
+    def _end_stream(self, stream: _Stream, tell: bool) -> None:
         del self._streams[stream.number]
         self._selector.unregister(stream.socket)
         stream.socket.close()
         if tell:
-            self._tell(stream.number, END)
+            self._send_stream_frame(stream.number, END)
 
-    def _tell(self, number: int, kind: int, rest: bytes = b"") -> None:
+    def _send_stream_frame(self, number: int, kind: int, rest: bytes = b"") -> None:
         self._send(HEAD.pack(FRAME, number, kind) + rest)

@@ -1,4 +1,4 @@
-"""Another host, as the notebook sees it: a process that talks with the agent there (``agent.py``), and what it says."""
+"""The notebook's side of another host: a local process that connects to the agent there (``agent.py``)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from ddip.guard import Guard
 P = ParamSpec("P")
 R = TypeVar("R")
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "HF_", "CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED")
-"""Variables of the notebook's environment, or how they begin, that ranks on other hosts get, too."""
+"""Variables of the notebook's environment, or their prefixes, that ranks on other hosts also get."""
 NOISE_LINES = 12
 LOOK_SECONDS = 1.0
-"""How often the connection is looked at."""
+"""Interval between checks of the connection."""
 PAUSE_SECONDS = 0.02
-"""After a message that cannot be used."""
+"""Pause after a message that cannot be used."""
 
 
 class RemoteHost:
-    """One host: the process that reaches it, and the agent at its other end.
+    """One host: the local process that connects to it, and the agent at its other end.
 
-    `command` starts the agent; `name` is what the user calls the host.
+    `command` starts the agent; `name` is the user's name for the host.
     """
 
     def __init__(self, name: str, command: Sequence[str], directory: str) -> None:
@@ -48,13 +48,13 @@ class RemoteHost:
         self.run_folder = Path()
         self.address = self.missing = ""
         self._facts: Future[Facts] = Future()
-        self._asked: dict[int, Future[Any]] = {}
+        self._pending: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._guard = Guard(f"a message of the agent on {name} could not be used", pause_seconds=PAUSE_SECONDS)
         self._said = bytearray()
-        """On the agent's stderr, or before it has begun."""
+        """Output on the agent's stderr, or before the agent has begun."""
         try:
             self._process = subprocess.Popen(
                 command,
@@ -67,21 +67,21 @@ class RemoteHost:
         except FileNotFoundError:
             raise GroupError(f"{name}: there is no {command[0]} here: it is not on the PATH") from None
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._out = Sender(Connection(os.dup(self._process.stdin.fileno()), readable=False), f"ddip-host-{name}")
-        self._in = Connection(os.dup(self._process.stdout.fileno()), writable=False)
+        self._to_agent = Sender(Connection(os.dup(self._process.stdin.fileno()), readable=False), f"ddip-host-{name}")
+        self._from_agent = Connection(os.dup(self._process.stdout.fileno()), writable=False)
         self._process.stdin.close()
         self._process.stdout.close()
-        self._relay = Relay(self._out.send_frame, f"ddip-relay-{name}")
+        self._relay = Relay(self._to_agent.send_frame, f"ddip-relay-{name}")
         self._link = links.Watch(lambda: on_host.ports_of(self.pid))
-        self.children = Children(self._send, lambda pid: None)  # the agent kills
+        self.children = Children(self._send, lambda pid: None)  # only the agent can kill them
         begin: agent.Begin = {
             "notebook": preload_client.notebook(),
             "variables": {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)},
             "directory": directory,
-            "path": _own_path(),
+            "path": _portable_path(),
         }
         self._send(begin=begin)
-        self._noise = threading.Thread(target=self._hear_noise, name=f"ddip-host-{name}", daemon=True)
+        self._noise = threading.Thread(target=self._read_noise, name=f"ddip-host-{name}", daemon=True)
         self._noise.start()
         self._reader = threading.Thread(target=self._read, name=f"ddip-host-{name}", daemon=True)
         self._reader.start()
@@ -89,21 +89,21 @@ class RemoteHost:
 
     @property
     def pid(self) -> int:
-        """Of the process here that reaches it."""
+        """PID of the local process that connects to the host."""
         return self._process.pid
 
     @property
     def facts(self) -> Facts:
-        """Raises HostLost."""
+        """The host's facts, once it has reported them; raises HostLost."""
         return self._facts.result()
 
     def wait(self, seconds: float) -> None:
-        """Until it has told its facts; raises HostLost, or TimeoutError after `seconds`."""
+        """Wait until the host has reported its facts; raise HostLost, or TimeoutError after `seconds`."""
         self._facts.result(seconds)
 
     @property
     def said(self) -> str:
-        """The last lines that came beside the protocol."""
+        """The last lines of output outside the protocol."""
         lines = self._said.decode(errors="replace").splitlines()[-NOISE_LINES:]
         return "\n".join(line for line in lines if line.strip())
 
@@ -117,78 +117,81 @@ class RemoteHost:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Have the agent's warm process fork it."""
+        """Fork the process from the agent's preload process; arguments as in `Host.fork`."""
         return self.children.ask(
             module=module, needs=list(needs), imports=list(imports), argv=list(argv), env=dict(env), log=log
         )
 
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Have the agent call `function`."""
+        """Call `function` in the agent; the future raises HostLost, or RuntimeError if the function raised."""
         assert not kwargs, "arguments travel by position"
-        return self._begin(function=function.__name__, args=list(args))
+        return self._request(function=function.__name__, args=list(args))
 
     def relay(self, sockets: Mapping[str, str]) -> None:
-        """Have each of these sockets there, by its path, lead to one here. Raises HostLost, or RuntimeError."""
+        """Create sockets on the host, and relay each to a local one; `sockets` maps remote to local paths.
+
+        Raises HostLost, or RuntimeError if the agent could not create them.
+        """
         self._relay.targets = list(sockets.values())
-        answer: Future[None] = self._begin(listen=list(sockets))
+        answer: Future[None] = self._request(listen=list(sockets))
         try:
             answer.result(ASK_SECONDS)
         except TimeoutError:
             raise HostLost(f"{self.name} has not answered for {ASK_SECONDS:g} s") from None
 
-    def _begin(self, **request: Any) -> Future[R]:
+    def _request(self, **request: Any) -> Future[R]:
         answer: Future[R] = Future()
         number = next(self._numbers)
         with self._lock:
             lost = self.lost
-            self._asked[number] = answer
+            self._pending[number] = answer
         if lost:
-            self._end_asked()
+            self._fail_pending()
         self._send(ask=number, **request)
         return answer
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same, and wait for the answer; raises HostLost."""
+        """Call `function` in the agent, and return its result; raise HostLost if there is no answer in time."""
         try:
             return self.begin(function, *args, **kwargs).result(ASK_SECONDS)
         except TimeoutError:
             raise HostLost(f"{self.name} has not answered for {ASK_SECONDS:g} s") from None
 
     def close(self) -> None:
-        """Have the agent end everything there, and wait until it has."""
+        """Let the agent end all processes there, and wait for up to ASK_SECONDS until it has."""
         self.hang_up()
-        if self._facts.done():  # else nobody knows whether there is an agent, and whether it can be reached
+        if self._facts.done():  # else there may be no agent that could be waited for
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ASK_SECONDS)
         self.kill()
 
     def hang_up(self) -> None:
-        """Have the agent end everything there; returns at once."""
-        self._out.close()
+        """Let the agent end all processes there; return at once."""
+        self._to_agent.close()
 
     def kill(self) -> None:
-        """Have done with it, whatever it does."""
+        """Kill the local process, which disconnects the host."""
         self._process.kill()
         self._reader.join()
 
     # -- the agent
 
     def _send(self, **message: Any) -> None:
-        self._out.say(json.dumps(message).encode())  # if it is gone, _read tells everybody
+        self._to_agent.say(json.dumps(message).encode())  # if the agent has ended, _read reports it
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             if self._skip_noise():
                 while True:
-                    message = self._in.recv_bytes()
+                    message = self._from_agent.recv_bytes()
                     with self._guard:
                         self._link.heard()
                         if message[0] == FRAME:
                             self._relay.heard(message)
                         else:
-                            self._heard(json.loads(message))
+                            self._handle_message(json.loads(message))
         with self._guard:
-            self._in.close()
+            self._from_agent.close()
             self._relay.close()
         code = self._process.wait()
         self._ended.set()
@@ -197,17 +200,17 @@ class RemoteHost:
             self.lost = self.said.strip().rpartition("\n")[2] or f"its agent ended (exit code {code})"
         if not self._facts.done():
             self._facts.set_exception(HostLost(self.lost))
-        self._end_asked()
+        self._fail_pending()
         self.children.end_all(f"{self.name} is lost: {self.lost}")
 
     def _watch(self) -> None:
-        """Give the host up when its kernel acknowledges nothing any more."""
-        said = 0.0
+        """Send a beat every so often, and drop the host once its kernel acknowledges nothing any more."""
+        last_beat = 0.0
         while not self._ended.wait(LOOK_SECONDS):
             with self._guard:
                 now = time.monotonic()
-                if now > said + links.BEAT_SECONDS:
-                    said = now
+                if now > last_beat + links.BEAT_SECONDS:
+                    last_beat = now
                     self._send(beat=now)
                 if not self._link.is_lost():
                     continue
@@ -215,30 +218,30 @@ class RemoteHost:
                 self._process.kill()
 
     def _skip_noise(self) -> bool:
-        """Pass over what the shell of that host prints; returns False if the agent does not begin."""
+        """Skip the output of the host's shell; return False if it ends before the agent begins."""
         before = bytearray()
         while not before.endswith(agent.MARKER):
-            byte = os.read(self._in.fileno(), 1)
+            byte = os.read(self._from_agent.fileno(), 1)
             if not byte:
                 self._said[:0] = before
                 return False
             before += byte
         return True
 
-    def _hear_noise(self) -> None:
+    def _read_noise(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as stderr:
             while some := os.read(stderr.fileno(), 4096):
                 self._said += some
                 del self._said[:-4096]
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         match message:
             case {"facts": {"run_folder": folder, "address": address, "missing": missing, **facts}}:
                 self.run_folder, self.address, self.missing = Path(folder), address, missing
                 self._facts.set_result(facts)  # type: ignore[arg-type]
             case {"answer": number, **outcome}:
-                answer = self._asked.pop(number, None)
+                answer = self._pending.pop(number, None)
                 if answer is not None and "error" in outcome:
                     answer.set_exception(RuntimeError(outcome["error"]))
                 elif answer is not None:
@@ -246,14 +249,14 @@ class RemoteHost:
             case _:
                 self.children.heard(message)
 
-    def _end_asked(self) -> None:
-        while self._asked:
+    def _fail_pending(self) -> None:
+        while self._pending:
             with contextlib.suppress(KeyError):
-                self._asked.popitem()[1].set_exception(HostLost(f"{self.name} is lost: {self.lost}"))
+                self._pending.popitem()[1].set_exception(HostLost(f"{self.name} is lost: {self.lost}"))
 
 
-def _own_path() -> list[str]:
-    """The folders in which this process looks for modules, but those of its Python: other hosts have their own."""
+def _portable_path() -> list[str]:
+    """Return ``sys.path`` without the folders of this process's Python, which other hosts have themselves."""
     theirs = tuple(f"{prefix}/" for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
     folders = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
     return [folder for folder in folders if not folder.startswith(theirs)]

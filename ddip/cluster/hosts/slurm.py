@@ -1,10 +1,10 @@
-"""Slurm: jobs whose nodes are a group's hosts, submitted by ddip, or the one that the notebook is in.
+"""Slurm jobs whose nodes are a group's hosts: jobs that ddip submits, or the job that the notebook runs in.
 
-A group begins in one job. What takes the place of a lost node is in another, since a running job gets no more nodes.
-A job of ddip's own runs nothing but a script that waits; the agents are steps in it (``ways.Srun``). Its keeper
-(``slurm_keeper.py``), a process beside the notebook, has submitted it, and cancels it when the group, or the notebook,
-is gone. Should the keeper's host be gone, too, the script ends by itself, when no step has run for a while. The job
-outlives the node of its script: nothing but that last resort is missing then.
+A group starts in one job. A replacement for a lost node is in another job, since a running job gets no further nodes.
+A job submitted by ddip runs only a script that waits; the agents are steps in the job (``ways.Srun``). Its keeper
+(``slurm_keeper.py``), a process beside the notebook, submits the job, and cancels it when the group or the notebook
+ends. If the keeper's host is lost as well, the script ends by itself once no step has run for a while. The job
+survives the loss of the script's node; only that last resort is missing then.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from ddip.errors import BadInput, GroupError, RequestInterrupted
 
 EXAMPLE = 'such as --slurm "nodes=2 gpus=4 time=2:00:00"'
 WORDS = {"gpus": "gpus-per-node", "cpus": "cpus-per-task"}
-"""Those of ours that Slurm calls otherwise; all others are options of sbatch."""
+"""Short names for options of sbatch; all other names are passed on."""
 TAKEN = ("job-name", "output", "ntasks", "ntasks-per-node", "wrap", "array", "parsable")
-"""Options of sbatch that ddip sets, or that would make another kind of job."""
+"""Options of sbatch that ddip sets itself, or that would create another kind of job."""
 NAMING = ("nodelist", "nodefile")
-"""Options that say by name which nodes a job has."""
+"""Options of sbatch that name the nodes of a job."""
 NO_GROUP = "the start was interrupted; its job was cancelled, and there is no group"
 KEPT = {"no-kill": "", "no-requeue": ""}
-"""With them, a job goes on when it loses a node, and one that has ended does not begin again, without ranks."""
+"""Options with which a job continues after it loses a node, and is not requeued, without ranks, after it ended."""
 POLL_SECONDS = 1.0
 ASK_SECONDS = 20.0
+"""Time limit of a Slurm command."""
 IDLE_LOOKS = 30
+"""Number of polls without a step, 10 s apart, after which a job's script ends."""
 WAITING = f"""
 # holds the nodes for the ranks, which ddip starts as steps; ends when none has run for five minutes, as far as is known
 idle=0
@@ -48,17 +50,21 @@ done
 """
 
 _keepers: dict[int, subprocess.Popen[bytes]] = {}
-"""Of jobs that are not to be cancelled yet."""
+"""The keeper of each job that ddip submitted and has not cancelled."""
 _holds: dict[int, int] = {}
-"""How many want that."""
+"""Number of users of each of these jobs."""
 
 
 class Silent(GroupError):
-    """Slurm has not answered; what it would have said is not known."""
+    """Slurm has not answered, or with an error, so the state of its jobs is unknown."""
 
 
 def parse(typed: str) -> dict[str, str]:
-    """Options of sbatch out of ``nodes=2 gpus=4 time=2:00:00 exclusive``; raises BadInput."""
+    """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive`` into options of sbatch.
+
+
+    Raises BadInput.
+    """
     try:
         words = shlex.split(typed)
     except ValueError:
@@ -77,14 +83,18 @@ def parse(typed: str) -> dict[str, str]:
 
 
 def script(typed: str) -> str:
-    """What is submitted for ``--slurm typed``; raises BadInput."""
+    """Return the batch script for ``--slurm typed``; raise BadInput."""
     own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1", **KEPT}
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in (own | parse(typed)).items()]
     return "\n".join(["#!/bin/bash", *lines, WAITING])
 
 
 def like(typed: str, count: int, without: Iterable[str]) -> str:
-    """What to type for `count` more nodes like those of ``--slurm typed``, none of them one of `without`."""
+    """Return the options for `count` further nodes like those of ``--slurm typed``.
+
+
+    The nodes `without` are excluded.
+    """
     options = {name: value for name, value in parse(typed).items() if name not in NAMING}
     options["nodes"] = str(count)
     not_these = ",".join(filter(None, [options.pop("exclude", ""), *without]))
@@ -94,13 +104,13 @@ def like(typed: str, count: int, without: Iterable[str]) -> str:
 
 
 def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
-    """Submit a job for ``--slurm typed``, and wait until it runs; returns its id, which is held.
+    """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID.
 
-    Raises BadInput, GroupError, and RequestInterrupted, which says `stopped`, if that is interrupted, when it has been
-    cancelled.
+    Raises BadInput or GroupError, or RequestInterrupted with the text `stopped` after an interrupt; the job has been
+    cancelled by then.
     """
     text = script(typed)
-    _ensure_there()
+    _ensure_slurm()
     keeper = subprocess.Popen(
         [sys.executable, "-P", "-m", "ddip.cluster.hosts.slurm_keeper"],
         stdin=subprocess.PIPE,
@@ -112,15 +122,15 @@ def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP)
     try:
         keeper.stdin.write(json.dumps(text).encode() + b"\n")
         keeper.stdin.flush()
-        told = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
-        if "error" in told:
-            raise GroupError(f"--slurm {typed!r}: sbatch has not taken the job: {told['error']}")
-        job = int(told["job"])
+        answer = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
+        if "error" in answer:
+            raise GroupError(f"--slurm {typed!r}: sbatch has not taken the job: {answer['error']}")
+        job = int(answer["job"])
         _keepers[job], _holds[job] = keeper, 1
-        _wait(job, progress)
+        _wait_until_running(job, progress)
     except BaseException as error:
-        _end(keeper)
-        for known in [job for job, its in _keepers.items() if its is keeper]:
+        _end_keeper(keeper)
+        for known in [job for job, its_keeper in _keepers.items() if its_keeper is keeper]:
             del _keepers[known], _holds[known]
         if isinstance(error, KeyboardInterrupt):
             raise RequestInterrupted(stopped) from None
@@ -128,23 +138,23 @@ def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP)
     return job
 
 
-def _ensure_there() -> None:
+def _ensure_slurm() -> None:
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise GroupError(
             "there is no Slurm here: sbatch and srun are not on the PATH; --hosts h1,h2 takes hosts by ssh"
         )
 
 
-def _wait(job: int, progress: Callable[[str], None]) -> None:
-    """Until it runs."""
+def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
+    """Wait until `job` runs; raise GroupError if it ends before."""
     while True:
         try:
-            said = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r")
+            state_and_reason = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r")
         except Silent as error:  # the job keeps its place in the queue
             progress(f"ddip: job {job}: {error}; stop cancels it")
             time.sleep(POLL_SECONDS)
             continue
-        state, _, why = said.partition("|")
+        state, _, why = state_and_reason.partition("|")
         if state == "RUNNING":
             return
         if state not in ("PENDING", "CONFIGURING", "SUSPENDED", "REQUEUED"):
@@ -154,7 +164,7 @@ def _wait(job: int, progress: Callable[[str], None]) -> None:
 
 
 def hold(job: int) -> bool:
-    """Keep a job of ddip's own, until `give_back`; returns False if it does not run any more."""
+    """Keep a job that ddip submitted until `give_back`; return False if `job` does not run any more."""
     if not nodes(job):
         return False
     if job in _holds:
@@ -163,40 +173,44 @@ def hold(job: int) -> bool:
 
 
 def give_back(job: int) -> None:
-    """One who wanted `job` does not any more; cancels one of ddip's own that nobody wants."""
+    """Give up one hold on `job`; cancel a job that ddip submitted after its last hold."""
     if job in _holds:
         _holds[job] -= 1
         if not _holds[job]:
             del _holds[job]
-            _end(_keepers.pop(job))
+            _end_keeper(_keepers.pop(job))
 
 
-def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """Have it cancel its job, and wait for its end."""
+def _end_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """Let the keeper cancel its job, and wait up to ASK_SECONDS for its end."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(OSError):
         keeper.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        keeper.wait(ASK_SECONDS)  # one that takes longer has still to cancel it, and ends by itself
+        keeper.wait(ASK_SECONDS)  # a keeper that takes longer is still cancelling its job, and ends by itself
     keeper.stdout.close()
 
 
 def own_job() -> int:
-    """The job that this process is in; 0: none."""
+    """Return the ID of the job that this process runs in; 0 if there is none."""
     number = os.environ.get("SLURM_JOB_ID", "")
     return int(number) if number.isdecimal() else 0
 
 
 def nodes(job: int) -> list[str]:
-    """The names of a running job's nodes, in Slurm's order; none if it does not run."""
-    state, _, compressed = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%T|%N").partition("|")
-    return _asked("scontrol", "show", "hostnames", compressed).split() if state == "RUNNING" else []
+    """Return the names of a running job's nodes, in Slurm's order; none if it does not run."""
+    state, _, compressed = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%N").partition("|")
+    return _slurm_output("scontrol", "show", "hostnames", compressed).split() if state == "RUNNING" else []
 
 
 def seconds_left(job: int) -> float | None:
-    """Until its time is over; None: there is no limit, or it does not run, or Slurm does not say."""
+    """Return the seconds until the job's time limit.
+
+
+    None if it has no limit, does not run, or Slurm does not answer.
+    """
     try:
-        text = _asked("squeue", "--noheader", f"--jobs={job}", "--format=%L")
+        text = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%L")
     except Silent:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
@@ -207,30 +221,33 @@ def seconds_left(job: int) -> float | None:
 
 
 def gpus(job: int, node: str) -> int:
-    """GPUs that a job has on a node, however it has asked for them."""
-    text = _asked("scontrol", "--details", "--oneliner", "show", "job", str(job))
-    for names, has in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
-        if node in _asked("scontrol", "show", "hostnames", names).split():
-            return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", has)))
+    """Return the number of GPUs that a job has on a node, whatever option requested them."""
+    text = _slurm_output("scontrol", "--details", "--oneliner", "show", "job", str(job))
+    for names, gres in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
+        if node in _slurm_output("scontrol", "show", "hostnames", names).split():
+            return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres)))
     return 0
 
 
 def step(job: int, node: str) -> list[str]:
-    """What begins a command that is to run on `node` of `job`, with all that the job has there."""
-    has = gpus(job, node)
+    """Return the start of the srun command for a step on `node` of `job`, with all its resources there."""
+    gpu_count = gpus(job, node)
     words = ["--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--quiet"]
-    # All in all, not by node: where nodes have different numbers, Slurm refuses those by node.
-    words += [f"--gpus={has}"] * bool(has)
+    # the total, not --gpus-per-node: Slurm refuses the latter if the job's nodes have different numbers of GPUs
+    words += [f"--gpus={gpu_count}"] * bool(gpu_count)
     return ["srun", f"--jobid={job}", f"--nodelist={node}", *words]
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[str]:
-    """Names of variables by which srun would take this process's own job step for an order."""
+    """Yield the variables of this process's own job step, which srun would read as options."""
     return (name for name in variables if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF")
 
 
-def _asked(*command: str) -> str:
-    """What a command of Slurm's says; empty for jobs that are long over. Raises GroupError, Silent."""
+def _slurm_output(*command: str) -> str:
+    """Run a Slurm command, and return its output; empty for a job that ended long ago.
+
+    Raises Silent if it fails or does not answer, and GroupError if there is no such command.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=ASK_SECONDS, stdin=subprocess.DEVNULL

@@ -1,7 +1,7 @@
-"""Submits a job to Slurm, and cancels it when its stdin ends: the group is gone, or the notebook, however it ended.
+"""Submit a job to Slurm, and cancel it when stdin ends, because the group or the notebook has ended in any way.
 
-Run as ``python -P -m ddip.cluster.hosts.slurm_keeper``; one line of JSON on stdin is the job's script, one on stdout
-says ``{"job": 17}`` or ``{"error": ...}``.
+Run as ``python -P -m ddip.cluster.hosts.slurm_keeper``. It reads the job's script as one line of JSON, and writes one
+line, ``{"job": 17}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ SUBMIT_SECONDS = 120.0
 
 
 def main() -> None:
-    """Entry point."""
+    """Submit the job described on stdin, and cancel it when stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     script = json.loads(sys.stdin.readline())
-    said = _submit_job(script)
+    answer = _submit_job(script)
     with contextlib.suppress(BrokenPipeError):  # the notebook was killed meanwhile
-        print(json.dumps(said), flush=True)
+        print(json.dumps(answer), flush=True)
     sys.stdin.read()
-    if said.get("job"):
-        subprocess.run(["scancel", said["job"]], capture_output=True)
+    if answer.get("job"):
+        subprocess.run(["scancel", answer["job"]], capture_output=True)
 
 
 def _submit_job(script: str) -> dict[str, str]:
-    """Return ``{"job": id}`` or ``{"error": text}``."""
+    """Submit a job with `script`; return ``{"job": id}`` or ``{"error": text}``."""
     command = ["sbatch", "--parsable"]
     try:
         done = subprocess.run(

@@ -1,10 +1,10 @@
-"""How hosts are reached: what starts their agents, and how their engines get to the controller.
+"""The ways to reach hosts: the commands that start their agents, and the relay from their engines to the controller.
 
-    Ssh     one ssh a host                         --hosts h1:4,h2:4
-    Srun    one step a node, in jobs of Slurm's    --slurm "nodes=2", --here
-    Attached  an engine of somebody else's cluster   --cluster NAME
+    Ssh       one ssh per host                         --hosts h1:4,h2:4
+    Srun      one step per node, in Slurm jobs         --slurm "nodes=2", --here
+    Attached  an engine of an existing cluster         --cluster NAME
 
-Nothing above `Hosts` knows which one it is.
+The code above `Hosts` does not know which one is used.
 """
 
 from __future__ import annotations
@@ -26,101 +26,105 @@ from ddip.errors import GroupError
 
 
 class Way(Protocol):
-    """To the hosts of one cluster."""
+    """A way to reach the hosts of one cluster."""
 
     def command(self, number: int, name: str) -> list[str]:
-        """What starts the agent of host `number`, and talks with it on stdin and stdout."""
+        """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
 
-    def why_lost(self, name: str, said: str) -> str:
-        """What to tell the user of a host whose agent did not start, but `said` something."""
+    def why_lost(self, name: str, output: str) -> str:
+        """Return the message for a host whose agent did not start, by the `output` in its place."""
 
 
 class Ssh:
-    """One ssh a host, started by this process."""
+    """Start agents by ssh, one ssh per host, as children of this process."""
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
 
     def command(self, number: int, name: str) -> list[str]:
-        """What starts the agent of host `number`."""
+        """Return the ssh command that starts the agent of host `number`."""
         return ssh.command(name, self._reach.python, self._reach.setup)
 
-    def why_lost(self, name: str, said: str) -> str:
-        """What to tell the user."""
-        return ssh.reason(name, said, self._reach.python, self._reach.setup)
+    def why_lost(self, name: str, output: str) -> str:
+        """Explain the `output` of ssh."""
+        return ssh.reason(name, output, self._reach.python, self._reach.setup)
 
 
 class Srun:
-    """One step a node, in the job of Slurm's that it is in."""
+    """Start agents by srun, one step per node in the node's Slurm job."""
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
 
     def command(self, number: int, name: str) -> list[str]:
-        """What starts the agent of node `number`."""
-        without = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
+        """Return the srun command that starts the agent of node `number`."""
+        unset = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
         line = ssh.agent_line(self._reach.python, self._reach.setup)
-        return ["env", *without, *slurm.step(self._reach.jobs[number], name), "sh", "-c", line]
+        return ["env", *unset, *slurm.step(self._reach.jobs[number], name), "sh", "-c", line]
 
-    def why_lost(self, name: str, said: str) -> str:
-        """What to tell the user."""
-        said = said or "srun has ended; its job may be over"
-        return ssh.reason(name, said, self._reach.python, self._reach.setup)
+    def why_lost(self, name: str, output: str) -> str:
+        """Explain the `output` of srun."""
+        output = output or "srun has ended; its job may be over"
+        return ssh.reason(name, output, self._reach.python, self._reach.setup)
 
 
 class Attached:
-    """Start agents through engines of an ipyparallel cluster: one process here per host talks to one engine."""
+    """Start agents through engines of an ipyparallel cluster.
+
+
+    One local process per host talks to one engine (``near_end.py``).
+    """
 
     def __init__(self, attachment: Attachment, python: str, setup: str) -> None:
         self._attachment, self._python, self._setup = attachment, python, setup
 
     def command(self, number: int, name: str) -> list[str]:
-        """What starts the agent of host `number`."""
+        """Return the command of the local process that starts the agent of host `number` (``near_end.py``)."""
         seat = self._attachment.seats[number]
         python = self._python or ("" if self._setup else seat.python)
         engines = json.dumps(seat.engines)
         ours = [sys.executable, "-P", "-m", "ddip.cluster.attach.near_end"]
         return [*ours, self._attachment.file, engines, python, self._setup]
 
-    def why_lost(self, name: str, said: str) -> str:
-        """What to tell the user."""
-        if GONE in said:
-            last = said.strip().rpartition("\n")[2]
+    def why_lost(self, name: str, output: str) -> str:
+        """Explain the `output` of the local process, and name the engines' Python if the user chose none."""
+        if GONE in output:
+            last = output.strip().rpartition("\n")[2]
             return f"{name}: {last}; start that cluster again, then type %makedip -r"
         python = next((seat.python for seat in self._attachment.seats if seat.name == name), "")
-        reason = ssh.reason(name, said, self._python, self._setup)
+        reason = ssh.reason(name, output, self._python, self._setup)
         return reason if self._python or self._setup else f"{reason} (the Python of its engines is {python})"
 
 
 def of(reach: Reach) -> Way:
-    """The way that `reach` means."""
+    """Return the way to the hosts of `reach`."""
     if reach.attached is not None:
         return Attached(reach.attached, reach.python, reach.setup)
     return Srun(reach) if reach.jobs else Ssh(reach)
 
 
 def relayed(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
-    """Let engines of `host` reach the controller, which has written `engine_file`; returns what they are told of it.
+    """Relay the controller's sockets to `host`, and return the connection information for engines there.
 
-    Raises GroupError.
+    `engine_file`: the controller's connection file for engines. Raises GroupError.
     """
-    told: dict[str, Any] = json.loads(engine_file.read_text())
-    here = told["interface"].removeprefix("ipc://")
-    there = f"{host.run_folder}/{Path(here).name}"
+    info: dict[str, Any] = json.loads(engine_file.read_text())
+    local_path = info["interface"].removeprefix("ipc://")
+    remote_path = f"{host.run_folder}/{Path(local_path).name}"
     try:
-        host.relay({f"{there}:{port}": f"{here}:{port}" for port in sorted(ports(told))})
+        host.relay({f"{remote_path}:{port}": f"{local_path}:{port}" for port in sorted(ports(info))})
     except (HostLost, RuntimeError) as error:
         raise GroupError(f"{host.name}: the controller's sockets cannot be had there: {error}") from None
-    return {**told, "interface": f"ipc://{there}"}
+    return {**info, "interface": f"ipc://{remote_path}"}
 
 
 def ports(told: Mapping[str, Any]) -> set[int]:
-    """All numbers of ports in what engines are told of the controller."""
+    """Return all port numbers in `told`, the controller's connection information."""
     return set(_numbers(told.values()))
 
 
 def _numbers(values: Any) -> set[int]:
-    """All numbers in `values`, and in lists and tables of them."""
+    """Return all integers in `values`, and in the lists and dictionaries in it."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, int) and not isinstance(value, bool):

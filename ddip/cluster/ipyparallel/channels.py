@@ -1,4 +1,4 @@
-"""What travels between a group and the engines of an ipyparallel cluster, in the words of the seam."""
+"""The messages between a group and the engines of an ipyparallel cluster, as types of ``cluster_api``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddip.protocol.remote import call as run_call
 
 
 class Channels:
-    """Those of the engines that one client is connected to."""
+    """The channels to the engines that one client is connected to; part of `OwnCluster`."""
 
     def __init__(self) -> None:
         self._client: RankClient | None = None
@@ -28,26 +28,26 @@ class Channels:
 
     @property
     def connected(self) -> bool:
-        """Is there a controller, with a client connected to it?"""
+        """True once a client is connected to a controller."""
         return self._client is not None
 
     @property
     def client(self) -> RankClient:
-        """An ``ipyparallel.Client``; there is one from the first start on."""
+        """The ``ipyparallel.Client``, which exists from the first start on."""
         assert self._client is not None
         return self._client
 
     @property
     def live(self) -> set[int]:
-        """The engines that the controller knows, and that have not ended."""
+        """The engines that are registered with the controller and have not ended."""
         return set(self.client.ids) - self.exits.keys()
 
     def log_tail(self, engine: int) -> list[str]:
-        """The last lines of its log, of the cell that came last."""
+        """Return the last lines that the last cell logged on `engine`."""
         return self._logs.tail(engine)
 
     def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
-        """Run `code` as a cell of each of these engines."""
+        """Run `code` as a cell on each of these engines."""
         for recipient in to:
             self._logs.cell_begins(recipient.engine)
         return ipp_private.execute(self.client, code, to, asked, history=history)
@@ -59,25 +59,33 @@ class Channels:
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Make `call` beside what `engine` runs. Raises KeyError for one that has ended."""
-        asked = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
-        return ipp_private.control(self.client, engine, "ddip_request", asked)
+        """Make `call` on `engine` without waiting for its cell. Raises KeyError for an engine that has ended."""
+        content = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
+        return ipp_private.control(self.client, engine, "ddip_request", content)
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
-        """Interrupt one request to `engine`; None: what it runs. Raises KeyError for an engine that has ended."""
+        """Interrupt a request to `engine`, or its current one for None.
+
+
+        Raises KeyError for an engine that has ended.
+        """
         return ipp_private.control(self.client, engine, "ddip_interrupt", {"cell": msg_id})
 
     def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
-        """Send a widget's message to `engine`; returns its id. Raises KeyError for an engine that has ended."""
+        """Send a widget's message to `engine`, and return its ID.
+
+
+        Raises KeyError for an engine that has ended.
+        """
         return ipp_private.send_comm(self.client, engine, message, listener)
 
     def stop_listening(self, msg_id: str) -> None:
-        """What this request still shows is wanted no more."""
+        """Discard all further output of the request `msg_id`."""
         self.client.listeners.pop(msg_id, None)
 
 
 def _request(future: Any) -> Request:
-    """The one that ipyparallel's `future` stands for."""
+    """Wrap ipyparallel's `future` in a Request."""
     request = Request(future.msg_id)
     future.output.add_done_callback(lambda _: request.output.set_result(None))
     future.add_done_callback(lambda done: request.set_result(_reply(done.result())))
@@ -85,7 +93,11 @@ def _request(future: Any) -> Request:
 
 
 def _reply(result: Any) -> Reply:
-    """The same as `_read`; what cannot be read is an error, and no request that is never done."""
+    """Convert a result as `_read` does, but turn any exception into an error reply.
+
+
+    So the request is always done.
+    """
     try:
         return _read(result)
     except Exception as error:
@@ -93,11 +105,13 @@ def _reply(result: Any) -> Reply:
 
 
 def _read(result: Any) -> Reply:
-    """What ipyparallel has made of an engine's answer to a call: an exception, or what the call returns."""
+    """Convert ipyparallel's result of a call, an exception or a value, into a Reply."""
     if isinstance(result, TaskAborted):
         return Reply(raised=Raised(KeyboardInterrupt.__name__, "before it began", at=time.time()))
     if isinstance(result, RemoteError):
-        if result.ename == EngineError.__name__ and not result.engine_info:  # else a call has raised one
+        if (
+            result.ename == EngineError.__name__ and not result.engine_info
+        ):  # else the call itself raised an EngineError
             return Reply(ended=True)
         return Reply(raised=Raised(result.ename, result.evalue, result.traceback))
     if isinstance(result, BaseException):

@@ -1,4 +1,4 @@
-"""Until an engine that was started can be used: the controller has to know it, and each of its channels to be open."""
+"""Wait until started engines can be used: registered with the controller, and connected on every channel."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from ddip.protocol.reports import Hello
 def wait_for(
     client: RankClient, engines: list[int], on_ready: Callable[[int], None], check: Callable[[set[int]], None]
 ) -> list[Hello]:
-    """Wait until all `engines` answer on all their channels; `on_ready` is told how many are known.
+    """Wait until all `engines` answer on all their channels, and return their hellos, in order.
 
-    `check` is called with those that are missing, again and again, and may raise. Returns the hellos, in order.
+    `on_ready` gets the number of engines registered so far. `check` is called repeatedly with the engines that are
+    missing, and may raise to end the wait.
     """
     missing = set(engines)
-    asked = 0.0
+    last_refresh = 0.0
     while missing:
-        here = missing.intersection(client.ids)
-        if here:
-            missing -= here
+        registered = missing.intersection(client.ids)
+        if registered:
+            missing -= registered
             on_ready(len(engines) - len(missing))
-        elif time.monotonic() > asked + 0.1:
-            asked = time.monotonic()
+        elif time.monotonic() > last_refresh + 0.1:
+            last_refresh = time.monotonic()
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 ipp_private.refresh(client, 0.1)
         else:
@@ -40,29 +41,40 @@ def wait_for(
 
 
 def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
-    """Use every channel of every engine: a router drops what it gets before the engine has connected to it."""
+    """Use every channel of every engine until it answers, and return the hellos.
+
+    Messages are repeated, since a router drops what it receives before the engine has connected to it.
+    """
     hellos: dict[int, Hello] = {}
     listening: set[int] = set()
     interval = 0.05
     while len(hellos) < len(engines) or len(listening) < len(engines):
-        asked = {_hello(client, engine): engine for engine in engines if engine not in hellos}
-        tried = {_nothing(client, engine): engine for engine in engines if engine not in listening}
-        done, _ = concurrent.futures.wait([*asked, *tried], timeout=interval)
-        hellos.update((asked[answer], answer.result()["ok"]) for answer in done if answer in asked)
-        listening.update(tried[answer] for answer in done if answer in tried)
+        hello_requests = {_request_hello(client, engine): engine for engine in engines if engine not in hellos}
+        pings = {_ping(client, engine): engine for engine in engines if engine not in listening}
+        done, _ = concurrent.futures.wait([*hello_requests, *pings], timeout=interval)
+        hellos.update((hello_requests[answer], answer.result()["ok"]) for answer in done if answer in hello_requests)
+        listening.update(pings[answer] for answer in done if answer in pings)
         check({*engines} - ({*hellos} & listening))
         interval = min(2 * interval, 1)
     return [hellos[engine] for engine in engines]
 
 
-def _hello(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
-    """What `engine` tells of itself on its control channel; never done if it has ended, which `check` will say."""
+def _request_hello(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
+    """Request the hello of `engine` on its control channel.
+
+
+    The future is never done if the engine has ended, which `check` reports.
+    """
     with contextlib.suppress(KeyError):
         return ipp_private.control(client, engine, "ddip_request", {"target": on_rank.hello.target, "args": []})
     return concurrent.futures.Future()
 
 
-def _nothing(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
-    """Done when an empty cell has come back on the other channels."""
+def _ping(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
+    """Run an empty cell on `engine`; the future is done once its last message came back.
+
+
+    This uses the shell and iopub channels.
+    """
     (ping,) = ipp_private.execute(client, "", [Recipient(engine, lambda message: None)], {}, silent=True)
     return ping.output

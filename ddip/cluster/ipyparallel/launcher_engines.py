@@ -1,4 +1,4 @@
-"""ipyparallel clusters of ddip's own, by a launcher of ipyparallel's, for as long as a group is attached to them."""
+"""Start ipyparallel clusters with an ipyparallel launcher, and end each once no group is attached to it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ LOOK_SECONDS = 0.2
 END_SECONDS = 30.0
 """How long a launcher may take to end its engines."""
 _keepers: dict[str, subprocess.Popen[bytes]] = {}
-"""By the connection file of their cluster."""
+"""The keeper of each cluster, by the cluster's connection file."""
 _holds: dict[str, int] = {}
-"""How many want it."""
+"""Number of users of each cluster, by its connection file."""
 
 
 def check(launcher: str) -> None:
-    """Raise BadInput if ipyparallel has no such launcher; one with a dot is a class of somebody's own."""
-    names = sorted(one.name for one in importlib.metadata.entry_points(group=GROUP))
+    """Raise BadInput if ipyparallel has no such launcher; a name with a dot is accepted as a user's class."""
+    names = sorted(entry.name for entry in importlib.metadata.entry_points(group=GROUP))
     if launcher not in names and "." not in launcher:
         raise BadInput(f"--engines {launcher}: ipyparallel has no such launcher; type one of {', '.join(names)}")
 
 
 def start(launcher: str, profile: str, n: int | None, progress: Callable[[str], None]) -> str:
-    """Start a cluster, and wait for its engines; returns its connection file. It is to be given back.
+    """Start a cluster, wait for its engines, and return its connection file.
 
-    Raises GroupError or RequestInterrupted; nothing is left of it then.
+    The caller must `give_back` the cluster. Raises GroupError or RequestInterrupted, and leaves nothing behind then.
     """
     with folder.left_out():
         import ipyparallel  # noqa: F401
@@ -54,13 +54,13 @@ def start(launcher: str, profile: str, n: int | None, progress: Callable[[str], 
         keeper.stdin.write(json.dumps(asked).encode() + b"\n")
         keeper.stdin.flush()
         progress(f"ddip: starting engines with {launcher}")
-        told: dict[str, str] = {}
-        while not told:
-            told = _said(keeper, launcher)
-        file, count = told["file"], int(told["n"])
-        _wait(keeper, launcher, file, count, progress)
+        answer: dict[str, str] = {}
+        while not answer:
+            answer = _read_answer(keeper, launcher)
+        file, count = answer["file"], int(answer["n"])
+        _wait_for_engines(keeper, launcher, file, count, progress)
     except BaseException as error:
-        _end(keeper)
+        _end_keeper(keeper)
         if isinstance(error, KeyboardInterrupt):
             raise RequestInterrupted(
                 "the start was interrupted; its engines were ended, and there is no group"
@@ -70,32 +70,37 @@ def start(launcher: str, profile: str, n: int | None, progress: Callable[[str], 
     return file
 
 
-def _said(keeper: subprocess.Popen[bytes], launcher: str) -> dict[str, str]:
-    """What the keeper has said, if it has."""
+def _read_answer(keeper: subprocess.Popen[bytes], launcher: str) -> dict[str, str]:
+    """Wait up to LOOK_SECONDS for a line from the keeper, and return it; empty if none came.
+
+
+    Raises GroupError if the keeper reports an error.
+    """
     assert keeper.stdout is not None
     if not select.select([keeper.stdout], [], [], LOOK_SECONDS)[0]:
         return {}
-    told: dict[str, str] = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
-    if "error" in told:
-        raise GroupError(f"--engines {launcher}: they have not started: {told['error']}")
-    return told
+    answer: dict[str, str] = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
+    if "error" in answer:
+        raise GroupError(f"--engines {launcher}: they have not started: {answer['error']}")
+    return answer
 
 
-def _wait(
+def _wait_for_engines(
     keeper: subprocess.Popen[bytes], launcher: str, file: str, count: int, progress: Callable[[str], None]
 ) -> None:
+    """Wait until `count` engines are registered; raise GroupError if the keeper reports an error."""
     client = attached.connect(file)
     try:
         while len(client.ids) < count:
             progress(f"ddip: {len(client.ids)} of {count} engines of {launcher} are there; stop ends them")
-            _said(keeper, launcher)
+            _read_answer(keeper, launcher)
             time.sleep(0)
     finally:
         client.close(linger=0)
 
 
 def hold(file: str) -> bool:
-    """Keep such a cluster, until `give_back`; returns False if it is gone."""
+    """Keep the cluster until `give_back`; return False if ddip has not started it, or if it has ended."""
     keeper = _keepers.get(file)
     if keeper is None or keeper.poll() is not None:
         return False
@@ -104,16 +109,16 @@ def hold(file: str) -> bool:
 
 
 def give_back(file: str) -> None:
-    """One who wanted it does not any more; ends one that nobody wants."""
+    """Give up one hold on the cluster, and end it after the last hold."""
     if file in _holds:
         _holds[file] -= 1
         if not _holds[file]:
             del _holds[file]
-            _end(_keepers.pop(file))
+            _end_keeper(_keepers.pop(file))
 
 
-def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """Have it end its cluster, and wait for that."""
+def _end_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """Let the keeper end its cluster, and wait for that; kill it after END_SECONDS."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(OSError):
         keeper.stdin.close()

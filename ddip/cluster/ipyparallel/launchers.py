@@ -1,6 +1,6 @@
-"""ipyparallel's launchers on this host, with processes that are forked from the warm process instead of spawned.
+"""Launchers for ipyparallel that fork processes from the preload process instead of spawning them.
 
-``Cluster`` chooses them by ipyparallel's own settings. Where a fork cannot be, they spawn: the same, only slower.
+``OwnCluster`` selects them by ipyparallel's settings. If forking is not possible, they spawn, which is only slower.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from ddip.guard import Guard
 
 POLL_SECONDS = 0.005
 GONE_SECONDS = 0.25
-"""How long a start that is given up waits until the process is gone. The warm process may import something meanwhile:
-then none has been forked, or it has been told of and killed by then."""
+"""How long a cancelled start waits until its process is gone.
+
+The preload process may be busy importing: then either no process was forked, or it was reported and killed by then.
+"""
 END_SECONDS = 5.0
 """How long another host may take to end its ranks."""
 PAUSE_SECONDS = 0.1
-"""After a failure of a thread that waits for a process to end."""
+"""Pause after a failure of a thread that waits for the end of a process."""
 
 
 def log_text(path: str | Path) -> str:
@@ -51,8 +53,8 @@ def log_text(path: str | Path) -> str:
         return ""
 
 
-class _Noticing:
-    """Of a launcher: who is told of an end is told whatever the others do with that."""
+class _GuardedCallbacks:
+    """A mixin for launchers: a stop callback that raises does not keep the others from being called."""
 
     _guard: Guard
 
@@ -64,8 +66,8 @@ class _Noticing:
             super()._log_output(stop_data)  # type: ignore[misc]
 
 
-class _Forked:
-    """What a launcher uses of ``psutil.Process``, for a child of a warm process, which tells its end."""
+class _ForkedProcess:
+    """The methods of ``psutil.Process`` that a launcher uses, for a forked child whose exit is reported."""
 
     def __init__(self, child: Child, signal: Callable[[int, int], object]) -> None:
         self.pid = child.pid.result()
@@ -87,8 +89,12 @@ class _Forked:
             self._signal(self.pid, number)
 
 
-class Launcher(_Noticing, launcher.LocalProcessLauncher):  # type: ignore[misc]
-    """Starts what `preload_client.command` gives, or has the warm process fork what that would become."""
+class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignore[misc]
+    """A launcher that forks from the preload process, or spawns if forking is not possible.
+
+
+    Its command must come from `preload_client.command`.
+    """
 
     _output: str | None = None
     _guard = Guard("the end of a process of the group was not noticed as it should be", pause_seconds=PAUSE_SECONDS)
@@ -98,14 +104,14 @@ class Launcher(_Noticing, launcher.LocalProcessLauncher):  # type: ignore[misc]
     needs: tuple[str, ...] = ()
     """Modules that are always needed."""
     warm: preload_client.WarmProcess | None = None
-    """The process that it was forked from."""
+    """The preload process that forked the process; None if it was spawned."""
     why_spawned = ""
-    """Why it was not forked."""
+    """Reason why the process could not be forked; empty if there is none."""
     output_file: str
-    """Its log."""
+    """Path of the process's log."""
 
     async def start(self) -> None:
-        log = Path(self.environment["DDIP_RUN_FOLDER"], Path(self.output_file).name)  # it goes with that folder
+        log = Path(self.environment["DDIP_RUN_FOLDER"], Path(self.output_file).name)  # it is removed with that folder
         log.touch(0o600)  # a cell may print secrets
         self.output_file = str(log)
         if not (self.fork and preload_client.possible() and await self._fork()):
@@ -120,40 +126,40 @@ class Launcher(_Noticing, launcher.LocalProcessLauncher):  # type: ignore[misc]
             module, needs=self.needs, imports=self.also, argv=arguments, env=environment, log=self.output_file
         )
         try:
-            await self._take(child, on_host.send_signal)
+            await self._follow_child(child, on_host.send_signal)
         except CannotFork as error:
             self.why_spawned = str(error)
             return False
         self.warm = warm
         return True
 
-    async def _take(self, child: Child, signal: Callable[[int, int], object]) -> None:
-        """Wait until `child` is there, and then for its end. Raises CannotFork."""
+    async def _follow_child(self, child: Child, signal: Callable[[int, int], object]) -> None:
+        """Wait until `child` is forked, and start waiting for its end in a thread. Raises CannotFork."""
         pid = asyncio.wrap_future(child.pid)
-        pid.add_done_callback(lambda done: done.exception())  # nobody asks for it when the start is given up
+        pid.add_done_callback(lambda done: done.exception())  # after a cancelled start, no one else retrieves it
         try:
             self.pid = await asyncio.shield(pid)  # only `end` may cancel it
         except CannotFork:
             raise
-        except BaseException:  # the start is given up
+        except BaseException:  # the start is cancelled
             await asyncio.wait([asyncio.wrap_future(child.end())], timeout=GONE_SECONDS)
             raise
-        self.process = _Forked(child, signal)
+        self.process = _ForkedProcess(child, signal)
         self.notify_start(self.pid)
         self._start_waiting()
 
     def _wait(self) -> None:
-        """In a thread of ipyparallel: wait for the end of the process, however often that fails."""
+        """Wait for the end of the process, even if that fails repeatedly; runs in an ipyparallel thread."""
         while not self._stop_waiting.is_set() and self.state == "running":
             with self._guard:
                 super()._wait()
                 return
 
     def _start_streaming(self) -> None:
-        """Do not copy the log to stderr, as ipyparallel does for its own debug messages: it reads text, not bytes."""
+        """Do nothing: ipyparallel would copy the log to stderr, and would fail on bytes that are not text."""
 
     def get_output(self, remove: bool = False) -> str:
-        """What is in its log; `remove` the file then. ipyparallel's own fails if a byte is not UTF-8."""
+        """Return the log, and then `remove` its file; ipyparallel's method fails on bytes that are not UTF-8."""
         if self._output is None:
             self._output = log_text(self.output_file) if self.output_file else ""
         if remove:
@@ -161,28 +167,28 @@ class Launcher(_Noticing, launcher.LocalProcessLauncher):  # type: ignore[misc]
         return self._output
 
     def ended(self) -> None:
-        """Somebody has seen that the process is gone: do not wait for word of it."""
-        if isinstance(self.process, _Forked):
+        """Stop waiting for the report of the process's end, since the caller has seen that it ended."""
+        if isinstance(self.process, _ForkedProcess):
             self.process.forget()
 
 
 class ControllerLauncher(Launcher, launcher.LocalControllerLauncher):  # type: ignore[misc]
-    """Starts ``ddip.cluster.processes.controller``."""
+    """A launcher of ``ddip.cluster.processes.controller``."""
 
-    entrypoint_name = "ddip.cluster.ipyparallel.launchers.ControllerLauncher"  # as which ``ipcluster`` finds it
+    entrypoint_name = "ddip.cluster.ipyparallel.launchers.ControllerLauncher"  # by which ``ipcluster`` finds it
     needs = preload_client.CONTROLLER
 
     async def get_connection_info(self, timeout: float | None = None) -> Any:
-        """As ipyparallel's own, but it looks more often."""
+        """Return the connection information once its files exist; polls more often than ipyparallel does."""
         files = [Path(file) for file in self.connection_files.values()]
         deadline = time.monotonic() + (self.connection_info_timeout if timeout is None else timeout)
         while self.process.is_running() and not all(file.exists() for file in files) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        return await super().get_connection_info(0.2)  # which tells what is wrong, if they are not there
+        return await super().get_connection_info(0.2)  # raises the right error if they do not exist
 
 
 class EngineLauncher(Launcher, launcher.LocalEngineLauncher):  # type: ignore[misc]
-    """Starts one ``ddip.rank.kernel.engine``."""
+    """A launcher of one ``ddip.rank.kernel.engine``."""
 
     needs = preload_client.ENGINE
 
@@ -192,7 +198,7 @@ class EngineLauncher(Launcher, launcher.LocalEngineLauncher):  # type: ignore[mi
 
 
 class RemoteEngineLauncher(EngineLauncher):
-    """Starts one on another host, by the agent there."""
+    """A launcher of one engine on another host, through the agent there."""
 
     host: Host
     _child: Child
@@ -201,7 +207,7 @@ class RemoteEngineLauncher(EngineLauncher):
         self.host, self.also = self.parent.host, self.parent.also
         module, *arguments = self.args[len(preload_client.START) :]
         log = Path(self.output_file).name
-        self.output_file = ""  # it is there
+        self.output_file = ""  # the log is on the other host
         profile = str(self.host.run_folder / agent.PROFILE)
         self._child = self.host.fork(
             module,
@@ -212,21 +218,21 @@ class RemoteEngineLauncher(EngineLauncher):
             log=log,
         )
         try:
-            await self._take(self._child, lambda pid, number: self.host.begin(on_host.send_signal, pid, number))
+            await self._follow_child(self._child, lambda pid, number: self.host.begin(on_host.send_signal, pid, number))
         except CannotFork as error:
             raise GroupError(f"{self.host.name}: no rank can be there: {error}") from None
 
     def mark_log(self) -> None:
-        """A cell is sent to it: what is in its log by now has nothing to do with how that ends."""
+        """Leave everything logged until now out of the engine's output, since a new cell is sent to it."""
         self._child.mark_log()
 
     def get_output(self, remove: bool = False) -> str:
-        """What it had logged when it ended, since the last mark."""
+        """Return the log of the ended engine since the last mark."""
         return self._child.log
 
 
-class EngineSetLauncher(_Noticing, launcher.LocalEngineSetLauncher):  # type: ignore[misc]
-    """Starts engines side by side, on this host or on another."""
+class EngineSetLauncher(_GuardedCallbacks, launcher.LocalEngineSetLauncher):  # type: ignore[misc]
+    """A launcher that starts several engines concurrently, on this host or on another."""
 
     _guard = Launcher._guard
 
@@ -243,68 +249,82 @@ class EngineSetLauncher(_Noticing, launcher.LocalEngineSetLauncher):  # type: ig
 
 
 def processes_of(launchers: Iterable[Launcher]) -> list[Proc]:
-    """Their processes that live on this host."""
-    return existing(one.pid for one in launchers if not isinstance(one, RemoteEngineLauncher))
+    """Return the live processes of `launchers` on this host."""
+    return existing(launched.pid for launched in launchers if not isinstance(launched, RemoteEngineLauncher))
 
 
 def end_launched(launchers: Iterable[Launcher]) -> None:
-    """End their processes side by side; ipyparallel would do it in turns, and wait 5 s for a busy one."""
+    """End the processes of `launchers` concurrently.
+
+
+    ipyparallel would end them one by one, and wait 5 s for a busy one.
+    """
     launchers = list(launchers)
     remote: dict[str, tuple[Host, list[int]]] = {}
-    for one in launchers:
-        if isinstance(one, RemoteEngineLauncher):
-            remote.setdefault(one.host.name, (one.host, []))[1].append(one.pid)
+    for launched in launchers:
+        if isinstance(launched, RemoteEngineLauncher):
+            remote.setdefault(launched.host.name, (launched.host, []))[1].append(launched.pid)
     ending: list[Future[None]] = [host.begin(on_host.end, pids) for host, pids in remote.values()]
     end_processes(processes_of(launchers))
     for end in ending:
         with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
             end.result(END_SECONDS)
-    for one in launchers:
-        one.ended()
+    for launched in launchers:
+        launched.ended()
 
 
 HEARTBEAT_MS = 1000
 MISSED_BEATS = 1_000_000_000
-"""After which the Hub takes an engine for dead: never, since its parent tells when it ends. A process that was stopped
-for a while, by a debugger or with the whole machine, lives and has its variables."""
+"""Missed heartbeats after which the Hub takes an engine for dead: in effect never, since its parent reports its end.
+
+A process that was stopped for a while, by a debugger or with the whole machine, is alive and has its variables.
+"""
 WRITTEN_SECONDS = 1.0
-"""How long the file of a cluster may be out of date."""
+"""How long a cluster's file may be out of date."""
 
 
 class OwnIppCluster(IppCluster):  # type: ignore[misc]
     """An ``ipyparallel.Cluster`` that writes its file once for many engines that come or go together."""
 
-    _writing: asyncio.TimerHandle | None = None
+    _scheduled_write: asyncio.TimerHandle | None = None
 
     def update_cluster_file(self) -> None:
-        """Soon; called for each engine, and ipyparallel's own writes down all of them each time."""
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().call_later(WRITTEN_SECONDS, self._write)
+        """Schedule a write of the cluster's file, unless one is scheduled.
+
+
+        ipyparallel calls this for each engine, and would write all engines each time.
+        """
+        if self._scheduled_write is None:
+            self._scheduled_write = asyncio.get_running_loop().call_later(WRITTEN_SECONDS, self._write)
 
     async def write_now(self) -> None:
-        """What has still to be written."""
-        if self._writing is not None:
-            self._writing.cancel()
+        """Write the file now, if a write is scheduled."""
+        if self._scheduled_write is not None:
+            self._scheduled_write.cancel()
             self._write()
 
     async def write_no_more(self) -> None:
-        """Its files are removed now."""
-        if self._writing is not None:
-            self._writing.cancel()
+        """Cancel a scheduled write and prevent later ones, since the cluster's files are being removed."""
+        if self._scheduled_write is not None:
+            self._scheduled_write.cancel()
         self.cluster_file = ""
 
     def _write(self) -> None:
-        self._writing = None
+        self._scheduled_write = None
         super().update_cluster_file()
 
 
 def controller_arguments(encrypt: bool) -> list[str]:
-    """Of the controller; with `encrypt`, all that it sends and gets is, and who has no key is refused."""
+    """Return the arguments of the controller.
+
+
+    With `encrypt`, it encrypts all messages and refuses peers without the key.
+    """
     return [
         "--IPController.transport=ipc",
         "--IPController.log_level=WARN",
         "--IPController.use_threads=True",  # two processes instead of nine
-        "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else the Hub keeps what passes
+        "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else the Hub keeps all messages
         f"--HeartMonitor.period={HEARTBEAT_MS}",
         f"--HeartMonitor.max_heartmonitor_misses={MISSED_BEATS}",
         *(["--IPController.enable_curve=True"] if encrypt else []),
@@ -312,23 +332,27 @@ def controller_arguments(encrypt: bool) -> list[str]:
 
 
 def engine_arguments(engine: int, timeout: float) -> list[str]:
-    """Of an engine with this number, which is to be there within `timeout` seconds."""
+    """Return the arguments of the engine with this number, which must be ready within `timeout` seconds."""
     return [
         f"--IPEngine.id={engine}",
-        "--IPEngine.log_level=ERROR",  # what it warns of is no news
+        "--IPEngine.log_level=ERROR",  # its warnings are known and harmless
         "--IPEngine.enable_nanny=False",
-        "--HistoryManager.enabled=False",  # it keeps a database and a thread
-        "--IPEngine.max_heartbeat_misses=0",  # it dies with its parent instead
+        "--HistoryManager.enabled=False",  # it would need a database and a thread
+        "--IPEngine.max_heartbeat_misses=0",  # the engine dies with its parent instead
         f"--IPEngine.wait_for_url_file={timeout}",
         f"--IPEngine.timeout={timeout}",
     ]
 
 
 async def make_client(cluster: IppCluster, timeout: float) -> RankClient:
-    """What ``ipyparallel.Cluster.connect_client`` does, with a client of our own."""
+    """Connect a `RankClient` to the cluster.
+
+
+    Does what ``ipyparallel.Cluster.connect_client`` does for an ipyparallel client.
+    """
     info: Any = cluster.controller.get_connection_info()
     files = await info if inspect.isawaitable(info) else info
-    with _unsigned():
+    with _no_signing_warning():
         return RankClient(files["client"], cluster=cluster, timeout=timeout)
 
 
@@ -338,8 +362,8 @@ def _traitlets_log() -> logging.Logger:
 
 
 @contextlib.contextmanager
-def _unsigned() -> Iterator[None]:
-    """Let nobody be warned of messages that are not signed: ipyparallel signs none that are encrypted."""
+def _no_signing_warning() -> Iterator[None]:
+    """Suppress the warning that signing is disabled: ipyparallel does not sign messages that it encrypts."""
     log, passes = _traitlets_log(), lambda record: "signing is disabled" not in record.getMessage()
     log.addFilter(passes)
     try:

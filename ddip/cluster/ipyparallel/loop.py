@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for ipyparallel's cluster code, which wants one that always runs."""
+"""An event loop on a separate thread, for ipyparallel's cluster code, which needs one that always runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Loop:
-    """Runs until `close`."""
+    """An event loop that runs on its thread until `close`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -28,14 +28,17 @@ class Loop:
         while True:
             with guard:
                 self._loop.run_forever()
-                return  # it was stopped; an exit that a callback asks for only interrupts it
+                return  # `close` stopped it; a SystemExit in a callback goes through the guard and restarts it
 
     def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Have it do `work`; may be called on any thread but its own."""
+        """Start `work` on the loop; may be called on any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """The same, and wait for the result; raises TimeoutError after `timeout` seconds, and gives the work up."""
+        """Run `work` on the loop, and return its result; may be called on any thread except the loop's.
+
+        After `timeout` seconds, cancels the work and raises TimeoutError.
+        """
         future = self.begin(work)
         try:
             return future.result(timeout)
@@ -44,14 +47,17 @@ class Loop:
             raise
 
     def close(self) -> None:
-        """End it, and wait until the step that it is in is done."""
+        """Stop the loop after its current step, and wait for its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.thread.join()
         self._loop.close()
 
 
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
-    """`work`; the exit that IPython asks for when its profile is no good would end our loop, and nobody would hear."""
+    """Await `work`, and raise GroupError in place of SystemExit.
+
+    IPython raises SystemExit if it cannot use its profile, which would interrupt the loop without showing an error.
+    """
     try:
         return await work
     except SystemExit:
@@ -63,11 +69,11 @@ async def without_exit(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all `work` at once."""
+    """Await all of `work` concurrently."""
     await asyncio.gather(*work)
 
 
 async def others_end() -> None:
     """Wait until every other task of this loop has ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*others, return_exceptions=True)
+    other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*other_tasks, return_exceptions=True)

@@ -1,13 +1,13 @@
-"""An ipyparallel cluster of our own, one engine at a time, here or on other hosts; nothing here is about torch's group.
+"""ddip's ipyparallel cluster: start and stop engines one by one, here or on other hosts; no torch is involved.
 
     notebook (client)  --zmq-->  controller (processes/controller.py)  --zmq-->  engine (rank/kernel/engine.py) per rank
          |                             |                                    |
          owner.json: pids ------------ watches its parent ---------------- dies with its parent
 
-Both are forked from the warm process, which dies with the notebook, or spawned: then the notebook is their parent.
-All of ipyparallel's cluster code runs on one thread with an event loop of its own, which lives as long as the cluster:
-exits are then noticed at once, and the parent-death signal of spawned engines, which is bound to the thread that
-started them, means the notebook.
+Controller and engines are forked from the preload process, which dies with the notebook, or spawned by the notebook.
+All of ipyparallel's cluster code runs on one thread with an event loop, which lives as long as the cluster. So exits
+are noticed at once, and the parent-death signal of spawned engines, which is bound to the thread that started them,
+comes only when the notebook dies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 class OwnCluster(OnHosts, Channels):
     """A controller, a client, and engines that are started and stopped one by one; owned by this process.
 
-    `ddip.cluster.cluster_api.Cluster` says what each method is for.
+    `ddip.cluster.cluster_api.Cluster` documents the public methods.
     """
 
     def __init__(self, log: logging.Logger, fork: bool, hosts: Sequence[str] = (), reach: Reach | None = None) -> None:
@@ -63,8 +63,8 @@ class OwnCluster(OnHosts, Channels):
         if self._fork:
             preload_client.begin()
         self.spawned = ""
-        self._wanted: set[int] = set()
-        """Engines that nobody has ended."""
+        self._expected: set[int] = set()
+        """Engines that were started and not ended by this process."""
         self._processes: dict[int, list[processes.Proc]] = {}
         self._engines_started = 0
         self._starting: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -85,14 +85,14 @@ class OwnCluster(OnHosts, Channels):
         mark = {processes.MARKED: processes.MARK}
         self._environment = environment(self.run_folder, preload_client.notebook(), mark)
         try:
-            self._ipp: OwnIppCluster = self._on_loop(self._make(log))
+            self._ipp: OwnIppCluster = self._run_on_loop(self._make_ipp_cluster(log))
             self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
             self._record()
         except BaseException:
             self._end_loop()
             raise
 
-    async def _make(self, log: logging.Logger) -> OwnIppCluster:
+    async def _make_ipp_cluster(self, log: logging.Logger) -> OwnIppCluster:
         return OwnIppCluster(
             log=log,
             controller_launcher_class=ControllerLauncher,
@@ -100,30 +100,30 @@ class OwnCluster(OnHosts, Channels):
             cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
             controller_ip=str(self.run_folder / ownership.SOCKETS),
             controller_location="127.0.0.1",
-            send_engines_connection_env=False,  # the engines import torch while the controller starts
+            send_engines_connection_env=False,  # engines must not wait for the controller: they import torch meanwhile
             shutdown_atexit=False,
             delay=0,
         )
 
-    def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self._loop.run(without_exit(work), timeout)
 
     def ensure_controller(self) -> None:
-        """Raise GroupError if the controller process is gone, and with it every way to the engines."""
+        """Raise GroupError if the controller process has ended, so that no engine can be reached."""
         if self._controller_exit:
             warm = self._warm is not None and self._warm.ended
             what = "warm process, from which the ranks were forked, ended" if warm else "controller process ended"
             raise GroupError(f"the {what}; %makedip -r starts the group afresh")
 
     def stopped(self) -> str:
-        """Which of the processes between the notebook and the ranks a signal has stopped; empty for none."""
+        """Describe the processes between notebook and engines that a signal has stopped; empty if none is."""
         controller = getattr(self._ipp.controller, "pid", None)
         found = [("the controller", controller), ("the warm process", self._warm.pid if self._warm else None)]
         texts = [(name, processes.stopped_text(pid)) for name, pid in found if pid is not None]
         return "; ".join(f"{name} is {text}" for name, text in texts if text)
 
-    def _controller_ended(self, data: dict[str, Any]) -> None:
-        """Nothing can reach the engines any more: let them not hold memory and GPUs."""
+    def _handle_controller_end(self, data: dict[str, Any]) -> None:
+        """End the engines, which cannot be reached any more, so that they free memory and GPUs."""
         self._controller_exit.append(data.get("exit_code"))
         if not self._stopping:
             engines = self._launchers(self._ipp.engines)
@@ -138,7 +138,7 @@ class OwnCluster(OnHosts, Channels):
         deadline: float,
         on_up: Callable[[int], None],
     ) -> dict[int, Hello]:
-        """Start `engines`, and before the first of all the controller; they import torch while it starts."""
+        """Start `engines`, and the controller before the first ones; they import torch while it starts."""
         timeout = max(0.1, deadline - time.monotonic())
         first = not self.connected
         if first:
@@ -153,7 +153,7 @@ class OwnCluster(OnHosts, Channels):
         return dict(zip(numbers, self._wait_for(numbers, deadline, on_up), strict=True))
 
     def _start_controller(self, timeout: float) -> None:
-        """Start the controller process; returns before it is ready, for which `timeout` seconds are allowed."""
+        """Start the controller process, and return before it is ready; allow it `timeout` seconds for that."""
         starting = self._ipp.start_controller(
             controller_cmd=preload_client.command("ddip.cluster.processes.controller"),
             controller_args=controller_arguments(encrypt=bool(self._hosts.remote)),
@@ -162,18 +162,18 @@ class OwnCluster(OnHosts, Channels):
             fork=self._fork,
         )
         try:
-            self._on_loop(starting, timeout)
+            self._run_on_loop(starting, timeout)
         except concurrent.futures.TimeoutError:
             preload_client.give_up()
             raise GroupError("the controller did not start in time; -t SECONDS waits longer") from None
         self._warm = self._ipp.controller.warm
-        self._ipp.controller.on_stop(self._controller_ended)
+        self._ipp.controller.on_stop(self._handle_controller_end)
         self._record()
 
     def _start_engines(self, specs: Sequence[EngineSpec], also: Sequence[str], timeout: float) -> list[int]:
-        """Have engines started; returns their numbers at once.
+        """Begin to start engines, and return their numbers at once.
 
-        Modules `also` are imported before, once for all of a host, where engines are forked.
+        Modules `also` are imported first; if engines are forked, once per host.
         """
         if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
             raise GroupError(
@@ -182,8 +182,8 @@ class OwnCluster(OnHosts, Channels):
             )
         engines = list(range(self._engines_started, self._engines_started + len(specs)))
         self._engines_started += len(specs)
-        self._wanted.update(engines)
-        self._places.update({engine: spec.host for engine, spec in zip(engines, specs, strict=True)})
+        self._expected.update(engines)
+        self._host_numbers.update({engine: spec.host for engine, spec in zip(engines, specs, strict=True)})
         starting = (
             self._start_engine(engine, spec.environment, also, timeout)
             for engine, spec in zip(engines, specs, strict=True)
@@ -196,38 +196,38 @@ class OwnCluster(OnHosts, Channels):
     ) -> None:
         host = self.host_of(engine)
         remote = isinstance(host, RemoteHost)
-        told = {"IPP_CONNECTION_INFO": await self._way_to_us(engine)} if remote else self._environment
+        base = {"IPP_CONNECTION_INFO": await self._relayed_connection_info(engine)} if remote else self._environment
         await self._ipp.start_engines(
             1,
             engine_set_id=_set_name(engine),
             engine_cmd=preload_client.command("ddip.rank.kernel.engine"),
             engine_args=engine_arguments(engine, timeout),
-            environment={**told, **environment},
+            environment={**base, **environment},
             fork=self._fork,
             also=list(also),
             host=host if remote else None,
         )
         launched = self._ipp.engines[_set_name(engine)]
-        for launcher in launched.launchers.values():  # none if it has ended already
+        for launcher in launched.launchers.values():  # none if the engine has ended already
             if not remote:
                 self._logs.opened(engine, Path(launcher.output_file))
                 self._processes[engine] = processes.existing([launcher.pid])
             else:
                 self._logs.opened_elsewhere(engine, launcher.mark_log)
             self.spawned = launcher.why_spawned or self.spawned
-        launched.on_stop(lambda data: self._engine_ended(engine, data, "".join(launched.outputs.values())))
+        launched.on_stop(lambda data: self._handle_engine_end(engine, data, "".join(launched.outputs.values())))
 
-    async def _way_to_us(self, engine: int) -> str:
-        """What an engine on another host is told of the controller, once that is there."""
+    async def _relayed_connection_info(self, engine: int) -> str:
+        """Wait for the controller, and return its connection information for an engine on another host."""
         await self._ipp.controller.get_connection_info()
         file = Path(self._ipp.controller.connection_files["engine"])
-        return await asyncio.to_thread(self._hosts.connect, self._places[engine], file)
+        return await asyncio.to_thread(self._hosts.connect, self._host_numbers[engine], file)
 
     def _connect(self, deadline: float) -> None:
         """Wait for the controller and connect the client; `deadline` on ``time.monotonic``."""
         timeout = max(0.1, deadline - time.monotonic())
         try:
-            self._on_loop(self._make_client(timeout), timeout)
+            self._run_on_loop(self._make_client(timeout), timeout)
         except (concurrent.futures.TimeoutError, TimeoutError):
             raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:
@@ -235,7 +235,7 @@ class OwnCluster(OnHosts, Channels):
             raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
     async def _make_client(self, timeout: float) -> None:
-        self._client = await make_client(self._ipp, timeout)  # ours, also if who waits for it has given up meanwhile
+        self._client = await make_client(self._ipp, timeout)  # kept even if the caller has timed out meanwhile
 
     def _disconnect(self) -> None:
         if self.connected:
@@ -243,15 +243,14 @@ class OwnCluster(OnHosts, Channels):
             self.client.close(linger=0)
 
     def _wait_for(self, engines: list[int], deadline: float, on_ready: Callable[[int], None]) -> list[Hello]:
-        """Wait until every one of `engines` answers on all its channels; `on_ready` is told how many do.
+        """Wait until each of `engines` answers on all its channels, and return their hellos.
 
-        Returns what they tell of themselves.
-
-        Raises GroupError, with the log of an engine that ended or is missing.
+        `on_ready` gets the number of engines that are known so far. Raises GroupError with the log of an engine that
+        ended or is missing.
         """
         try:
             self._starting.result(max(0.1, deadline - time.monotonic()))
-            self._on_loop(self._ipp.write_now())
+            self._run_on_loop(self._ipp.write_now())
         except concurrent.futures.TimeoutError:
             preload_client.give_up()
         self._record()
@@ -275,71 +274,73 @@ class OwnCluster(OnHosts, Channels):
 
     # -- running
 
-    def _engine_ended(self, engine: int, data: dict[str, Any], log: str) -> None:
+    def _handle_engine_end(self, engine: int, data: dict[str, Any], log: str) -> None:
         self._logs.closed(engine, log)
         self.exits[engine] = data.get("exit_code")
-        if engine in self._wanted and self.connected and not self._stopping:
+        if engine in self._expected and self.connected and not self._stopping:
             ipp_private.unregister(self.client, engine)
-            gone = self._processes.get(engine, [])
-            if gone:  # what it had forked holds its connections, and the other ranks would wait for them
-                self._guard.start_thread("ddip-end", processes.end_processes, gone, daemon=False)
+            ended = self._processes.get(engine, [])
+            if ended:  # its children hold its connections open, and the other ranks would wait for them
+                self._guard.start_thread("ddip-end", processes.end_processes, ended, daemon=False)
 
     def _record(self) -> None:
-        """Write down what to clear up if this process dies."""
+        """Record the processes and files to clean up if this process dies."""
         launchers = self._launchers(self._ipp.engines)
         recorded = processes_of([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
         recorded += processes.existing(host.pid for host in self._hosts.remote)
         me = processes.Proc.of(os.getpid())
-        with contextlib.suppress(FileNotFoundError):  # the controller has lost its parent, and has tidied up
+        with contextlib.suppress(FileNotFoundError):  # the controller has lost its parent, and has cleaned up
             ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
 
     def _launchers(self, names: Iterable[str]) -> list[Launcher]:
-        """The launchers of the live engines in the engine sets `names`."""
+        """Return the launchers of the live engines in the engine sets `names`."""
         return [launcher for name in list(names) for launcher in list(self._ipp.engines[name].launchers.values())]
 
     # -- stop
 
     def stop_engines_but(self, keep: Collection[int]) -> None:
-        """End all engines but those in `keep`, and wait until they are gone."""
-        self._give_up_starting()
-        going = self._on_loop(self._engines_but(keep))
-        self._wanted.difference_update(going)
-        end_launched(self._launchers(going.values()))
-        for engine, name in going.items():
-            self._on_loop(self._ipp.stop_engines(name))
+        """End all engines except those in `keep`, and wait until they are gone."""
+        self._cancel_starting()
+        to_end = self._run_on_loop(self._engine_sets_except(keep))
+        self._expected.difference_update(to_end)
+        end_launched(self._launchers(to_end.values()))
+        for engine, name in to_end.items():
+            self._run_on_loop(self._ipp.stop_engines(name))
             if self.connected:
                 ipp_private.unregister(self.client, engine)
         self._record()
 
-    def _give_up_starting(self) -> None:
-        """Of engines whose start was interrupted, none may start later."""
+    def _cancel_starting(self) -> None:
+        """Cancel an interrupted start, so that no engine starts later."""
         if self._starting.cancel():
-            self._on_loop(others_end())
+            self._run_on_loop(others_end())
 
-    async def _engines_but(self, keep: Collection[int]) -> dict[int, str]:
-        """The engine sets of all other engines, also of one whose start was interrupted."""
+    async def _engine_sets_except(self, keep: Collection[int]) -> dict[int, str]:
+        """Return the engine sets of all engines not in `keep`, including those of an interrupted start."""
         started = {engine: _set_name(engine) for engine in range(self._engines_started)}
         return {e: name for e, name in started.items() if e not in keep and name in self._ipp.engines}
 
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
         self._stopping = True
-        self._give_up_starting()
+        self._cancel_starting()
         self._record()
         self._disconnect()
         launchers = self._launchers(self._ipp.engines)
         end_launched([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
-        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):  # a thread of it could not be started
-            self._on_loop(self._ipp.stop_cluster(), timeout=10)
+        with contextlib.suppress(
+            concurrent.futures.TimeoutError, RuntimeError
+        ):  # RuntimeError: a thread could not be started
+            self._run_on_loop(self._ipp.stop_cluster(), timeout=10)
         with contextlib.suppress(RuntimeError):
-            self._on_loop(self._ipp.write_no_more())
+            self._run_on_loop(self._ipp.write_no_more())
         self._end_loop()
 
     def _end_loop(self) -> None:
         self._hosts.close()
         ownership.remove_files(self.run_folder, self._profile, self._name)
         self._loop.close()
-        self._disconnect()  # it may have connected until now
+        self._disconnect()  # until now, a late start may have connected the client
 
 
 def _set_name(engine: int) -> str:

@@ -1,4 +1,4 @@
-"""Take magics out of IPython again: it has a call to register them, and none for that."""
+"""Unregister magics from IPython, which has a call only to register them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def remove(shell: InteractiveShell, name: str) -> Any:
-    """Take out the class of magics `name`; returns its instance, or None if there was none."""
+    """Unregister the class of magics `name`, and return its instance, or None if there was none."""
     magics = shell.magics_manager.registry.pop(name, None)
     if magics is None:
         return None
@@ -24,7 +24,7 @@ def remove(shell: InteractiveShell, name: str) -> Any:
 
 
 def remove_parallel_magics(client: Any) -> None:
-    """Take out the ``%px`` magics that ipyparallel's first client registers, if they are those of `client`."""
+    """Unregister the ``%px`` magics if they use `client`; ipyparallel's first client registers them."""
     shell = get_ipython()
     magics = None if shell is None else shell.magics_manager.registry.get("ParallelMagics")
     if shell is not None and magics is not None and magics.view.client is client:

@@ -1,9 +1,9 @@
-"""Run ``main()`` of a module of ddip's own in a new process, with nothing of the working directory on its path.
+"""Run ``main()`` of a ddip module in a new process, without the working directory on its path.
 
-Run as ``python -P .../ddip/cluster/processes/boot.py MODULE ARGUMENT ...``. The working directory is
-the notebook's folder: with ``python -m`` a file ``random.py`` there would take the place of Python's own, and whatever
-a folder from the network holds would run. ddip itself is taken from beside this file, as the notebook has found it, and
-not by a path, on which its folder would bring along whatever else is in it.
+Run as ``python -P .../ddip/cluster/processes/boot.py MODULE ARGUMENT ...``. The working directory is the notebook's
+folder: with ``python -m``, a file ``random.py`` there would replace Python's module, and any code in a downloaded
+folder could run. ddip itself is imported from the folder of this file, where the notebook found it, and not by a path
+entry, which would also make its neighbours importable.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ INSTEAD = "is found instead of the standard library's"
 
 
 def main() -> None:
-    """Entry point."""
+    """Run ``main()`` of the module in the first argument; on an exception, print it and exit with code 1."""
     if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of this file, before anything else is imported: its modules have short names
+        del sys.path[0]  # the folder of this file, before any other import: its modules have short names
     import os
     import traceback
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def hidden() -> dict[str, str]:
-    """Modules of the standard library that others on the path hide, and the files of those."""
+    """Return the modules of the standard library that files on the path hide, with these files."""
     import os
     from importlib.machinery import PathFinder
 

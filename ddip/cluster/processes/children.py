@@ -1,7 +1,7 @@
-"""Processes that another one forks for us, known by what it tells of them: the warm process, or a host's agent.
+"""Track processes that another process, the preload process or a host's agent, forks on request.
 
-here -> there   {"fork": id, ...}     {"end": id}                end this child, or do not start it
-there -> here   {"forked": id, "pid": ...}, {"refused": id, "why": ...}, {"exited": id, "code": ...}
+request ->   {"fork": id, ...}     {"end": id}                end this child, or do not start it
+<- report    {"forked": id, "pid": ...}, {"refused": id, "why": ...}, {"exited": id, "code": ...}
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ddip.guard import Guard
 
 
 class CannotFork(RuntimeError):
-    """This cannot be forked; the message says why."""
+    """The requested process cannot be forked; the message says why."""
 
 
 class Child:
-    """A process that was forked for us."""
+    """A process forked on request."""
 
     def __init__(
         self,
@@ -31,36 +31,37 @@ class Child:
     ) -> None:
         self.number = number
         self.pid: Future[int] = Future()
-        """Raises CannotFork."""
+        """The PID once it is forked; raises CannotFork."""
         self.exit: Future[int | None] = Future()
-        """The exit code, negative: the signal; None: unknown, since who forked it ended first."""
+        """The exit code, or the negative signal number; None if unknown, since the forking process ended first."""
         self.log = ""
-        """What it had logged when it ended, where that is told; since the last mark."""
+        """The log of the ended process since the last mark; only an agent reports it."""
         self._cancel, self._kill, self._mark = cancel, kill, mark
 
     def mark_log(self) -> None:
-        """What it has logged by now need not be told when it ends; only to who tells that."""
+        """Leave everything logged until now out of `log`; only an agent understands this."""
         self._mark(self.number)
 
     def end(self) -> Future[None]:
-        """Kill it, or do not start it; done when there is no such process, and will be none."""
+        """Kill the process, or cancel its start; the future is done once it has ended or can no longer start."""
         forked = self.pid.done() and self.pid.exception() is None
-        gone = self._cancel(self.number)
-        if forked:  # who forked it may be importing something
+        ended = self._cancel(self.number)
+        if forked:  # the forking process may be busy importing, so kill directly
             self._kill(self.pid.result())
-        return gone
+        return ended
 
     def over(self, outcome: int | CannotFork | None) -> None:
-        """It has ended with this exit code, or was never there."""
+        """Set `pid` and `exit`, since the process has ended with this exit code or was never forked."""
         if not self.pid.done():
             self.pid.set_exception(outcome if isinstance(outcome, CannotFork) else CannotFork("not wanted any more"))
         self.exit.set_result(None if isinstance(outcome, CannotFork) else outcome)
 
 
 class Children:
-    """All that one process forks for us.
+    """All children that one process forks on request.
 
-    `send` gives it a message, `kill` ends a pid of its host at once, and `on_last` is told when the last one has ended.
+    `send` sends that process a message, `kill` kills a PID of its host at once, and `on_last` is called when the last
+    child has ended.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Children:
         self._children: dict[int, Child] = {}
         self._cancelled: dict[int, Future[None]] = {}
         self._ended: str | None = None
-        """Why none can be forked any more."""
+        """Reason why no more processes can be forked; None while they can."""
         self._lock = threading.Lock()
         self._guard = Guard("the end of a process of the group was not noticed as it should be")
 
@@ -79,49 +80,49 @@ class Children:
         return len(self._children)
 
     def ask(self, **request: Any) -> Child:
-        """Ask for a process."""
+        """Request a fork, and return the child at once."""
         child = Child(next(self._numbers), self._cancel, self._kill, lambda number: self._send(mark=number))
         with self._lock:
             ended = self._ended
             self._children[child.number] = child
         if ended is not None:
-            self._over(child.number, CannotFork(ended))
+            self._report_end(child.number, CannotFork(ended))
         self._send(fork=child.number, **request)
         return child
 
     def heard(self, message: dict[str, Any]) -> None:
-        """Take what is told of them; other messages are none of ours."""
+        """Handle a report on a child; ignore other messages."""
         match message:
             case {"forked": number, "pid": pid}:
                 child = self._children.get(number)
                 if child is not None:
                     child.pid.set_result(pid)
-                else:  # it was not wanted any more when this was on its way
+                else:  # the child was cancelled while this message was on its way
                     self._kill(pid)
-                    self._gone(number)
+                    self._confirm_end(number)
             case {"refused": number, "why": why}:
-                self._over(number, CannotFork(why))
-                self._gone(number)
+                self._report_end(number, CannotFork(why))
+                self._confirm_end(number)
             case {"exited": number, "code": code}:
                 child = self._children.get(number)
                 if child is not None:
                     child.log = message.get("log", "")
-                self._over(number, code)
-                self._gone(number)
+                self._report_end(number, code)
+                self._confirm_end(number)
 
     def end_all(self, why: str) -> None:
-        """Who forks them has ended; `why`."""
+        """Report the end of all children, since the process that forks them has ended; `why` is the reason."""
         with self._lock:
             self._ended = why
             children = list(self._children.values())
         for child in children:
             with self._guard:
-                self._over(child.number, None if child.pid.done() else CannotFork(why))
+                self._report_end(child.number, None if child.pid.done() else CannotFork(why))
         for number in list(self._cancelled):
-            self._gone(number)
+            self._confirm_end(number)
 
-    def _over(self, number: int, outcome: int | CannotFork | None) -> None:
-        """Tell the end of a child, once."""
+    def _report_end(self, number: int, outcome: int | CannotFork | None) -> None:
+        """Report the end of a child, once."""
         with self._lock:
             child = self._children.pop(number, None)
             last = not self._children
@@ -131,18 +132,19 @@ class Children:
             self._on_last()
 
     def _cancel(self, number: int) -> Future[None]:
-        """Kill the child if it has been forked, and do not fork it if not; done when that is so."""
-        gone: Future[None] = Future()
+        """Request the end of a child, or of its start; the future is done once the other process confirms it."""
+        ended: Future[None] = Future()
         with self._lock:
-            self._cancelled[number] = gone
+            self._cancelled[number] = ended
         self._send(end=number)
-        self._over(number, None)
+        self._report_end(number, None)
         if self._ended is not None:
-            self._gone(number)
-        return gone
+            self._confirm_end(number)
+        return ended
 
-    def _gone(self, number: int) -> None:
+    def _confirm_end(self, number: int) -> None:
+        """Complete the future of a cancelled child."""
         with self._lock:
-            gone = self._cancelled.pop(number, None)
-        if gone is not None:
-            gone.set_result(None)
+            ended = self._cancelled.pop(number, None)
+        if ended is not None:
+            ended.set_result(None)

@@ -1,4 +1,4 @@
-"""The controller process: ipyparallel's own controller, which ends and tidies up when its owner is gone.
+"""The controller process: ipyparallel's controller, which cleans up and exits when its owner ends.
 
 ``boot.py`` runs it, with the arguments of ``ipcontroller``.
 """
@@ -27,31 +27,39 @@ from ddip.cluster.processes.ownership import clear_up
 from ddip.cluster.processes.processes import Proc, end_processes
 
 MOST_FILES = 10_240
-"""Enough for a thousand engines, and what macOS allows."""
+"""Limit on open files: enough for a thousand engines, and allowed on macOS."""
 
 
-def _watch(owner: int, folder: Path) -> None:
-    """Wait for the owner, our parent, to end; then end its engines and our schedulers, remove the files, and leave."""
+def _clean_up_after_owner(owner: int, folder: Path) -> None:
+    """Wait until the owner, the parent process, ends; then clean up and exit.
+
+
+    Ends the owner's engines and this controller's schedulers, and removes the files.
+    """
     while os.getppid() == owner:
         time.sleep(0.25)
     try:
         end_processes(Proc.of(child.pid) for child in psutil.Process().children())
         clear_up(folder)
     finally:
-        os._exit(0)  # the main thread may be anywhere
+        os._exit(0)  # the main thread cannot be interrupted everywhere
 
 
 def _open_more_files() -> None:
-    """Raise the limit: each engine takes several sockets. What cells run in keeps the limit of the notebook."""
+    """Raise the limit on open files, since each engine needs several sockets.
+
+
+    Engines keep the notebook's limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(ValueError, OSError):  # macOS has a limit of its own
+        with contextlib.suppress(ValueError, OSError):  # macOS has a further limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _schedulers_die_with_us() -> None:
-    """Let no scheduler process outlive a controller that was killed."""
+def _end_schedulers_with_controller() -> None:
+    """Let the kernel kill the scheduler processes if this controller is killed; Linux only."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -61,12 +69,18 @@ def _schedulers_die_with_us() -> None:
 
 
 READ_BY_HUB = (b"heartmonitor", b"intask", b"outtask", b"tracktask", b"inbcast", b"outbcast")
-"""Topics of what passes the schedulers; not ``in``, ``out`` and ``iopub``: what goes to one engine and comes from it is
-most of it, and the client itself ends what an engine that has ended will not answer."""
+"""Topics of the schedulers' traffic that the Hub reads.
+
+Without ``in``, ``out`` and ``iopub``, which carry most of the traffic: the messages to and from single engines. The
+client itself ends requests to an engine that has ended.
+"""
 
 
 class Hub(hub.Hub):  # type: ignore[misc]
-    """Takes an engine in when it says that it is ready; ipyparallel's waits for a heartbeat, and reads all messages."""
+    """A Hub that registers an engine as soon as it is ready, and reads only READ_BY_HUB.
+
+    ipyparallel's Hub waits for a heartbeat of the engine, and reads all messages.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -77,12 +91,12 @@ class Hub(hub.Hub):  # type: ignore[misc]
 
     def engine_ready(self, ident: Any, message: dict[str, Any]) -> None:
         heart = message["content"]["uuid"].encode()
-        if heart in self.incoming_registrations:  # else a heartbeat was quicker
+        if heart in self.incoming_registrations:  # else a heartbeat has registered it already
             self.finish_registration(heart)
 
 
 class Controller(app.IPController):  # type: ignore[misc]
-    """ipyparallel's controller without its waits; its sockets are files, ``ipc://IP:1`` and so on."""
+    """ipyparallel's controller without its fixed waits; its sockets are files, ``ipc://IP:1`` and so on."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -90,41 +104,45 @@ class Controller(app.IPController):  # type: ignore[misc]
 
     def initialize(self, argv: list[str] | None = None) -> None:
         app.Hub = Hub
-        app.time = SimpleNamespace(sleep=lambda seconds: None)  # a quarter of a second for sockets that are ready
-        # a peer of ZeroMQ 2, or some bytes that look like one, needs no handshake: libzmq refuses it where a domain is
-        # named for authentication (RFC 27), though nobody serves that
+        app.time = SimpleNamespace(sleep=lambda seconds: None)  # it waits 0.25 s for sockets that are ready
+        # libzmq accepts a ZeroMQ 2 peer, or bytes that look like one, without a handshake, unless an authentication
+        # domain is set (RFC 27); no handler for it is needed
         self.context.setsockopt(zmq.ZAP_DOMAIN, b"ddip")
         super().initialize(argv)
 
     def to_work_dir(self) -> None:
-        """Go there, and import nothing from there: it is the notebook's folder."""
+        """Change to the working directory, the notebook's folder, and keep it off ``sys.path``."""
         super().to_work_dir()
         sys.path.remove("")
 
     def next_port(self, pool_name: str | None = None) -> int:
-        """The end of the next socket's name."""
+        """Return the number at the end of the next socket's name."""
         return next(self._ports)
 
     def construct_url(self, kind: str, channel: str, index: int | str | None = None) -> str:
-        """As engines and clients write it; ipyparallel's own has a dash for the colon, and they would never meet."""
+        """Return the URL with a colon before the port, as engines and clients write it.
+
+
+        ipyparallel writes a dash.
+        """
         interface, _, port = super().construct_url(kind, channel, index).rpartition("-")
         return f"{interface}:{port}"
 
     def save_connection_dict(self, fname: str, cdict: dict[str, Any]) -> None:
-        """Write the file in one piece: engines and client take it as soon as it is there."""
+        """Write the connection file atomically, since engines and client read it as soon as it exists."""
         super().save_connection_dict(f"{fname}.new", cdict)
         folder = Path(self.profile_dir.security_dir)
         (folder / f"{fname}.new").replace(folder / fname)
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the controller until it is stopped or its owner ends."""
     setproctitle.setproctitle(f"ddip controller ({os.environ.pop('DDIP_NOTEBOOK')})")
     owner, folder = int(os.environ.pop("DDIP_OWNER")), Path(os.environ.pop("DDIP_RUN_FOLDER"))
-    threading.Thread(target=_watch, args=(owner, folder), name="ddip-owner", daemon=True).start()
+    threading.Thread(target=_clean_up_after_owner, args=(owner, folder), name="ddip-owner", daemon=True).start()
     _open_more_files()
-    _schedulers_die_with_us()
+    _end_schedulers_with_controller()
     Controller.launch_instance(sys.argv[1:])
-    for scheduler in multiprocessing.active_children():  # they are ending, too
+    for scheduler in multiprocessing.active_children():  # they are ending as well
         scheduler.join(1)
-    os._exit(0)  # taking every object apart would take longer than all the rest
+    os._exit(0)  # the interpreter's teardown would take longer than the rest of the shutdown

@@ -1,4 +1,4 @@
-"""Why a rank's process ended, as far as the outside can tell."""
+"""Diagnose from outside why a rank's process ended."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path
 import psutil
 
 LOG_LINES = 12
-"""Lines of a log that an error shows."""
+"""Number of log lines that an error shows."""
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}
-"""Signals by which C code ends its process."""
+"""Signals with which faulty C code ends its process."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of this host, or of the control group that this process is confined to; bytes."""
+    """Memory of this host, or of the control group that confines this process; bytes."""
 
     total: int
     available: int
     kills: int
-    """How many processes the kernel has ended for lack of memory."""
+    """Number of processes that the kernel has killed for lack of memory."""
 
     @classmethod
     def now(cls) -> HostMemory:
-        """What the system says now; within a control group that has a limit, the figures of that group."""
+        """Read the current figures: those of the control group if it has a limit, else those of the host."""
         memory = psutil.virtual_memory()
         total, available = int(memory.total), int(memory.available)
-        kills = _field(Path("/proc/vmstat"), "oom_kill")
+        kills = _read_field(Path("/proc/vmstat"), "oom_kill")
         group = _control_group()
         if group is not None:
-            kills = max(kills, _field(group / "memory.events", "oom_kill"))
-            limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+            kills = max(kills, _read_field(group / "memory.events", "oom_kill"))
+            limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
             if limit is not None and used is not None and limit < total:
                 total, available = limit, min(available, limit - used)
         return cls(total, available, kills)
@@ -52,7 +52,7 @@ def _control_group() -> Path | None:
     return None
 
 
-def _field(path: Path, name: str) -> int:
+def _read_field(path: Path, name: str) -> int:
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -60,7 +60,7 @@ def _field(path: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such file, or "max"
@@ -68,7 +68,7 @@ def _number(path: Path) -> int | None:
 
 
 def exit_text(code: int | None) -> str:
-    """How a process ended: ``SIGKILL``, ``exit code 3``."""
+    """Return how a process ended, such as ``SIGKILL`` or ``exit code 3``; None is an unknown code."""
     if code is None:
         return "exit code unknown"
     if code >= 0:
@@ -80,7 +80,10 @@ def exit_text(code: int | None) -> str:
 
 
 def cause_text(code: int | None, held: int | None, before: HostMemory, now: HostMemory) -> str:
-    """The likely cause; `held`: bytes that the process was last seen to hold; `before`: from before its start."""
+    """Return the likely cause of a process's end.
+
+    `held`: the process's last known memory in bytes; `before`: memory of its host before it started.
+    """
     name = exit_text(code)
     if name in CRASHES:
         return "a crash in C code, such as an extension's or a driver's"
@@ -99,57 +102,65 @@ def cause_text(code: int | None, held: int | None, before: HostMemory, now: Host
 
 
 def log_end(text: str, count: int) -> list[str]:
-    """The last `count` lines of a log, or, if the process has crashed, the innermost lines of the thread that did."""
+    """Return the last `count` lines of a log, or the innermost frames of the crashed thread after a crash."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
-        if line.startswith("Fatal Python error"):  # faulthandler's; the crashed thread comes next, innermost first
-            here = next((j for j in range(i, len(lines)) if lines[j].startswith("Current thread")), i + 1)
-            return [line, *lines[here : here + count - 1]]
+        if line.startswith("Fatal Python error"):  # from faulthandler; the crashed thread follows, innermost first
+            stack = next((j for j in range(i, len(lines)) if lines[j].startswith("Current thread")), i + 1)
+            return [line, *lines[stack : stack + count - 1]]
     return lines[-count:]
 
 
 class EngineLogs:
-    """What engines have written to their logs, also when ipyparallel has removed the files."""
+    """The logs of engines, kept even after ipyparallel has removed the files."""
 
     def __init__(self) -> None:
         self._paths: dict[int, Path] = {}
         self._last_words: dict[int, str] = {}
-        self._elsewhere: dict[int, Callable[[], None]] = {}
+        self._remote_marks: dict[int, Callable[[], None]] = {}
         self._begins: dict[int, int] = {}
-        """Bytes of each log from before the last cell."""
+        """Size of each log in bytes when the last cell was sent."""
 
     def opened(self, engine: int, path: Path) -> None:
-        """`engine` has started, and writes to `path`."""
+        """Note that `engine` has started and writes to `path`."""
         self._paths[engine] = path
 
     def opened_elsewhere(self, engine: int, mark: Callable[[], None]) -> None:
-        """`engine` has started on another host; after `mark`, only what it writes from then on is told when it ends."""
-        self._elsewhere[engine] = mark
+        """Note that `engine` has started on another host.
+
+
+        `mark` limits its log to lines written after the call.
+        """
+        self._remote_marks[engine] = mark
 
     def cell_begins(self, engine: int) -> None:
-        """A cell is sent to `engine`: what is in the log by now has nothing to do with how that ends."""
-        if engine in self._elsewhere:
-            self._elsewhere[engine]()
+        """Note that a cell is sent to `engine`, so that `tail` omits earlier lines."""
+        if engine in self._remote_marks:
+            self._remote_marks[engine]()
         with contextlib.suppress(KeyError, OSError):  # not started, or ended
             self._begins[engine] = self._paths[engine].stat().st_size
 
     def closed(self, engine: int, text: str) -> None:
-        """`engine` has ended, and had written `text`."""
+        """Note that `engine` has ended, with `text` in its log."""
         self._last_words[engine] = text
 
     def tail(self, engine: int) -> list[str]:
-        """The last lines, of the last cell; of a crash, those that tell where it was."""
+        """Return the last lines that the last cell logged.
+
+
+        After a crash, return the lines that show where it happened.
+        """
         try:
             log = self._paths[engine].read_bytes()
         except (KeyError, OSError):  # not started, or ended
             log = self._last_words.get(engine, "").encode(errors="replace")
         begin = self._begins.get(engine, 0)
-        if begin <= len(log):  # else it has begun anew within the cell
+        if begin <= len(log):  # else the log was truncated during the cell
             log = log[begin:]
         return log_end(log.decode(errors="replace"), LOG_LINES)
 
     def text(self, engine: int) -> str:
-        """The same at the end of an error."""
+        """Return the tail of the log as the end of an error message."""
         lines = self.tail(engine)
         return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
 

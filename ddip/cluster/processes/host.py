@@ -1,7 +1,7 @@
-"""A host: where the processes of ranks are started, looked at and ended. Nothing above knows which one it is.
+"""A host: start, inspect and end the processes of ranks there. Callers do not know which kind of host it is.
 
-LocalHost      this machine: the warm process beside the notebook forks
-RemoteHost     another: the agent that runs there does what LocalHost does here     (remote_host.py, agent.py)
+LocalHost      this machine: the preload process beside the notebook forks
+RemoteHost     another machine: its agent does there what LocalHost does here     (remote_host.py, agent.py)
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ddip.cluster.processes.on_host import Facts
 P = ParamSpec("P")
 R = TypeVar("R")
 ASK_SECONDS = 5.0
-"""How long a host may take to answer; one that does not is of no use."""
+"""How long a host may take to answer before it counts as lost."""
 
 
 class Host(Protocol):
     """One host of a group."""
 
     name: str
-    """As it was typed; empty for this machine."""
+    """The name that the user typed; empty for this machine."""
     lost: str
-    """Why nothing can reach it any more; empty while something can."""
+    """Reason why the host cannot be reached any more; empty while it can."""
     missing: str
-    """What is the matter with the folder where its ranks were to begin; empty: they begin there."""
+    """Reason why its ranks cannot begin in the requested folder; empty if they can."""
 
     @property
     def run_folder(self) -> Path:
@@ -38,11 +38,11 @@ class Host(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """What it is, and has."""
+        """Name, hardware and software of the host."""
 
     @property
     def address(self) -> str:
-        """By which the notebook reaches it; empty for this machine."""
+        """The address at which the notebook reaches it; empty for this machine."""
 
     def fork(
         self,
@@ -54,20 +54,23 @@ class Host(Protocol):
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Have a process there that runs ``module.main()``, once `needs` and `imports` are imported.
+        """Fork a process there that runs ``module.main()``, once `needs` and `imports` are imported.
 
-        `env` is added to what processes of the host have; `log` is the name of a file in its run folder.
+        `env` is added to the environment of the host's processes; `log` is the name of a file in its run folder.
         """
 
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call a `function` of ``on_host`` there. Where the host is lost it raises HostLost."""
+        """Call a `function` of ``on_host`` there; the future raises HostLost if the host is lost."""
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same, and wait for what it returns, ASK_SECONDS at most; raises HostLost."""
+        """Call a `function` of ``on_host`` there, and wait for its result.
+
+        Raises HostLost if the host is lost or does not answer within ASK_SECONDS.
+        """
 
 
 class HostLost(RuntimeError):
-    """A host cannot be reached any more, or does not answer."""
+    """The host cannot be reached any more, or does not answer."""
 
 
 class LocalHost:
@@ -80,7 +83,7 @@ class LocalHost:
 
     @property
     def facts(self) -> Facts:
-        """Of this machine, now."""
+        """The current facts of this machine."""
         return on_host.facts()
 
     def fork(
@@ -93,7 +96,7 @@ class LocalHost:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Have the warm process fork it."""
+        """Fork the process from the preload process; arguments as in `Host.fork`."""
         warm = preload_client.begin()
         path = self.run_folder / log
         path.touch(0o600)  # a cell may print secrets
@@ -107,23 +110,27 @@ class LocalHost:
         )
 
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call `function`."""
+        """Call `function` at once, and return a future that is already done."""
         future: Future[R] = Future()
         future.set_result(function(*args, **kwargs))
         return future
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `function`."""
+        """Call `function`, and return its result."""
         return function(*args, **kwargs)
 
 
 def environment(run_folder: Path, notebook: str, mark: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a cluster are told by the environment; they take it out of there."""
-    told: dict[str, Any] = {
+    """Return the variables that hold the parameters of a cluster's processes.
+
+
+    The processes remove these variables at their start.
+    """
+    variables: dict[str, Any] = {
         "DDIP_RUN_FOLDER": str(run_folder),
         "DDIP_NOTEBOOK": notebook,
         "SPT_NOENV": "1",
         **mark,
         **preload_client.python_path(),
     }
-    return told
+    return variables

@@ -1,7 +1,7 @@
-"""Is the other end of a TCP connection still there? The kernel knows, whatever the processes at both ends do.
+"""Detect a lost TCP connection by the kernel's retransmissions, whatever the processes at both ends do.
 
-What is sent and not acknowledged is sent again, with longer and longer pauses: after a link was cut for 5 s, the next
-try comes within another 2 s. A process that is busy, stopped or swapped out does not matter: its kernel acknowledges.
+The kernel retransmits unacknowledged data, with longer and longer pauses: after a link was cut for 5 s, the next retry
+comes within another 2 s. A process that is busy, stopped or swapped out does not matter, since its kernel acknowledges.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 BEAT_SECONDS = 3.0
-"""How often each end sends something, at least."""
+"""Longest interval between two messages of each end."""
 LOST_SECONDS = 10.0
-"""For so long nothing may be acknowledged: three beats."""
+"""Time without an acknowledgement after which the connection is lost: three beats."""
 QUIET_SECONDS = 4.0
-"""Below that, nobody looks: the kernel's tables may be long."""
+"""Silence below which the kernel's tables, which may be long, are not read."""
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 def is_sending_again(ports: Collection[tuple[int, int]]) -> bool:
-    """Does the kernel send again on a connection between these ports, ours and theirs?"""
+    """Return True if the kernel is retransmitting on a connection with one of these (local, remote) ports."""
     wanted = {f"{ours:04X} {theirs:04X}" for ours, theirs in ports}
     for table in TABLES:
         with contextlib.suppress(OSError), table.open() as lines:
@@ -33,18 +33,21 @@ def is_sending_again(ports: Collection[tuple[int, int]]) -> bool:
 
 
 class Watch:
-    """Of one connection; `ports` tells its ports, ours and theirs."""
+    """Watch one connection; `ports` returns its (local, remote) ports."""
 
     def __init__(self, ports: Callable[[], Collection[tuple[int, int]]]) -> None:
         self._ports = ports
         self._heard = self._acknowledged = time.monotonic()
 
     def heard(self) -> None:
-        """Something has come from the other end."""
+        """Note that the other end has sent something."""
         self._heard = time.monotonic()
 
     def is_lost(self) -> bool:
-        """Has nothing come, and nothing been acknowledged, for LOST_SECONDS? Ask every so often."""
+        """Return True if nothing arrived and nothing was acknowledged for LOST_SECONDS.
+
+        Must be called more often than that, since a call notes acknowledgements.
+        """
         now = time.monotonic()
         if now < self._heard + QUIET_SECONDS:
             return False

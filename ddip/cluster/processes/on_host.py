@@ -1,7 +1,7 @@
-"""What can be known, and done, on the host of a rank from outside of the rank's process.
+"""Inspect and control a rank's process, its run folder and its network from outside, on the rank's host.
 
-Called here for ranks that are beside the notebook, and by a host's agent for those of other hosts: what goes in and
-comes out is JSON.
+The notebook calls these functions for ranks on its own host, and a host's agent calls them for ranks on other hosts.
+So arguments and results must fit into JSON.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from ddip.cluster.processes.processes import end_processes, existing
 from ddip.protocol import dump
 
 SIGNAL_SECONDS = 0.3
-"""How long a rank that does not answer may take to write down where it is."""
+"""How long a rank that does not answer may take to dump its stack."""
 REACH_SECONDS = 4.0
-"""For a TCP connection to another host, which the kernel tries again after 1 s and 3 s."""
+"""Time limit of a TCP connection to another host; the kernel retries after 1 s and 3 s."""
 ELSEWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the way to it is the default route."""
+"""An address that no host has (RFC 5737), so that its route is the default route."""
 
 
 class Facts(TypedDict):
-    """What a host is, and has, when its ranks are to be placed."""
+    """Name, hardware and software of a host, as far as the placement of ranks needs them."""
 
     hostname: str
     cores: int
-    """That a process may use."""
+    """Number of cores that a process may use."""
     gpus: list[str]
-    """As ``CUDA_VISIBLE_DEVICES`` would name them."""
+    """GPU names as in ``CUDA_VISIBLE_DEVICES``."""
     directory: str
-    """Where its ranks begin."""
+    """Working directory of its ranks."""
     path: list[str]
     """``sys.path`` of its ranks."""
     python: str
-    """Version."""
+    """Python version."""
     torch: str
-    """Version; empty: it has none."""
+    """torch version; empty if there is no torch."""
     ddip: str
-    """Version."""
+    """ddip version."""
 
 
 def facts() -> Facts:
-    """Of this host, and this process's environment."""
+    """Return the facts of this host and of this process's environment."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -74,15 +74,15 @@ def facts() -> Facts:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def directory() -> str:
-    """Where this process is, for new ranks."""
+    """Return this process's working directory, where new ranks begin; ``/`` if it was removed."""
     try:
         return os.getcwd()
-    except FileNotFoundError:  # somebody has removed it
+    except FileNotFoundError:
         return "/"
 
 
@@ -90,12 +90,12 @@ def directory() -> str:
 
 
 def connections(pids: Sequence[int]) -> list[list[list[Any]]]:
-    """Both ends of each TCP connection of each process; none of one that has ended."""
+    """Return both ends of each TCP connection, per process; no connections if it has ended."""
     return tcp_tables.connections(pids)
 
 
 def ports_of(pid: int) -> list[tuple[int, int]]:
-    """Both ports, its own first, of each TCP connection of a process and its children."""
+    """Return the local and the remote port of each TCP connection of a process and its descendants."""
     found: list[tuple[int, int]] = []
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
@@ -105,7 +105,10 @@ def ports_of(pid: int) -> list[tuple[int, int]]:
 
 
 def place(pid: int, run_folder: str) -> dict[str, Any] | None:
-    """The `StackLocation` of a rank that cannot answer; None if it does not even take a signal."""
+    """Return the fields of the `StackLocation` of a rank that cannot answer.
+
+    The rank dumps its stack on a signal. None if it does not react to that either.
+    """
     stopped = processes.stopped_text(pid)
     if stopped:
         return {"inner": stopped, "state": "stopped"}
@@ -120,55 +123,58 @@ def place(pid: int, run_folder: str) -> dict[str, Any] | None:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             former, text = text, path.read_bytes()[before:].decode(errors="replace")
-            if text and text == former:  # it is written piece by piece
+            if text and text == former:  # the dump is written in pieces, and is now complete
                 return asdict(dump.place_in(text))
     except OSError:
-        pass  # it has ended just now, or is on a system without such a signal
+        pass  # the rank has just ended, or has not opened its dump file
     return None
 
 
 def stopped_text(pid: int) -> str:
-    """What to say of a process that a signal or a debugger has stopped; empty for one that runs, or has ended."""
+    """Describe the state of a process that a signal or a debugger has stopped; empty for others."""
     return processes.stopped_text(pid)
 
 
 def carry_on(pids: Sequence[int]) -> None:
-    """Continue those that a signal has stopped."""
+    """Continue the processes among `pids` that are stopped."""
     for pid in pids:
         if processes.stopped_text(pid):
             send_signal(pid, signal.SIGCONT)
 
 
 def send_signal(pid: int, number: int) -> None:
-    """To a process that may have ended."""
+    """Send the signal `number` to a process, if it has not ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def memory(pids: Sequence[int]) -> list[int | None]:
-    """That each process holds, bytes; None if it has ended."""
+    """Return the resident memory of each process in bytes; None for one that has ended."""
     found: list[int | None] = []
     for pid in pids:
         held = None
         with contextlib.suppress(psutil.Error):
-            held = int(psutil.Process(pid).memory_info().rss) or None  # of a zombie nothing is known
+            held = int(psutil.Process(pid).memory_info().rss) or None  # 0 for a zombie
         found.append(held)
     return found
 
 
 def host_memory() -> list[int]:
-    """The fields of `HostMemory`, now."""
+    """Return the current fields of `HostMemory`: total, available, kills."""
     now = HostMemory.now()
     return [now.total, now.available, now.kills]
 
 
 def end(pids: Sequence[int]) -> None:
-    """End processes, each the leader of a session, and all that they started."""
+    """End processes, each the leader of a session, and all processes that they started."""
     end_processes(existing(pids))
 
 
 def uses(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
-    """Seconds of CPU that each process and its children have used, and whether one of them runs; None: it ended."""
+    """Return the CPU time of each process with its descendants in seconds, and if any of them is running.
+
+    None for a process that has ended.
+    """
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter(["ppid"]):
         children.setdefault(process.info["ppid"], []).append(process)
@@ -176,26 +182,26 @@ def uses(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
     for pid in pids:
         use = None
         with contextlib.suppress(psutil.Error):
-            family = list(_family(psutil.Process(pid), children))
-            use = sum(map(_seconds, family)), any(map(_runs, family))
+            family = list(_with_descendants(psutil.Process(pid), children))
+            use = sum(map(_cpu_seconds, family)), any(map(_is_running, family))
         found.append(use)
     return found
 
 
-def _family(process: psutil.Process, children: dict[int, list[psutil.Process]]) -> Iterator[psutil.Process]:
+def _with_descendants(process: psutil.Process, children: dict[int, list[psutil.Process]]) -> Iterator[psutil.Process]:
     yield process
     for child in children.get(process.pid, ()):
-        yield from _family(child, children)
+        yield from _with_descendants(child, children)
 
 
-def _seconds(process: psutil.Process) -> float:
+def _cpu_seconds(process: psutil.Process) -> float:
     with contextlib.suppress(psutil.Error):
         times = process.cpu_times()
         return float(times.user + times.system)
     return 0.0
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
     return False
@@ -208,32 +214,37 @@ WithFile: TypeAlias = "Callable[[str], None]"
 
 
 def modules(run_folder: Path) -> Path:
-    """Where modules of the notebook lie, on other hosts; ranks there look for modules there first."""
+    """Return the folder for copies of the notebook's modules on another host.
+
+
+    It comes first on ``sys.path`` of the ranks there.
+    """
     return run_folder / "modules"
 
 
 def ensure_private(folder: str) -> None:
-    """Make a folder that only this user can enter, or make it so."""
+    """Create `folder` if it is missing, and let only this user enter it."""
     path = Path(folder)
     path.mkdir(mode=0o700, exist_ok=True)
     path.chmod(0o700)
 
 
 def poison(store: str) -> None:
-    """Replace the file `store` by a link to itself: whoever waits for a key in it fails with "too many links" now.
+    """Replace the file `store` with a link to itself, so that waits for a key in it fail.
 
-    ``FileStore`` would wait for a file that is missing, and no thread can interrupt it.
+    They fail with "too many links". If the file were missing, torch's ``FileStore`` would wait for it, and no thread
+    can interrupt that wait.
     """
     path = Path(store)
     loop = path.with_name(f"{path.name}-broken")
-    with contextlib.suppress(OSError):  # the run folder is gone, and every rank with it
+    with contextlib.suppress(OSError):  # the run folder was removed, and every rank has ended
         loop.unlink(missing_ok=True)
         loop.symlink_to(path)
         loop.replace(path)
 
 
 def remove(file: str) -> None:
-    """Remove a file of the run folder, if it is there."""
+    """Remove a file of the run folder, if it exists."""
     with contextlib.suppress(OSError):
         Path(file).unlink(missing_ok=True)
 
@@ -242,9 +253,9 @@ def remove(file: str) -> None:
 
 
 def route(address: str) -> tuple[str, str]:
-    """The address by which this host talks to `address`, and the interface that has it; empty if there is no way.
+    """Return this host's own address on the route to `address`, and its interface.
 
-    Nothing is sent: the kernel is asked for the route.
+    Both are empty if there is no route. Nothing is sent: the kernel looks up the route.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -253,12 +264,14 @@ def route(address: str) -> tuple[str, str]:
             ours = str(probe.getsockname()[0])
     except OSError:
         return "", ""
-    names = [name for name, all_ in psutil.net_if_addrs().items() if any(_plain(a.address) == ours for a in all_)]
+    names = [
+        name for name, all_ in psutil.net_if_addrs().items() if any(_without_interface(a.address) == ours for a in all_)
+    ]
     return ours, names[0] if names else ""
 
 
 def reach(address: str, port: int) -> str:
-    """Why no TCP connection to a port of another host can be made; empty if it can."""
+    """Try a TCP connection to a port of another host, and return the error; empty if it succeeds."""
     try:
         socket.create_connection((address, port), REACH_SECONDS).close()
     except OSError as error:
@@ -266,32 +279,32 @@ def reach(address: str, port: int) -> str:
     return ""
 
 
-def _plain(address: str) -> str:
-    """Without the interface that an IPv6 address may name."""
+def _without_interface(address: str) -> str:
+    """Strip the interface that an IPv6 address may name."""
     return address.partition("%")[0]
 
 
-_held: dict[int, int] = {}
-"""Descriptors of ports, which stay bound until they are released."""
+_held_ports: dict[int, int] = {}
+"""Descriptors of the bound sockets, by port, until the ports are released."""
 
 
 def hold_port(former: int = 0) -> int:
-    """A TCP port for programs that want a MASTER_PORT, held in place of a `former` one; the group needs none.
+    """Reserve and return a free TCP port for programs that need a MASTER_PORT; release the `former` one.
 
-    It is bound and never listened on, so the kernel gives it to nobody else, while a listener with ``SO_REUSEADDR``,
-    as every rendezvous of torch is, may take it.
+    The port is bound but not listened on. So the kernel assigns it to no other socket, but a listener with
+    ``SO_REUSEADDR``, such as a torch rendezvous, can use it. The group itself needs no port.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))  # all addresses: a rendezvous listens on all of them
     number = int(holder.getsockname()[1])
-    _held[number] = holder.detach()
+    _held_ports[number] = holder.detach()
     release_port(former)
     return number
 
 
 def release_port(number: int) -> None:
-    """It may be given to others."""
-    holder = _held.pop(number, None)
+    """Release a reserved port; do nothing if it is not reserved."""
+    holder = _held_ports.pop(number, None)
     if holder is not None:
         os.close(holder)

@@ -1,13 +1,13 @@
-"""Who owns which process, known by pid and starting time; and the end of what a dead owner left.
+"""Record which processes a cluster owns, and clean up after an owner that died.
 
-A cluster belongs to one notebook kernel. Its run folder, which only this user can enter, is named after that owner; a
-record in it says which processes are the cluster's, and by which mark in their environment they are known. Whoever
-finds the folder of an owner who is gone may clear it up: the controller does it when its kernel dies, and the next
-``%makedip`` does it if the controller was killed too.
+A cluster belongs to one notebook kernel, its owner. Its run folder, which only this user can enter, is named after the
+owner's PID and start time. A record in the folder lists the cluster's processes and the mark that they have in their
+environment. Any ddip process that finds the folder of a dead owner may clean it up: the controller does so when its
+kernel dies, and the next ``%makedip`` does so if the controller was killed as well.
 
-Everybody may make a folder with such a name in the system's temporary folder, and links in it. So a folder and its
-record are opened without following links, what is known of them is asked of the open files, and nothing that a record
-says makes us remove a file by a path of its choice, or end a process without the mark.
+Any user can create a folder with such a name in the system's temporary folder, and links in it. So ddip opens a folder
+and its record without following links and checks owner and mode on the open descriptors. No record can make ddip
+remove a file at a path of the record's choice, or end a process without the mark.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ddip.cluster.processes.processes import MARK, Proc, end_processes, living
 
 RECORD = "owner.json"
 RECORD_BYTES = 1_000_000
-"""Larger than any record."""
+"""Upper bound for the size of a record."""
 SOCKETS = "s"
 """The controller's sockets in the run folder are s:1, s:2, and so on."""
 CLUSTER = re.compile(r"ddip-\d+-[0-9a-f]+")
-"""Ids of clusters."""
+"""Pattern of ddip's cluster IDs."""
 
 
-def _here() -> str:
-    """Where a pid means what it means to us: this host since its boot, and this pid namespace."""
+def _pid_scope() -> str:
+    """Return the scope in which a PID is unique: this host since its boot, and this PID namespace."""
     if sys.platform != "linux":
         return f"{socket.gethostname()} {psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -50,16 +50,16 @@ def _here() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """What belongs to one cluster."""
+    """The processes and files that belong to one cluster."""
 
     owner: Proc
     processes: tuple[Proc, ...]
     profile: str
-    """The IPython profile in which ipyparallel looks for clusters; empty: there is nothing of this one yet."""
+    """IPython profile in which ipyparallel stores the cluster's files; empty if there are none yet."""
     cluster: str
-    """The id of the cluster, from which the names of its files there are made."""
+    """Cluster ID, from which the names of these files are derived."""
     mark: str = MARK
-    place: str = field(default_factory=_here)
+    place: str = field(default_factory=_pid_scope)
 
     def write(self, folder: Path) -> None:
         """Replace the record in `folder`, atomically."""
@@ -70,9 +70,13 @@ class Record:
 
     @classmethod
     def read(cls, folder: int) -> Record | None:
-        """The record in the open `folder`; None if there is none that can be trusted here."""
+        """Return the record in the open `folder`.
+
+
+        None if there is no valid record, or if it is from another PID scope.
+        """
         try:
-            data = json.loads(_content(folder, RECORD))
+            data = json.loads(_read_private(folder, RECORD))
             record = cls(
                 Proc(int(data["owner"]["pid"]), float(data["owner"]["started"])),
                 tuple(Proc(int(p["pid"]), float(p["started"])) for p in data["processes"]),
@@ -83,12 +87,16 @@ class Record:
             )
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return record if record.place == _here() else None
+        return record if record.place == _pid_scope() else None
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of the run folder `folder`; raises OSError if it is a link, not ours, or open to anybody else."""
+def _open_private(folder: Path) -> Iterator[int]:
+    """Open the run folder `folder`, and close it afterwards.
+
+
+    Raises OSError if it is a link, not this user's, or open to other users.
+    """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         status = os.fstat(opened)
@@ -99,9 +107,12 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(opened)
 
 
-def _content(folder: int, name: str) -> bytes:
-    """What is in the file `name` of the open `folder`; raises OSError if it is a link, not ours, or open to others."""
-    # of a pipe, the opening would wait for its other end
+def _read_private(folder: int, name: str) -> bytes:
+    """Read the file `name` of the open `folder`.
+
+    Raises OSError if it is a link, not this user's, or open to other users.
+    """
+    # O_NONBLOCK: opening a named pipe would otherwise wait for its other end
     opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with os.fdopen(opened, "rb") as file:
         status = os.fstat(opened)
@@ -111,19 +122,20 @@ def _content(folder: int, name: str) -> bytes:
         return file.read(RECORD_BYTES)
 
 
-def _places() -> list[Path]:
-    """Where run folders may be, the best place first."""
+def _candidate_folders() -> list[Path]:
+    """Return the folders in which run folders may be created, the best one first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [Path(runtime)] if runtime.startswith("/") and _outlives_the_login(Path(runtime)) else []
-    with contextlib.suppress(FileNotFoundError):  # it can write to none
+    with contextlib.suppress(FileNotFoundError):  # no temporary folder is writable
         places.append(Path(tempfile.gettempdir()))
     return list(dict.fromkeys([*places, Path("/tmp")]))
 
 
 def _outlives_the_login(runtime: Path) -> bool:
-    """Is the folder `runtime` this user's alone, and there as long as a kernel may be?
+    """Return True if the folder `runtime` is private to this user and is kept after logout.
 
-    systemd removes it when the user logs out: of a notebook that runs on in tmux, no new rank could join the group.
+    systemd removes it at logout unless the user lingers. Then no new rank could join the group of a notebook that
+    continues to run in tmux.
     """
     try:
         status = runtime.stat()
@@ -135,34 +147,38 @@ def _outlives_the_login(runtime: Path) -> bool:
 
 
 def _prefix() -> str:
-    """How the names of run folders begin: with this user and this place, in which the owner's pid means something."""
-    return f"ddip-{os.getuid()}-{hashlib.sha256(_here().encode()).hexdigest()[:6]}-"
+    """Return the prefix of run folder names: this user, and the scope in which the owner's PID is valid."""
+    return f"ddip-{os.getuid()}-{hashlib.sha256(_pid_scope().encode()).hexdigest()[:6]}-"
 
 
-def _named_after(name: str) -> Proc | None:
-    """The owner of the run folder of this name; None if it is no run folder of this user in this place."""
+def _owner_in_name(name: str) -> Proc | None:
+    """Return the owner in a run folder's `name`.
+
+
+    None if it is not the name of a run folder of this user in this PID scope.
+    """
     found = re.fullmatch(rf"{_prefix()}(\d+)-([\d.]+)-\w+", name)
     return Proc(int(found[1]), float(found[2])) if found else None
 
 
 def make_run_folder() -> Path:
-    """A new folder for one cluster's files and sockets, which no other user can enter.
+    """Create a folder for one cluster's files and sockets, which no other user can enter.
 
-    Raises OSError if there is no place for one. The name alone tells the owner: it may be killed before it has written
-    a record.
+    Its name contains the owner, which may be killed before it writes a record. Raises OSError if no candidate folder
+    is suitable.
     """
     me = Proc.of(os.getpid())
     why = []
-    for place in _places():
+    for place in _candidate_folders():
         folder = None
         try:
             folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{me.pid}-{me.started:.15g}-", dir=place))
             longest = str(folder / f"{SOCKETS}:999")
-            longest.encode()  # as ZeroMQ takes it
-            if urlsplit(f"file://{longest}").path != longest:  # as torch takes the path of the group's store
+            longest.encode()  # ZeroMQ needs a path that can be encoded
+            if urlsplit(f"file://{longest}").path != longest:  # torch parses the store's path as part of a URL
                 raise ValueError("a name in its path has a character that is not part of a file's address")
-            with _opened(folder), socket.socket(socket.AF_UNIX) as tried:
-                tried.bind(longest)  # not every file system has sockets, and none has one at a path of 108 bytes
+            with _open_private(folder), socket.socket(socket.AF_UNIX) as tried:
+                tried.bind(longest)  # some file systems have no sockets, and no socket path may have 108 bytes
             os.unlink(longest)
             return folder
         except (OSError, ValueError) as error:
@@ -173,15 +189,15 @@ def make_run_folder() -> Path:
 
 
 def remove_files(folder: Path, profile: str, cluster: str) -> None:
-    """Remove the run folder with what is in it, and the files that ipyparallel keeps of `cluster` in `profile`."""
-    _forget(profile, cluster)
-    with contextlib.suppress(OSError), _opened(folder) as opened:
-        _empty(opened)
+    """Remove the run folder with its content, and ipyparallel's files of `cluster` in `profile`."""
+    _remove_ipyparallel_files(profile, cluster)
+    with contextlib.suppress(OSError), _open_private(folder) as opened:
+        _remove_content(opened)
         os.rmdir(folder)
 
 
-def _empty(folder: int) -> None:
-    """Remove all that is in the open `folder`."""
+def _remove_content(folder: int) -> None:
+    """Remove the content of the open `folder`, without following links."""
     for _, folders, files, opened in os.fwalk(".", topdown=False, dir_fd=folder):
         for name in files:
             with contextlib.suppress(OSError):
@@ -192,17 +208,21 @@ def _empty(folder: int) -> None:
                 (os.unlink if link else os.rmdir)(name, dir_fd=opened)
 
 
-def _forget(profile: str, cluster: str) -> None:
-    """Remove the files that ipyparallel keeps of `cluster` in `profile`."""
+def _remove_ipyparallel_files(profile: str, cluster: str) -> None:
+    """Remove ipyparallel's files of `cluster` in `profile`.
+
+
+    Does nothing unless `cluster` has the form of a ddip cluster ID.
+    """
     if profile and CLUSTER.fullmatch(cluster):
         connections = [f"ipcontroller-{cluster}-{kind}.json" for kind in ("client", "engine")]
         new = [f"{name}.new" for name in connections]
-        _unlink(profile, "security", [f"cluster-{cluster}.json", *connections, *new])
-        _unlink(profile, "log", [f"engines{cluster}.json"])
+        _remove_owned_files(profile, "security", [f"cluster-{cluster}.json", *connections, *new])
+        _remove_owned_files(profile, "log", [f"engines{cluster}.json"])
 
 
-def _unlink(profile: str, folder: str, names: Iterable[str]) -> None:
-    """Remove the files `names` in a `folder` of `profile` that is ours."""
+def _remove_owned_files(profile: str, folder: str, names: Iterable[str]) -> None:
+    """Remove the files `names` in a `folder` of `profile`, if this user owns the folder."""
     with contextlib.suppress(OSError, ValueError):
         opened = os.open(os.path.join(profile, folder), os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -214,57 +234,58 @@ def _unlink(profile: str, folder: str, names: Iterable[str]) -> None:
 
 
 def clear_up(folder: Path, *, only_of_the_dead: bool = False) -> bool:
-    """End everything that the record in `folder` lists, and remove its files and the folder; returns whether it did.
+    """End the processes in the record of `folder`, remove its files and the folder, and return True.
 
-    It does not if the folder is not this user's alone, or, when asked for that, if its owner lives.
+    Does nothing, and returns False, if the folder is not private to this user or, with `only_of_the_dead`, if its
+    owner is alive.
     """
-    with contextlib.suppress(OSError), _opened(folder) as opened:
+    with contextlib.suppress(OSError), _open_private(folder) as opened:
         record = Record.read(opened)
-        owner = record.owner if record else _named_after(folder.name)
+        owner = record.owner if record else _owner_in_name(folder.name)
         if owner is None or (only_of_the_dead and owner.find() is not None):
             return False
         if record is not None:
             me = os.getpid()
             end_processes([p for p in record.processes if p.pid != me], record.mark)
-            _forget(record.profile, record.cluster)
-        _empty(opened)
+            _remove_ipyparallel_files(record.profile, record.cluster)
+        _remove_content(opened)
         os.rmdir(folder)
         return True
     return False
 
 
 def clear_up_orphans() -> int:
-    """Clear up every cluster of this user whose owner is gone; returns how many."""
+    """Clean up every cluster of this user whose owner has ended, and return their number."""
     return sum(clear_up(folder, only_of_the_dead=True) for folder in _run_folders())
 
 
 def _run_folders() -> Iterator[Path]:
-    """Every folder that has the name of a run folder of this user in this place, whoever has made it."""
+    """Yield every folder with the name of a run folder of this user and PID scope, whoever created it."""
     prefix = _prefix()
-    for place in _places():
+    for place in _candidate_folders():
         with contextlib.suppress(OSError):
-            names = [name for name in os.listdir(place) if name.startswith(prefix) and _named_after(name)]
+            names = [name for name in os.listdir(place) if name.startswith(prefix) and _owner_in_name(name)]
             yield from (place / name for name in names)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A cluster of this user, or what is left of one."""
+    """A cluster of this user, or its leftovers."""
 
     folder: Path
     owner: Proc
     owner_lives: bool
     processes: int
-    """That its record lists, and that still live."""
+    """Number of live processes that its record lists."""
 
 
 def runs() -> list[Run]:
-    """Every cluster of this user in this place; changes nothing."""
+    """List every cluster of this user in this PID scope; change nothing."""
     found = []
     for folder in _run_folders():
-        with contextlib.suppress(OSError), _opened(folder) as opened:
+        with contextlib.suppress(OSError), _open_private(folder) as opened:
             record = Record.read(opened)
-            owner = record.owner if record else _named_after(folder.name)
+            owner = record.owner if record else _owner_in_name(folder.name)
             if owner is not None:
                 live = living(record.processes, record.mark) if record else []
                 found.append(Run(folder, owner, owner.find() is not None, len(live)))

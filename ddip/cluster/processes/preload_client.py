@@ -1,7 +1,7 @@
-"""The notebook's end of the warm process (``preload_server.py``): start it, have it fork, hear of its children's ends.
+"""The notebook's side of the preload process (``preload_server.py``): start it, request forks, track its children.
 
-There is one for this process, begun by ``begin`` and used by every cluster. What libraries read from the environment
-when they are imported it has read at its start: when the environment has changed since, another takes its place.
+This process has one preload process, started by ``begin`` and used by every cluster. Libraries in it have read the
+environment when they were imported: if the environment has changed since, a new preload process replaces it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddip.guard import Guard
 from ddip.protocol.text import readable
 
 CONTROLLER = ("ddip.cluster.processes.controller", "ipyparallel.controller.app")
-"""What a controller needs imported."""
+"""Modules that a controller needs."""
 ENGINE = (
     "ddip.rank.kernel.engine",
     "ipyparallel.engine.app",
@@ -42,11 +42,11 @@ ENGINE = (
     "ipykernel.debugger",
     "tornado.platform.asyncio",
 )
-"""What an engine needs imported; all that its start would import."""
+"""Modules that the start of an engine would import."""
 BACKGROUND_PRELOAD = ("sympy", "torch.distributed.fsdp", "torch.export", "torch._dynamo")
-"""What DistributedDataParallel imports when it is first used, in steps: a request waits for one of them at most."""
+"""Modules that DistributedDataParallel imports at its first use, in steps, so that a request waits for one at most."""
 ONLY_ENGINES = "DDIP_WARM", "engine"
-"""A variable, and its value where the warm process leaves out `BACKGROUND_PRELOAD`."""
+"""A variable, and the value with which the preload process skips `BACKGROUND_PRELOAD`."""
 READ_WHEN_USED = (
     "CUDA_VISIBLE_DEVICES",
     "NCCL_",
@@ -56,7 +56,10 @@ READ_WHEN_USED = (
     "PYTEST_",
     ONLY_ENGINES[0],
 )
-"""Variables that nothing reads at import, or that scikit-learn and pytest set by themselves: the children get them."""
+"""Variables, or their prefixes, that may change without a new preload process; its children get the current values.
+
+No library reads them at import, or scikit-learn or pytest set them.
+"""
 
 
 START = (
@@ -64,17 +67,17 @@ START = (
     "-P",
     str(Path(__file__).with_name("boot.py")),
 )
-"""What starts a process of ddip's own; a module and its arguments follow."""
+"""Command that starts a ddip process; the module and its arguments follow."""
 
 
 class WarmProcess:
-    """A warm process with what it has imported, and the children that it forked."""
+    """A preload process, with the modules that it has imported and the children that it forked."""
 
     def __init__(self, also: Sequence[str] = ()) -> None:
         self.owner = os.getpid()
         self.environment = _read_at_import(os.environ)
         self.asleep = threading.Event()
-        """Set when all is imported that can be imported beforehand, and when it has ended."""
+        """Set when every module is imported or was tried, and when the process has ended."""
         self.ended = False
         self._retired = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
@@ -93,7 +96,7 @@ class WarmProcess:
                     **os.environ,
                     **python_path(),
                     "DDIP_OWNER": str(self.owner),
-                    "DDIP_PATH": json.dumps(_path()),
+                    "DDIP_PATH": json.dumps(_import_path()),
                     processes.MARKED: processes.MARK,
                     "SPT_NOENV": "1",  # the title leaves the environment readable from outside
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no CUDA before the fork
@@ -110,7 +113,7 @@ class WarmProcess:
         return self._process.pid
 
     def fits(self) -> bool:
-        """Can it fork for this process, in the environment of now?"""
+        """Return True if it can fork for this process in its current environment."""
         good = not self.ended and self.owner == os.getpid() and self.environment == _read_at_import(os.environ)
         return good and not processes.stopped_text(self.pid)
 
@@ -124,9 +127,9 @@ class WarmProcess:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Ask for a process that runs ``module.main()`` in our directory, once `needs` and `imports` are imported.
+        """Fork a process that runs ``module.main()`` in the working directory, once its modules are imported.
 
-        It ends at once if one of `needs` cannot be imported.
+        It ends at once if one of `needs` cannot be imported; a module of `imports` may fail.
         """
         return self._children.ask(
             module=module,
@@ -134,13 +137,13 @@ class WarmProcess:
             imports=list(imports),
             argv=list(argv),
             env=dict(env),
-            path=_path(),
+            path=_import_path(),
             cwd=os.getcwd(),
             log=log,
         )
 
     def send(self, **message: Any) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it ended: _read tells everybody
+        with self._lock, contextlib.suppress(OSError):  # the process has ended, which _read reports
             self._link.send(message)
 
     def _read(self) -> None:
@@ -148,7 +151,7 @@ class WarmProcess:
             while True:
                 message = self._link.recv_bytes()
                 with self._guard:
-                    self._heard(pickle.loads(message))
+                    self._handle_message(pickle.loads(message))
         with self._lock:
             self.ended = True
             self._link.close()
@@ -160,7 +163,7 @@ class WarmProcess:
         self._children.end_all(f"the warm process ended{last}")
         self.asleep.set()
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if message.get("warm"):
             self.asleep.set()
         else:
@@ -171,28 +174,31 @@ class WarmProcess:
             self._process.kill()
 
     def retire(self) -> None:
-        """End it as soon as its last child has ended."""
+        """End the process as soon as its last child has ended."""
         self._retired = True
         if not self._children and self.owner == os.getpid():
             self._process.kill()
 
     def close(self) -> None:
-        """End it and all its children."""
+        """End the process and all its children."""
         if self.owner != os.getpid():
-            return  # a fork of the owner
+            return  # this process is a fork of the owner
         self._process.kill()
         self._reader.join()
 
 
 _current: WarmProcess | None = None
-"""The process that the next start takes."""
-_choice = threading.Lock()
+"""The preload process that the next start uses."""
+_current_lock = threading.Lock()
 
 
 def begin(also: Sequence[str] = ()) -> WarmProcess:
-    """The warm process that fits the environment; if there is none a new one, which imports modules `also`."""
+    """Return the preload process that fits the environment; start one if there is none.
+
+    `also`: further modules that a new process imports.
+    """
     global _current
-    with _choice:
+    with _current_lock:
         if _current is None or not _current.fits():
             if _current is not None:
                 _current.retire()
@@ -203,30 +209,30 @@ def begin(also: Sequence[str] = ()) -> WarmProcess:
 
 
 def give_up() -> None:
-    """Use the warm process no more: it does not answer. The next `begin` starts another."""
+    """Stop using the preload process, which does not answer; the next `begin` starts another."""
     global _current
-    with _choice:
+    with _current_lock:
         if _current is not None:
             _current.retire()
             _current = None
 
 
 def end() -> None:
-    """End the warm process, and whatever it forked."""
+    """End the preload process and its children."""
     global _current
-    with _choice:
+    with _current_lock:
         if _current is not None:
             _current.close()
             _current = None
 
 
 def possible() -> bool:
-    """Can processes be forked here?"""
+    """Return True if ranks can be forked on this system."""
     return sys.platform == "linux"
 
 
 def notebook() -> str:
-    """What to call this process where people look at processes."""
+    """Return the name of the notebook, or of this process, for the titles of ddip's processes."""
     session = os.environ.get("JPY_SESSION_NAME")  # Jupyter Server: path of the notebook
     return readable(Path(session).name) if session else f"pid {os.getpid()}"
 
@@ -236,19 +242,19 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(module: str) -> list[str]:
-    """What starts a process that runs ``main()`` of a `module` of ddip; its arguments follow."""
+    """Return the command that runs ``main()`` of a ddip `module` in a new process; its arguments follow."""
     return [*START, module]
 
 
 def python_path() -> dict[str, str]:
-    """The user's PYTHONPATH for ddip's own processes: all of it but empty entries, which mean the working directory.
+    """Return PYTHONPATH for ddip's processes, without empty entries, which mean the working directory.
 
-    ``engine.py`` puts it back: what a cell starts is to find what the user has set.
+    ``engine.py`` restores the user's value, kept in DDIP_PYTHONPATH, for processes that a cell starts.
     """
     theirs = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join(filter(None, theirs.split(os.pathsep))), "DDIP_PYTHONPATH": theirs}
 
 
-def _path() -> list[str]:
-    """Where this process looks for modules, wherever the reader works."""
+def _import_path() -> list[str]:
+    """Return ``sys.path`` with absolute folders, so that it is valid in any working directory."""
     return [os.path.abspath(entry) for entry in sys.path]

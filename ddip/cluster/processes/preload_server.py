@@ -1,20 +1,20 @@
-"""The warm process: it imports once what every rank needs, and forks the controller and the engines when asked to.
+"""The preload process: import once what every rank needs, and fork the controller and the engines on request.
 
-``boot.py`` runs it with the arguments NOTEBOOK MODULE ..., and one end of a socket pair as standard input. Over it come
+``boot.py`` runs it with the arguments NOTEBOOK MODULE ..., and one end of a socket pair as standard input. It receives
 
     {"fork": id, "module": ..., "needs": [...], "imports": [...], "argv": [...], "env": {...}, "path": [...],
      "cwd": ..., "log": ...}
     {"end": id}                     end this child, or do not start it
 
-and there go
+and sends
 
-    {"forked": id, "pid": ...}      or {"refused": id, "why": ...} where no fork can be made
+    {"forked": id, "pid": ...}      or {"refused": id, "why": ...} if it cannot fork
     {"exited": id, "code": ...}     negative: the signal
-    {"warm": True}                  every MODULE is imported, and its memory is in large pages
+    {"warm": True}                  every MODULE is imported
 
-A request waits until what it needs is imported, and the rest is done while nobody waits. It sleeps when there is
-nothing to do. It dies with its owner: when the other end of the socket is closed, or when the kernel tells that the
-parent has died. Its children ask the kernel for the same.
+A request waits until the modules that it needs are imported; the process imports the rest while no request waits, and
+then sleeps. It dies with its owner: when the other end of the socket is closed, or when the kernel signals the death of
+its parent. Its children request the same signal.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ Request = dict[str, Any]
 
 
 def main() -> None:
-    """Serve the owner; in a child, become what was asked for."""
+    """Serve the owner; in a child, run the requested module."""
     setproctitle.setproctitle(f"ddip warm process ({sys.argv[1]})")
     request = Warm(int(os.environ["DDIP_OWNER"]), sys.argv[2:], json.loads(os.environ["DDIP_PATH"])).serve()
     importlib.import_module(request["module"]).main()
 
 
 class Warm:
-    """One socket to the owner, the modules to import, the requests that wait, and the children.
+    """The socket to the owner, the modules to import, the waiting requests, and the children.
 
-    `path`: where the notebook looks for modules. It comes last, and only while something is imported that is not found
-    without it, such as an app: what ddip needs, and what that tries to import, is not taken from the notebook's folder.
+    `path`: the notebook's ``sys.path``. It is appended only to import a module that is not found without it, such as an
+    app, so that ddip's modules and their imports are never taken from the notebook's folder.
     """
 
     def __init__(self, owner: int, modules: list[str], path: list[str]) -> None:
         self.owner = owner
         self.modules = modules
         self.path = path
-        self.tried: dict[str, BaseException | None] = {}  # name: why it could not be imported
+        self.tried: dict[str, BaseException | None] = {}  # by module; None: it was imported
         self.waiting: list[Request] = []
-        self.children: dict[int, int] = {}  # pid: id
+        self.children: dict[int, int] = {}  # request ID by PID
         self.link = Connection(os.dup(0))
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-        # a signal writes here, which wakes us up
+        # a signal writes to this pipe, which wakes the loop
         self.woken, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # sent when the *thread* that started us ends, too: so look
+        # also sent when only the *thread* that started this process ends, so check the parent
         signal.signal(signal.SIGHUP, lambda *_: None if os.getppid() == owner else os._exit(0))
         prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a child leaves behind is ours to reap
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # this process reaps what its children leave behind
         prctl(PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
-        if os.getppid() != owner:  # it died before we asked
+        if os.getppid() != owner:  # the owner died before the request to the kernel
             os._exit(0)
-        gc.disable()  # a collection would write to pages that the children share
+        gc.disable()  # a collection would write to pages shared with the children
 
     def serve(self) -> Request:
-        """Never returns, but in each child, with the request that it is to fulfil."""
+        """Serve requests indefinitely; return only in each child, with the request that it must fulfil."""
         while True:
             busy = self.waiting or self.modules
             for ready in wait([self.link, self.woken], 0 if busy else None):
@@ -97,13 +97,13 @@ class Warm:
                 self.warm_up()
 
     def warm_up(self) -> None:
-        """Import the next module while no request waits."""
+        """Import the next module, and tell the owner after the last one."""
         self.load(self.modules.pop(0), self.path)
         if not self.modules:
             self.say(warm=True)
 
     def load(self, name: str, path: list[str]) -> None:
-        """Import a module; a failure is shown by the child that needs it."""
+        """Import a module, and keep the error of a failure for the child that needs it."""
         self.tried[name] = None
         try:
             try:
@@ -116,7 +116,7 @@ class Warm:
                 finally:
                     for folder in further:
                         sys.path.remove(folder)
-        except BaseException as error:  # a module may call sys.exit(); who asks for it gets the error
+        except BaseException as error:  # a module may even call sys.exit()
             self.tried[name] = error
             traceback.print_exc()
 
@@ -132,11 +132,11 @@ class Warm:
             pids = [pid for pid, number in self.children.items() if number == request["end"]]
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            if not pids:  # else it is told when it has ended
+            if not pids:  # else `reap` sends this once the child has ended
                 self.say(exited=request["end"], code=None)
 
     def fork(self, request: Request) -> bool:
-        """True in the child."""
+        """Fork for `request`, or refuse it; return True in the child."""
         why = self.unsafe()
         if why:
             self.say(refused=request["fork"], why=why)
@@ -157,7 +157,7 @@ class Warm:
         return True
 
     def enter_child(self, request: Request) -> None:
-        """Take off everything that is the warm process's, in the child."""
+        """Replace the preload process's state with that of `request`, in the child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -168,20 +168,20 @@ class Warm:
         os.setsid()
         try:
             log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
-        except FileNotFoundError:  # the start was given up meanwhile, and its files are gone
+        except FileNotFoundError:  # the start was cancelled meanwhile, and its files were removed
             os._exit(0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         for name in request["needs"]:
             failure = self.tried[name]
-            if failure is not None:  # tried once more, it may fail in another way: torch does
+            if failure is not None:  # a second import may fail in another way, as with torch
                 raise failure
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         sys.argv[1:] = request["argv"]
-        # Python's own random numbers are seeded anew by themselves
+        # Python reseeds `random` itself after a fork
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
         if "torch" in sys.modules:
@@ -190,7 +190,7 @@ class Warm:
 
     @staticmethod
     def unsafe() -> str | None:
-        """Why no child could use the GPUs: CUDA does not survive a fork."""
+        """Return the reason why children could not use the GPUs, or None; CUDA does not survive a fork."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             return "CUDA is initialised in the warm process"
@@ -201,7 +201,7 @@ class Warm:
         return None
 
     def reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # none is left
+        with contextlib.suppress(ChildProcessError):  # there are no children
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
@@ -210,8 +210,8 @@ class Warm:
                     self.say(exited=self.children.pop(pid), code=os.waitstatus_to_exitcode(status))
 
     def say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the owner is gone; the next receive tells
+        with contextlib.suppress(OSError):  # the owner has ended, which the next receive notices
             self.link.send(message)
 
     def leave(self) -> NoReturn:
-        os._exit(0)  # the children follow: the kernel tells them
+        os._exit(0)  # the children follow on the kernel's signal

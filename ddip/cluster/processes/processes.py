@@ -1,4 +1,4 @@
-"""Processes, known by more than their numbers, and how they are ended with all that they have started."""
+"""Identify processes by PID and start time, and end them with all processes that they started."""
 
 from __future__ import annotations
 
@@ -14,46 +14,50 @@ import psutil
 
 MARKED = "DDIP_MARK"
 MARK = os.urandom(16).hex()
-"""In the environment, as MARKED, of every process that this one has for ddip, and of what they start."""
+"""Value of the variable MARKED in the environment of every process that this one starts for ddip, and of their
+descendants."""
 TERM_SECONDS = 1.5
 """Grace between SIGTERM and SIGKILL."""
 
 
-def _started(pid: int) -> float:
-    """When `pid` was started, on a clock that nobody sets; raises ``psutil.NoSuchProcess``."""
+def _start_time(pid: int) -> float:
+    """Return the start time of `pid`: clock ticks since the boot on Linux, else seconds since the epoch.
+
+    Setting the clock does not change the former. Raises ``psutil.NoSuchProcess``.
+    """
     if sys.platform != "linux":
-        return round(float(psutil.Process(pid).create_time()), 2)  # as a name of a folder tells it
+        return round(float(psutil.Process(pid).create_time()), 2)  # as precise as in the name of a run folder
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes()  # a name that a process gives itself may be any bytes
+        fields = Path(f"/proc/{pid}/stat").read_bytes()  # the process name in it may be any bytes
     except (FileNotFoundError, ProcessLookupError):
         raise psutil.NoSuchProcess(pid) from None
-    return float(fields.rpartition(b")")[2].split()[19])  # field 22 of proc(5): clock ticks since the boot
+    return float(fields.rpartition(b")")[2].split()[19])  # field 22 of proc(5)
 
 
 @dataclass(frozen=True)
 class Proc:
-    """A process: a pid alone may by now be another one's."""
+    """A process, identified by PID and start time, since the PID alone may have been reused."""
 
     pid: int
     started: float
 
     @classmethod
     def of(cls, pid: int) -> Proc:
-        """The process `pid`; raises ``psutil.NoSuchProcess``."""
-        return cls(pid, _started(pid))
+        """Return the process that has `pid` now; raise ``psutil.NoSuchProcess`` if there is none."""
+        return cls(pid, _start_time(pid))
 
     def find(self) -> psutil.Process | None:
-        """The live process, or None if it ended (a zombie has ended)."""
+        """Return the live process, or None if it has ended (a zombie has ended)."""
         try:
             process = psutil.Process(self.pid)
-            same = _started(self.pid) == self.started and _lives(process)
-        except (psutil.NoSuchProcess, ValueError):  # no process has such a number
+            same = _start_time(self.pid) == self.started and _is_alive(process)
+        except (psutil.NoSuchProcess, ValueError):  # ValueError: not a valid PID
             return None
         return process if same else None
 
 
 def existing(pids: Iterable[int]) -> list[Proc]:
-    """Those of the processes that there are."""
+    """Return the processes among `pids` that exist."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -62,7 +66,7 @@ def existing(pids: Iterable[int]) -> list[Proc]:
 
 
 def stopped_text(pid: int) -> str:
-    """What to say of a process that a signal or a debugger has stopped; empty for one that runs, or has ended."""
+    """Describe the state of a process that a signal or a debugger has stopped; empty for others."""
     with contextlib.suppress(psutil.Error):
         match psutil.Process(pid).status():
             case psutil.STATUS_STOPPED:
@@ -72,42 +76,53 @@ def stopped_text(pid: int) -> str:
     return ""
 
 
-def _lives(process: psutil.Process) -> bool:
-    """Is it running? A zombie has ended, though nobody may have asked for its exit code yet."""
+def _is_alive(process: psutil.Process) -> bool:
+    """Return True unless the process has ended.
+
+
+    A zombie, whose exit code was not collected yet, has ended.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def kill(pid: int) -> None:
-    """End a process that has just been started, and wait until it has ended; it may be somebody else's child."""
+    """Kill a process that was just started, and wait until it has ended.
+
+
+    It may be another process's child.
+    """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         process.kill()
-        _wait([process])
+        _wait_for_exits([process])
 
 
-def _carries(process: psutil.Process, mark: str | None) -> bool:
-    """Is it a process of this user that has `mark` in its environment? None: any process is."""
+def _has_mark(process: psutil.Process, mark: str | None) -> bool:
+    """Return True if this user's process has `mark` in its environment, or if `mark` is None."""
     with contextlib.suppress(psutil.Error):
         return mark is None or (process.uids().real == os.getuid() and process.environ().get(MARKED) == mark)
     return False
 
 
 def living(processes: Iterable[Proc], mark: str | None) -> list[psutil.Process]:
-    """Those of `processes` that live and carry `mark`; None: any."""
-    return [live for live in (process.find() for process in processes) if live and _carries(live, mark)]
+    """Return the live processes among `processes` that carry `mark`, or all live ones for None."""
+    return [live for live in (process.find() for process in processes) if live and _has_mark(live, mark)]
 
 
-def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
-    """What `leaders` started and has not ended, such as data loader workers: their descendants, and, since each leads a
-    session of its own, the processes of its session, which are still known when it is gone."""
+def _started_by(leaders: Iterable[Proc]) -> set[psutil.Process]:
+    """Return the live processes that `leaders` started, such as data loader workers.
+
+    These are their descendants and, since each leader leads a session, the processes of that session, which can be
+    found even after the leader ended.
+    """
     sessions = {leader.pid: leader.started for leader in leaders}
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             began = sessions.get(os.getsid(process.pid))
-            if began is not None and _started(process.pid) >= began and process.pid not in sessions:
+            if began is not None and _start_time(process.pid) >= began and process.pid not in sessions:
                 found.add(process)
     for leader in leaders:
         process = leader.find()
@@ -118,35 +133,38 @@ def _followers(leaders: Iterable[Proc]) -> set[psutil.Process]:
 
 
 def end_processes(processes: Iterable[Proc], mark: str | None = None) -> None:
-    """End `processes`, each the leader of a session, and then all that they started.
+    """End `processes`, each the leader of a session, and then all processes that they started.
 
-    With a `mark` only what carries it is ended: numbers of processes that somebody wrote down prove nothing.
+    With a `mark`, end only processes that carry it: PIDs from a file prove nothing.
     """
     leaders = list(processes)
-    followers = _followers(leaders)
-    _end(living(leaders, mark))
-    # multiprocessing's tracker of shared memory is one of these: it tidies up and leaves when its leader is gone
-    followers |= _followers(leaders)
-    _end([process for process in followers if _lives(process) and _carries(process, mark)])
+    followers = _started_by(leaders)
+    _terminate(living(leaders, mark))
+    # one of these is multiprocessing's resource tracker, which cleans up shared memory and exits after its leader
+    followers |= _started_by(leaders)
+    _terminate([process for process in followers if _is_alive(process) and _has_mark(process, mark)])
 
 
-def _end(processes: list[psutil.Process]) -> None:
-    """SIGTERM, and SIGKILL for those that stay."""
+def _terminate(processes: list[psutil.Process]) -> None:
+    """Send SIGTERM, then SIGKILL to the processes that are still alive after TERM_SECONDS."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    stay = _wait(processes)
-    for process in stay:
+    survivors = _wait_for_exits(processes)
+    for process in survivors:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    _wait(stay)
+    _wait_for_exits(survivors)
 
 
-def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Wait TERM_SECONDS for their ends; returns those that live on. They may be nobody's children here."""
+def _wait_for_exits(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Wait up to TERM_SECONDS for the ends of `processes`, and return the ones still alive.
+
+    Polls, since they need not be children of this process.
+    """
     deadline = time.monotonic() + TERM_SECONDS
-    live = [process for process in processes if _lives(process)]
+    live = [process for process in processes if _is_alive(process)]
     while live and time.monotonic() < deadline:
         time.sleep(0.005)
-        live = [process for process in live if _lives(process)]
+        live = [process for process in live if _is_alive(process)]
     return live

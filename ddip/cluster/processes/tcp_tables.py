@@ -1,4 +1,4 @@
-"""The TCP connections of processes, as the kernel lists them: its tables, which may be long, are read once for all."""
+"""List the TCP connections of processes; read the kernel's tables, which may be long, once for all processes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ import psutil
 from ddip.cluster.processes.links import TABLES
 
 Ends: TypeAlias = "list[Any]"
-"""Host and port of this end, host and port of the other."""
+"""Local host and port, remote host and port."""
 V4 = "::ffff:"
-"""How an IPv6 socket names an IPv4 address."""
+"""Prefix of an IPv4 address on an IPv6 socket."""
 
 
 def connections(pids: Sequence[int]) -> list[list[Ends]]:
-    """Both ends of each TCP connection of each process; none of one that has ended."""
+    """Return both ends of each TCP connection, per process; no connections if it has ended."""
     if sys.platform != "linux":
-        return [_of_one(pid) for pid in pids]
-    sockets = [_sockets(pid) for pid in pids]
-    ends = _ends({one for its in sockets for one in its})
-    return [[ends[one] for one in its if one in ends] for its in sockets]
+        return [_connections_by_psutil(pid) for pid in pids]
+    inodes = [_socket_inodes(pid) for pid in pids]
+    ends = _ends_by_inode({inode for process_inodes in inodes for inode in process_inodes})
+    return [[ends[inode] for inode in process_inodes if inode in ends] for process_inodes in inodes]
 
 
-def _of_one(pid: int) -> list[Ends]:
+def _connections_by_psutil(pid: int) -> list[Ends]:
     with contextlib.suppress(psutil.Error):
         return [[*c.laddr, *c.raddr] for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
     return []
 
 
-def _sockets(pid: int) -> list[str]:
-    """Numbers of the sockets that a process has open."""
+def _socket_inodes(pid: int) -> list[str]:
+    """Return the inode numbers of the sockets that a process has open."""
     found = []
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -48,8 +48,8 @@ def _sockets(pid: int) -> list[str]:
     return found
 
 
-def _ends(wanted: set[str]) -> dict[str, Ends]:
-    """Both ends of those that are connected, by their numbers."""
+def _ends_by_inode(wanted: set[str]) -> dict[str, Ends]:
+    """Return both ends of each connected socket among the inodes `wanted`, by inode."""
     found = {}
     for table in TABLES:
         with contextlib.suppress(OSError), table.open() as lines:
@@ -57,12 +57,12 @@ def _ends(wanted: set[str]) -> dict[str, Ends]:
             for line in lines:
                 fields = line.split()  # proc(5): number, both ends, state, queues, timer, tries, user, timeout, inode
                 if fields[9] in wanted and not fields[2].endswith(":0000"):
-                    found[fields[9]] = [*_address(fields[1]), *_address(fields[2])]
+                    found[fields[9]] = [*_parse_address(fields[1]), *_parse_address(fields[2])]
     return found
 
 
-def _address(written: str) -> tuple[str, int]:
-    """Of ``0100007F:1F90``: words in the order of this machine."""
+def _parse_address(written: str) -> tuple[str, int]:
+    """Parse an address such as ``0100007F:1F90``, whose words are in this machine's byte order."""
     host, _, port = written.partition(":")
     raw = b"".join(struct.pack("=I", int(host[begin : begin + 8], 16)) for begin in range(0, len(host), 8))
     name = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
