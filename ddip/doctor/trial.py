@@ -42,7 +42,6 @@ class TrialGroup(Group):
 def check_start(backend: str) -> Check:
     """Start two ranks over `backend`, ``gloo`` or ``nccl``, and end them.
 
-
     With one GPU, nccl gets one rank.
     """
     gpus = None

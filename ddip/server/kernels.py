@@ -68,7 +68,6 @@ async def ask(manager: Any, name: str, arguments: dict[str, Any], seconds: float
 def answer_in(content: dict[str, Any]) -> Any:
     """Return the result in the content of an execute_reply.
 
-
     Raises KernelError if it contains an error or no result.
     """
     expression = content.get("user_expressions", {}).get(KEY, {})
@@ -136,7 +135,6 @@ async def _receive(client: Any, seconds: float, wanted: Any) -> bool:
 
 async def _wait_for_reply(manager: Any, client: Any, msg_id: str, name: str, seconds: float) -> dict[str, Any]:
     """Wait for the reply to the request `msg_id`, and return its content.
-
 
     Raises KernelError after `seconds`, or if the kernel ended.
     """

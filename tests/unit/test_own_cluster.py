@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import logging
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddip.cluster.ipyparallel import own_cluster
 from ddip.cluster.ipyparallel.own_cluster import OwnCluster
+from ddip.cluster.processes import ownership
+from ddip.errors import GroupError
+
+
+def test_hosts_that_cannot_be_reached_leave_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[Path] = []
+    make = ownership.make_run_folder
+    monkeypatch.setattr(ownership, "make_run_folder", lambda: made.append(make()) or made[-1])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GroupError, match="there is no ssh here"):
+        OwnCluster(logging.getLogger("test"), fork=False, hosts=["h1"])
+    assert len(made) == 1 and not made[0].exists()
 
 
 def test_a_run_folder_that_goes_while_its_record_is_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,6 @@ def _running_text() -> str:
 def all_there() -> Sequence[Found]:
     """List the clusters with a connection file in a profile, except those that ddip started.
 
-
     Some may have ended without removing the file.
     """
     found = []
@@ -94,7 +93,6 @@ def all_there() -> Sequence[Found]:
 
 def runs(file: Path) -> bool:
     """Return True if the controller with this connection file listens.
-
 
     One that can be reached only by an ssh tunnel is taken to listen.
     """

@@ -271,7 +271,6 @@ class FarEnd:
 def _controller_side_address() -> str:
     """Return the local address of this engine's connection to its controller.
 
-
     Empty if the controller is on the same host, or if the address is unknown.
     """
     try:

@@ -40,8 +40,8 @@ class NearEnd:
         self._connected, self._ended = threading.Event(), threading.Event()
         self._engine = self._reach(engines)
         self._link = Link(self._send, {"out": 1, "err": 2})
-        self._link.tell("begin", ["sh", "-c", line])
         self._exit_code: int | None = None
+        self._link.tell("begin", ["sh", "-c", line])
 
     def _reach(self, engines: Sequence[int]) -> int:
         text = far_end_text()
@@ -63,7 +63,6 @@ class NearEnd:
 
     def _wait_for_far_end(self, engine: int) -> None:
         """Wait until the far end answers a hello.
-
 
         Hellos are repeated, since the scheduler drops messages to an end that is not yet connected.
         """

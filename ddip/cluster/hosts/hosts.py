@@ -30,7 +30,14 @@ class Hosts:
         self._lock = threading.Lock()
         self._connection_infos: dict[int, str] = {}
         """The controller's connection information for engines of each remote host, as JSON by host number."""
-        self.all: list[Host] = [self._open(number, name) for number, name in enumerate(names or [HERE[0]])]
+        self.all: list[Host] = []
+        try:
+            for number, name in enumerate(names or [HERE[0]]):
+                self.all.append(self._open(number, name))
+        except BaseException:
+            for host in self.remote:
+                host.kill()
+            raise
 
     def _open(self, number: int, name: str) -> Host:
         if name in HERE and not self.reach.cluster:
@@ -68,7 +75,6 @@ class Hosts:
 
     def _folder_fault(self, host: RemoteHost) -> str:
         """Return the message for a host without the folder that the user asked for; empty if it exists.
-
 
         The default folder may be missing.
         """
@@ -159,7 +165,6 @@ class OnHosts:
 
 def compare(ours: Facts, theirs: Facts) -> str:
     """Return the reason why ranks of a host cannot join the notebook's group; empty if they can.
-
 
     `ours` are the notebook's facts, `theirs` the host's.
     """

@@ -62,7 +62,6 @@ class Silent(GroupError):
 def parse(typed: str) -> dict[str, str]:
     """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive`` into options of sbatch.
 
-
     Raises BadInput.
     """
     try:
@@ -91,7 +90,6 @@ def script(typed: str) -> str:
 
 def like(typed: str, count: int, without: Iterable[str]) -> str:
     """Return the options for `count` further nodes like those of ``--slurm typed``.
-
 
     The nodes `without` are excluded.
     """
@@ -205,7 +203,6 @@ def nodes(job: int) -> list[str]:
 
 def seconds_left(job: int) -> float | None:
     """Return the seconds until the job's time limit.
-
 
     None if it has no limit, does not run, or Slurm does not answer.
     """

@@ -71,7 +71,6 @@ class Srun:
 class Attached:
     """Start agents through engines of an ipyparallel cluster.
 
-
     One local process per host talks to one engine (``near_end.py``).
     """
 

@@ -66,14 +66,12 @@ class Channels:
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
         """Interrupt a request to `engine`, or its current one for None.
 
-
         Raises KeyError for an engine that has ended.
         """
         return ipp_private.control(self.client, engine, "ddip_interrupt", {"cell": msg_id})
 
     def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
         """Send a widget's message to `engine`, and return its ID.
-
 
         Raises KeyError for an engine that has ended.
         """
@@ -94,7 +92,6 @@ def _request(future: Any) -> Request:
 
 def _reply(result: Any) -> Reply:
     """Convert a result as `_read` does, but turn any exception into an error reply.
-
 
     So the request is always done.
     """

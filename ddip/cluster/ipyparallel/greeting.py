@@ -62,7 +62,6 @@ def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], N
 def _request_hello(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
     """Request the hello of `engine` on its control channel.
 
-
     The future is never done if the engine has ended, which `check` reports.
     """
     with contextlib.suppress(KeyError):
@@ -72,7 +71,6 @@ def _request_hello(client: RankClient, engine: int) -> concurrent.futures.Future
 
 def _ping(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
     """Run an empty cell on `engine`; the future is done once its last message came back.
-
 
     This uses the shell and iopub channels.
     """

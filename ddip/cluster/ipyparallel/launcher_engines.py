@@ -46,6 +46,7 @@ def start(launcher: str, profile: str, n: int | None, progress: Callable[[str], 
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        bufsize=0,  # select sees no line that Python has buffered
         start_new_session=True,
     )
     assert keeper.stdin is not None
@@ -72,7 +73,6 @@ def start(launcher: str, profile: str, n: int | None, progress: Callable[[str], 
 
 def _read_answer(keeper: subprocess.Popen[bytes], launcher: str) -> dict[str, str]:
     """Wait up to LOOK_SECONDS for a line from the keeper, and return it; empty if none came.
-
 
     Raises GroupError if the keeper reports an error.
     """

@@ -92,7 +92,6 @@ class _ForkedProcess:
 class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignore[misc]
     """A launcher that forks from the preload process, or spawns if forking is not possible.
 
-
     Its command must come from `preload_client.command`.
     """
 
@@ -256,7 +255,6 @@ def processes_of(launchers: Iterable[Launcher]) -> list[Proc]:
 def end_launched(launchers: Iterable[Launcher]) -> None:
     """End the processes of `launchers` concurrently.
 
-
     ipyparallel would end them one by one, and wait 5 s for a busy one.
     """
     launchers = list(launchers)
@@ -291,7 +289,6 @@ class OwnIppCluster(IppCluster):  # type: ignore[misc]
     def update_cluster_file(self) -> None:
         """Schedule a write of the cluster's file, unless one is scheduled.
 
-
         ipyparallel calls this for each engine, and would write all engines each time.
         """
         if self._scheduled_write is None:
@@ -316,7 +313,6 @@ class OwnIppCluster(IppCluster):  # type: ignore[misc]
 
 def controller_arguments(encrypt: bool) -> list[str]:
     """Return the arguments of the controller.
-
 
     With `encrypt`, it encrypts all messages and refuses peers without the key.
     """
@@ -346,7 +342,6 @@ def engine_arguments(engine: int, timeout: float) -> list[str]:
 
 async def make_client(cluster: IppCluster, timeout: float) -> RankClient:
     """Connect a `RankClient` to the cluster.
-
 
     Does what ``ipyparallel.Cluster.connect_client`` does for an ipyparallel client.
     """

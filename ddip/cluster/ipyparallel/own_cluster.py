@@ -79,8 +79,12 @@ class OwnCluster(OnHosts, Channels):
                 f"there is no place for the sockets of the group, which must be in a folder that only you can enter "
                 f"({error}); set TMPDIR to a folder of yours with a short path"
             ) from None
-        self._hosts = Hosts(hosts, reach or Reach(), self.run_folder)
         self._profile = self._name = ""
+        try:
+            self._hosts = Hosts(hosts, reach or Reach(), self.run_folder)
+        except BaseException:
+            ownership.remove_files(self.run_folder, self._profile, self._name)
+            raise
         self._loop = Loop("ddip-cluster")
         mark = {processes.MARKED: processes.MARK}
         self._environment = environment(self.run_folder, preload_client.notebook(), mark)

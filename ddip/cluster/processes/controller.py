@@ -33,7 +33,6 @@ MOST_FILES = 10_240
 def _clean_up_after_owner(owner: int, folder: Path) -> None:
     """Wait until the owner, the parent process, ends; then clean up and exit.
 
-
     Ends the owner's engines and this controller's schedulers, and removes the files.
     """
     while os.getppid() == owner:
@@ -47,7 +46,6 @@ def _clean_up_after_owner(owner: int, folder: Path) -> None:
 
 def _open_more_files() -> None:
     """Raise the limit on open files, since each engine needs several sockets.
-
 
     Engines keep the notebook's limit.
     """
@@ -121,7 +119,6 @@ class Controller(app.IPController):  # type: ignore[misc]
 
     def construct_url(self, kind: str, channel: str, index: int | str | None = None) -> str:
         """Return the URL with a colon before the port, as engines and clients write it.
-
 
         ipyparallel writes a dash.
         """

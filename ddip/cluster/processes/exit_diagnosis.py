@@ -37,7 +37,8 @@ class HostMemory:
             kills = max(kills, _read_field(group / "memory.events", "oom_kill"))
             limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
             if limit is not None and used is not None and limit < total:
-                total, available = limit, min(available, limit - used)
+                reclaimable = _read_field(group / "memory.stat", "inactive_file")  # page cache
+                total, available = limit, min(available, limit - used + reclaimable)
         return cls(total, available, kills)
 
 
@@ -128,7 +129,6 @@ class EngineLogs:
     def opened_elsewhere(self, engine: int, mark: Callable[[], None]) -> None:
         """Note that `engine` has started on another host.
 
-
         `mark` limits its log to lines written after the call.
         """
         self._remote_marks[engine] = mark
@@ -146,7 +146,6 @@ class EngineLogs:
 
     def tail(self, engine: int) -> list[str]:
         """Return the last lines that the last cell logged.
-
 
         After a crash, return the lines that show where it happened.
         """

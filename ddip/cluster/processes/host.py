@@ -123,7 +123,6 @@ class LocalHost:
 def environment(run_folder: Path, notebook: str, mark: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that hold the parameters of a cluster's processes.
 
-
     The processes remove these variables at their start.
     """
     variables: dict[str, Any] = {

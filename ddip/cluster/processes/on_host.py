@@ -216,7 +216,6 @@ WithFile: TypeAlias = "Callable[[str], None]"
 def modules(run_folder: Path) -> Path:
     """Return the folder for copies of the notebook's modules on another host.
 
-
     It comes first on ``sys.path`` of the ranks there.
     """
     return run_folder / "modules"

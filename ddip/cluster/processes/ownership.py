@@ -72,7 +72,6 @@ class Record:
     def read(cls, folder: int) -> Record | None:
         """Return the record in the open `folder`.
 
-
         None if there is no valid record, or if it is from another PID scope.
         """
         try:
@@ -93,7 +92,6 @@ class Record:
 @contextlib.contextmanager
 def _open_private(folder: Path) -> Iterator[int]:
     """Open the run folder `folder`, and close it afterwards.
-
 
     Raises OSError if it is a link, not this user's, or open to other users.
     """
@@ -154,7 +152,6 @@ def _prefix() -> str:
 def _owner_in_name(name: str) -> Proc | None:
     """Return the owner in a run folder's `name`.
 
-
     None if it is not the name of a run folder of this user in this PID scope.
     """
     found = re.fullmatch(rf"{_prefix()}(\d+)-([\d.]+)-\w+", name)
@@ -210,7 +207,6 @@ def _remove_content(folder: int) -> None:
 
 def _remove_ipyparallel_files(profile: str, cluster: str) -> None:
     """Remove ipyparallel's files of `cluster` in `profile`.
-
 
     Does nothing unless `cluster` has the form of a ddip cluster ID.
     """

@@ -79,7 +79,6 @@ def stopped_text(pid: int) -> str:
 def _is_alive(process: psutil.Process) -> bool:
     """Return True unless the process has ended.
 
-
     A zombie, whose exit code was not collected yet, has ended.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,7 +88,6 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def kill(pid: int) -> None:
     """Kill a process that was just started, and wait until it has ended.
-
 
     It may be another process's child.
     """
