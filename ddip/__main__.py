@@ -34,7 +34,10 @@ def main(words: list[str]) -> int:
 
 
 def _remove_current_folder_from_path() -> None:
-    """Remove the current folder, which ``python -m`` puts first, from ``sys.path``: its files must not run here."""
+    """Remove the current folder from ``sys.path``: files there must not shadow modules.
+
+    ``python -m`` puts it first.
+    """
     try:
         here = os.getcwd()
     except FileNotFoundError:

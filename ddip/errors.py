@@ -198,7 +198,7 @@ class CellError(DdipError, RuntimeError):
 
 
 class CellTimeout(CellError):
-    """A cell took longer than ``--timeout`` allows; ``by_rank`` holds the errors of the ranks that stopped."""
+    """A cell exceeded its ``--timeout``; ``by_rank`` holds the errors of the ranks that stopped."""
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
         super().__init__(by_rank)
@@ -209,7 +209,7 @@ class CellTimeout(CellError):
 
 
 class CellInterrupted(DdipError, KeyboardInterrupt):
-    """The user interrupted a cell that ran on ranks; ``by_rank`` holds the errors of the ranks that stopped."""
+    """The user interrupted a cell on ranks; ``by_rank`` holds the errors of the ranks that stopped."""
 
     in_tabs: Collection[int] = ()
     """Ranks whose tracebacks the cell's output shows."""
