@@ -249,7 +249,7 @@ class Screen:
         return bool(self._rows_up) or self._column is not None
 
 
-def moves(text: str) -> bool:
+def moves_cursor(text: str) -> bool:
     """Return True if `text` moves the cursor to overwrite earlier text, as a progress bar does."""
     return MOVES.search(text) is not None
 

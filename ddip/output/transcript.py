@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ddip.output.terminal_text import Screen, moves, plain
+from ddip.output.terminal_text import Screen, moves_cursor, plain
 
 Bundle = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -86,7 +86,7 @@ class RankTranscript:
         """Add text; with `line` it replaces the end of the stream's text (``Screen.jump``)."""
         self._prepare_to_add()
         item = self._open_text(stream)
-        item.overwritten = item.overwritten or moves(text)
+        item.overwritten = item.overwritten or moves_cursor(text)
         if line is None:
             item.screen.write(text)
             self._lines[stream] = self._lines.get(stream, 0) + text.count("\n")
