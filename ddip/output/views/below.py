@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddip.output.area import GONE, CellOutputArea, new_id
-from ddip.output.page.bundles import loads
+from ddip.output.page.bundles import only_loads_library
 from ddip.output.transcript import WIDGET, Bundle, Display, own_id
 
 
@@ -131,7 +131,7 @@ class Below:
             for below in self._rows[at + 1 :]:
                 if below.label is not None:
                     break
-                if below.item is not None and not loads(below.item.data):
+                if below.item is not None and not only_loads_library(below.item.data):
                     return row.label, None
         return GONE, None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ddip.errors import RankError
 from ddip.output.area import GONE, CellOutputArea, flush, new_id
-from ddip.output.page.bundles import loads
+from ddip.output.page.bundles import only_loads_library
 from ddip.output.transcript import WIDGET, Bundle, is_ours, labelled, own_id
 from ddip.output.views.below import label_of
 from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
@@ -79,7 +79,7 @@ class Labels:
             self._page.show(label_of(rank), None, ids[0])
             self._page.show(data, metadata, ids[1])
             return
-        if not loads(data):
+        if not only_loads_library(data):
             self._page.write("stdout", f"{self._label(rank)}\n")
         self._page.show(data, metadata, own_id(rank, display_id))
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ddip.errors import RankError
 from ddip.output.area import GONE, CellOutputArea, new_id
 from ddip.output.page import tab_page
-from ddip.output.page.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
+from ddip.output.page.bundles import LIVE_CHARACTERS, comparable, fits_in_tab, to_tab
 from ddip.output.page.colours import to_html
 from ddip.output.page.tab_page import Tab
 from ddip.output.terminal_text import plain
@@ -57,13 +57,13 @@ class Tabs:
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """Show a bundle in the tab if plain HTML can show it, else below the tabs with a label."""
         section = self._sections[rank]
-        below = not fits(data) and not section.is_area(data.get(WIDGET, {}).get("model_id"))
+        below = not fits_in_tab(data) and not section.is_area(data.get(WIDGET, {}).get("model_id"))
         section.display(data, metadata, display_id, below)
         self._draw_below()
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
         """Update a display, which may be of an earlier cell."""
-        if self._sections[rank].update(data, metadata, display_id, not fits(data)):
+        if self._sections[rank].update(data, metadata, display_id, not fits_in_tab(data)):
             self._draw_below()
         elif not is_ours(display_id):  # a ddip ID that is not found belongs to a closed bar
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
