@@ -1,4 +1,4 @@
-"""The table of ``%dipshards``: how a model lies on the ranks, as text and as HTML."""
+"""The table of ``%dipshards``: how a model is divided among the ranks, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ddip.protocol.reports import ShardsReport, TensorReport
 
 
 class ShardsTable:
-    """A row each tensor, a column each of the ranks that hold parts of the same shapes; ranks hold `reports`, in order.
+    """A table with a row per tensor, and a column per set of ranks whose parts have the same shapes.
 
-    What a front end displays of it is HTML, else text.
+    `reports` has one report per rank, in rank order. A front end displays the table as HTML or as text.
     """
 
     def __init__(self, name: str, reports: Sequence[ShardsReport]) -> None:
         by_rank = [{tensor["name"]: tensor for tensor in report["tensors"] or ()} for report in reports]
         self.tensors: dict[str, TensorReport] = {}
-        for tensors in reversed(by_rank):  # the first rank's words count
+        for tensors in reversed(by_rank):  # prefer the first rank's report
             self.tensors = {**tensors, **self.tensors, **tensors}
         columns: dict[tuple[tuple[int, ...] | None, ...], list[int]] = {}
         for rank, tensors in enumerate(by_rank):
@@ -36,7 +36,7 @@ class ShardsTable:
 
     @property
     def rows(self) -> list[list[str]]:
-        """With the totals, the last one."""
+        """The rows of the table; the last one has the totals."""
         rows = [
             [name, _shape(tensor["shape"]), tensor["dtype"], tensor["placement"], *self._parts(name)]
             for name, tensor in self.tensors.items()
@@ -52,7 +52,7 @@ class ShardsTable:
         return f"{self.title}\n{aligned([self._head, *self.rows], numbers)}"
 
     def html(self) -> str:
-        """Return the same as HTML."""
+        """Return the table as HTML."""
         numbers = range(4, len(self._head))
         return html_table([self._head, *self.rows], numbers, self.title, total=True)
 
