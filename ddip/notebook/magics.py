@@ -102,7 +102,7 @@ class DipMagics(Traits):
         metavar=("RANK", "NAME"),
         help="With --repair: copy these variables from this rank to the new ones.",
     )
-    @argument("--yes", action="store_true", help=f"Yes, more than {arguments.RANKS_A_CORE} ranks for each core.")
+    @argument("--yes", action="store_true", help=f"Yes, more than {arguments.RANKS_PER_CORE} ranks for each core.")
     @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait for the engines.")
     @argument(
         "-v", "--verbose", nargs="?", const="True", metavar="True|False", help="Say what each magic does, from now on."
@@ -139,9 +139,9 @@ class DipMagics(Traits):
     def _set(self, args: Any) -> bool:
         """Take the settings that were typed; returns whether there were any."""
         if args.verbose is not None:
-            self.verbose = arguments.flag(args.verbose)
+            self.verbose = arguments.parse_flag(args.verbose)
         if args.timeout is not None:
-            self.timeout = arguments.seconds(args.timeout, "-t", 1)
+            self.timeout = arguments.parse_seconds(args.timeout, "-t", 1)
         return args.verbose is not None or args.timeout is not None
 
     def _make(self, args: Any) -> None:
@@ -150,7 +150,7 @@ class DipMagics(Traits):
                 from ddip.group.group import Group
                 from ddip.output.progress import Progress
 
-            request = arguments.request(args)
+            request = arguments.parse_request(args)
         except KeyboardInterrupt:
             raise RequestInterrupted("%makedip was interrupted before it began; nothing has changed") from None
         if args.restart and self.group is None:  # the last one, which may not have started
@@ -274,14 +274,14 @@ class DipMagics(Traits):
         if args.bg and args.where != "remote":
             raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
         arguments.check_profile(args.profile, args.where, PLACES)
-        timeout = None if args.timeout is None else arguments.seconds(args.timeout, "--timeout", 0.1)
+        timeout = None if args.timeout is None else arguments.parse_seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":
             group = self.require_group("%%dip")
             size = group.world_size
             ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
-            shown = arguments.seen(args.see, ranks, size, self.show_ranks)
+            shown = arguments.ranks_to_show(args.see, ranks, size, self.show_ranks)
             self.hints.autoreload.sent(cell, group, ranks)
-        both = args.where == "everywhere" and bool(both_sides.names(cell))
+        both = args.where == "everywhere" and bool(both_sides.magic_names(cell))
         if args.where != "remote":
             here = self._run_here(cell, both)
         if args.where != "local":

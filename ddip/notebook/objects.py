@@ -120,7 +120,7 @@ class ObjectMagics(Magics):
         Variables are there as soon as the cell has assigned them; the local variables of functions are not.
         """
         args = arguments.parse(self.dipull, "%dipull", line)
-        seconds = arguments.seconds_of_now(args, line)
+        seconds = arguments.peek_timeout(args, line)
         group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
         assert ranks is not None
         with self._shown(group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}") as progress:
