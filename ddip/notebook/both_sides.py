@@ -25,7 +25,7 @@ LOAD_AUTORELOAD = "get_ipython().extension_manager.load_extension('autoreload')\
 
 
 def magic_names(text: str) -> list[str]:
-    """Return the magic_names of the magics in a cell that belongs on both sides; empty for any other cell."""
+    """Return the names of the magics in a cell that belongs on both sides; empty for any other cell."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     found = [_magic_name(line) for line in lines]
     return found if all(found) and any(name != NEUTRAL_MAGIC for name in found) else []
