@@ -39,10 +39,10 @@ def _remove_current_folder_from_path() -> None:
     ``python -m`` puts it first.
     """
     try:
-        here = os.getcwd()
+        folder = os.getcwd()
     except FileNotFoundError:
         return
-    if not sys.flags.safe_path and sys.path[:1] == [here]:
+    if not sys.flags.safe_path and sys.path[:1] == [folder]:
         del sys.path[0]
 
 

@@ -154,7 +154,7 @@ def clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> list[str
     return found
 
 
-def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
+def _traceback_lines(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
     """Return the lines of the ranks' tracebacks, the earliest error first.
 
     After the first, tracebacks of the ranks `in_tabs` are omitted: the cell's output shows them.
@@ -166,7 +166,7 @@ def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> l
     return lines
 
 
-def _summary(by_rank: Mapping[int, RankError], repair: str) -> str:
+def _summary_text(by_rank: Mapping[int, RankError], repair: str) -> str:
     """Return one clause per error, the earliest first, and one per operation in which ranks were blocked."""
     parts = clauses(_without_aborted(by_rank))
     waited: dict[str, list[int]] = {}
@@ -190,11 +190,11 @@ class CellError(DdipError, RuntimeError):
 
     def __init__(self, by_rank: Mapping[int, RankError], repair: str = REPAIR) -> None:
         self.by_rank = dict(sorted(by_rank.items()))
-        super().__init__(_summary(by_rank, repair))
+        super().__init__(_summary_text(by_rank, repair))
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows for this exception; IPython calls this hook."""
-        return [*_tracebacks(self.by_rank, self.in_tabs), f"{type(self).__name__}: {self}"]
+        return [*_traceback_lines(self.by_rank, self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
 class CellTimeout(CellError):
@@ -205,7 +205,7 @@ class CellTimeout(CellError):
         self.args = (message,)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
+        return [*_traceback_lines(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(DdipError, KeyboardInterrupt):
@@ -219,7 +219,7 @@ class CellInterrupted(DdipError, KeyboardInterrupt):
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"KeyboardInterrupt: {self}"]
+        return [*_traceback_lines(_not_stopped(self.by_rank), self.in_tabs), f"KeyboardInterrupt: {self}"]
 
 
 def _not_stopped(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:

@@ -12,7 +12,7 @@ class Settings:
     timeout: float = 60.0
     """Seconds to wait for a group to form."""
     collect: bool = True
-    """Collect garbage on every rank after each cell."""
+    """Collect garbage, and empty large unused GPU caches, on every rank after each cell."""
     spawn: bool = False
     """Spawn each engine as a new process instead of forking it."""
     failure_grace: float = 1.0

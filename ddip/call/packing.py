@@ -69,7 +69,7 @@ def _is_large_tensor(obj: Any) -> bool:
 
 
 class CallPayload:
-    """Collects everything that is sent with one call."""
+    """The contents of one call, collected while its objects are pickled."""
 
     def __init__(self, namespace: Mapping[str, Any], homes: Iterable[str]) -> None:
         self.sent: list[Any] = []
@@ -195,9 +195,11 @@ def pack(
         packed, buffers = payload.pack(*(values[name] for name in names), named)
     except Exception as error:
         raise TransferError(f"in_torchddp: {_unpicklable_text(fn, args, kwargs, needed, payload, error)}") from None
-    own = [name for name in names if payload.is_own(values[name])]
+    own_names = [name for name in names if payload.is_own(values[name])]
     modules = sorted(payload.modules)
-    return calls.Call(packed, buffers, names, own, references, payload.not_sent, imports, modules, payload.sources)
+    return calls.Call(
+        packed, buffers, names, own_names, references, payload.not_sent, imports, modules, payload.sources
+    )
 
 
 def _select_globals(payload: CallPayload, needed: Collection[str], references: dict[str, bytes]) -> dict[str, Any]:

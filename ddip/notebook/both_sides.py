@@ -52,11 +52,11 @@ def run_here(shell: InteractiveShell, cell: str) -> tuple[bool, tuple[str, str]]
     Returns True if it succeeded, and its output: stdout with the value of the last line, and stderr.
     """
     with _copy_stream("stdout") as out, _copy_stream("stderr") as err:
-        ran = shell.run_cell(cell)
+        execution = shell.run_cell(cell)
     value = ""
-    if ran.result is not None and shell.display_formatter is not None:
-        value = shell.display_formatter.format(ran.result)[0].get("text/plain", "")
-    return ran.success, (out.getvalue() + value, err.getvalue())
+    if execution.result is not None and shell.display_formatter is not None:
+        value = shell.display_formatter.format(execution.result)[0].get("text/plain", "")
+    return execution.success, (out.getvalue() + value, err.getvalue())
 
 
 @contextlib.contextmanager

@@ -149,8 +149,8 @@ class CellMagics(Magics):
             if cell.done.done():
                 raise BadInput(f"%dipstop {args.number}: it has ended already ({cell.outcome_text})")
         else:
-            going = [cell for cell in self._main.history.background if not cell.done.done()]
-            running = [cell for cell in going if cell.state == "running"] or going
+            active = [cell for cell in self._main.history.background if not cell.done.done()]
+            running = [cell for cell in active if cell.state == "running"] or active
             if len(running) != 1:
                 if not running:
                     raise BadInput("%dipstop: no cell runs in the background; %dipcells lists those that there were")
@@ -197,12 +197,12 @@ class CellMagics(Magics):
         return cell
 
     def _find_cells(self, magic: str, typed: str) -> list[Cell]:
-        """Return the cells with a number: a notebook cell may have started several, by ``Group.start``."""
+        """Return the cells with a number; a notebook cell may start several with ``Group.start``."""
         last = self._find_cell(magic, typed)
         return [cell for cell in self._main.history.background if cell.number == last.number] or [last]
 
     def _unreported_cells(self) -> list[Cell]:
-        """Return the background cells whose end has not been reported by ``%dipwait``."""
+        """Return the background cells that no one has waited for to the end."""
         return [cell for cell in self._main.history.background if not cell.told]
 
     def _wait_for(self, cell: Cell, seconds: float | None) -> bool:
@@ -218,7 +218,7 @@ class CellMagics(Magics):
         return cell.error is None
 
     def _failure_of(self, failed: list[Cell]) -> BaseException:
-        """Return the exception to raise for the failed cells: that of the first."""
+        """Return the exception of the first failed cell, with hints; print a notice about the others."""
         first, others = failed[0].error, [str(cell.number) for cell in failed[1:]]
         assert first is not None
         if others:

@@ -57,16 +57,16 @@ def call(name: str, arguments: str = "{}", before: float | None = None) -> Answe
     After the time `before`, in seconds since 1970, it does nothing: the kernel was busy, and the caller has given up.
     """
     if before is not None and time.time() > before:
-        return _answer({"error": TOO_LATE, "message": "the kernel was busy; nothing was done"})
+        return _make_answer({"error": TOO_LATE, "message": "the kernel was busy; nothing was done"})
     try:
         if name not in FUNCTIONS:
             raise BadInput(f"{name}: no such function; there are {', '.join(FUNCTIONS)}")
-        return _answer({"ok": FUNCTIONS[name](**json.loads(arguments))})
+        return _make_answer({"ok": FUNCTIONS[name](**json.loads(arguments))})
     except BaseException as error:  # including the stop button, which the program must learn of
-        return _answer({"error": type(error).__name__, "message": readable(str(error))})
+        return _make_answer({"error": type(error).__name__, "message": readable(str(error))})
 
 
-def _answer(data: dict[str, Any]) -> Answer:
+def _make_answer(data: dict[str, Any]) -> Answer:
     return Answer(json.dumps(data))
 
 

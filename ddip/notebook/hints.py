@@ -95,7 +95,7 @@ class Hints:
         return None if answer is None else (begin, answer)
 
     def _complete(self, context: CompletionContext) -> dict[str, Any]:
-        from ddip.protocol import on_rank  # no part of %load_ext
+        from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
         lines = context.full_text.split("\n")
         cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
@@ -114,8 +114,8 @@ class Hints:
         }
 
     def _inspect_on_rank_0(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """Answer ``?`` by rank 0 if possible; replaces the kernel's ``do_inspect``."""
-        from ddip.protocol import on_rank  # no part of %load_ext
+        """Let rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""
+        from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
         asked = self._ask_rank_0(lambda text, at: on_rank.inspect(text, at, detail_level), code, cursor)
         if asked is not None and asked[1].get("found"):
@@ -181,9 +181,9 @@ class Hints:
 
     def _import_statement(self, name: str) -> str:
         """Return the statement that imports `name`, as a module of the notebook or a common name; else empty."""
-        here = self._shell.user_ns.get(name)
-        if isinstance(here, ModuleType):
-            return f"import {name}" if here.__name__ == name else f"import {here.__name__} as {name}"
+        value = self._shell.user_ns.get(name)
+        if isinstance(value, ModuleType):
+            return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
         return "" if name in self._shell.user_ns else USUAL.get(name, "")
 
     def _new_rank_hints(self, ranks: list[int]) -> list[str]:
@@ -234,5 +234,5 @@ class Autoreload:
         if lack:
             self._has_warned = True
             where = " only" if len(lack) == group.world_size else f", and not on {ranks_text(lack)}"
-            also = "run %%dip, %load_ext autoreload, %autoreload 2 in a cell"
-            notify(f"autoreload is on in the notebook{where}; to have it on the ranks, {also}")
+            remedy = "run %%dip, %load_ext autoreload, %autoreload 2 in a cell"
+            notify(f"autoreload is on in the notebook{where}; to have it on the ranks, {remedy}")

@@ -287,7 +287,7 @@ class DipMagics(Traits):
         if args.where != "local":
             self._print_verbose(f"running on {len(ranks)} of {size} ranks")
             if args.queue and not args.bg and (args.appcmd is None or group.request.app is not None):
-                group.wait_until_free(ranks if args.appcmd is None else None)  # all ranks take the command
+                group.wait_until_free(ranks if args.appcmd is None else None)  # a command of the app runs on all ranks
             if args.appcmd is not None:
                 answer = group.command(args.appcmd)
                 if answer:
@@ -313,10 +313,13 @@ class DipMagics(Traits):
 
         Returns the output of a cell for `both` sides, which ranks do not repeat.
         """
-        good, shown = both_sides.run_here(self.shell, cell) if both else (self.shell.run_cell(cell).success, ("", ""))
-        if not good:
+        if both:
+            succeeded, output = both_sides.run_here(self.shell, cell)
+        else:
+            succeeded, output = self.shell.run_cell(cell).success, ("", "")
+        if not succeeded:
             raise LocalCellFailed("the cell failed here, in the notebook")
-        return shown
+        return output
 
     @examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
     @magic_arguments()

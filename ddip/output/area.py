@@ -30,11 +30,11 @@ def watch_front_end(kernel: Any) -> None:
     """Record which front ends of `kernel`, if any, have a prompt, until `forget_front_end`."""
     if kernel is None:
         return
-    own = kernel.do_is_complete
+    original = kernel.do_is_complete
 
     def do_is_complete(code: str) -> Any:
         _prompt_sessions.add(kernel.get_parent("shell").get("header", {}).get("session", ""))
-        return own(code)
+        return original(code)
 
     kernel.do_is_complete = do_is_complete
 
@@ -333,7 +333,7 @@ PAGES = ("page", "set_next_input")
 
 
 def show_pages(payload: Sequence[dict[str, Any]]) -> bool:
-    """Pass pages and next inputs in the `payload` of a rank's reply on; return False if there are none."""
+    """Show pages and set next inputs from a rank's reply `payload`; return False if there are none."""
     shell = get_ipython()
     pages = [page for page in payload if page.get("source") in PAGES]
     if not pages or shell is None:

@@ -45,7 +45,7 @@ class Progress:
             self._show(text, share)
 
     def _show(self, text: str, share: float | None) -> None:
-        line = text if share is None else f"{text}  {_bar(share)}"
+        line = text if share is None else f"{text}  {_draw_bar(share)}"
         if line == self._last:
             return
         if self._page:
@@ -77,6 +77,6 @@ class Progress:
             print(text)
 
 
-def _bar(share: float) -> str:
+def _draw_bar(share: float) -> str:
     done = round(WIDTH * min(1.0, max(0.0, share)))
     return "━" * done + "╌" * (WIDTH - done)

@@ -95,7 +95,7 @@ class Screen:
     def left_out(self) -> str:
         """Line that counts the omitted lines and characters; empty if there are none."""
         counts = {"line": self.skipped, "character": self.cut}
-        parts = [_count(number, name) for name, number in counts.items() if number]
+        parts = [_count_text(number, name) for name, number in counts.items() if number]
         return f"… {' and '.join(parts)} left out …" if parts else ""
 
     def live_text(self, most: int) -> str:
@@ -103,7 +103,7 @@ class Screen:
         if not self.skipped and self._size < most:
             return self.text
         above = self.skipped + len(self._head) + max(0, len(self._tail) - LIVE_ROWS)
-        return "\n".join([f"… {_count(above, 'line')} above …", *self._tail[-LIVE_ROWS:]])
+        return "\n".join([f"… {_count_text(above, 'line')} above …", *self._tail[-LIVE_ROWS:]])
 
     @property
     def end_text(self) -> str:
@@ -254,7 +254,7 @@ def moves_cursor(text: str) -> bool:
     return MOVES.search(text) is not None
 
 
-def _count(number: int, name: str) -> str:
+def _count_text(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 

@@ -69,7 +69,7 @@ class Recording:
             case "update_display_data":
                 self._update(rank, content)
             case _:
-                self._append(rank, kind, content, [], _size(content.get("data")))
+                self._append(rank, kind, content, [], _data_size(content.get("data")))
 
     def _add_text(self, rank: int, content: dict[str, Any]) -> None:
         stream, text = content["name"], content["text"]
@@ -101,7 +101,7 @@ class Recording:
         key = rank, content["transient"]["display_id"]
         if key in self._updates:
             self._drop(self._updates[key])
-        self._updates[key] = self._append(rank, "update_display_data", content, [], _size(content["data"]))
+        self._updates[key] = self._append(rank, "update_display_data", content, [], _data_size(content["data"]))
 
     def _append(self, rank: int, kind: str, content: dict[str, Any], texts: list[str], size: int) -> int:
         self._count += 1
@@ -148,12 +148,12 @@ def without_widget(data: dict[str, Any]) -> dict[str, Any]:
     return {mime: value for mime, value in data.items() if mime != WIDGET} if "text/plain" in data else data
 
 
-def _size(value: Any) -> int:
+def _data_size(value: Any) -> int:
     """Return the approximate size of a MIME bundle in bytes."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
-        return sum(_size(item) for item in value.values())
+        return sum(_data_size(item) for item in value.values())
     if isinstance(value, (list, tuple)):
-        return sum(_size(item) for item in value)
+        return sum(_data_size(item) for item in value)
     return 8

@@ -53,10 +53,10 @@ def comparable(items: Sequence[Item]) -> object:
     It contains all forms of each display, with metadata, and not only the visible one. Text with omitted lines equals
     no other text, because these lines are unknown.
     """
-    return [_comparable(item) for item in items if not (isinstance(item, Text) and item.blank)]
+    return [_comparable_item(item) for item in items if not (isinstance(item, Text) and item.blank)]
 
 
-def _comparable(item: Item) -> object:
+def _comparable_item(item: Item) -> object:
     if isinstance(item, Text):
         return (item.stream, object() if item.screen.left_out else item.screen.text)
     if isinstance(item, Area):
@@ -75,7 +75,7 @@ def to_tab(items: Sequence[Item], live: bool) -> str:
             if item.blank:
                 continue
             stream = "stdout" if item.overwritten else item.stream  # a bar must not look like a warning
-            parts.append(f'<pre class="ddip-{stream}">{to_html(_screen_text(item.screen, live))}</pre>')
+            parts.append(f'<pre class="ddip-{stream}">{to_html(_visible_text(item.screen, live))}</pre>')
         elif isinstance(item, Area):
             parts.append(f"<div>{to_tab(item.items, live)}</div>")
         elif not item.below:
@@ -83,7 +83,7 @@ def to_tab(items: Sequence[Item], live: bool) -> str:
     return "".join(parts)
 
 
-def _screen_text(screen: Screen, live: bool) -> str:
+def _visible_text(screen: Screen, live: bool) -> str:
     return screen.live_text(LIVE_CHARACTERS) if live else screen.text
 
 

@@ -34,22 +34,22 @@ def to_html(text: str) -> str:
     state: dict[str, str] = {}
     end = 0
     for found in STYLE.finditer(text):
-        parts.append(_span(text[end : found.start()], state))
+        parts.append(_styled_span(text[end : found.start()], state))
         state = _state_after(state, found[1])
         end = found.end()
-    parts.append(_span(text[end:], state))
+    parts.append(_styled_span(text[end:], state))
     return "".join(parts)
 
 
-def _span(text: str, state: dict[str, str]) -> str:
+def _styled_span(text: str, state: dict[str, str]) -> str:
     text = html.escape(ESCAPE.sub("", text), quote=False)
     if not text or not state:
         return text
-    return f'<span style="{_css(tuple(state.items()))}">{text}</span>'
+    return f'<span style="{_style_css(tuple(state.items()))}">{text}</span>'
 
 
 @lru_cache(maxsize=1024)
-def _css(state: tuple[tuple[str, str], ...]) -> str:
+def _style_css(state: tuple[tuple[str, str], ...]) -> str:
     """Return the CSS of `state`, with colours that are readable on every page."""
     style = dict(state)
     ground, colour = style.get("background"), style.get("color")

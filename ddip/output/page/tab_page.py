@@ -55,7 +55,7 @@ class Tab:
 
     ranks: Sequence[int]
     body: str
-    """HTML."""
+    """HTML of the content."""
     failed: bool = False
     runs: bool = False
     empty: bool = False
@@ -86,7 +86,7 @@ def page(name: str, tabs: Sequence[Tab], note: str) -> str:
 
     Until the user selects a tab, the first that has failed is visible, else the first with any output.
     """
-    labels = "".join(_label(name, number, tab) for number, tab in enumerate(tabs))
+    labels = "".join(_label_html(name, number, tab) for number, tab in enumerate(tabs))
     if note:
         labels += f'<span class="ddip-note">{html.escape(note)}</span>'
     sections = "".join(
@@ -103,10 +103,10 @@ def page(name: str, tabs: Sequence[Tab], note: str) -> str:
     return f'<div class="ddip" id="{name}">{hidden}{sections}</div>'
 
 
-def _label(name: str, number: int, tab: Tab) -> str:
+def _label_html(name: str, number: int, tab: Tab) -> str:
     state = "ddip-runs" if tab.runs else "ddip-failed" if tab.failed else ""
     title = ranks_text(tab.ranks) + (' <span role="img" aria-label="failed">✗</span>' if tab.failed else "")
-    for rank in reversed(tab.ranks):  # each rank's button has this name
+    for rank in reversed(tab.ranks):  # the button of each rank refers to this element as its name
         title = f'<span id="{name}-n{rank}">{title}</span>'
     return f'<label class="ddip-rank {state}" id="{name}-l{number}" for="{name}-{tab.ranks[0]}">{title}</label>'
 
@@ -125,7 +125,11 @@ def _rules(name: str, tabs: Sequence[Tab]) -> str:
             chosen.append(f'{on_page}:not(:has([name="{name}"]:checked))')
         focused = [f"body:has(#{name}-{rank}:focus-visible)" for rank in tab.ranks]
         label, shown = f"#{name} #{name}-l{number}", f"#{name} #{name}-s{number}"
-        rules += [_rule(chosen, shown, "display:block"), _rule(chosen, label, CHOSEN), _rule(focused, label, FOCUSED)]
+        rules += [
+            _rule(chosen, shown, "display:block"),
+            _rule(chosen, label, CHOSEN),
+            _rule(focused, label, FOCUSED),
+        ]
         first, *others = (f"#{name}-{rank}" for rank in tab.ranks)
         rules += [f"{other}:not(:checked),body:has({other}:checked) {first}{{display:none}}" for other in others]
     return "".join(rules)

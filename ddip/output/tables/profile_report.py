@@ -119,7 +119,7 @@ ENDED_SHARE = 0.8
 
 def text(profile: Profile) -> str:
     """Return the report as text, for a terminal and for pages without HTML."""
-    lines = [_title(profile)]
+    lines = [_title_text(profile)]
     if profile.ranks:
         lines.append(_align([_rank_head(), *map(_rank_row, profile.ranks.values())]))
         longest = max(each.seconds for each in profile.ranks.values())
@@ -133,7 +133,7 @@ def text(profile: Profile) -> str:
 
 def html(profile: Profile) -> str:
     """Return the report as HTML, without scripts and external files."""
-    parts = [f"<div><b>{markup.escape(_title(profile))}</b></div>"]
+    parts = [f"<div><b>{markup.escape(_title_text(profile))}</b></div>"]
     if profile.ranks:
         parts += [
             html_table([_rank_head(), *map(_rank_row, profile.ranks.values())], range(1, 8)),
@@ -208,7 +208,7 @@ def _slowest_collective(profile: Profile) -> list[str]:
     return [f"slowest collective: {slowest}: {_seconds_text(slowest.seconds)}{waited}"]
 
 
-def _title(profile: Profile) -> str:
+def _title_text(profile: Profile) -> str:
     if not profile.ranks:
         return "no rank has a profile of the cell"
     longest = max(each.seconds for each in profile.ranks.values())

@@ -38,14 +38,14 @@ class ShardsTable:
     def rows(self) -> list[list[str]]:
         """The rows of the table; the last one has the totals."""
         rows = [
-            [name, _shape(tensor["shape"]), tensor["dtype"], tensor["placement"], *self._parts(name)]
+            [name, _shape_text(tensor["shape"]), tensor["dtype"], tensor["placement"], *self._part_cells(name)]
             for name, tensor in self.tensors.items()
         ]
         total = [size_text(sum(tensor["bytes"] for tensor in tensors.values())) for _, tensors in self._columns]
         return [*rows, ["total", "", "", "", *total]]
 
-    def _parts(self, name: str) -> list[str]:
-        return [_part(tensors, name) for _, tensors in self._columns]
+    def _part_cells(self, name: str) -> list[str]:
+        return [_part_text(tensors, name) for _, tensors in self._columns]
 
     def __str__(self) -> str:
         numbers = range(4, len(self._head))
@@ -57,10 +57,10 @@ class ShardsTable:
         return html_table([self._head, *self.rows], numbers, self.title, total=True)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _part(tensors: Mapping[str, TensorReport], name: str) -> str:
+def _part_text(tensors: Mapping[str, TensorReport], name: str) -> str:
     tensor = tensors.get(name)
-    return "-" if tensor is None else f"{_shape(tensor['local'])} {size_text(tensor['bytes']):>6}"
+    return "-" if tensor is None else f"{_shape_text(tensor['local'])} {size_text(tensor['bytes']):>6}"

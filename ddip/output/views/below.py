@@ -23,7 +23,7 @@ def label_of(rank: int) -> Bundle:
 
 
 def can_move(item: Display) -> bool:
-    """Return True if the page can show `item` in another place later without a difference."""
+    """Return True if `item` can move to another output of the page later; only widgets can."""
     return WIDGET in item.data
 
 
@@ -140,6 +140,6 @@ class Below:
 
         The rank's ID does not serve a display that can move, nor if another output already has it.
         """
-        own = None if row.item is None or can_move(row.item) else own_id(row.rank, row.item.display_id)
-        taken = own is None or any(output.display_id == own for output in self._outputs)
-        return new_id() if own is None or taken else own
+        rank_id = None if row.item is None or can_move(row.item) else own_id(row.rank, row.item.display_id)
+        is_taken = rank_id is None or any(output.display_id == rank_id for output in self._outputs)
+        return new_id() if rank_id is None or is_taken else rank_id

@@ -112,7 +112,7 @@ class LiveStream:
 
 
 class ThrottledDisplay:
-    """A display that changes at most every `LIVE_SECONDS`."""
+    """A display that is updated at most once per `LIVE_SECONDS`."""
 
     def __init__(self, page: CellOutputArea) -> None:
         self._page = page
