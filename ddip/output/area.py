@@ -109,7 +109,7 @@ class CellOutputArea:
         self.closed = False
         """True if the cell has ended."""
         self.rich = self._kernel is not None
-        """True on a notebook page, which shows HTML and images, and can change its outputs."""
+        """True if there is a kernel, to whose front ends HTML and images can be sent."""
         self.changeable = is_page()
         """True if outputs can be changed after they were shown."""
         self.terminal = not self.rich and sys.stdout is not None and sys.stdout.isatty()
