@@ -60,7 +60,7 @@ __version__ = "0.1.0"
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """``%load_ext ddip``."""
+    """Register the magics; IPython calls this for ``%load_ext ddip``. Raises BadInput on a rank."""
     if getattr(shell, "is_rank", False):
         from ddip.errors import BadInput
 
@@ -76,14 +76,14 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """``%unload_ext ddip``: ends the group."""
+    """Remove the magics and end the group; IPython calls this for ``%unload_ext ddip``."""
     from ddip.notebook import loading
 
     loading.unload(shell)
 
 
 def __dir__() -> list[str]:
-    """What Tab offers after ``ddip.``: what is public."""
+    """List the public names, which Tab offers after ``ddip.``."""
     return [*__all__, "__doc__", "__version__"]
 
 
@@ -96,11 +96,11 @@ _HOME = {
     "dist_state": "ddip.sharded.state",
     "in_torchddp": "ddip.call.torchddp",
 }
-"""Where a public name is made; all others are exceptions."""
+"""The module that defines each public name; names that are not listed are exceptions from ``ddip.errors``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names when they are first used: an engine imports this package too, and needs none."""
+    """Import a public name on first use: an engine also imports this package, and needs none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with folder.left_out():

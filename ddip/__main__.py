@@ -1,4 +1,4 @@
-"""``python -m ddip``: what there is to run from a shell."""
+"""``python -m ddip``: the commands to run from a shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ From a shell:
 
 
 def main(words: list[str]) -> int:
-    """Run what was typed after ``python -m ddip``; returns the exit code."""
+    """Run the command that was typed after ``python -m ddip``, and return the exit code."""
     match words:
         case ["doctor", *options]:
             from ddip.doctor import command
@@ -33,16 +33,19 @@ def main(words: list[str]) -> int:
     return 2
 
 
-def _leave_out_the_folder() -> None:
-    """Take the current folder, which ``python -m`` puts first, off the path: what it holds must not run here."""
+def _remove_current_folder_from_path() -> None:
+    """Remove the current folder from ``sys.path``: files there must not shadow modules.
+
+    ``python -m`` puts it first.
+    """
     try:
-        here = os.getcwd()
+        folder = os.getcwd()
     except FileNotFoundError:
         return
-    if not sys.flags.safe_path and sys.path[:1] == [here]:
+    if not sys.flags.safe_path and sys.path[:1] == [folder]:
         del sys.path[0]
 
 
 if __name__ == "__main__":
-    _leave_out_the_folder()
+    _remove_current_folder_from_path()
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Every exception that a user can meet."""
+"""The exceptions that ddip raises to users."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ __all__ = [
 
 
 class DdipError(BaseException):
-    """Base of every exception of ddip's.
+    """Base class of all ddip exceptions.
 
-    Those of the stop button are a ``KeyboardInterrupt``, which ``except Exception`` lets pass; all others are an
-    ``Exception``.
+    Exceptions caused by the stop button also derive from ``KeyboardInterrupt``, so ``except Exception`` does not catch
+    them; all others also derive from ``Exception``.
     """
 
 
 class DipUsageError(DdipError, UsageError):
-    """The notebook shows its message alone, without a traceback of ours, as for IPython's own ``UsageError``."""
+    """An error that the notebook shows as one line, without a traceback, like IPython's ``UsageError``."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"UsageError: {self}"]
 
 
 class BadInput(DipUsageError, ValueError):
-    """Something that was typed cannot be done; the message says what to type instead."""
+    """Invalid input; the message says what to type instead."""
 
 
 class NoGroup(DipUsageError, RuntimeError):
-    """There is no group to run this in."""
+    """A command that needs a group was used before any group was started."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: there is no group yet; start one with %makedip -n 2, or %makedip -g all")
 
 
 class GroupError(DipUsageError, RuntimeError):
-    """The group did not form, or a rank of it is gone or busy."""
+    """The group did not form, or one of its ranks has ended or is busy."""
 
 
 class RequestFailed(GroupError):
-    """Ranks did not do what ddip asked of them.
+    """A request to ranks failed.
 
-    ``by_rank`` has what was raised before anybody was interrupted for it; ``late`` are those that took too long.
+    ``by_rank`` holds the errors that were raised before ddip interrupted the other ranks; ``late`` lists the ranks that
+    took too long.
     """
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError], late: Sequence[int] = ()) -> None:
@@ -67,7 +68,7 @@ class RequestFailed(GroupError):
 
 
 class RequestInterrupted(DdipError, KeyboardInterrupt):
-    """The user interrupted what ddip itself did on ranks; the message says what became of it."""
+    """The user interrupted a ddip operation on ranks, such as a push; the message says how it ended."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
@@ -79,22 +80,23 @@ class TransferError(DipUsageError, RuntimeError):
 
 @dataclass(frozen=True)
 class RankError:
-    """What one rank raised."""
+    """An exception that one rank raised."""
 
     name: str
     message: str
     traceback: str
-    """As IPython formatted it on the rank, ANSI colours included; may be empty."""
+    """Traceback that IPython formatted on the rank, with ANSI colours; may be empty."""
     waited: str = ""
-    """Where the rank waited for others when it was released, or lost them, and so raised this; else empty."""
+    """Operation in which the rank was blocked when ddip aborted it or its peers were lost, which raised this error;
+    empty for an error of the rank's own code."""
     at: float = 0.0
-    """When it was raised, on the rank's clock, seconds."""
+    """Time when it was raised, in seconds on the rank's clock."""
     pid: int | None = None
-    """Of a process that is gone."""
+    """PID of the rank's process, if that has ended."""
 
     @property
     def what(self) -> str:
-        """The message without what each rank has of its own."""
+        """The message without the PID, so that equal errors of several ranks compare equal."""
         return self.message.removeprefix(f"pid {self.pid} ")
 
     def __str__(self) -> str:
@@ -102,7 +104,7 @@ class RankError:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``ranks 0-2, 5``.
+    """Format rank numbers as text: ``[0, 1, 2, 5]`` becomes ``ranks 0-2, 5``.
 
     >>> ranks_text([3])
     'rank 3'
@@ -118,21 +120,21 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 STOPPED = ("KeyboardInterrupt", "CancelledError")
-"""Names of what an interrupt raises; the second where a cell awaits."""
+"""Error names of an interrupted cell: ``CancelledError`` if the cell awaited something."""
 RANK_ENDED = "RankEnded"
-"""Name of the error of a rank whose process is gone."""
+"""Error name of a rank whose process has ended."""
 REPAIR = "%makedip --repair puts a new process in its place; the other ranks keep their variables"
 NONE_LEFT = "no rank is left, nor any variable: %makedip --repair starts new processes"
-"""What is said instead where all ranks are gone."""
+"""Replaces `REPAIR` in messages if all ranks have ended."""
 
 
-def _own(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
-    """Without what ranks raised only because they were released."""
+def _without_aborted(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
+    """Drop errors that ranks raised only because ddip aborted the operation that blocked them."""
     return {rank: error for rank, error in by_rank.items() if not error.waited}
 
 
-def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError]]:
-    """Ranks with the same error together, the earliest first."""
+def _group_equal_errors(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError]]:
+    """Group ranks that raised the same error, the earliest error first."""
     groups: dict[tuple[str, str], tuple[list[int], RankError]] = {}
     for rank, error in sorted(by_rank.items(), key=lambda item: (item[1].at, item[0])):
         groups.setdefault((error.name, error.what), ([], error))[0].append(rank)
@@ -140,27 +142,33 @@ def _groups(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError
 
 
 def clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> list[str]:
-    """One for each error, the earliest first; ranks with the same error together. `named`: with the errors' names."""
+    """Return one clause per distinct error with the ranks that raised it, the earliest first.
+
+    `named`: include the name of the exception class.
+    """
     found = []
-    for ranks, error in _groups(by_rank):
+    for ranks, error in _group_equal_errors(by_rank):
         pids = [str(pid) for pid in (by_rank[rank].pid for rank in ranks) if pid is not None]
         message = f"pids {', '.join(pids)} {error.what}" if len(pids) > 1 else error.message
         found.append(f"{ranks_text(ranks)}: {replace(error, message=message) if named else message}")
     return found
 
 
-def _tracebacks(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
-    """The ranks' own tracebacks, with the cell's lines and none of ddip's; of what is also `in_tabs`, the first."""
+def _traceback_lines(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
+    """Return the lines of the ranks' tracebacks, the earliest error first.
+
+    After the first, tracebacks of the ranks `in_tabs` are omitted: the cell's output shows them.
+    """
     lines: list[str] = []
-    for ranks, error in _groups(_own(by_rank)):
+    for ranks, error in _group_equal_errors(_without_aborted(by_rank)):
         if error.traceback and not (lines and set(ranks) <= set(in_tabs)):
             lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
     return lines
 
 
-def _summary(by_rank: Mapping[int, RankError], repair: str) -> str:
-    """One clause for each error, the earliest first, and one for each place where ranks waited."""
-    parts = clauses(_own(by_rank))
+def _summary_text(by_rank: Mapping[int, RankError], repair: str) -> str:
+    """Return one clause per error, the earliest first, and one per operation in which ranks were blocked."""
+    parts = clauses(_without_aborted(by_rank))
     waited: dict[str, list[int]] = {}
     for rank, error in sorted(by_rank.items()):
         if error.waited:
@@ -175,33 +183,33 @@ def _summary(by_rank: Mapping[int, RankError], repair: str) -> str:
 
 
 class CellError(DdipError, RuntimeError):
-    """A cell failed on at least one rank; ``by_rank`` has what each of them raised."""
+    """A cell failed on at least one rank; ``by_rank`` holds the errors by rank."""
 
     in_tabs: Collection[int] = ()
     """Ranks whose tracebacks the cell's output shows."""
 
     def __init__(self, by_rank: Mapping[int, RankError], repair: str = REPAIR) -> None:
         self.by_rank = dict(sorted(by_rank.items()))
-        super().__init__(_summary(by_rank, repair))
+        super().__init__(_summary_text(by_rank, repair))
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook."""
-        return [*_tracebacks(self.by_rank, self.in_tabs), f"{type(self).__name__}: {self}"]
+        """Return the lines that IPython shows for this exception; IPython calls this hook."""
+        return [*_traceback_lines(self.by_rank, self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
 class CellTimeout(CellError):
-    """A cell took longer than ``--timeout`` allows; ``by_rank`` has what the ranks that ended raised."""
+    """A cell exceeded its ``--timeout``; ``by_rank`` holds the errors of the ranks that stopped."""
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
         super().__init__(by_rank)
         self.args = (message,)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
+        return [*_traceback_lines(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(DdipError, KeyboardInterrupt):
-    """The user interrupted a cell that ran on ranks; ``by_rank`` has what those that ended raised."""
+    """The user interrupted a cell on ranks; ``by_rank`` holds the errors of the ranks that stopped."""
 
     in_tabs: Collection[int] = ()
     """Ranks whose tracebacks the cell's output shows."""
@@ -211,16 +219,16 @@ class CellInterrupted(DdipError, KeyboardInterrupt):
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_tracebacks(_not_stopped(self.by_rank), self.in_tabs), f"KeyboardInterrupt: {self}"]
+        return [*_traceback_lines(_not_stopped(self.by_rank), self.in_tabs), f"KeyboardInterrupt: {self}"]
 
 
 def _not_stopped(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
-    """What was raised for other reasons than that the cell was stopped."""
+    """Drop the errors that stopping the cell caused."""
     return {rank: error for rank, error in by_rank.items() if error.name not in STOPPED}
 
 
 class LocalCellFailed(DdipError, RuntimeError):
-    """The notebook's own part of a cell failed; its traceback has been shown already."""
+    """A cell failed in the notebook, which has already shown the traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]

@@ -1,8 +1,8 @@
 """Keep the threads that watch ranks running: an exception is reported once, and the thread continues.
 
-A loop that serves ranks puts each step into ``with guard:``. No exception ends the loop, so neither a rank's death nor
-an odd byte nor a faulty callback can leave a cell that waits for news indefinitely. The exception goes to the log
-``ddip`` each time, and to the user once per kind, so that a fault that repeats does not flood the page.
+A loop that serves ranks puts each step into ``with guard:``. No exception ends the loop, so neither a dead rank nor a
+malformed message nor a faulty callback can leave a cell waiting indefinitely. Each exception is logged to ``ddip``; the
+user sees it once per exception type, so that a repeated fault does not flood the page.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ def _write_to_stderr(text: str) -> None:
 
 
 show: Callable[[str], object] = _write_to_stderr
-"""Shows a line to the user; the notebook's side puts its own in place."""
+"""Function that shows a line to the user; the notebook side replaces it."""
 
 
 class Guard:
     """Report the exceptions of one task, and keep them from ending its thread.
 
-    ``KeyboardInterrupt`` and ``GeneratorExit`` pass: they end a task on purpose.
+    ``KeyboardInterrupt`` and ``GeneratorExit`` propagate: they end a task on purpose.
     """
 
     def __init__(self, fault: str, *, pause_seconds: float = 0.0, shown: bool = True) -> None:
-        """`fault` says what has failed. A loop that may fail in each step takes a `pause_seconds` after a failure, so
-        that it does not use a whole core. `shown`: do users read it, besides the log?"""
+        """Set up a guard whose reports begin with `fault`.
+
+        A loop that could fail in each step sets `pause_seconds`, the sleep after a failure, so that it does not use a
+        whole core. `shown`: show reports to the user in addition to the log.
+        """
         self._fault, self._pause_seconds, self._shown = fault, pause_seconds, shown
         self._reported: set[str] = set()
 
@@ -52,9 +55,9 @@ class Guard:
         return True
 
     def report(self, error: BaseException) -> None:
-        """Log `error`, and show it if it is the first of its kind; never raises."""
+        """Log `error`, and show it to the user if it is the first of its type; never raises."""
         name = type(error).__name__
-        with contextlib.suppress(Exception):  # its text is a user's code, perhaps
+        with contextlib.suppress(Exception):  # str(error) may run user code
             text = f"{self._fault}: {name}: {error}"
             is_new = name not in self._reported
             self._reported.add(name)
@@ -63,7 +66,7 @@ class Guard:
                 show(text)
 
     def around(self, function: Callable[..., object]) -> Callable[..., None]:
-        """The same function as a callback that never raises."""
+        """Wrap `function` as a callback that reports exceptions instead of raising them."""
 
         def guarded(*args: object) -> None:
             with self:
@@ -72,5 +75,5 @@ class Guard:
         return guarded
 
     def start_thread(self, name: str, function: Callable[..., object], *args: object, daemon: bool = True) -> None:
-        """Start a thread that calls it under this guard."""
+        """Start a thread that calls `function` under this guard."""
         threading.Thread(target=self.around(function), args=args, name=name, daemon=daemon).start()

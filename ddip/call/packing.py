@@ -1,7 +1,7 @@
-"""What a call of ``in_torchddp`` carries to the ranks: a function, its arguments, and what these refer to.
+"""Pack a call of ``in_torchddp`` for the ranks: a function, its arguments, and the objects that these refer to.
 
-Functions of the notebook get the call's variables for their globals there (``rank/kernel/call_runner.py``). All that is
-carried has one memo: a model and an optimizer that a function reads belong together there, too.
+On a rank, the call's variables become the globals of the notebook's functions (``rank/kernel/call_runner.py``). All
+objects share one pickle memo, so that a model and an optimizer that refers to its parameters still belong together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from ddip.protocol.objects import calls, pickling
 from ddip.protocol.rank_spec import STANDING_VARIABLES
 
 LIMIT = 1_000_000
-"""Bytes of an object that is carried though nobody has named it."""
+"""Maximum bytes of an object that is sent without being named in ``need``."""
 
 
 class _TooLarge(Exception):
-    """It has more than `LIMIT` bytes."""
+    """An object takes more than `LIMIT` bytes."""
 
 
-class _Limited(io.BytesIO):
+class _LimitedBuffer(io.BytesIO):
+    """A buffer that raises _TooLarge instead of growing beyond `LIMIT` bytes."""
+
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > LIMIT:
             raise _TooLarge
@@ -39,7 +41,7 @@ class _Limited(io.BytesIO):
 
 
 class _Pickler(pickling.Pickler):
-    """Writes functions and classes of the notebook so that the ranks know them for what they are."""
+    """Pickle functions and classes of the notebook with numbers that identify them in the result."""
 
     def __init__(
         self, file: io.BytesIO, payload: CallPayload, buffers: list[pickle.PickleBuffer] | None = None
@@ -47,15 +49,15 @@ class _Pickler(pickling.Pickler):
         super().__init__(file, buffers)
         self.homes = payload.homes
         self._payload = payload
-        self._limited = isinstance(file, _Limited)
+        self._limited = isinstance(file, _LimitedBuffer)
 
     def reducer_override(self, obj: Any) -> Any:
         if self._limited and _is_large_tensor(obj):
-            raise _TooLarge  # before it is copied
+            raise _TooLarge  # before pickling copies it
         reduced = super().reducer_override(obj)
         if not isinstance(obj, (FunctionType, type)):
             return reduced
-        if reduced is NotImplemented:  # it is imported there
+        if reduced is NotImplemented:  # pickled by reference: the rank imports it
             self._payload.packages.add(str(obj.__module__).partition(".")[0])
             return reduced
         return self._payload.reduce(obj, reduced)
@@ -67,47 +69,48 @@ def _is_large_tensor(obj: Any) -> bool:
 
 
 class CallPayload:
-    """All that travels with one call."""
+    """The contents of one call, collected while its objects are pickled."""
 
     def __init__(self, namespace: Mapping[str, Any], homes: Iterable[str]) -> None:
         self.sent: list[Any] = []
-        """Functions and classes of the notebook, by the number under which they may come back."""
+        """Functions and classes of the notebook; the index identifies each when the result brings it back."""
         self.named: dict[str, Any] = {}
-        """Those that the notebook has under their own names."""
+        """Functions and classes of `sent` that are notebook variables under their own names."""
         self.globals: dict[str, Any] = {}
-        """What the functions refer to."""
+        """Global variables that the functions read, by name."""
         self.packages: set[str] = set()
-        """Top packages of what the ranks import when they unpickle."""
+        """Top-level packages that the ranks import when they unpickle the call."""
         self.modules: set[str] = set()
-        """Modules inside of packages that functions reach through the packages."""
+        """Submodules that functions reach as attributes of a package."""
         self.sources: dict[str, calls.Source] = {}
+        """Source lines of the functions' cells, by file name, for tracebacks on the ranks."""
         self.standing: dict[str, str] = {}
-        """Names that ddip defines on each rank, of which the notebook has others, and the function that reads it."""
+        """Variables such as ``rank`` that functions read from the notebook but ddip defines on ranks, and a reader."""
         self.has_hooks = False
-        """Whether a tensor or an optimizer that is carried has hooks, which stay behind."""
-        self.left: dict[str, str] = {}
-        """Names of `globals` that are not carried, and why."""
+        """True if a packed tensor or optimizer has hooks, which are not sent."""
+        self.not_sent: dict[str, str] = {}
+        """Names in `globals` that are not sent, and the reason."""
         self._numbers: dict[int, int] = {}
         self._namespace = namespace
         self.homes = frozenset(homes)
 
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
-        """What the pickler is to write for a function or class that is pickled by value."""
-        if not self._is_of_the_notebook(obj):
+        """Return what to pickle for a function or class sent by value; notebook code gets a number."""
+        if not self._is_from_notebook(obj):
             return reduced
         if isinstance(obj, FunctionType):
-            self._look_into(obj)
+            self._collect_references(obj)
         if self._namespace.get(obj.__name__) is obj and obj.__name__ not in STANDING_VARIABLES:
             self.named[obj.__name__] = obj
         make, args, *rest = reduced
         return (calls.sent, (self._number(obj), make, args), *rest)
 
-    def _is_of_the_notebook(self, obj: FunctionType | type) -> bool:
+    def _is_from_notebook(self, obj: FunctionType | type) -> bool:
         home = pickling.home_of(obj) if isinstance(obj, FunctionType) else obj.__module__
         return home in self.homes
 
     def is_own(self, obj: Any) -> bool:
-        """Is it a function or class of the notebook that has been packed?"""
+        """Return True if `obj` is a function or class of the notebook that has been packed."""
         return id(obj) in self._numbers
 
     def _number(self, obj: Any) -> int:
@@ -116,8 +119,8 @@ class CallPayload:
             self.sent.append(obj)
         return number
 
-    def _look_into(self, function: FunctionType) -> None:
-        """Remember what its code refers to, and the lines of its cell."""
+    def _collect_references(self, function: FunctionType) -> None:
+        """Record the globals and modules that the code of `function` reads, and the source lines of its cell."""
         for code in pickling.codes(function.__code__):
             for name in pickling.reads(code):
                 if name in function.__globals__ and name in STANDING_VARIABLES:
@@ -126,14 +129,14 @@ class CallPayload:
                     value = self.globals.setdefault(name, function.__globals__[name])
                     if isinstance(value, ModuleType):
                         self.packages.add(value.__name__.partition(".")[0])
-                        self.modules |= _reached(value, code)
+                        self.modules |= _submodules_read(value, code)
         file = function.__code__.co_filename
         if file not in self.sources and not Path(file).exists() and (lines := linecache.getlines(file)):
             numbers: dict[str, int] = getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
             self.sources[file] = calls.Source(lines, numbers.get(file))
 
     def pack(self, *objects: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-        """Pickle `objects`, one after the other, with what they share; the memory of large ones stands beside that."""
+        """Pickle `objects` one after the other with one memo; return the bytes and out-of-band buffers."""
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         pickler = _Pickler(file, self, buffers)
         for obj in objects:
@@ -142,21 +145,24 @@ class CallPayload:
         return file.getvalue(), buffers
 
     def pack_small(self, obj: Any) -> bytes:
-        """Pickle it; raises _TooLarge."""
-        file = _Limited()
+        """Pickle `obj`; raises _TooLarge if that takes more than `LIMIT` bytes."""
+        file = _LimitedBuffer()
         _Pickler(file, self).dump(obj)
         return file.getvalue()
 
 
-def _reached(package: ModuleType, code: CodeType) -> set[str]:
-    """Modules inside of `package` that `code` can mean: with ``import a.b`` it says ``a.b``, and has only ``a``."""
+def _submodules_read(package: ModuleType, code: CodeType) -> set[str]:
+    """Return the submodules of `package` that `code` may read as attributes.
+
+    ``import a.b`` binds only ``a``, and the code reads ``a.b``. Only names are compared, so there may be too many.
+    """
     prefix = f"{package.__name__}."
     inside = [name for name in list(sys.modules) if name.startswith(prefix)]
     return {name for name in inside if set(name.removeprefix(prefix).split(".")) <= set(code.co_names)}
 
 
 def packages_of(imports: str) -> set[str]:
-    """Top packages that the statements `imports` name; raises SyntaxError."""
+    """Return the top-level packages that the statements `imports` name; raises SyntaxError."""
     names = set()
     for node in ast.walk(ast.parse(imports)):
         if isinstance(node, ast.Import):
@@ -174,33 +180,36 @@ def pack(
     imports: str,
     payload: CallPayload,
 ) -> calls.Call:
-    """The call that the ranks get.
+    """Pack the call that is sent to the ranks.
 
-    Raises TransferError that names what cannot be pickled of what the user has named; of what else the functions refer
-    to, that is told where it is missed.
+    Raises TransferError if the function, an argument or an object in `needed` cannot be pickled. Other globals that
+    cannot be pickled are listed in ``payload.not_sent``; a rank gives that reason if the function misses one.
     """
     references: dict[str, bytes] = {}
     named = fn, args, dict(kwargs), dict(needed)
     try:
-        payload.pack(named)  # to learn what it refers to, which goes first: classes may use it while they are loaded
-        read = _carry(payload, needed, references)
+        payload.pack(named)  # finds the globals, which go first in the real pickle: loading a class may use them
+        read = _select_globals(payload, needed, references)
         values = {**read, **payload.named}
         names = sorted(values, key=lambda name: pickling.loading_order(values[name]))
         packed, buffers = payload.pack(*(values[name] for name in names), named)
     except Exception as error:
-        raise TransferError(f"in_torchddp: {_culprits(fn, args, kwargs, needed, payload, error)}") from None
-    own = [name for name in names if payload.is_own(values[name])]
+        raise TransferError(f"in_torchddp: {_unpicklable_text(fn, args, kwargs, needed, payload, error)}") from None
+    own_names = [name for name in names if payload.is_own(values[name])]
     modules = sorted(payload.modules)
-    return calls.Call(packed, buffers, names, own, references, payload.left, imports, modules, payload.sources)
+    return calls.Call(
+        packed, buffers, names, own_names, references, payload.not_sent, imports, modules, payload.sources
+    )
 
 
-def _carry(payload: CallPayload, needed: Collection[str], references: dict[str, bytes]) -> dict[str, Any]:
-    """Find the globals of the functions, and what these refer to, that can be carried; the others have their reason.
+def _select_globals(payload: CallPayload, needed: Collection[str], references: dict[str, bytes]) -> dict[str, Any]:
+    """Return the globals to send, including those that other globals refer to.
 
-    Those that are only imported there are pickled by themselves, as `references`: one may be missing there.
+    The others get a reason in ``payload.not_sent``. Modules, and code that ranks import, are pickled one by one into
+    `references`, because one may be missing on a rank.
     """
     values: dict[str, Any] = {}
-    hidden = getattr(get_ipython(), "user_ns_hidden", {})  # IPython's own, which every rank has
+    hidden = getattr(get_ipython(), "user_ns_hidden", {})  # variables of IPython, which every rank has
     done = set(needed)
     while todo := [name for name in payload.globals if name not in done]:
         for name in todo:
@@ -211,9 +220,9 @@ def _carry(payload: CallPayload, needed: Collection[str], references: dict[str, 
             try:
                 data = payload.pack_small(value)
             except _TooLarge:
-                payload.left[name] = f"it is larger than {size_text(LIMIT)}; add {name} to need="
+                payload.not_sent[name] = f"it is larger than {size_text(LIMIT)}; add {name} to need="
             except Exception as error:
-                payload.left[name] = f"{type(error).__name__}: {error}; make it in the function"
+                payload.not_sent[name] = f"{type(error).__name__}: {error}; make it in the function"
             else:
                 is_code = isinstance(value, (FunctionType, type, ModuleType, BuiltinFunctionType))
                 if is_code and not payload.is_own(value):
@@ -223,7 +232,7 @@ def _carry(payload: CallPayload, needed: Collection[str], references: dict[str, 
     return values
 
 
-def _culprits(
+def _unpicklable_text(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -231,7 +240,7 @@ def _culprits(
     payload: CallPayload,
     whole: Exception,
 ) -> str:
-    """Which of what the user has named cannot be pickled, and why."""
+    """Describe which objects that the user named cannot be pickled; if none, describe `whole`."""
     arguments = {f"argument {number}": value for number, value in enumerate(args, 1)}
     named = {f"argument {name}=": value for name, value in kwargs.items()}
     found = []

@@ -1,4 +1,4 @@
-"""One call that needs no magics: a function of the notebook runs on a group, and rank 0's result comes back."""
+"""``in_torchddp``: run a function of the notebook on a group without magics, and return the result of rank 0."""
 
 from __future__ import annotations
 
@@ -28,59 +28,59 @@ from ddip.protocol.objects import calls
 from ddip.protocol.reports import CallNotes
 
 QUIET_SECONDS = 0.5
-"""After which it is shown how far large objects are on their way."""
+"""Seconds after which a transfer of large objects shows its progress."""
 FASTAI = "fastai"
-"""The app, and the package that it is for."""
+"""Name of the app and of its package."""
 T = TypeVar("T")
 
 
 def in_torchddp(
     nprocs: int | None, fn: Callable[..., T], /, *args: Any, need: str = "", imports: str = "", **kwargs: Any
 ) -> T:
-    """Call ``fn(*args, **kwargs)`` on every rank of a group of `nprocs` ranks, and return what rank 0 returns.
+    """Call ``fn(*args, **kwargs)`` on a group of `nprocs` ranks, and return the result of rank 0.
 
-    It runs as a cell does: rank 0's output is shown, an error on any rank ends all of them, and so does the stop
-    button. The notebook's own group (``%makedip``) is taken if it has `nprocs` ranks, and gets no new variables. Else
-    a group is made for this call: one rank on each of the first GPUs, or on the CPU if there are too few.
+    The call runs like a cell: rank 0's output is shown, and an error on any rank or the stop button ends it on all
+    ranks. The notebook's group (``%makedip``) is used if it has `nprocs` ranks; its variables do not change. Otherwise
+    ddip starts a group for this call: one rank on each of the first GPUs, or ranks on the CPU if there are too few.
 
-    A global name means to `fn` there what it means here: what `need` names, a function or class of the notebook, or
-    any other value of the notebook that can be pickled in 1 MB. Two things come first: ``rank``, ``world_size`` and
-    ``device`` are always each rank's own, and a name that `imports` brings is that, unless it is a function or class
-    of the notebook. Variables of earlier cells of the ranks come last: if one has another value than the notebook's, or
-    stands in for one that was not sent, a line names it. What is shared here is shared there. What `fn` assigns to
-    globals is gone when it returns.
+    Global names mean the same to `fn` on a rank as in the notebook: an object named in `need`, a function or class of
+    the notebook, or any other value whose pickle takes at most 1 MB. There are two exceptions: ``rank``, ``world_size``
+    and ``device`` always belong to the rank, and a name from `imports` is the imported object, unless it is a function
+    or class of the notebook. A name that was not sent falls back to a variable of the rank's earlier cells; a notice
+    names it, and each variable whose value differs from the notebook's. Objects that are shared in the notebook are
+    shared on the rank. Assignments of `fn` to globals are discarded when it returns.
 
-    The result comes with its tensors on the CPU, and as an instance of the notebook's own classes. Other ranks' results
-    are dropped.
+    Tensors of the result arrive on the CPU, and objects arrive as instances of the notebook's classes. The results of
+    other ranks are discarded.
 
-    All other arguments are those of `fn`; if it has one that is called `need` or `imports`, take ``functools.partial``.
+    All other arguments are passed to `fn`; if it has a parameter named `need` or `imports`, use ``functools.partial``.
 
     Parameters
     ----------
     nprocs
-        Number of ranks; None: the notebook's own group, or one rank on each GPU, or two on the CPU.
+        Number of ranks; None means the notebook's group, or without one a rank on each GPU, or two ranks on the CPU.
     need
-        Names of variables, functions and classes, as the caller knows them, separated by spaces: they are sent to every
+        Names of variables, functions and classes in the caller's scope, separated by spaces. They are sent to every
         rank, however large they are.
     imports
-        Import statements for every rank. With fastai in them, or in what `fn` refers to, the app ``fastai`` is prepared
-        for the call, unless the group has an app.
+        Import statements to run on every rank. If these or `fn` refer to fastai, the app ``fastai`` is prepared for the
+        call, unless the group has an app.
 
     Raises
     ------
     BadInput
-        for a name that the notebook does not have, or statements that are none.
+        if the notebook has no variable of a given name, or `imports` is not valid Python.
     TransferError
-        if what was named, or the result, cannot be pickled.
+        if the function, an argument, an object in `need` or the result cannot be pickled.
     CellError
-        if `fn` raised on any rank; ``by_rank`` has what.
+        if `fn` raised an exception on any rank; ``by_rank`` holds the errors.
     GroupError
         if the group did not form.
     """
-    _check(nprocs, fn)
+    _check_arguments(nprocs, fn)
     frame = sys._getframe(1)
     imports = textwrap.dedent(imports)
-    packages, needed = _packages_of(imports), _needed(need, frame)
+    packages, needed = _packages_of(imports), _find_needed(need, frame)
     payload = packing.CallPayload(_globals_of(frame), {"__main__", frame.f_globals.get("__name__", "__main__")})
     call = packing.pack(fn, args, kwargs, needed, imports, payload)
     call.known = known_names()
@@ -89,15 +89,15 @@ def in_torchddp(
     if payload.has_hooks:
         notify("in_torchddp: hooks of parameters and optimizers were not sent; register them in the function")
     app = _app_for(packages | payload.packages)
-    with _group(nprocs, app) as group:
+    with _open_group(nprocs, app) as group:
         if app is not None and group.request.app is None:
             notify(f"{app} is prepared for this call; %makedip -a {app} prepares it once for all")
             call.app = apps.find(app)
-        answer = _run(group, call)
-    return _result(answer, fn, payload)  # type: ignore[no-any-return]
+        answer = _run_call(group, call)
+    return _unpack_result(answer, fn, payload)  # type: ignore[no-any-return]
 
 
-def _result(answer: calls.Answer, fn: Callable[..., Any], payload: packing.CallPayload) -> Any:
+def _unpack_result(answer: calls.Answer, fn: Callable[..., Any], payload: packing.CallPayload) -> Any:
     what = f"in_torchddp: the {answer.kind} that {getattr(fn, '__name__', 'the function')} returned on rank 0"
     if answer.error:
         hint = "return what can be, such as learn.model.state_dict()"
@@ -108,10 +108,10 @@ def _result(answer: calls.Answer, fn: Callable[..., Any], payload: packing.CallP
         raise TransferError(f"{what} cannot be unpickled in the notebook: {type(error).__name__}: {error}") from None
 
 
-# -- what was typed
+# -- arguments
 
 
-def _check(nprocs: Any, fn: Any) -> None:
+def _check_arguments(nprocs: Any, fn: Any) -> None:
     if type(get_ipython()).__module__.startswith("ddip.rank."):
         raise BadInput("in_torchddp: this is a rank; call it in the notebook, with %autodip off or with %%dip local")
     if nprocs is not None and (not isinstance(nprocs, Integral) or isinstance(nprocs, bool) or nprocs < 1):
@@ -121,11 +121,11 @@ def _check(nprocs: Any, fn: Any) -> None:
 
 
 def _globals_of(frame: FrameType) -> ChainMap[str, Any]:
-    """Those of the code in `frame`, and after these the notebook's, for a caller in a module."""
+    """Return the globals of the code in `frame`, then the notebook's variables, for a caller in a module."""
     return ChainMap(frame.f_globals, getattr(get_ipython(), "user_ns", {}))
 
 
-def _needed(need: str, frame: FrameType) -> dict[str, Any]:
+def _find_needed(need: str, frame: FrameType) -> dict[str, Any]:
     names, found = unicodedata.normalize("NFKC", need).split(), _globals_of(frame).new_child(dict(frame.f_locals))
     check_own(names, f"in_torchddp: need={need!r}:")
     missing = [name for name in names if name not in found]
@@ -144,7 +144,7 @@ def _packages_of(imports: str) -> set[str]:
 
 
 def _app_for(packages: set[str]) -> str | None:
-    """The app that a call needs which uses `packages`."""
+    """Return the app to prepare for a call that uses `packages`; None if no app is needed."""
     if FASTAI not in packages:
         return None
     try:
@@ -158,8 +158,8 @@ def _app_for(packages: set[str]) -> str | None:
 
 
 @contextlib.contextmanager
-def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
-    """The notebook's own group if it has `nprocs` ranks, else one for this call."""
+def _open_group(nprocs: int | None, app: str | None) -> Iterator[Group]:
+    """Yield the notebook's group if it has `nprocs` ranks, else a group that ends with this call."""
     group = session.current_group()
     if group is not None and nprocs in (None, group.world_size):
         try:
@@ -167,7 +167,7 @@ def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
         finally:
             if group.alive:
                 notes = group.ranks.call_on_control_channel(group.ranks.live, on_rank.forget_call())
-                _notify_notes({rank: note for rank, note in notes.items() if note is not None})
+                _notify_differences({rank: note for rank, note in notes.items() if note is not None})
         return
     progress = Progress()
     try:
@@ -180,8 +180,8 @@ def _group(nprocs: int | None, app: str | None) -> Iterator[Group]:
         yield group
 
 
-def _notify_notes(notes: Mapping[int, CallNotes]) -> None:
-    """Say which variables the notebook and its ranks do not have alike, in one line each."""
+def _notify_differences(notes: Mapping[int, CallNotes]) -> None:
+    """Print a line for each variable that differed on ranks, or was taken from ranks."""
     for name in dict.fromkeys(name for note in notes.values() for name in note["other"]):
         ranks = ranks_text([rank for rank, note in notes.items() if name in note["other"]])
         notify(f"in_torchddp used the notebook's {name}; {ranks} had another value")
@@ -201,13 +201,13 @@ def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group
     return Group(nprocs, app=app, progress=progress, **settings)
 
 
-def _run(group: Group, call: calls.Call) -> calls.Answer:
-    """Run the call on every rank; nothing of it is left there."""
+def _run_call(group: Group, call: calls.Call) -> calls.Answer:
+    """Run the call on every rank and return the answer of rank 0."""
     progress = Progress(after=QUIET_SECONDS)
     try:
         group.push({calls.NAME: call}, progress=progress)
         progress.end("")
-        if call.app:  # before the cell begins, of which an app may want to know
+        if call.app:  # before the cell begins: the app's hooks run around cells
             group.lifecycle.parts.app.ask(range(group.world_size), on_rank.prepare_app(call.app))
         group.run(f"{calls.NAME}()")
         answer: calls.Answer = group.pull([calls.NAME], progress=progress)[calls.NAME]

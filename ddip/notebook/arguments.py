@@ -1,4 +1,4 @@
-"""Parse what was typed after a magic, or refuse it with one line that says what to type instead; examples for help."""
+"""Parse the arguments of magics; for invalid ones, raise an error of one line that says what to type instead."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ from ddip.errors import BadInput, ranks_text
 from ddip.group.members import placement
 
 UNKNOWN = "unrecognized arguments: "
-"""How argparse begins its list of the words that it could not place."""
+"""Beginning of argparse's message about unknown words."""
 VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
 DASHES = re.compile(r"[\u2012-\u2015\u2212]+")
-"""Of pages that make one out of two."""
-SIZE = re.compile(r"-n\d*|-g.*|--gpus.*")
-AS_N = re.compile(r"-np|--?(?:nproc|num|n)[-_](?:per[-_]node|processes|procs|ranks)|--?(?:nproc|ranks|world[-_]size)")
-"""How others call the number of ranks: torchrun, accelerate, mpirun."""
-ALONE = ("-i", "--info", "-k", "--kill", "--repair")
-"""After these no number of ranks is meant."""
+"""Typographic dashes, into which some pages convert ``-`` and ``--``."""
+SIZE_OPTION = re.compile(r"-n\d*|-g.*|--gpus.*")
+NP_OPTION = re.compile(
+    r"-np|--?(?:nproc|num|n)[-_](?:per[-_]node|processes|procs|ranks)|--?(?:nproc|ranks|world[-_]size)"
+)
+"""Options of torchrun, accelerate and mpirun for the number of ranks."""
+WITHOUT_COUNT = ("-i", "--info", "-k", "--kill", "--repair")
+"""Options of ``%makedip`` after which a number is not a number of ranks."""
 
 
-def meant(name: str, line: str, parser: MagicArgumentParser, error: str = "") -> str:
-    """The line to type instead of `line` after the magic `name`; empty if that cannot be told.
+def suggest_line(name: str, line: str, parser: MagicArgumentParser, error: str = "") -> str:
+    """Return the line to type instead of `line` after the magic `name`; empty if there is no suggestion.
 
-    Without an `error` of the `parser`: is it one that can be parsed, and is not what it looks like?
+    `error` is the message of the `parser`; without it `line` is valid, but may mean something else than it seems.
 
     >>> parser = MagicArgumentParser(); _ = parser.add_argument("-S", "--see")
-    >>> meant("%%dip", "-s all", parser, "unrecognized arguments: -s all")
+    >>> suggest_line("%%dip", "-s all", parser, "unrecognized arguments: -s all")
     '%%dip -S all'
     """
     options = [option for action in parser._actions for option in action.option_strings]
     words, unknown = line.split(), error.partition(UNKNOWN)[2].split()
-    better = list(_better(name, words, unknown, options))
-    return " ".join([name, *better]) if better != words and _parses(parser, better) else ""
+    suggestion = list(_suggest_words(name, words, unknown, options))
+    return " ".join([name, *suggestion]) if suggestion != words and _is_valid(parser, suggestion) else ""
 
 
 def is_code(line: str) -> bool:
-    """Is it a line of Python, and no arguments?
+    """Return True if `line` looks like Python code rather than arguments.
 
     >>> is_code("print(rank)"), is_code("local"), is_code("-S 0,1")
     (True, False, False)
@@ -56,14 +58,14 @@ def is_code(line: str) -> bool:
     return not line.lstrip().startswith("-") and bool(re.search(r"[()=\[\]{}:]", line))
 
 
-def missing_value(parser: MagicArgumentParser, error: str) -> str:
-    """The option that lacks its value, and what may be typed there; empty if `error` says something else."""
+def missing_value_text(parser: MagicArgumentParser, error: str) -> str:
+    """Describe the value of the option that lacks one according to `error`; empty for other errors."""
     found = VALUE.search(error)
     actions = [action for action in parser._actions if found and "/".join(action.option_strings) == found[1]]
     return f"type a value after {actions[0].option_strings[0]}: {actions[0].help}" if actions else ""
 
 
-def _parses(parser: MagicArgumentParser, words: list[str]) -> bool:
+def _is_valid(parser: MagicArgumentParser, words: list[str]) -> bool:
     try:
         parser.parse_argstring(" ".join(words))
     except (UsageError, ValueError):
@@ -71,24 +73,24 @@ def _parses(parser: MagicArgumentParser, words: list[str]) -> bool:
     return True
 
 
-def _better(name: str, words: list[str], unknown: list[str], options: list[str]) -> Iterator[str]:
-    has_size = any(SIZE.fullmatch(word.lower()) for word in words)
-    former = ""
+def _suggest_words(name: str, words: list[str], unknown: list[str], options: list[str]) -> Iterator[str]:
+    has_size = any(SIZE_OPTION.fullmatch(word.lower()) for word in words)
+    previous = ""
     for word in words:
-        for better in _of_word(name, word, unknown, options, has_size, former):
-            former = better
-            yield better
+        for suggestion in _suggest_word(name, word, unknown, options, has_size, previous):
+            previous = suggestion
+            yield suggestion
 
 
-def _of_word(
-    name: str, word: str, unknown: list[str], options: list[str], has_size: bool, former: str
+def _suggest_word(
+    name: str, word: str, unknown: list[str], options: list[str], has_size: bool, previous: str
 ) -> Iterator[str]:
-    """What to type for `word`, which stands after `former`."""
+    """Yield the words to type instead of `word`, after the suggested word `previous`."""
     dashed = DASHES.sub(lambda found: "-" if len(word) - found.end() == 1 else "--", word, count=1)
     option, equals, value = dashed.partition("=")
     if name == "%%dip" and word in ("-all", "--all"):
         yield "-S all"
-    elif name == "%makedip" and AS_N.fullmatch(option):
+    elif name == "%makedip" and NP_OPTION.fullmatch(option):
         yield f"-n {value}".rstrip()
     elif re.fullmatch(r"-[a-z]{2,}", word) and f"-{word}" in options:  # -repair
         yield f"-{word}"
@@ -96,9 +98,9 @@ def _of_word(
         yield dashed
     elif word not in unknown:
         yield word
-    elif word.isdecimal() and former in ALONE:
+    elif word.isdecimal() and previous in WITHOUT_COUNT:
         return
-    elif name == "%makedip" and word.isdecimal() and not has_size and (former in options or former[:1] != "-"):
+    elif name == "%makedip" and word.isdecimal() and not has_size and (previous in options or previous[:1] != "-"):
         yield f"-n {word}"
     elif re.fullmatch(r"-[A-Za-z]", word) and word.swapcase() in options:
         yield word.swapcase()
@@ -112,71 +114,71 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def examples(*lines: str) -> Callable[[F], F]:
-    """Put `lines` above the help that ``magic_arguments`` makes: they are what most people look for."""
+    """Decorate a magic to show `lines` as examples above the help that ``magic_arguments`` generates."""
 
-    def above(magic: F) -> F:
+    def add_examples(magic: F) -> F:
         magic.__doc__ = "\n".join(["Examples::", "", *(f"    {line}" for line in lines), "", magic.__doc__ or ""])
         return magic
 
-    return above
+    return add_examples
 
 
 COMMENT = re.compile(r"""(?:^|\s+)#[^"']*$""")
-"""At the end of a line; with quotes it may be part of an argument."""
+"""A comment at the end of a line; with a quote in it, it may be part of an argument."""
 CODE_BELOW = "type %%dip alone in the first line of a cell, and the code below it"
-HAVE_NAMES = ("name", "names", "ranks", "source")
-"""Arguments that have names of variables in them."""
-RANKS_A_CORE = 8
-"""More than that are asked back for."""
+NAME_ARGUMENTS = ("name", "names", "ranks", "source")
+"""Arguments that contain names of variables."""
+RANKS_PER_CORE = 8
+"""Maximum number of ranks per core without ``--yes``."""
 MOST_GPUS = 64
-"""That a host may have."""
+"""Maximum number of GPUs on another host."""
 
 
 def parse(magic: Any, name: str, line: str) -> Any:
-    """The arguments of `magic`, which a person calls `name`; raises BadInput, with the line that was typed."""
-    line = COMMENT.sub("", line).rstrip().removesuffix(";")  # a habit: in IPython it keeps a value from being shown
+    """Parse the arguments of `magic`, which users call `name`; raise BadInput for an invalid `line`."""
+    line = COMMENT.sub("", line).rstrip().removesuffix(";")  # users type ";" to hide the value of a line
     if name == "%%dip" and is_code(line):
         raise BadInput(f"%%dip {line.strip()}: {CODE_BELOW}")
-    better = meant(name, line, magic.parser)
-    if better:
-        raise BadInput(f"{name} {line.strip()}: type {better}")
+    suggestion = suggest_line(name, line, magic.parser)
+    if suggestion:
+        raise BadInput(f"{name} {line.strip()}: type {suggestion}")
     try:
         args = parse_argstring(magic, line)
     except UsageError as error:
-        better = meant(name, line, magic.parser, str(error))
-        value = missing_value(magic.parser, str(error))
-        what = f"type {better}" if better else value or f"{error}; %{name.lstrip('%')}? lists the options"
+        suggestion = suggest_line(name, line, magic.parser, str(error))
+        value = missing_value_text(magic.parser, str(error))
+        what = f"type {suggestion}" if suggestion else value or f"{error}; %{name.lstrip('%')}? lists the options"
         raise BadInput(f"{name} {line.strip()}: {what}") from None
-    except ValueError as error:  # a quote without an end
+    except ValueError as error:  # an unclosed quote
         raise BadInput(f"{name} {line.strip()}: {error}") from None
     for key, value in vars(args).items():
-        typed = [unquoted(item) for item in value] if isinstance(value, list) else unquoted(value)
-        if key in HAVE_NAMES and typed is not None:  # Python finds a name so, whatever its letters look like
+        typed = [strip_quotes(item) for item in value] if isinstance(value, list) else strip_quotes(value)
+        if key in NAME_ARGUMENTS and typed is not None:  # Python normalizes identifiers
             typed = [*map(as_python_reads, typed)] if isinstance(typed, list) else as_python_reads(typed)
         setattr(args, key, typed)
     return args
 
 
 as_python_reads = functools.partial(unicodedata.normalize, "NFKC")
-"""A name as Python's parser has it (PEP 3131)."""
+"""Normalizes a name as Python's parser does (PEP 3131)."""
 
 
-def unquoted(value: Any) -> Any:
-    """IPython leaves the quotes around an argument where they are."""
+def strip_quotes(value: Any) -> Any:
+    """Remove the quotes around an argument, which IPython keeps."""
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
         return value[1:-1]
     return value
 
 
-def flag(typed: str) -> bool:
-    """Of ``-v``; raises BadInput."""
+def parse_flag(typed: str) -> bool:
+    """Parse the value of ``-v``; raises BadInput."""
     if typed.lower() not in ("true", "false"):
         raise BadInput(f"-v {typed}: type -v, -v True or -v False")
     return typed.lower() == "true"
 
 
-def seconds(typed: str, option: str, least: float) -> float:
-    """A number of seconds, `least` or more; raises BadInput, which names the `option`."""
+def parse_seconds(typed: str, option: str, least: float) -> float:
+    """Parse a number of seconds; raises BadInput for the `option` if it is invalid or less than `least`."""
     try:
         found = float(typed)
     except ValueError:
@@ -187,20 +189,20 @@ def seconds(typed: str, option: str, least: float) -> float:
 
 
 NOW_SECONDS = 5.0
-"""That ``%dipull --now`` waits for a rank."""
+"""Seconds that ``%dipull --now`` waits for a rank by default."""
 
 
-def seconds_of_now(args: Any, line: str) -> float | None:
-    """How long ``%dipull --now`` waits for a rank; None without ``--now``."""
+def peek_timeout(args: Any, line: str) -> float | None:
+    """Return the seconds that ``%dipull --now`` waits for a rank; None without ``--now``. Raises BadInput."""
     if args.now:
-        return NOW_SECONDS if args.timeout is None else seconds(args.timeout, "-t", 0.1)
+        return NOW_SECONDS if args.timeout is None else parse_seconds(args.timeout, "-t", 0.1)
     if args.timeout is not None:
         raise BadInput(f"%dipull {line.strip()}: -t goes with --now; a pull waits until the rank is free")
     return None
 
 
 def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
-    """Of ``--profile``; raises BadInput for a cell that does not run on ranks alone."""
+    """Check ``--profile``; raise BadInput for a cell that does not run only on ranks."""
     place = typed if typed in places else where
     if typed is not None and place != "remote":
         raise BadInput(f"%%dip {place} --profile: it is ranks that are profiled; type %%dip --profile")
@@ -208,14 +210,14 @@ def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
         raise BadInput("%%dip --profile remote: that is no folder; type %%dip --profile, or --profile ./remote")
 
 
-def request(args: Any) -> placement.Request:
-    """The group that was asked for after ``%makedip``."""
+def parse_request(args: Any) -> placement.Request:
+    """Return the group requested by the arguments of ``%makedip``; raises BadInput."""
     hosts = () if args.hosts is None else placement.parse_hosts(args.hosts)
-    reach = _reach(args)
-    elsewhere = bool(hosts) or reach.finds
+    reach = _parse_reach(args)
+    is_remote = bool(hosts) or reach.finds
     return placement.Request(
-        None if args.n is None else placement.parse_count(args.n) if elsewhere else _count(args.n, args.yes),
-        None if args.gpus is None else _gpus(args.gpus, elsewhere),
+        None if args.n is None else placement.parse_count(args.n) if is_remote else _parse_count(args.n, args.yes),
+        None if args.gpus is None else _parse_gpus(args.gpus, is_remote),
         args.backend,
         args.app,
         hosts,
@@ -223,8 +225,8 @@ def request(args: Any) -> placement.Request:
     )
 
 
-def _reach(args: Any) -> Reach:
-    """How the hosts are reached, or found; raises BadInput."""
+def _parse_reach(args: Any) -> Reach:
+    """Return how to reach or find the hosts; raises BadInput."""
     ways = [f"--{name}" for name in ("hosts", "slurm", "here", "cluster", "engines") if getattr(args, name)]
     if len(ways) > 1:
         raise BadInput(f"{' and '.join(ways)}: type one of them, each says where the ranks are")
@@ -249,15 +251,15 @@ def _reach(args: Any) -> Reach:
 
 
 def job_script(args: Any) -> str:
-    """For ``--dry-run``: what ``--slurm`` would submit; raises BadInput."""
+    """Return the script that ``--slurm`` would submit, for ``--dry-run``; raises BadInput."""
     if args.slurm is None:
         raise BadInput(f"--dry-run: it shows the script of a job; type it with --slurm, {slurm.EXAMPLE}")
     return slurm.script(args.slurm)
 
 
-def _gpus(words: list[str], elsewhere: bool) -> tuple[int, ...] | Literal["all"]:
-    """The GPUs of ``-g``; of hosts that are `elsewhere` nobody knows yet which there are."""
-    if elsewhere:
+def _parse_gpus(words: list[str], is_remote: bool) -> tuple[int, ...] | Literal["all"]:
+    """Parse ``-g``; the GPUs of remote hosts are not known yet."""
+    if is_remote:
         return placement.ALL if words == [placement.ALL] else tuple(placement.parse_gpus(words, MOST_GPUS, "a host"))
     with folder.left_out():
         from ddip.cluster.devices import gpu_names
@@ -265,17 +267,17 @@ def _gpus(words: list[str], elsewhere: bool) -> tuple[int, ...] | Literal["all"]
     return tuple(placement.parse_gpus(words, len(gpu_names())))
 
 
-def _count(typed: str, yes: bool) -> int:
-    """The N of ``-n N``; raises BadInput if that may bring the machine to its knees, unless `yes`, it is meant."""
+def _parse_count(typed: str, yes: bool) -> int:
+    """Parse ``-n``; raise BadInput if so many ranks could overload the machine, unless `yes`."""
     count, cores = placement.parse_count(typed), on_host.cores()
-    if count > RANKS_A_CORE * cores and not yes:
+    if count > RANKS_PER_CORE * cores and not yes:
         machine = f"{cores} core{'s' * (cores != 1)}"
         raise BadInput(f"-n {count}: {count} processes on {machine}; if you mean it, type %makedip -n {count} --yes")
     return count
 
 
 def asks_for_a_group(args: Any) -> bool:
-    """Does what was typed after ``%makedip`` say which group there is to be?"""
+    """Return True if the arguments of ``%makedip`` describe a group to start."""
     return bool(
         args.n
         or args.gpus
@@ -293,7 +295,10 @@ def asks_for_a_group(args: Any) -> bool:
 def names_and_ranks(
     names: list[str], typed: list[str] | None, size: int, magic: str
 ) -> tuple[list[str], list[int] | None]:
-    """Names and ranks; ``-r 1 model`` takes the words after the first rank for names, as a person means them."""
+    """Return names and ranks; raises BadInput.
+
+    In ``-r 1 model`` the words after the ranks are names, as a user expects.
+    """
     words = list(typed or [])
     split = next((i for i, word in enumerate(words) if word.strip(",").isidentifier() and word != "all"), len(words))
     names = [name for word in (*names, *words[split:]) for name in word.split(",") if name]
@@ -302,9 +307,11 @@ def names_and_ranks(
     return names, placement.parse_ranks(words[:split], size, "-r") if typed else None
 
 
-def seen(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
-    """The ranks to show: those of -S, else those of the trait, the `usual`, that run the cell, else the first that
-    does."""
+def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
+    """Return the ranks whose output a cell on `ranks` shows; raises BadInput.
+
+    Without -S (`typed`) these are the ranks of the trait (`usual`) that run the cell, or else the first that does.
+    """
     if typed is not None:
         shown = placement.parse_ranks(typed, size, "-S")
         if not set(shown).intersection(ranks):

@@ -1,4 +1,4 @@
-"""``%autodip``: from the notebook's input to a ``%%dip`` cell, before IPython looks at it."""
+"""``%autodip``: turn the notebook's cells into ``%%dip`` cells before IPython parses them."""
 
 from __future__ import annotations
 
@@ -92,30 +92,30 @@ LOCAL_MAGICS = [
     "autosave",
     "killbgscripts",
 ]
-"""Of IPython and ddip, the magics that are the notebook's own business: cells that begin with one stay there."""
-OWN = ("IPython.core.magic", "ipykernel.")
-"""Modules of the magics that the ranks have as well; what an extension or a user has added they have not. Commands of
-the shell, such as ``%mkdir``, are elsewhere: once is right for those."""
+"""Magics of IPython and ddip that concern the notebook: a cell that begins with one runs in the notebook."""
+BUILT_IN = ("IPython.core.magic", "ipykernel.")
+"""Modules of the magics that ranks also have, unlike magics added by an extension or a user. Shell commands such as
+``%mkdir`` are not in these modules, because they should run only once."""
 MAGIC = re.compile(r"%%?([A-Za-z_]\w*)")
 
 
 class Autodip:
-    """An IPython input transformer that puts ``%%dip`` before each cell of the user's that belongs on the ranks."""
+    """An IPython input transformer that adds ``%%dip`` to each user cell that belongs on the ranks."""
 
     has_side_effects = True
-    """IPython then leaves it out where it only asks whether the input is complete."""
+    """Makes IPython skip this transformer when it only checks whether the input is complete."""
 
     def __init__(self, shell: InteractiveShell, local: Callable[[], Collection[str]] = lambda: LOCAL_MAGICS) -> None:
         self._shell = shell
         self._local = local
         self._arguments: str | None = None
         self._running = 0
-        shell.events.register("pre_execute", self._begin)
-        shell.events.register("post_execute", self._end)
+        shell.events.register("pre_execute", self._enter_cell)
+        shell.events.register("post_execute", self._exit_cell)
 
     @property
     def state(self) -> str:
-        """``off``, or ``on`` and the cell magic that it puts before cells."""
+        """Text for users: ``off``, or ``on`` with the magic that is added to cells."""
         return "off" if self._arguments is None else f"on, cells run as {self._magic}"
 
     @property
@@ -123,65 +123,65 @@ class Autodip:
         return f"%%dip {self._arguments}".rstrip()
 
     def on(self, arguments: str) -> None:
-        """Run the cells from here on as ``%%dip <arguments>``."""
+        """Run all later cells as ``%%dip <arguments>``."""
         self.off()
         self._arguments = arguments
         self._shell.input_transformers_cleanup.append(self)
 
     def off(self) -> None:
-        """Leave cells alone."""
+        """Stop adding ``%%dip`` to cells."""
         self._arguments = None
         transformers = self._shell.input_transformers_cleanup
         if self in transformers:
             transformers.remove(self)
 
     def close(self) -> None:
-        """Leave IPython as it was."""
+        """Remove the transformer and the event handlers from IPython."""
         self.off()
-        self._shell.events.unregister("pre_execute", self._begin)
-        self._shell.events.unregister("post_execute", self._end)
+        self._shell.events.unregister("pre_execute", self._enter_cell)
+        self._shell.events.unregister("post_execute", self._exit_cell)
 
     def takes(self, text: str) -> bool:
-        """Would this cell run on the ranks?"""
+        """Return True if the cell `text` would run on the ranks."""
         on = self._arguments is not None and bool(text.strip())
-        return on and (self._everywhere(text) or not self._stays(text))
+        return on and (self._is_for_both_sides(text) or not self._is_local(text))
 
-    def _everywhere(self, text: str) -> bool:
-        """Does it belong on both sides? ``load_ext`` is local by what it usually loads."""
-        names = both_sides.names(text)
+    def _is_for_both_sides(self, text: str) -> bool:
+        """Return True if the cell belongs on both sides; ``load_ext`` is local only for other extensions."""
+        names = both_sides.magic_names(text)
         return bool(names) and not {*names}.intersection(self._local()).difference(("load_ext", "reload_ext"))
 
-    def _stays(self, text: str) -> bool:
-        """Does it begin with a magic of the notebook's?"""
+    def _is_local(self, text: str) -> bool:
+        """Return True if the cell begins with a magic of the notebook."""
         found = MAGIC.match(text.lstrip("\n"))
-        return found is not None and (found[1] in self._local() or self._is_added(found[1], text))
+        return found is not None and (found[1] in self._local() or self._is_user_magic(found[1], text))
 
-    def _is_added(self, name: str, text: str) -> bool:
-        """Has an extension, or the user, given the notebook this magic?"""
+    def _is_user_magic(self, name: str, text: str) -> bool:
+        """Return True if an extension or the user has added this magic to the notebook."""
         kind = "cell" if text.lstrip("\n").startswith("%%") else "line"
         function = self._shell.magics_manager.magics[kind].get(name)
         made_in = type(function.__self__) if hasattr(function, "__self__") else function
-        return function is not None and not str(getattr(made_in, "__module__", "")).startswith(OWN)
+        return function is not None and not str(getattr(made_in, "__module__", "")).startswith(BUILT_IN)
 
-    def _begin(self) -> None:
+    def _enter_cell(self) -> None:
         self._running += 1
 
-    def _end(self) -> None:
+    def _exit_cell(self) -> None:
         self._running = max(0, self._running - 1)
 
     def __call__(self, lines: list[str]) -> list[str]:
-        """IPython's transformer protocol: the lines of a cell in, the lines to run out.
+        """Return the lines to run for the `lines` of a cell; IPython calls this.
 
-        While a cell runs it is a magic that asks, such as ``%%time`` or ``%%dip local``, for a cell of its own.
+        While a cell is running, the lines come from a magic such as ``%%time`` or ``%%dip local``, and do not change.
         """
         text = "".join(lines)
         if not self.takes(text) or self._running or self.hidden():
             return lines
-        magic = f"%%dip everywhere {self._arguments}".rstrip() if self._everywhere(text) else self._magic
+        magic = f"%%dip everywhere {self._arguments}".rstrip() if self._is_for_both_sides(text) else self._magic
         return [f"{magic}\n", *lines]
 
     def hidden(self) -> bool:
-        """Is this a request that a front end makes behind the user's back, such as a variable inspector's?"""
+        """Return True for a request that a front end makes on its own, such as a variable inspector."""
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:
             return False

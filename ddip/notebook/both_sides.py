@@ -1,5 +1,4 @@
-"""Magics that belong in the notebook and on the ranks, such as ``%cd``: which cells are of these alone, and the
-notebook's half of such a cell."""
+"""Magics that run in the notebook and on the ranks, such as ``%cd``: find cells of these, and run them here."""
 
 from __future__ import annotations
 
@@ -13,65 +12,68 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-BOTH = ("cd", "env", "set_env", "autoreload", "aimport")
-"""Cells of these alone, and of an extension that ranks need as well, run in the notebook and on the ranks."""
+BOTH_SIDES = ("cd", "env", "set_env", "autoreload", "aimport")
+"""A cell that contains only these, and extensions that ranks also need, runs in the notebook and on the ranks."""
 EXTENSIONS = ("autoreload",)
-"""Others are the notebook's: ``%load_ext ddip`` must never reach a rank."""
-BESIDE = "matplotlib"
-"""May stand among them: lessons begin with ``%reload_ext autoreload``, ``%autoreload 2``, ``%matplotlib inline``."""
+"""Extensions to load on both sides; ``%load_ext ddip``, for example, must never run on a rank."""
+NEUTRAL_MAGIC = "matplotlib"
+"""Magic that such a cell may also contain: lessons begin with ``%reload_ext autoreload``, ``%autoreload 2`` and
+``%matplotlib inline``."""
 LINE = re.compile(r"%([A-Za-z_]\w*)[ \t]*(.*)")
-LOAD = "get_ipython().extension_manager.load_extension('autoreload')\n"
-"""Says nothing where it is loaded, as the magic would."""
+LOAD_AUTORELOAD = "get_ipython().extension_manager.load_extension('autoreload')\n"
+"""Prints nothing if autoreload is already loaded, unlike the magic."""
 
 
-def names(text: str) -> list[str]:
-    """Of the magics of a cell that has nothing else, and belongs on both sides; else empty."""
+def magic_names(text: str) -> list[str]:
+    """Return the names of the magics in a cell that belongs on both sides; empty for any other cell."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    found = [_name(line) for line in lines]
-    return found if all(found) and any(name != BESIDE for name in found) else []
+    found = [_magic_name(line) for line in lines]
+    return found if all(found) and any(name != NEUTRAL_MAGIC for name in found) else []
 
 
-def _name(line: str) -> str:
-    """Of the magic, if it belongs on both sides, or may be beside one that does."""
+def _magic_name(line: str) -> str:
+    """Return the name of the magic in `line` if a cell for both sides may contain it, else ``""``."""
     found = LINE.match(line)
     if found is None:
         return ""
     name, argument = found.groups()
     loads = name in ("load_ext", "reload_ext") and argument.strip() in EXTENSIONS
-    return name if loads or name in (*BOTH, BESIDE) else ""
+    return name if loads or name in (*BOTH_SIDES, NEUTRAL_MAGIC) else ""
 
 
 def for_ranks(cell: str) -> str:
-    """What runs there: the notebook may have loaded autoreload before there were ranks."""
-    return LOAD + cell if {"autoreload", "aimport"}.intersection(names(cell)) else cell
+    """Return the code to run on ranks; it loads autoreload, which the notebook may have loaded before."""
+    return LOAD_AUTORELOAD + cell if {"autoreload", "aimport"}.intersection(magic_names(cell)) else cell
 
 
 def run_here(shell: InteractiveShell, cell: str) -> tuple[bool, tuple[str, str]]:
-    """Run such a cell in the notebook.
+    """Run a cell for both sides in the notebook.
 
-    Returns whether it went well, and what it has shown: stdout with the value of its last line, and stderr.
+    Returns True if it succeeded, and its output: stdout with the value of the last line, and stderr.
     """
-    with _copied("stdout") as out, _copied("stderr") as err:
-        ran = shell.run_cell(cell)
+    with _copy_stream("stdout") as out, _copy_stream("stderr") as err:
+        execution = shell.run_cell(cell)
     value = ""
-    if ran.result is not None and shell.display_formatter is not None:
-        value = shell.display_formatter.format(ran.result)[0].get("text/plain", "")
-    return ran.success, (out.getvalue() + value, err.getvalue())
+    if execution.result is not None and shell.display_formatter is not None:
+        value = shell.display_formatter.format(execution.result)[0].get("text/plain", "")
+    return execution.success, (out.getvalue() + value, err.getvalue())
 
 
 @contextlib.contextmanager
-def _copied(name: str) -> Iterator[io.StringIO]:
-    """Copy what is written to this stream meanwhile."""
+def _copy_stream(name: str) -> Iterator[io.StringIO]:
+    """Copy text written to ``sys.<name>`` within the context."""
     stream, copy = getattr(sys, name), io.StringIO()
-    if stream is not None:  # it was closed when Python started: what is printed goes nowhere
-        setattr(sys, name, _Copying(stream, copy))
+    if stream is not None:  # None if it was closed when Python started
+        setattr(sys, name, _CopyingStream(stream, copy))
     try:
         yield copy
     finally:
         setattr(sys, name, stream)
 
 
-class _Copying(io.TextIOBase):
+class _CopyingStream(io.TextIOBase):
+    """A stream that copies all text that is written to another stream."""
+
     def __init__(self, stream: TextIO, copy: io.StringIO) -> None:
         self._stream, self._copy = stream, copy
 

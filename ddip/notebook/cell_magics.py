@@ -1,5 +1,5 @@
-"""``%dipcells``, ``%dipcell``, ``%dipwait``, ``%dipstop``, ``%dipstack``, ``%dipstatus``: the cells that run, and those
-that have."""
+"""Magics for running and ended cells: ``%dipcells``, ``%dipcell``, ``%dipwait``, ``%dipstop``, ``%dipstack`` and
+``%dipstatus``; ``%dipper``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ddip.protocol.status_types import Status
 
 LISTED = 20
-"""Cells that are listed without ``-a``."""
+"""Number of cells listed without ``-a``."""
 WAITS = "%dipwait"
 
 
 def status_now(group: Group | None, history: History) -> Status:
-    """Return what is known of a `group` that lives, or of none, and of the last cells of `history`."""
+    """Return the status of a running `group`, if any, and of the last cells in `history`."""
     with folder.left_out():
         from ddip.group.status import LISTED, group_status, last
 
@@ -39,7 +39,7 @@ def status_now(group: Group | None, history: History) -> Status:
 
 
 def status_text(group: Group | None, history: History) -> str:
-    """Return the same for people."""
+    """Return the status as text for people."""
     with folder.left_out():
         from ddip.group.status import LISTED, last
         from ddip.output.tables.tables import cells_table, info_table
@@ -62,18 +62,18 @@ def status_text(group: Group | None, history: History) -> str:
 
 @magics_class
 class CellMagics(Magics):
-    """They are beside the other magics, whose group they ask."""
+    """The magics for cells; they use the group of the main magics."""
 
     shell: InteractiveShell
 
     def __init__(self, main: DipMagics) -> None:
         super().__init__(shell=main.shell)
         self._main = main
-        main.shell.events.register("pre_run_cell", self._tell)
+        main.shell.events.register("pre_run_cell", self._report_failures)
 
     def close(self) -> None:
-        """Leave IPython as it was."""
-        self.shell.events.unregister("pre_run_cell", self._tell)
+        """Remove the event handler from IPython."""
+        self.shell.events.unregister("pre_run_cell", self._report_failures)
 
     @magic_arguments()
     @argument("-a", "--all", action="store_true", help=f"All that are known, and not the last {LISTED} only.")
@@ -115,7 +115,7 @@ class CellMagics(Magics):
             raise BadInput("%dipcell: no cell was given to ranks yet")
         group = self._main.group
         comms = None if group is None or not group.alive else group.comms
-        show_again(cells[-1] if args.number is None else self._found("%dipcell", args.number), comms)
+        show_again(cells[-1] if args.number is None else self._find_cell("%dipcell", args.number), comms)
 
     @examples("%dipwait 12", "%dipwait          all that go on in the background, or have failed there unseen")
     @magic_arguments()
@@ -128,12 +128,14 @@ class CellMagics(Magics):
         Without a number: for all that nobody has waited for; it fails, as the first of them, if any has.
         """
         args = arguments.parse(self.dipwait, "%dipwait", line)
-        seconds = None if args.timeout is None else arguments.seconds(args.timeout, "-t", 0)
+        seconds = None if args.timeout is None else arguments.parse_seconds(args.timeout, "-t", 0)
         numbers = [number for word in args.numbers for number in word.split(",") if number]
-        cells = [cell for number in numbers for cell in self._all("%dipwait", number)] or self._unseen()
-        failed = [cell for cell in cells if not self._wait(cell, seconds)]
+        cells = [
+            cell for number in numbers for cell in self._find_cells("%dipwait", number)
+        ] or self._unreported_cells()
+        failed = [cell for cell in cells if not self._wait_for(cell, seconds)]
         if failed:
-            raise self._error_of(failed)
+            raise self._failure_of(failed)
 
     @examples("%dipstop 12", "%dipstop          the one that runs in the background")
     @magic_arguments()
@@ -143,12 +145,12 @@ class CellMagics(Magics):
         """End a cell that runs in the background, as the stop button ends others; the variables are kept."""
         args = arguments.parse(self.dipstop, "%dipstop", line)
         if args.number is not None:
-            cell = self._found("%dipstop", args.number)
+            cell = self._find_cell("%dipstop", args.number)
             if cell.done.done():
                 raise BadInput(f"%dipstop {args.number}: it has ended already ({cell.outcome_text})")
         else:
-            going = [cell for cell in self._main.history.background if not cell.done.done()]
-            running = [cell for cell in going if cell.state == "running"] or going
+            active = [cell for cell in self._main.history.background if not cell.done.done()]
+            running = [cell for cell in active if cell.state == "running"] or active
             if len(running) != 1:
                 if not running:
                     raise BadInput("%dipstop: no cell runs in the background; %dipcells lists those that there were")
@@ -181,9 +183,10 @@ class CellMagics(Magics):
             raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
         self.shell.push({name: self._main.require_group("%dipper")})
 
-    # -- common to them
+    # -- helpers
 
-    def _found(self, magic: str, typed: str) -> Cell:
+    def _find_cell(self, magic: str, typed: str) -> Cell:
+        """Return the cell whose number was `typed` after `magic`; raises BadInput."""
         if not typed.isdecimal():
             raise BadInput(f"{magic} {typed}: type the number of a cell, such as {magic} 12; %dipcells lists them")
         cell = self._main.history.find(int(typed))
@@ -193,17 +196,17 @@ class CellMagics(Magics):
             raise BadInput(f"{magic} {typed}: no cell with this number was given to ranks; {known}")
         return cell
 
-    def _all(self, magic: str, typed: str) -> list[Cell]:
-        """One cell of the notebook may have started several, by ``Group.start``."""
-        last = self._found(magic, typed)
+    def _find_cells(self, magic: str, typed: str) -> list[Cell]:
+        """Return the cells with a number; a notebook cell may start several with ``Group.start``."""
+        last = self._find_cell(magic, typed)
         return [cell for cell in self._main.history.background if cell.number == last.number] or [last]
 
-    def _unseen(self) -> list[Cell]:
-        """The cells in the background for which nobody has waited to their end."""
+    def _unreported_cells(self) -> list[Cell]:
+        """Return the background cells that no one has waited for to the end."""
         return [cell for cell in self._main.history.background if not cell.told]
 
-    def _wait(self, cell: Cell, seconds: float | None) -> bool:
-        """Returns whether the cell has ended well."""
+    def _wait_for(self, cell: Cell, seconds: float | None) -> bool:
+        """Wait for the cell, and return True if it succeeded; raises GroupError after `seconds`."""
         from ddip.output.cells.background_page import BackgroundOutput
 
         shown = cell.output
@@ -214,8 +217,8 @@ class CellMagics(Magics):
                 raise GroupError(f"{cell.text} still runs after {seconds:g} s: {ways}")
         return cell.error is None
 
-    def _error_of(self, failed: list[Cell]) -> BaseException:
-        """What to raise for cells that have failed."""
+    def _failure_of(self, failed: list[Cell]) -> BaseException:
+        """Return the exception of the first failed cell, with hints; print a notice about the others."""
         first, others = failed[0].error, [str(cell.number) for cell in failed[1:]]
         assert first is not None
         if others:
@@ -225,11 +228,11 @@ class CellMagics(Magics):
             self._main.hints.explain(first)
         return first
 
-    def _tell(self, info: Any) -> None:
-        """Before a cell: what has failed in the background since the last."""
+    def _report_failures(self, info: Any) -> None:
+        """Print failures in the background since the last cell; IPython calls this before each cell."""
         if str(getattr(info, "raw_cell", "")).lstrip().startswith(WAITS) or self._main.autodipper.hidden():
             return
-        for cell in self._unseen():
+        for cell in self._unreported_cells():
             if cell.done.done() and cell.error is not None and not cell.noted:
                 cell.noted = True
                 why = cell.message.partition("\n")[0]

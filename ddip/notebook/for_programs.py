@@ -1,9 +1,11 @@
-"""The magics for programs: plain data in, plain data out. ``ddip/server`` calls this in the kernel of a notebook.
+"""The magics as functions for programs, with plain data as arguments and results.
+
+``ddip/server`` calls them in the kernel of a notebook:
 
     answer = call("run", '{"code": "train()"}', before)     JSON in `answer` ->  {"ok": {"number": 7, ...}}
 
-Each function is one magic, or what a magic shows: a program can do what a person can, and no more. The cells that it
-runs are in the notebook's history, with a number of their own, and ``%dipcell 7`` shows them to a person.
+Each function corresponds to a magic or to its output, so a program can do what a user can, and no more. The cells that
+it runs are numbered in the notebook's history, and ``%dipcell 7`` shows them to the user.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ if TYPE_CHECKING:
     from ddip.notebook.magics import DipMagics
 
 VALUE_CHARACTERS = 10_000
-"""Of the text of a value that is pulled."""
+"""Maximum characters of the text of a pulled value."""
 ITEMS = 1_000
-"""A tensor, or an array, with more is told as text."""
+"""Maximum number of elements of a tensor or array that is returned as JSON; a larger one is returned as text."""
 
 
 class Answer:
-    """What the kernel puts into its reply, for a program to read."""
+    """A displayable object that carries JSON text into the kernel's reply."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -50,38 +52,40 @@ class Answer:
 
 
 def call(name: str, arguments: str = "{}", before: float | None = None) -> Answer:
-    """Call the function `name` of this module with these `arguments`, a JSON object; never raises. Nothing is done if
-    it is later than `before` (seconds since 1970): the kernel was busy, and nobody waits any more."""
+    """Call the function `name` of this module with `arguments`, a JSON object; never raises.
+
+    After the time `before`, in seconds since 1970, it does nothing: the kernel was busy, and the caller has given up.
+    """
     if before is not None and time.time() > before:
-        return _answer({"error": TOO_LATE, "message": "the kernel was busy; nothing was done"})
+        return _make_answer({"error": TOO_LATE, "message": "the kernel was busy; nothing was done"})
     try:
         if name not in FUNCTIONS:
             raise BadInput(f"{name}: no such function; there are {', '.join(FUNCTIONS)}")
-        return _answer({"ok": FUNCTIONS[name](**json.loads(arguments))})
-    except BaseException as error:  # the stop button's, too: a program has to know
-        return _answer({"error": type(error).__name__, "message": readable(str(error))})
+        return _make_answer({"ok": FUNCTIONS[name](**json.loads(arguments))})
+    except BaseException as error:  # including the stop button, which the program must learn of
+        return _make_answer({"error": type(error).__name__, "message": readable(str(error))})
 
 
-def _answer(data: dict[str, Any]) -> Answer:
+def _make_answer(data: dict[str, Any]) -> Answer:
     return Answer(json.dumps(data))
 
 
-# -- what a program can ask for
+# -- functions for programs
 
 
 def status() -> Status:
-    """``%dipstatus --json``."""
-    magics = _magics_that_are_there()
+    """Return the status of the group and its cells, as ``%dipstatus --json`` does."""
+    magics = _find_magics()
     if magics is None:
         return {"schema": SCHEMA, "group": None, "ranks": [], "devices": [], "cells": [], "errors": {}}
     from ddip.notebook.cell_magics import status_now
 
-    return status_now(_group(magics), magics.history)
+    return status_now(_running_group(magics), magics.history)
 
 
 def start(arguments: str = "") -> Status:
-    """``%makedip``, with what a person types after it."""
-    _magics().makedip(arguments)
+    """Run ``%makedip`` with `arguments`, as a user would type them, and return the status."""
+    _load_magics().makedip(arguments)
     return status()
 
 
@@ -91,11 +95,11 @@ def run(
     timeout: float | None = None,
     queue: bool = False,
 ) -> CellStatus:
-    """``%%dip --bg -S all``; returns at once."""
+    """Start a cell in the background, as ``%%dip --bg -S all`` does, and return its status at once."""
     from ddip.group.cells.cell_status import status_of
 
-    magics = _magics()
-    group = _group(magics)
+    magics = _load_magics()
+    group = _running_group(magics)
     if group is None:
         raise NoGroup("run")
     if not code.strip():
@@ -111,19 +115,19 @@ def run(
 
 
 def poll(number: int | None = None) -> CellStatus:
-    """One cell of the list; without a number the last."""
+    """Return the status of a cell; without a number, of the last one."""
     from ddip.group.cells.cell_status import status_of
 
-    return status_of(_cell(number))
+    return status_of(_find_cell(number))
 
 
 def output(
     number: int | None = None, ranks: Sequence[int] | None = None, characters: int = TEXT_CHARACTERS
 ) -> CellData:
-    """What each rank has shown so far, and the errors; of each rank's text the last `characters`."""
+    """Return the output of each rank so far, cut to the last `characters` per rank, and the errors."""
     from ddip.group.cells.cell_status import data_of
 
-    cell = _cell(number)
+    cell = _find_cell(number)
     lacking = [rank for rank in ranks or () if rank not in cell.ranks]
     if lacking:
         raise BadInput(f"ranks={list(ranks or ())}: {cell.text} ran on ranks {', '.join(map(str, cell.ranks))}")
@@ -133,11 +137,13 @@ def output(
 
 
 def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
-    """``%dipull``, but into the answer, and not into the notebook: of each name its type, and its value as JSON, or as
-    text where JSON has nothing for it or it is large."""
+    """Return variables of a rank by name, as ``%dipull`` copies them to the notebook.
+
+    Each has its type and its value, as JSON, or as text if it is large or JSON cannot represent it.
+    """
     from ddip.group.objects.transfer import check_names
 
-    group = _group(_magics())
+    group = _running_group(_load_magics())
     if group is None:
         raise NoGroup("pull")
     check_names(list(names), "pull")
@@ -145,22 +151,22 @@ def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def stop(number: int | None = None) -> CellStatus:
-    """``%dipstop``: ends a cell that runs in the background."""
-    magics, typed = _magics(), "" if number is None else str(number)
+    """Stop a background cell, as ``%dipstop`` does, and return its status."""
+    magics, typed = _load_magics(), "" if number is None else str(number)
     known = [cell for cell in magics.history.background if not cell.done.done()]
     _cell_magics().dipstop(typed)
     return poll(next(cell.number for cell in known if cell.done.done()) if number is None else number)
 
 
 def repair(names: Sequence[str] = (), source: int = 0) -> Status:
-    """``%makedip --repair``; `names` are copied to the new ranks from the rank `source`."""
-    _magics().makedip(" ".join(["--repair", *([f"--from {source}", *names] if names else [])]))
+    """Replace ended ranks, as ``%makedip --repair`` does, and copy `names` to them from the rank `source`."""
+    _load_magics().makedip(" ".join(["--repair", *([f"--from {source}", *names] if names else [])]))
     return status()
 
 
 def shutdown() -> GroupStatus | None:
-    """``%makedip -k``; returns the group that there is then: none."""
-    magics = _magics_that_are_there()
+    """End the group, as ``%makedip -k`` does; return the remaining group: None."""
+    magics = _find_magics()
     if magics is not None:
         magics.makedip("-k")
     return status()["group"]
@@ -170,11 +176,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (status, start, run, poll, output, pull, stop, repair, shutdown)
 }
 
-# -- pure
+# -- pure functions
 
 
 def value_data(value: Any) -> dict[str, Any]:
-    """A value as plain data: ``json`` if JSON holds it and it is small, else ``text``, whose end may be left out."""
+    """Convert a value to plain data: ``json`` if it is small and JSON can represent it, else ``text``.
+
+    The text may be truncated.
+    """
     kind = type(value)
     data: dict[str, Any] = {"type": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")}
     plain = value
@@ -194,24 +203,24 @@ def value_data(value: Any) -> dict[str, Any]:
     return {**data, "text": text[:VALUE_CHARACTERS], "truncated": len(text) > VALUE_CHARACTERS}
 
 
-# -- the notebook's
+# -- access to the notebook
 
 
-def _magics_that_are_there() -> DipMagics | None:
+def _find_magics() -> DipMagics | None:
     shell: Any = get_ipython()
     found: DipMagics | None = None if shell is None else shell.magics_manager.registry.get("DipMagics")
     return found
 
 
-def _magics() -> DipMagics:
-    """Those of the notebook; loads ddip if nobody has."""
-    found = _magics_that_are_there()
+def _load_magics() -> DipMagics:
+    """Return the notebook's magics; load ddip if necessary. Raises BadInput outside IPython."""
+    found = _find_magics()
     if found is None:
         shell: Any = get_ipython()
         if shell is None:
             raise BadInput("ddip.notebook.for_programs: this is no IPython")
         shell.extension_manager.load_extension("ddip")
-        found = _magics_that_are_there()
+        found = _find_magics()
         assert found is not None
     return found
 
@@ -221,13 +230,14 @@ def _cell_magics() -> Any:
     return shell.magics_manager.registry["CellMagics"]
 
 
-def _group(magics: DipMagics) -> Group | None:
+def _running_group(magics: DipMagics) -> Group | None:
     group = magics.group
     return group if group is not None and group.alive else None
 
 
-def _cell(number: int | None) -> Cell:
-    cells = list(_magics().history)
+def _find_cell(number: int | None) -> Cell:
+    """Return the last cell with `number`, or the last of all; raises BadInput if there is none."""
+    cells = list(_load_magics().history)
     found = [cell for cell in cells if number is None or cell.number == number]
     if not found:
         known = ", ".join(str(cell.number) for cell in cells[-5:])

@@ -1,7 +1,8 @@
-"""Help while a person types, and hints when a name is on the other side.
+"""Help while the user types, and hints after errors.
 
-Tab and ``?`` in a cell that will run on ranks are answered by rank 0, if it is idle and quick; else by the notebook.
-One hint is about IPython's autoreload: if the notebook alone has it, ranks would run old modules unseen.
+In a cell for the ranks, rank 0 answers Tab and ``?`` if it is idle and quick; otherwise the notebook does. Hints
+explain names that exist only on the other side. A warning appears if autoreload is on only in the notebook, because
+ranks would silently run old modules.
 """
 
 from __future__ import annotations
@@ -23,14 +24,8 @@ if TYPE_CHECKING:
     from ddip.notebook.autodip import Autodip
     from ddip.protocol.on_rank import RemoteCall
 
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from ddip.group.group import Group
-
-
 ANSWER_SECONDS = 0.2
-"""How long a person waits for rank 0's answer; then the notebook answers alone."""
+"""Seconds to wait for rank 0's answer before the notebook answers."""
 MAGIC = re.compile(r"\s*%%dip(?:[ \t]([^\n]*))?\n")
 WORKER_ENDED = re.compile(r"DataLoader worker .*exited unexpectedly")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
@@ -50,28 +45,28 @@ USUAL = {
     "Path": "from pathlib import Path",
     **{name: f"import {name}" for name in ("os", "sys", "time", "math", "random", "json", "re")},
 }
-"""What people take for granted, by the name that it usually has."""
+"""Import statements of common modules and classes, by their usual names."""
 
 
 class Hints:
-    """Everything of this kind, as long as the extension is loaded."""
+    """Tab completion and ``?`` on rank 0, and hints about names, as long as the extension is loaded."""
 
     def __init__(self, shell: InteractiveShell, group: Callable[[], Group | None], autodipper: Autodip) -> None:
         self._shell = shell
         self._group = group
         self._autodipper = autodipper
         self.autoreload = Autoreload(shell)
-        self._matcher = context_matcher(identifier="ddip", priority=1e6)(lambda context: self._match(context))
+        self._matcher = context_matcher(identifier="ddip", priority=1e6)(lambda context: self._complete(context))
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("post_run_cell", self._after_cell)
         shell.events.register("pre_run_cell", self._before_cell)
         self._kernel = getattr(shell, "kernel", None)
         if self._kernel is not None:
             self._inspect = self._kernel.do_inspect
-            self._kernel.do_inspect = self._inspect_there
+            self._kernel.do_inspect = self._inspect_on_rank_0
 
     def close(self) -> None:
-        """Leave IPython as it was."""
+        """Remove all hooks from IPython."""
         if self._matcher in self._shell.Completer.custom_matchers:
             self._shell.Completer.custom_matchers.remove(self._matcher)
         self._shell.events.unregister("post_run_cell", self._after_cell)
@@ -81,30 +76,30 @@ class Hints:
 
     # -- while a person types
 
-    def _begin_of(self, text: str) -> int | None:
-        """Where the code begins that will run on ranks; None: it will run here."""
+    def _code_start(self, text: str) -> int | None:
+        """Return the index at which a cell's code for ranks begins; None if it will run in the notebook."""
         found = MAGIC.match(text)
         if found is not None:
             return None if "local" in (found[1] or "").split() else found.end()
         return 0 if self._autodipper.takes(text) else None
 
-    def _ask(
+    def _ask_rank_0(
         self, ask: Callable[[str, int], RemoteCall[dict[str, Any]]], text: str, cursor: int
     ) -> tuple[int, dict[str, Any]] | None:
-        """Rank 0's answer, and where the code that it was asked about begins."""
-        begin = self._begin_of(text)
+        """Return the index at which the code for ranks begins, and rank 0's answer; None without an answer."""
+        begin = self._code_start(text)
         group = self._group()
         if begin is None or cursor < begin or group is None or not group.alive:
             return None
         answer = group.try_call(ask(text[begin:], cursor - begin), ANSWER_SECONDS)
         return None if answer is None else (begin, answer)
 
-    def _match(self, context: CompletionContext) -> dict[str, Any]:
-        from ddip.protocol import on_rank  # no part of %load_ext
+    def _complete(self, context: CompletionContext) -> dict[str, Any]:
+        from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
         lines = context.full_text.split("\n")
         cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
-        asked = self._ask(on_rank.complete, context.full_text, cursor)
+        asked = self._ask_rank_0(on_rank.complete, context.full_text, cursor)
         if asked is None:
             return {"completions": []}
         begin, answer = asked
@@ -118,11 +113,11 @@ class Hints:
             "suppress": True,
         }
 
-    def _inspect_there(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """What stands in for the kernel's ``do_inspect``."""
-        from ddip.protocol import on_rank  # no part of %load_ext
+    def _inspect_on_rank_0(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
+        """Let rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""
+        from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
-        asked = self._ask(lambda text, at: on_rank.inspect(text, at, detail_level), code, cursor)
+        asked = self._ask_rank_0(lambda text, at: on_rank.inspect(text, at, detail_level), code, cursor)
         if asked is not None and asked[1].get("found"):
             return asked[1]
         return self._inspect(code, cursor, detail_level, *args, **kwargs)
@@ -146,16 +141,16 @@ class Hints:
             notify(f"{found[1]} is a variable of the ranks; %dipull {found[1]} copies rank 0's to the notebook")
 
     def explain(self, error: CellError) -> None:
-        """Add to `error` what may be done about it: names that ranks do not know, ``exit()``, spawned workers."""
-        sentences = self._of_names(error)
+        """Add hints to `error`: on unknown names, ``exit()``, spawned workers and missing modules."""
+        sentences = self._name_hints(error)
         if any(problem.name == "SystemExit" for problem in error.by_rank.values()):
             sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those")
         if any(_worker_ended_itself(problem) for problem in error.by_rank.values()):
             sentences.append(SPAWNED)
-        sentences += self._of_modules(error)
+        sentences += self._module_hints(error)
         error.args = ("; ".join([error.args[0], *sentences]), *error.args[1:])
 
-    def _of_modules(self, error: CellError) -> list[str]:
+    def _module_hints(self, error: CellError) -> list[str]:
         group, missing = self._group(), ("ModuleNotFoundError", "ImportError")
         text = "\n".join(problem.message for problem in error.by_rank.values() if problem.name in missing)
         if not text or group is None or not group.alive:
@@ -164,7 +159,7 @@ class Hints:
 
         return [*filter(None, [modules.hint(text, group.ranks)])]
 
-    def _of_names(self, error: CellError) -> list[str]:
+    def _name_hints(self, error: CellError) -> list[str]:
         unknown: dict[str, list[int]] = {}
         for rank, problem in error.by_rank.items():
             found = UNKNOWN.search(problem.message) if problem.name == "NameError" else None
@@ -172,27 +167,27 @@ class Hints:
                 unknown.setdefault(found[1], []).append(rank)
         sentences, variables = [], []
         for name, ranks in unknown.items():
-            modules = self._import_of(name)
+            modules = self._import_statement(name)
             if modules:
                 sentences.append(f"type {modules} in a %%dip cell")
             elif name in self._shell.user_ns:
                 variables.append(name)
-            sentences += self._new_ones(ranks)
+            sentences += self._new_rank_hints(ranks)
         if variables:
             what, it = ("is a variable", "it") if len(variables) == 1 else ("are variables", "them")
             names = f"{', '.join(variables)} {what} of the notebook"
             sentences.append(f"{names}; %dipush {' '.join(variables)} copies {it} to every rank")
         return list(dict.fromkeys(sentences))
 
-    def _import_of(self, name: str) -> str:
-        """The statement that imports what `name` usually is, or is in the notebook; empty if it is no module."""
-        here = self._shell.user_ns.get(name)
-        if isinstance(here, ModuleType):
-            return f"import {name}" if here.__name__ == name else f"import {here.__name__} as {name}"
+    def _import_statement(self, name: str) -> str:
+        """Return the statement that imports `name`, as a module of the notebook or a common name; else empty."""
+        value = self._shell.user_ns.get(name)
+        if isinstance(value, ModuleType):
+            return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
         return "" if name in self._shell.user_ns else USUAL.get(name, "")
 
-    def _new_ones(self, ranks: list[int]) -> list[str]:
-        """What to say if only ranks that have come later do not know a name."""
+    def _new_rank_hints(self, ranks: list[int]) -> list[str]:
+        """Return a hint if only new ranks lack a name, which earlier cells defined on the others."""
         group = self._group()
         new = [] if group is None or not group.alive else [rank for rank in ranks if rank in group.new_ranks]
         if not new or new != ranks:
@@ -202,7 +197,7 @@ class Hints:
 
 
 def _worker_ended_itself(problem: RankError) -> bool:
-    """Has a worker of a data loader ended, and no signal has ended it?"""
+    """Return True if a worker of a data loader ended without a signal."""
     return bool(WORKER_ENDED.search(problem.message)) and "killed by signal" not in problem.traceback
 
 
@@ -210,34 +205,34 @@ TURNED_ON = re.compile(r"^\s*%(?:autoreload|(?:re)?load_ext\s+autoreload)\b", re
 
 
 class Autoreload:
-    """Which ranks have been told of it."""
+    """Warns the user once if autoreload is on in the notebook but not on all ranks."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._pids: set[int] = set()
-        """Of ranks to which a cell has sent it."""
-        self._told = False
-        """Has the user been told since?"""
+        """PIDs of the ranks on which a cell has turned it on."""
+        self._has_warned = False
+        """True if the user has been warned since."""
 
     @property
     def is_on(self) -> bool:
-        """Is it on in the notebook?"""
+        """True if autoreload is on in the notebook."""
         magics = self._shell.magics_manager.registry.get("AutoreloadMagics")
         return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
 
-    def sent(self, cell: str, group: Group, ranks: Iterable[int]) -> None:
-        """These ranks run the cell."""
+    def record_cell(self, cell: str, group: Group, ranks: Iterable[int]) -> None:
+        """Record the ranks that run `cell` if it turns autoreload on."""
         if TURNED_ON.search(cell):
             self._pids |= {group.members[rank].pid for rank in ranks}
-            self._told = False  # ranks that come later will lack it
+            self._has_warned = False  # warn again for ranks that are added later
 
     def after_cell(self, group: Group) -> None:
-        """Say once that ranks lack what the notebook has."""
-        if self._told or not self.is_on:
+        """Warn once if autoreload is on in the notebook but not on all ranks."""
+        if self._has_warned or not self.is_on:
             return
         lack = [rank for rank, member in enumerate(group.members) if member.pid not in self._pids]
         if lack:
-            self._told = True
+            self._has_warned = True
             where = " only" if len(lack) == group.world_size else f", and not on {ranks_text(lack)}"
-            also = "run %%dip, %load_ext autoreload, %autoreload 2 in a cell"
-            notify(f"autoreload is on in the notebook{where}; to have it on the ranks, {also}")
+            remedy = "run %%dip, %load_ext autoreload, %autoreload 2 in a cell"
+            notify(f"autoreload is on in the notebook{where}; to have it on the ranks, {remedy}")

@@ -1,4 +1,4 @@
-"""What ``%load_ext ddip`` and ``%unload_ext ddip`` do."""
+"""Load and unload the IPython extension: ``%load_ext ddip``, ``%unload_ext ddip`` and ``%reload_ext ddip``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 EXTENSIONS = "IPython.core.extensions"
-"""Its manager has an extension unloaded and loaded again, and tells neither that it is for a reload."""
+"""Module of IPython's extension manager, which unloads and loads an extension to reload it without saying so."""
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics, and begin to warm up; those that a reload has kept stay."""
+    """Register the magics and start the preload process, if enabled; a reload keeps the existing magics."""
     kept = shell.magics_manager.registry.get(DipMagics.__name__)
     if isinstance(kept, DipMagics):
         if kept.group is not None and kept.group.alive:
@@ -46,15 +46,18 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the group and take the magics out; for ``%reload_ext``, which is IPython's advice where ddip is loaded
-    already, do nothing: it reads the module ``ddip`` alone anew, and a group is worth more than that."""
+    """End the group and remove the magics; do nothing for ``%reload_ext``.
+
+    IPython suggests ``%reload_ext`` if ddip is already loaded. It would reload only the top module ``ddip``, which does
+    not justify losing the group.
+    """
     if _is_reload():
         return
     watch = registry.remove(shell, WatchMagics.__name__)
     if watch is not None:
         watch.close()
-    for also in (ObjectMagics, TrainingMagics, Misplaced):
-        registry.remove(shell, also.__name__)
+    for magics_class in (ObjectMagics, TrainingMagics, Misplaced):
+        registry.remove(shell, magics_class.__name__)
     cell_magics = registry.remove(shell, CellMagics.__name__)
     if cell_magics is not None:
         cell_magics.close()
@@ -69,7 +72,7 @@ def unload(shell: InteractiveShell) -> None:
 
 
 def _is_reload() -> bool:
-    """Has IPython's ``reload_extension`` called us?"""
+    """Return True if IPython's ``reload_extension`` has called this."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     inside = lambda frame: frame.f_globals.get("__name__") == EXTENSIONS  # noqa: E731
     callers = itertools.takewhile(inside, itertools.dropwhile(lambda frame: not inside(frame), frames))

@@ -1,6 +1,6 @@
-"""The magics: a line is parsed, one method of the Group is called, an error is shown.
+"""The main magics, each of which parses its line and calls methods of the Group.
 
-``%dip``, and ``%%dip`` below the first line of a cell, are line magics for IPython: they say what to type instead.
+IPython treats ``%dip``, and ``%%dip`` below the first line of a cell, as line magics: they say what to type instead.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ PLACES = ("remote", "local", "everywhere")
 
 @magics_class
 class DipMagics(Traits):
-    """``%makedip``, ``%%dip`` and ``%autodip``, and the settings and the group of all the others."""
+    """``%makedip``, ``%%dip`` and ``%autodip``; holds the settings and the group for the other magics."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
-        self._asked = placement.Request()
+        self._last_request = placement.Request()
         self.autodipper = Autodip(shell, lambda: self.local_magics)
         self.hints = Hints(shell, lambda: self.group, self.autodipper)
 
-    def _say(self, text: str) -> None:
+    def _print_verbose(self, text: str) -> None:
         if self.verbose:
             print(f"ddip: {text}")
 
     def confirm_done(self, text: str) -> None:
-        """Say in one line what was done, unless the user wants no such lines."""
+        """Print one line about a finished operation, unless the setting `confirm` is off."""
         if self.confirm:
             print(f"ddip: {text}")
 
     def require_group(self, what: str) -> Group:
-        """The group, for `what` was typed; raises NoGroup."""
+        """Return the group, which the command `what` needs; raises NoGroup."""
         if self.group is None or not self.group.alive:
             raise NoGroup(what)
         return self.group
@@ -102,7 +102,7 @@ class DipMagics(Traits):
         metavar=("RANK", "NAME"),
         help="With --repair: copy these variables from this rank to the new ones.",
     )
-    @argument("--yes", action="store_true", help=f"Yes, more than {arguments.RANKS_A_CORE} ranks for each core.")
+    @argument("--yes", action="store_true", help=f"Yes, more than {arguments.RANKS_PER_CORE} ranks for each core.")
     @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait for the engines.")
     @argument(
         "-v", "--verbose", nargs="?", const="True", metavar="True|False", help="Say what each magic does, from now on."
@@ -115,11 +115,11 @@ class DipMagics(Traits):
         changes: the ranks that can stay keep their variables, and all the rest stays as it is.
         """
         args = arguments.parse(self.makedip, "%makedip", line)
-        sets = self._set(args)
+        sets = self._apply_settings(args)
         if args.dry_run:
             print(arguments.job_script(args))
         elif args.repair or args.source:
-            self._repair(args, line)
+            self._repair_group(args, line)
         elif args.kill:
             if arguments.asks_for_a_group(args):
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
@@ -132,30 +132,30 @@ class DipMagics(Traits):
             self.confirm_done(f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group")
             return
         elif arguments.asks_for_a_group(args) or not (args.info or sets):
-            self._make(args)
+            self._start_or_change(args)
         if args.info:
-            self._info()
+            self._print_info()
 
-    def _set(self, args: Any) -> bool:
-        """Take the settings that were typed; returns whether there were any."""
+    def _apply_settings(self, args: Any) -> bool:
+        """Apply the settings in `args`, and return True if there were any."""
         if args.verbose is not None:
-            self.verbose = arguments.flag(args.verbose)
+            self.verbose = arguments.parse_flag(args.verbose)
         if args.timeout is not None:
-            self.timeout = arguments.seconds(args.timeout, "-t", 1)
+            self.timeout = arguments.parse_seconds(args.timeout, "-t", 1)
         return args.verbose is not None or args.timeout is not None
 
-    def _make(self, args: Any) -> None:
+    def _start_or_change(self, args: Any) -> None:
         try:
             with folder.left_out():
                 from ddip.group.group import Group
                 from ddip.output.progress import Progress
 
-            request = arguments.request(args)
+            request = arguments.parse_request(args)
         except KeyboardInterrupt:
             raise RequestInterrupted("%makedip was interrupted before it began; nothing has changed") from None
-        if args.restart and self.group is None:  # the last one, which may not have started
-            request = request.after(self._asked)
-        self._asked = request
+        if args.restart and self.group is None:  # repeat the last request, which may have failed
+            request = request.after(self._last_request)
+        self._last_request = request
         progress = Progress()
         new = True
         try:
@@ -173,16 +173,16 @@ class DipMagics(Traits):
             if self.group is not None and not self.group.alive:
                 self.end_group()
             raise
-        self._asked = self.group.request
+        self._last_request = self.group.request
         seconds = f"{self.group.seconds:.1f} s" if new else "unchanged"
         carried = f", new ranks with {self.group.carried}" if new and self.group.carried else ""
         progress.end(f"{self.group.describe()}{carried}, {seconds}")
         for notice in self.group.notices:
             print(f"ddip: {notice}")
         if self.group.cluster.spawned:
-            self._say(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
+            self._print_verbose(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
 
-    def _repair(self, args: Any, line: str) -> None:
+    def _repair_group(self, args: Any, line: str) -> None:
         from ddip.output.progress import Progress
 
         hosts = placement.parse_hosts(args.hosts) if args.hosts else ()
@@ -205,7 +205,7 @@ class DipMagics(Traits):
             carried = f", {group.carried}" if group.carried else ""
             progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}{carried}, {group.seconds:.1f} s")
 
-    def _info(self) -> None:
+    def _print_info(self) -> None:
         from ddip.output.tables.tables import info_table
 
         group = self.require_group("%makedip -i")
@@ -213,7 +213,7 @@ class DipMagics(Traits):
         print(f"automatic %%dip: {self.autodipper.state}")
 
     def end_group(self) -> None:
-        """End the group, and what a dead session of a notebook left behind; %autodip goes off with it."""
+        """End the group, turn %autodip off, and remove clusters that a dead notebook session left behind."""
         from ddip.cluster.processes.ownership import clear_up_orphans
 
         group, self.group = self.group, None
@@ -221,7 +221,7 @@ class DipMagics(Traits):
         if group is not None:
             group.shutdown()
         if clear_up_orphans():
-            self._say("a cluster of a dead session was cleared up")
+            self._print_verbose("a cluster of a dead session was cleared up")
 
     # -- cells
 
@@ -274,20 +274,20 @@ class DipMagics(Traits):
         if args.bg and args.where != "remote":
             raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
         arguments.check_profile(args.profile, args.where, PLACES)
-        timeout = None if args.timeout is None else arguments.seconds(args.timeout, "--timeout", 0.1)
+        timeout = None if args.timeout is None else arguments.parse_seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":
             group = self.require_group("%%dip")
             size = group.world_size
             ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
-            shown = arguments.seen(args.see, ranks, size, self.show_ranks)
-            self.hints.autoreload.sent(cell, group, ranks)
-        both = args.where == "everywhere" and bool(both_sides.names(cell))
+            shown = arguments.ranks_to_show(args.see, ranks, size, self.show_ranks)
+            self.hints.autoreload.record_cell(cell, group, ranks)
+        both = args.where == "everywhere" and bool(both_sides.magic_names(cell))
         if args.where != "remote":
-            here = self._run_here(cell, both)
+            local_output = self._run_here(cell, both)
         if args.where != "local":
-            self._say(f"running on {len(ranks)} of {size} ranks")
+            self._print_verbose(f"running on {len(ranks)} of {size} ranks")
             if args.queue and not args.bg and (args.appcmd is None or group.request.app is not None):
-                group.wait_until_free(ranks if args.appcmd is None else None)  # all ranks take the command
+                group.wait_until_free(ranks if args.appcmd is None else None)  # a command of the app runs on all ranks
             if args.appcmd is not None:
                 answer = group.command(args.appcmd)
                 if answer:
@@ -300,8 +300,8 @@ class DipMagics(Traits):
             tell = self.autodipper.state != "off"
             try:
                 if both:
-                    there = both_sides.for_ranks(cell)
-                    group.run_there_too(there, ranks, here, timeout=timeout, tell=tell)
+                    rank_cell = both_sides.for_ranks(cell)
+                    group.run_there_too(rank_cell, ranks, local_output, timeout=timeout, tell=tell)
                 else:
                     group.run(cell, ranks, tell=tell, **options)
             except CellError as error:
@@ -309,11 +309,17 @@ class DipMagics(Traits):
                 raise
 
     def _run_here(self, cell: str, both: bool) -> tuple[str, str]:
-        """Returns what the notebook has shown, if the cell is one for `both` sides, whose ranks need not repeat it."""
-        good, shown = both_sides.run_here(self.shell, cell) if both else (self.shell.run_cell(cell).success, ("", ""))
-        if not good:
+        """Run the cell in the notebook; raises LocalCellFailed.
+
+        Returns the output of a cell for `both` sides, which ranks do not repeat.
+        """
+        if both:
+            succeeded, output = both_sides.run_here(self.shell, cell)
+        else:
+            succeeded, output = self.shell.run_cell(cell).success, ("", "")
+        if not succeeded:
             raise LocalCellFailed("the cell failed here, in the notebook")
-        return shown
+        return output
 
     @examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
     @magic_arguments()
@@ -342,7 +348,7 @@ class DipMagics(Traits):
 
 @magics_class
 class Misplaced(Magics):
-    """Refuses both, with what to type instead."""
+    """Misplaced ``%%dip`` and ``%dip``, which raise an error that says what to type instead."""
 
     @no_var_expand
     @line_magic("%dip")  # type: ignore[arg-type]

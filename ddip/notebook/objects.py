@@ -1,4 +1,4 @@
-"""``%dipush``, ``%dipull``: variables to the ranks, and back. ``%dipshards``: how a model lies there."""
+"""``%dipush`` and ``%dipull`` copy variables to the ranks and back; ``%dipshards`` shows how a model is divided."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ddip.output.progress import Progress
 
 QUIET_SECONDS = 0.5
-"""A transfer that takes no longer shows no bar."""
+"""Seconds after which a transfer shows a progress bar."""
 
 
 @magics_class
 class ObjectMagics(Magics):
-    """They are beside the other magics, whose settings they follow."""
+    """The magics for variables; they use the group and settings of the main magics."""
 
     shell: InteractiveShell
 
@@ -36,10 +36,10 @@ class ObjectMagics(Magics):
         super().__init__(shell=main.shell)
         self._main = main
 
-    def _typed(
+    def _parse_names(
         self, magic: str, typed: list[str], ranks: list[str] | None
     ) -> tuple[Group, list[str], list[int] | None]:
-        """The group, and the variables and the ranks that were typed after `magic`."""
+        """Return the group, and the names and ranks that were typed after `magic`; raises BadInput or NoGroup."""
         with folder.left_out():
             from ddip.group.objects.transfer import check_names
 
@@ -68,7 +68,7 @@ class ObjectMagics(Magics):
             self._push_modules(args.modules)
             if not args.names and args.ranks is None:
                 return
-        group, names, ranks = self._typed("%dipush", args.names, args.ranks)
+        group, names, ranks = self._parse_names("%dipush", args.names, args.ranks)
         with folder.left_out():
             from ddip.group.objects.transfer import check_own
 
@@ -78,13 +78,15 @@ class ObjectMagics(Magics):
             raise BadInput(f"%dipush: the notebook has no variable {', '.join(missing)}; nothing was pushed")
         values = {name: self.shell.user_ns[name] for name in names}
         to = range(group.world_size) if ranks is None else ranks
-        with self._shown(group, lambda size: f"pushed {', '.join(names)}{size} to {ranks_text(to)}") as progress:
+        with self._show_transfer(
+            group, lambda size: f"pushed {', '.join(names)}{size} to {ranks_text(to)}"
+        ) as progress:
             moved = group.push(values, ranks, progress)
-        _tell_moved(moved)
+        _print_moved(moved)
 
     def _push_modules(self, typed: str) -> None:
         group = self._main.require_group("%dipush")
-        with self._shown(group) as progress:
+        with self._show_transfer(group) as progress:
             pushed = group.push_modules(typed, reload=self._main.hints.autoreload.is_on, progress=progress)
         if pushed.hosts:
             self._main.confirm_done(str(pushed))
@@ -120,17 +122,19 @@ class ObjectMagics(Magics):
         Variables are there as soon as the cell has assigned them; the local variables of functions are not.
         """
         args = arguments.parse(self.dipull, "%dipull", line)
-        seconds = arguments.seconds_of_now(args, line)
-        group, names, ranks = self._typed("%dipull", args.names, args.ranks or ["0"])
+        seconds = arguments.peek_timeout(args, line)
+        group, names, ranks = self._parse_names("%dipull", args.names, args.ranks or ["0"])
         assert ranks is not None
-        with self._shown(group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}") as progress:
+        with self._show_transfer(
+            group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}"
+        ) as progress:
             if seconds is None:
                 values, moved = group.pull_all(names, ranks, progress)
             else:
                 values, moved = group.peek_all(names, ranks, seconds, progress)
         as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
         self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
-        _tell_moved(moved)
+        _print_moved(moved)
 
     @examples("%dipshards model", "%dipshards model.encoder")
     @magic_arguments()
@@ -153,8 +157,8 @@ class ObjectMagics(Magics):
         display({"text/plain": str(table), "text/html": table.html()}, raw=True)
 
     @contextlib.contextmanager
-    def _shown(self, group: Group, done: Callable[[str], str] | None = None) -> Iterator[Progress]:
-        """Show how far objects are on their way, if that takes long; and then, with their size, what was `done`."""
+    def _show_transfer(self, group: Group, done: Callable[[str], str] | None = None) -> Iterator[Progress]:
+        """Show the progress of a long transfer, and at the end the text that `done` returns for the size."""
         from ddip.output.progress import Progress
         from ddip.output.tables.tables import size_text
 
@@ -179,7 +183,7 @@ def _along_text(along: Sequence[str]) -> str:
     return f", with {', '.join(along)}, which functions of it read" if along else ""
 
 
-def _tell_moved(moved: Sequence[str]) -> None:
-    """Say which tensors are not where they were."""
+def _print_moved(moved: Sequence[str]) -> None:
+    """Print the names of tensors that arrived on the CPU instead of an accelerator."""
     if moved:
         print(f"ddip: tensors of an accelerator arrived on the CPU: {', '.join(moved)}")

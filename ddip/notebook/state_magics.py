@@ -1,4 +1,4 @@
-"""``%dipcheck`` and ``%dipsync``: is the state of a training equal on all ranks, and make it so."""
+"""``%dipcheck`` compares the training state of all ranks; ``%dipsync`` copies it from one rank to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may set with ``%config DipMagics``, and in IPython's configuration; the group that is there follows."""
+"""Settings for ``%config DipMagics`` and IPython's configuration; most changes also apply to a running group."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Traits(Magics):
 
     @cached_property
     def history(self) -> History:
-        """The cells of this notebook's groups, one group after the other."""
+        """The cells of all groups of this notebook, in order."""
         with folder.left_out():
             from ddip.group.cells.history import History
 
@@ -113,7 +113,7 @@ class Traits(Magics):
         return DisplayOptions(self.style, self.max_output_chars, self.report_after, self.cell_json)
 
     def settings(self) -> dict[str, Any]:
-        """What the traits say of a new Group."""
+        """Return the settings as keyword arguments for a new Group."""
         names = ("timeout", "collect", "spawn", "failure_grace", "stall_timeout")
         values = {name: getattr(self, name) for name in names}
         return {**values, "display": self._display_options(), "history": self.history}

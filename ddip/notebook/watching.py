@@ -1,10 +1,10 @@
-"""``%dipwatch``: what each rank does just now, below the cell that asks for it, while other cells run.
+"""``%dipwatch``: a live table of the ranks below its cell, updated while other cells run.
 
-    cell of %dipwatch    LiveView: one output, and a thread that looks at the ranks and changes it
-    cells that follow    wake the thread: a cell may run on the ranks now; it rests while none does
-    the end              one line in place of the table: %dipwatch off or again, no group any more, %unload_ext
+    cell of %dipwatch    LiveView: one output, and a thread that polls the ranks and updates it
+    later cells          wake the thread, because a cell may run on the ranks; it polls rarely while none does
+    the end              one line replaces the table: %dipwatch off, another %dipwatch, end of the group, %unload_ext
 
-The thread asks the control threads of the ranks and nothing else, so it goes on while the main thread waits for a cell.
+The thread uses only the control threads of the ranks, so it continues while the main thread waits for a cell.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from ddip.output.tables.vitals_table import RankVitals
 
 REST_SECONDS = 10.0
-"""How often ranks are looked at while none of them runs a cell: one may have been given to them by a thread."""
+"""Seconds between two polls while no rank runs a cell; a thread may still start one."""
 SOON_SECONDS = 0.3
-"""After a cell of the notebook's has begun, or ended, the ranks are looked at."""
+"""Seconds from the begin or end of a notebook cell until the ranks are polled."""
 END_SECONDS = 2.0
-"""For which the end of the thread is waited for."""
+"""Maximum seconds to wait for the end of the thread."""
 NO_PAGE = "ddip: only a notebook's page can be kept up to date; here %dipwatch prints the table once, as --once does"
 
 
 @magics_class
 class WatchMagics(Magics):
-    """They are beside the other magics, whose group they watch."""
+    """``%dipwatch``, for the group of the main magics."""
 
     shell: InteractiveShell
 
@@ -74,7 +74,7 @@ class WatchMagics(Magics):
         if args.switch not in (None, "on", "off") or (args.switch == "off" and args.once):
             raise BadInput(f"%dipwatch {line.strip()}: type %dipwatch, %dipwatch off, or %dipwatch --once")
         if args.switch == "off":
-            if not self._end("it was turned off"):
+            if not self._end_view("it was turned off"):
                 print("ddip: nothing is watched")
             return
         group = self._main.require_group("%dipwatch")
@@ -83,7 +83,7 @@ class WatchMagics(Magics):
             if not args.once:
                 print(NO_PAGE)
             return
-        self._end(f"it is below cell [{cell_number()}] now")
+        self._end_view(f"it is below cell [{cell_number()}] now")
         self._view = LiveView(group)
         self.shell.events.register("pre_run_cell", self._cell_begins)
         self.shell.events.register("post_run_cell", self._cell_ends)
@@ -102,12 +102,12 @@ class WatchMagics(Magics):
         if self._view is None:
             return
         if self._view.group is not self._main.group:
-            self._end("its group has ended")
+            self._end_view("its group has ended")
         else:
             self._view.cell_ends()
 
-    def _end(self, why: str) -> bool:
-        """End the view, if there is one; returns whether there was."""
+    def _end_view(self, why: str) -> bool:
+        """End the view, and return True; False if there is none."""
         view, self._view = self._view, None
         if view is None:
             return False
@@ -118,12 +118,12 @@ class WatchMagics(Magics):
         return True
 
     def close(self) -> None:
-        """ddip is unloaded, or the notebook's kernel ends."""
-        self._end("ddip was unloaded, or the kernel has ended")
+        """End the view when ddip is unloaded or the notebook's kernel ends."""
+        self._end_view("ddip was unloaded, or the kernel has ended")
 
 
 class LiveView:
-    """The table below the cell that runs when this is made, kept up to date."""
+    """A live table below the cell that is running when this is created."""
 
     def __init__(self, group: Group) -> None:
         with folder.left_out():
@@ -132,34 +132,34 @@ class LiveView:
         self.group = group
         self._sampler = Sampler(group.lifecycle)
         self._page = CellOutputArea()
-        self._way = self._page
-        """The cell that runs: some pages listen to no other."""
+        self._carrier_area = self._page
+        """Area of the running cell, through which updates are sent: some pages accept no other."""
         self._id = new_id()
         self._shown = ""
         self._lock = threading.Lock()
         self._guard = Guard("the ranks could not be looked at", shown=False)
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._wake = threading.Event()
-        self._looked = 0.0
-        self._busy = self._look()
+        self._last_look = 0.0
+        self._busy = self._update()
         self._page.close()
         self._thread = threading.Thread(target=self._run, name="ddip-watch", daemon=True)
         self._thread.start()
 
     def cell_begins(self) -> None:
-        """A cell of the notebook's begins: it may be one for the ranks."""
-        self._way = CellOutputArea()
-        self._way.close()
+        """Poll soon after the begin of a notebook cell, which may run on the ranks."""
+        self._carrier_area = CellOutputArea()
+        self._carrier_area.close()
         self._wake.set()
 
     def cell_ends(self) -> None:
-        """It has ended."""
-        self._way = self._page
+        """Poll soon after the end of the cell."""
+        self._carrier_area = self._page
         self._wake.set()
 
     def end(self, text: str) -> None:
-        """Leave `text` in place of the table."""
-        self._over.set()
+        """Stop the thread, and replace the table by `text`."""
+        self._ended.set()
         self._wake.set()
         self._thread.join(END_SECONDS)
         page = f'<div style="font-size:.8em;opacity:.75">{html.escape(text)}</div>'
@@ -167,31 +167,31 @@ class LiveView:
             self._send(page, text)
 
     def _run(self) -> None:
-        """In the thread."""
-        while not self._over.is_set():
-            if self._wake.wait(self._period if self._busy else REST_SECONDS):
+        """Poll the ranks until the view ends; runs in the thread."""
+        while not self._ended.is_set():
+            if self._wake.wait(self._look_seconds if self._busy else REST_SECONDS):
                 self._wake.clear()
-                soon = max(SOON_SECONDS, self._looked + self._period - time.monotonic())
-                if self._over.wait(soon):
+                soon = max(SOON_SECONDS, self._last_look + self._look_seconds - time.monotonic())
+                if self._ended.wait(soon):
                     return
-            if not self._over.is_set():
+            if not self._ended.is_set():
                 with self._guard:
-                    self._busy = self._look()
+                    self._busy = self._update()
 
     @property
-    def _period(self) -> float:
+    def _look_seconds(self) -> float:
         from ddip.group.watching.vitals import period
 
         return period(self.group.spec.size)
 
-    def _look(self) -> bool:
-        """Look at the ranks, and show what has changed; returns whether one of them runs something."""
-        self._looked = time.monotonic()
+    def _update(self) -> bool:
+        """Poll the ranks and update the table; return True if any rank is active."""
+        self._last_look = time.monotonic()
         try:
             ranks = self._sampler.look()
-        except GroupError:  # it restarts, or has ended just now
+        except GroupError:  # the group is restarting or has ended
             ranks = []
-        except Exception as error:  # between two groups: the next look is another one
+        except Exception as error:  # for example between two groups; the next poll tries again
             self._guard.report(error)
             return self._busy
         self._show(ranks)
@@ -203,11 +203,11 @@ class LiveView:
         text = table_text(ranks) if ranks else "ddip: there are no ranks just now"
         page = table_html(ranks) if ranks else f"<div>{text}</div>"
         with self._lock:
-            if page != self._shown and not self._over.is_set():
+            if page != self._shown and not self._ended.is_set():
                 self._send(page, text)
 
     def _send(self, page: str, text: str) -> None:
         data = {"text/html": page, "text/plain": text}
-        with self._page.by_way_of(self._way):
+        with self._page.by_way_of(self._carrier_area):
             self._page.show(data, display_id=self._id, update=bool(self._shown))
         self._shown = page

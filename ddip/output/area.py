@@ -1,6 +1,7 @@
-"""The place below the notebook's cell: what is shown there while the cell runs, and when it has ended.
+"""The output area below a notebook cell, for use while the cell runs and after it has ended.
 
-It asks what the front end can do, and shows pages of help (``model?``) of a rank as the notebook shows its own.
+This module also detects what the front end can display, prints notices of ddip, and shows a rank's help pages
+(``model?``) in the notebook's pager.
 """
 
 from __future__ import annotations
@@ -21,42 +22,42 @@ from IPython.display import clear_output, publish_display_data
 
 from ddip.output.transcript import OUR_IDS
 
-_asked: set[str] = set()
-"""Sessions of front ends that have asked whether what was typed is complete: those with a prompt."""
+_prompt_sessions: set[str] = set()
+"""Sessions of front ends with a prompt: they have asked the kernel whether the input is complete."""
 
 
 def watch_front_end(kernel: Any) -> None:
-    """Note which front ends of `kernel`, if there is one, have a prompt; until `forget`."""
+    """Record which front ends of `kernel`, if any, have a prompt, until `forget_front_end`."""
     if kernel is None:
         return
-    own = kernel.do_is_complete
+    original = kernel.do_is_complete
 
     def do_is_complete(code: str) -> Any:
-        _asked.add(kernel.get_parent("shell").get("header", {}).get("session", ""))
-        return own(code)
+        _prompt_sessions.add(kernel.get_parent("shell").get("header", {}).get("session", ""))
+        return original(code)
 
     kernel.do_is_complete = do_is_complete
 
 
 def forget_front_end(kernel: Any) -> None:
-    """Leave the kernel, if there is one, as it was."""
-    _asked.clear()
+    """Undo `watch_front_end` on `kernel`, if any."""
+    _prompt_sessions.clear()
     if kernel is not None:
         del kernel.do_is_complete
 
 
 def is_page() -> bool:
-    """Does the cell that runs have a page below it, on which what is shown can be changed?
+    """Return True if the running cell has a page whose outputs can be changed.
 
-    jupyter-console has none, nor has a terminal. It has a kernel, and tells it nothing of itself; but it has a prompt,
-    and its cells have no id, unlike those of JupyterLab's console.
+    A terminal and jupyter-console have none. The kernel recognizes jupyter-console only by its prompt and by its cells,
+    which have no id; those of JupyterLab's console have one.
     """
     kernel = getattr(get_ipython(), "kernel", None)
     if kernel is None:
         return False
     parent = kernel.get_parent("shell")
     session = parent.get("header", {}).get("session", "")
-    return session not in _asked or "cellId" in parent.get("metadata", {})
+    return session not in _prompt_sessions or "cellId" in parent.get("metadata", {})
 
 
 Bundle = dict[str, Any]
@@ -67,17 +68,20 @@ GONE: Bundle = {
     ),
     "text/plain": "",
 }
-"""In place of what is not there any more; the output itself cannot be taken away."""
+"""Invisible replacement for a display that was removed; the output itself cannot be removed from a page."""
 
-_late: collections.deque[str] = collections.deque(maxlen=1000)
-"""What came last for cells that had ended, where a terminal waits for input: a thread may go on writing for hours."""
+_late_texts: collections.deque[str] = collections.deque(maxlen=1000)
+"""The last texts for ended cells of a terminal, printed before its next cell; a thread may keep writing for hours."""
 _lock = threading.Lock()
-_told_in: ContextVar[CellOutputArea | None] = ContextVar("ddip_told_in", default=None)
-"""Where notices of this thread belong: below a cell that runs in the background."""
+_notice_area: ContextVar[CellOutputArea | None] = ContextVar("ddip_notice_area", default=None)
+"""The background cell below which this thread's notices belong; None: the running cell."""
 
 
 def publish(data: Bundle, metadata: Bundle | None = None, *, transient: Bundle, update: bool) -> None:
-    """Display a MIME bundle. In a script IPython makes a shell for it, whose module must not become ``__main__``."""
+    """Display a MIME bundle without changing ``__main__``.
+
+    In a script, IPython creates a shell for the display, whose module would replace ``__main__``.
+    """
     main = sys.modules["__main__"]
     try:
         publish_display_data(data, metadata, transient=transient, update=update)
@@ -86,61 +90,63 @@ def publish(data: Bundle, metadata: Bundle | None = None, *, transient: Bundle, 
 
 
 class CellOutputArea:
-    """The output of the cell that runs when this is made.
+    """The output area of the cell that is running when this is created.
 
-    While it runs, what is shown goes the way of the cell's own output, so that ``%%capture`` has it too. After `close`
-    it goes to the same cell by its message, and a terminal gets it, with a label, before its next cell.
+    While the cell runs, output takes the same path as the cell's own, so that ``%%capture`` captures it. After `close`
+    it is sent with the cell's request as parent; a terminal prints it, with a label, before its next cell.
     """
 
     def __init__(self) -> None:
         shell = get_ipython()
         self._kernel = getattr(shell, "kernel", None)
         self.script = _is_script(shell)
-        """Nobody types cells here."""
+        """True if no one types cells here."""
         self._parent = request()
         self._number = cell_number()
         self._stream = ""
         self.capturing = ""
-        """Which Output widget of the page has what is shown."""
+        """Model ID of the page's Output widget that captures the output; empty for none."""
         self.closed = False
-        """Has the cell ended?"""
+        """True if the cell has ended."""
         self.rich = self._kernel is not None
-        """A notebook's page: shows HTML and images, and can change what it shows."""
+        """True if there is a kernel, to whose front ends HTML and images can be sent."""
         self.changeable = is_page()
-        """Can change what it has shown."""
+        """True if outputs can be changed after they were shown."""
         self.terminal = not self.rich and sys.stdout is not None and sys.stdout.isatty()
-        """Can move its cursor."""
+        """True on a terminal whose cursor can be moved."""
         self.carrier: dict[str, Any] | None = None
-        """Request of a cell that waits for this one: changes are sent as its own, for pages that listen to no other."""
+        """Request of a cell that waits for this one, sent as parent of updates: some pages accept no other."""
         self.waited_for = False
-        """Does a cell wait for this one? Then a terminal gets what it shows as it comes."""
+        """True while a cell waits for this one, so that a terminal prints output as it comes."""
         self.beside: Bundle = {}
-        """Forms of all that the cell has shown, for programs, when it has ended: beside what is shown last."""
+        """MIME forms of the whole output, for programs, sent with the last output of an ended cell."""
         self.remembers = False
-        """Can what is shown be sent again?"""
+        """True to keep displays that have an ID for `resend`."""
         self._shown: dict[str, tuple[Bundle, Bundle | None]] = {}
 
     @contextlib.contextmanager
     def by_way_of(self, other: CellOutputArea) -> Iterator[None]:
-        """While this lasts, what is changed here is sent as if the cell of `other` did it: some pages listen to no cell
-        but the one that runs."""
-        own = self._parent, self.closed
+        """Send changes as output of the cell of `other` within the context.
+
+        Some pages accept messages only from the running cell.
+        """
+        before = self._parent, self.closed
         self._parent, self.closed = other._parent, other.closed
         try:
             yield
         finally:
-            self._parent, self.closed = own
+            self._parent, self.closed = before
 
     def close(self) -> None:
-        """The cell has ended; what comes now may come from any thread."""
+        """Mark the cell as ended; later output may come from any thread."""
         self.closed = True
 
     def write(self, stream: str, text: str) -> None:
-        """Write to ``stdout`` or ``stderr``; a terminal gets what comes late with a label."""
+        """Write to ``stdout`` or ``stderr``; after the end of the cell, a terminal labels the text."""
         if not text:
             return
         if not self.closed:
-            if stream != self._stream:  # what was written before leaves before
+            if stream != self._stream:  # keeps the order of the two streams
                 self._stream = stream
                 flush()
             _write(stream, text)
@@ -151,12 +157,12 @@ class CellOutputArea:
             flush()
         else:
             with _lock:
-                _late.append("".join(f"[cell {self._number}] {line}\n" for line in text.splitlines()))
+                _late_texts.append("".join(f"[cell {self._number}] {line}\n" for line in text.splitlines()))
 
     def show(
         self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Display a MIME bundle, or put it in place of the one with the same `display_id`."""
+        """Display a MIME bundle; with `update` it replaces the one with the same `display_id`."""
         transient = {} if display_id is None else {"display_id": display_id}
         if self.remembers and display_id is not None:
             self._shown[display_id] = data, metadata
@@ -170,18 +176,18 @@ class CellOutputArea:
             self.write("stdout", data.get("text/plain", "") + "\n")
 
     def resend(self) -> None:
-        """Send once more what can be changed, if it is remembered."""
+        """Send the remembered displays again."""
         for display_id, (data, metadata) in list(self._shown.items()):
             self.show(data, metadata, display_id, update=True)
 
     def note(self, text: str) -> None:
-        """Show a line about the cell, small and grey where that can be."""
+        """Show a line about the cell, small and grey if the front end supports that."""
         small = f'<div style="font-size:.8em;opacity:.75;text-align:right">{text}</div>'
         grey = self.terminal and str(getattr(get_ipython(), "colors", "")).lower() != "nocolor"
         self.show({"text/plain": f"\x1b[90m{text}\x1b[0m" if grey else text, "text/html": small, **self.beside})
 
     def clear(self, wait: bool) -> None:
-        """Clear what the cell has shown."""
+        """Clear the cell's output; with `wait`, when the next output comes."""
         if not self.closed:
             flush()
             clear_output(wait)
@@ -189,7 +195,7 @@ class CellOutputArea:
             self._send("clear_output", {"wait": wait})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Pass on a widget's message."""
+        """Forward a widget message to the page."""
         if self._kernel is not None:
             if not self.closed:
                 flush()
@@ -197,10 +203,10 @@ class CellOutputArea:
             self._send(header["msg_type"], message["content"], message.get("buffers"), message.get("metadata"))
 
     def capture(self, model: str) -> None:
-        """From here on the Output widget `model` on the page has what is shown; ``""``: no widget has.
+        """Let the Output widget `model` on the page capture the output from now on; ``""`` ends capturing.
 
-        A page knows by the id of the cell what it is to capture. While it does, that widget has all that belongs to the
-        cell, whichever rank it is from, and passes over updates of displays.
+        A page selects the output to capture by the ID of the cell's request. So the widget captures all output of the
+        cell, whichever rank it comes from; it ignores updates of displays.
         """
         if model != self.capturing:
             for name, message in ((self.capturing, ""), (model, self.message)):
@@ -217,19 +223,19 @@ class CellOutputArea:
 
     @property
     def message(self) -> str:
-        """Id of the request of the cell; empty where there is none."""
+        """ID of the cell's request; empty if there is none."""
         return "" if self._parent is None else str(self._parent.get("header", {}).get("msg_id", ""))
 
 
 def _is_script(shell: InteractiveShell | None) -> bool:
-    """Is there nobody who types cells? IPython makes a plain shell where there is none, to display."""
+    """Return True if no one types cells: in a script, IPython creates a plain shell on the first display."""
     return shell is None or type(shell) is InteractiveShell
 
 
 def cell_number() -> int | None:
-    """Number of the notebook's cell that runs now; None in a script.
+    """Return the number of the running notebook cell; None in a script.
 
-    Not ``execution_count``, which some releases of IPython count up when the cell begins, and others when it ends.
+    ``execution_count`` does not serve: some releases of IPython increase it when the cell begins, others at its end.
     """
     shell = get_ipython()
     if shell is None or _is_script(shell):
@@ -238,24 +244,24 @@ def cell_number() -> int | None:
 
 
 def request() -> dict[str, Any] | None:
-    """That of the notebook's cell that runs now; None where there is none."""
+    """Return the request of the running notebook cell; None without a kernel."""
     kernel = getattr(get_ipython(), "kernel", None)
     return None if kernel is None else kernel.get_parent("shell")  # type: ignore[no-any-return]
 
 
 def new_id() -> str:
-    """An id that no other output on any page has."""
+    """Return a display ID that is unique on any page."""
     return f"{OUR_IDS}{uuid.uuid4().hex[:12]}"
 
 
 def _write(stream: str, text: str) -> None:
     file = sys.stderr if stream == "stderr" else sys.stdout
-    if file is not None:  # it was closed when Python started: what is printed goes nowhere
+    if file is not None:  # None if it was closed when Python started
         file.write(text)
 
 
 def flush() -> None:
-    """Send what was written to the notebook's page."""
+    """Flush stdout and stderr, so that their text reaches the page before the next message."""
     for file in (sys.stdout, sys.stderr):
         if file is not None:
             file.flush()
@@ -263,17 +269,17 @@ def flush() -> None:
 
 @contextlib.contextmanager
 def notices_in(page: CellOutputArea) -> Iterator[None]:
-    """What ddip says of itself on this thread belongs there."""
-    token = _told_in.set(page)
+    """Show notices of this thread below the cell of `page` within the context."""
+    token = _notice_area.set(page)
     try:
         yield
     finally:
-        _told_in.reset(token)
+        _notice_area.reset(token)
 
 
 def notify(text: str) -> None:
-    """Say something of ddip's own while a cell runs."""
-    page = _told_in.get()
+    """Print a notice of ddip to stderr below the cell."""
+    page = _notice_area.get()
     if page is not None:
         page.write("stderr", f"ddip: {text}\n")
         return
@@ -282,16 +288,16 @@ def notify(text: str) -> None:
 
 
 class Notice:
-    """Something of ddip's own that is true for a while."""
+    """A notice of ddip that is replaced when it is no longer true."""
 
     def __init__(self, text: str) -> None:
-        self._page = _told_in.get()
+        self._page = _notice_area.get()
         changeable = is_page() if self._page is None else self._page.changeable
         self._id = new_id() if changeable else ""
         self._show(text, update=False)
 
     def replace(self, text: str) -> None:
-        """It is not true any more; where what was shown cannot be changed, it stays."""
+        """Replace the notice by `text`; if the front end cannot change outputs, the notice stays."""
         if self._id:
             self._show(text, update=True)
 
@@ -308,26 +314,26 @@ class Notice:
 
 
 def stop_name() -> str:
-    """What ends a cell here: a notebook has a button, a terminal has not."""
+    """Return the name of what stops a cell: the button of a notebook, or Ctrl-C in a terminal."""
     return "the stop button" if is_page() else "Ctrl-C"
 
 
 def notify_late() -> None:
-    """Before a terminal's cell: what came since the last."""
+    """Print the late output of ended cells; called before each cell of a terminal."""
     with _lock:
-        texts = list(_late)
-        _late.clear()
+        texts = list(_late_texts)
+        _late_texts.clear()
     if texts:
         _write("stdout", "".join(texts))
         flush()
 
 
 PAGES = ("page", "set_next_input")
-"""What a cell may ask of the notebook, besides output."""
+"""Payload sources that a rank's cell may send to the notebook: a page for the pager, text for the next cell."""
 
 
 def show_pages(payload: Sequence[dict[str, Any]]) -> bool:
-    """Show what is in the `payload` of a rank's reply; returns False if there is nothing."""
+    """Show pages and set next inputs from a rank's reply `payload`; return False if there are none."""
     shell = get_ipython()
     pages = [page for page in payload if page.get("source") in PAGES]
     if not pages or shell is None:

@@ -1,4 +1,4 @@
-"""What ddip itself is doing, as one line with a bar that changes in place, in a notebook and in a terminal."""
+"""The progress of ddip's operations, shown as one line with a bar that changes in place."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ddip.output.area import is_page, new_id
 
 
 class Report(Protocol):
-    """Whoever wants to know what is under way."""
+    """A callback that receives progress."""
 
     def __call__(self, text: str, share: float | None = None) -> None:
-        """Now this; so much of the whole is done, from 0 to 1."""
+        """Report the step `text`, with the completed share of the whole operation from 0 to 1."""
 
 
 WIDTH = 20
-"""Of a bar, characters."""
+"""Width of a bar in characters."""
 
 
 class Progress:
-    """Tells what is under way; nothing before it has taken `after` seconds."""
+    """A line that shows the current step of an operation, once that has taken `after` seconds."""
 
     def __init__(self, after: float = 0.0) -> None:
         self._page = is_page()
@@ -37,15 +37,15 @@ class Progress:
         )
         self._id = new_id()
         self._last = ""
-        self._from = time.monotonic() + after
+        self._visible_from = time.monotonic() + after
 
     def __call__(self, text: str, share: float | None = None) -> None:
-        """Show `text`, and how much of it is done, from 0 to 1, instead of what was shown before."""
-        if time.monotonic() >= self._from:
+        """Show `text`, and a bar for the completed `share` from 0 to 1, in place of the previous text."""
+        if time.monotonic() >= self._visible_from:
             self._show(text, share)
 
     def _show(self, text: str, share: float | None) -> None:
-        line = text if share is None else f"{text}  {_bar(share)}"
+        line = text if share is None else f"{text}  {_draw_bar(share)}"
         if line == self._last:
             return
         if self._page:
@@ -61,11 +61,11 @@ class Progress:
 
     @property
     def shown(self) -> bool:
-        """Has anything been?"""
+        """True if anything has been shown."""
         return bool(self._last)
 
     def end(self, text: str) -> None:
-        """Leave `text` as the last word; an empty one where nothing was shown leaves nothing."""
+        """Replace the line by `text`; an empty `text` removes it."""
         if self._page:
             if text or self._last:
                 self._show(text, None)
@@ -77,6 +77,6 @@ class Progress:
             print(text)
 
 
-def _bar(share: float) -> str:
+def _draw_bar(share: float) -> str:
     done = round(WIDTH * min(1.0, max(0.0, share)))
     return "━" * done + "╌" * (WIDTH - done)

@@ -1,9 +1,9 @@
-"""Widgets of ranks: what their messages say, who passes them on, and progress bars (``tqdm.auto``) as text.
+"""Widgets of ranks: their messages, the interfaces that relay these, and progress bars (``tqdm.auto``) as text.
 
-The text of a widget is written once, when it is displayed: of a bar it says 0 %. It is all that GitHub, ``nbconvert``
-and a page without the state of widgets have. So it is written anew at the end of each cell in which a bar has moved.
+The text form of a widget is written once, when the widget is displayed; that of a bar says 0 %. GitHub, ``nbconvert``
+and pages without widget state show only this text. So ddip updates it at the end of each cell that has moved a bar.
 
-It is made of what the messages of the widgets say, not asked of the rank: there, tqdm's bar is gone when its loop ends.
+The text is derived from the widgets' messages. The rank cannot supply it: tqdm's bar is deleted when its loop ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ REFERENCE = "IPY_MODEL_"
 
 
 def state_in(message: Message) -> dict[str, Any]:
-    """What of a widget changes with `message`; what a rank sends may be odd."""
+    """Return the widget state in `message`; empty if it has none, as in a malformed message."""
     data = message["content"].get("data")
     state = data.get("state") if isinstance(data, dict) else None
     return state if isinstance(state, dict) else {}
 
 
 def parts(state: object) -> set[str]:
-    """The widgets that stand in `state`: children, a layout, a style."""
+    """Return the IDs of the widgets that `state` refers to, such as children, a layout or a style."""
     if isinstance(state, str):
         return {state.removeprefix(REFERENCE)} if state.startswith(REFERENCE) else set()
     if isinstance(state, dict):
@@ -41,10 +41,10 @@ def parts(state: object) -> set[str]:
 
 
 def merge(opened: Message, changed: Message) -> None:
-    """Have the message that opens a widget say what has changed since; values of bytes are in its buffers."""
+    """Merge the state in `changed`, and its binary buffers, into the message that opens the widget."""
     state = state_in(opened)
     if not state:
-        return  # no widget: a library's own
+        return  # a comm of a library, not a widget
     new = state_in(changed)
     data, buffers = opened["content"]["data"], list(opened.get("buffers") or [])
     paths = list(data.get("buffer_paths") or [])
@@ -59,52 +59,53 @@ def merge(opened: Message, changed: Message) -> None:
 BARS = ("FloatProgressModel", "IntProgressModel")
 TEXTS = ("HTMLModel", "LabelModel")
 BOXES = {"HBoxModel": "", "BoxModel": "", "VBoxModel": "\n"}
-"""And what stands between what is in them."""
+"""Box models, and the text that separates their children."""
 KEYS = ("_model_name", "children", "value", "min", "max", "description")
-"""What of a widget's state is kept."""
+"""Keys of a widget's state that are kept."""
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 WIDTH = 10
-"""Characters of a bar, as of tqdm's in text."""
+"""Width of a bar in characters, the same as in tqdm's text."""
 KEPT_MODELS = 2_000
 KEPT_BARS = 500
-"""Those that moved last: a long notebook makes thousands."""
+"""Maximum number of bars; those that moved last are kept, because a long notebook creates thousands."""
 TAG = re.compile(r"<[^>]*>")
 
 
 @dataclass
 class Shown:
-    """A bar that is displayed."""
+    """A displayed progress bar."""
 
     cell: Any
-    """Whoever shows it: a ``CellOutput``."""
+    """The ``CellOutput`` that shows it."""
     rank: int
     display_id: str
     data: Bundle
     metadata: Bundle
     gone: bool = False
-    """Has the rank closed it, as tqdm does with ``leave=False``?"""
+    """True if the rank has closed it, as tqdm does with ``leave=False``."""
 
 
 class WidgetBars:
-    """The bars of a group, over all its cells; several threads may tell of them."""
+    """The progress bars of a group in all its cells; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._models: dict[str, dict[str, Any]] = {}
         self._shown: collections.OrderedDict[str, Shown] = collections.OrderedDict()
-        """By the widget that is displayed; the one that moved last is the last."""
+        """Bars by the ID of the displayed widget; the one that moved last is at the end."""
         self._within: dict[str, str] = {}
-        """Widgets, and the displayed one that they are in."""
+        """The displayed widget that contains each widget, by ID."""
         self._moved: dict[str, None] = {}
+        """Displayed widgets whose bars have changed since the last call of `moved`, in order."""
 
     def open(self, model: str, state: dict[str, Any]) -> None:
-        """A rank has made a widget."""
+        """Record a widget that a rank has created."""
         if state.get("_model_name") in (*BARS, *TEXTS, *BOXES):
             with self._lock:
                 self._models[model] = {key: state[key] for key in KEYS if key in state}
 
     def change(self, model: str, state: dict[str, Any]) -> None:
-        """A widget's state changes."""
+        """Record a change of a widget's state."""
         with self._lock:
             known = self._models.get(model)
             if known is None:
@@ -114,64 +115,64 @@ class WidgetBars:
                 self._moved[self._within[model]] = None
 
     def close(self, model: str) -> None:
-        """The rank has closed a widget."""
+        """Record that the rank has closed a widget."""
         with self._lock:
             if model in self._shown:
                 self._shown[model].gone = True
                 self._moved[model] = None
 
     def display(self, cell: Any, rank: int, data: Bundle, metadata: Bundle) -> str | None:
-        """The id with which `cell` displays a bundle, so that its text can be written anew; None if it is no bar."""
+        """Return the display ID under which `cell` can update a bundle later; None if it is not a bar."""
         view = data.get(WIDGET)
         model = view.get("model_id") if isinstance(view, dict) else None
         with self._lock:
-            if not isinstance(model, str) or self._text(model) is None:
+            if not isinstance(model, str) or self._widget_text(model) is None:
                 return None
-            parts = list(self._parts(model))
-            if not any(self._models[part]["_model_name"] in BARS for part in parts):
+            ids = list(self._widget_ids(model))
+            if not any(self._models[part]["_model_name"] in BARS for part in ids):
                 return None
             if model not in self._shown:
                 self._shown[model] = Shown(cell, rank, new_id(), data, metadata)
-            self._within.update(dict.fromkeys(parts, model))
+            self._within.update(dict.fromkeys(ids, model))
             return self._shown[model].display_id
 
     def moved(self) -> list[Shown]:
-        """The bars whose text is another one than when this was asked last."""
+        """Return the bars whose text has changed since the last call."""
         with self._lock:
             moved, self._moved = list(self._moved), {}
-            changed = [self._shown[model] for model in moved if self._write(model)]
+            changed = [self._shown[model] for model in moved if self._update_text(model)]
             for model in moved:
                 if self._shown[model].gone:
-                    self._forget(model)
+                    self._forget_bar(model)
             while len(self._shown) > KEPT_BARS:
-                self._forget(next(iter(self._shown)))
+                self._forget_bar(next(iter(self._shown)))
             for model in [model for model in self._models if model not in self._within][:-KEPT_MODELS]:
                 del self._models[model]
             return changed
 
-    def _write(self, model: str) -> bool:
-        """Write the text anew; returns whether it is another one."""
-        shown, text = self._shown[model], self._text(model)
+    def _update_text(self, model: str) -> bool:
+        """Update the text of a displayed bar, and return True if it has changed."""
+        shown, text = self._shown[model], self._widget_text(model)
         self._shown.move_to_end(model)
         data = shown.data if text is None else {**shown.data, "text/plain": text}
-        if shown.gone:  # of a widget that is closed, JupyterLab would say that it cannot find it
+        if shown.gone:  # JupyterLab would show an error for a closed widget
             data = {"text/plain": ""}
         before, shown.data = shown.data, data
         return data != before
 
-    def _forget(self, shown: str) -> None:
-        del self._shown[shown]
-        for part in [part for part, whole in self._within.items() if whole == shown]:
+    def _forget_bar(self, model: str) -> None:
+        del self._shown[model]
+        for part in [part for part, whole in self._within.items() if whole == model]:
             del self._within[part]
             self._models.pop(part, None)
 
-    def _parts(self, model: str) -> Iterator[str]:
+    def _widget_ids(self, model: str) -> Iterator[str]:
         yield model
-        for child in _children(self._models[model]):
-            yield from self._parts(child)
+        for child in _child_ids(self._models[model]):
+            yield from self._widget_ids(child)
 
-    def _text(self, model: str) -> str | None:
-        """None if there is something in it of which nothing is known here."""
+    def _widget_text(self, model: str) -> str | None:
+        """Return the text of a widget and its children; None if one of them is of an unknown kind."""
         state = self._models.get(model)
         if state is None:
             return None
@@ -179,21 +180,21 @@ class WidgetBars:
         if kind in TEXTS:
             return html.unescape(TAG.sub("", str(state.get("value", "")))).replace("\u2007", " ")  # tqdm's blanks
         if kind in BARS:
-            return f"{state.get('description') or ''} |{_drawn(state)}|".lstrip()
-        children = _children(state)
-        texts = [text for text in map(self._text, children) if text is not None]
+            return f"{state.get('description') or ''} |{_draw_bar(state)}|".lstrip()
+        children = _child_ids(state)
+        texts = [text for text in map(self._widget_text, children) if text is not None]
         if len(texts) < len(children):
             return None
         return BOXES[kind].join(texts)
 
 
-def _children(state: dict[str, Any]) -> Sequence[str]:
+def _child_ids(state: dict[str, Any]) -> Sequence[str]:
     children = state.get("children")
     return [str(child).removeprefix("IPY_MODEL_") for child in children] if isinstance(children, list) else []
 
 
-def _drawn(state: dict[str, Any]) -> str:
-    """As tqdm draws it in text."""
+def _draw_bar(state: dict[str, Any]) -> str:
+    """Draw a bar in the style of tqdm's text."""
     numbers = [state.get(key) for key in ("min", "max", "value")]
     low, high, value = (number if isinstance(number, (int, float)) else 0 for number in numbers)
     share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.0
@@ -202,44 +203,44 @@ def _drawn(state: dict[str, Any]) -> str:
 
 
 class WidgetCell(Protocol):
-    """A cell that shows widgets, as whoever passes on their messages sees it."""
+    """A cell that shows widgets: the interface for the relay of widget messages."""
 
     page: CellOutputArea
 
     def late(self, rank: int, message: Message) -> None:
-        """What came when the cell had ended."""
+        """Show a message that came after the end of the cell."""
 
     def keeps(self, rank: int, model: str) -> bool:
-        """Does the tab of the rank show what this Output widget captures?"""
+        """Return True if the rank's tab shows the captured output of this Output widget."""
 
     def take(self, rank: int, model: str) -> list[Item]:
-        """What it has captured; the page shows it from here on."""
+        """Remove the captured output of an Output widget from the tab and return it; the page then shows it."""
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """The rank has closed the widget."""
+        """Remove a widget that the rank has closed."""
 
 
 class Comms(Protocol):
-    """Whoever passes on the messages of widgets."""
+    """The relay of widget messages between ranks and pages."""
 
     bars: WidgetBars
-    """What is known of those that are progress bars."""
+    """The progress bars among the widgets."""
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
-        """A message of a widget of `rank`, which came with the output of `cell`."""
+        """Relay a widget message of `rank` that came with the output of `cell`."""
 
     def show(self, name: str, cell: WidgetCell) -> None:
-        """`cell` shows the widget: what its callbacks show later belongs there."""
+        """Record that `cell` shows the widget, so that later output of its callbacks belongs there."""
 
     def cell_of(self, name: str) -> WidgetCell | None:
-        """Where the widget is shown, or was made."""
+        """Return the cell that shows the widget, else the one that created it; None if it is unknown."""
 
     def tell(self, name: str, page: CellOutputArea) -> None:
-        """Have the page know the widget."""
+        """Send the widget, and those in it, to `page`, unless the page has them."""
 
 
 def replay(view: Plain, rank: int, items: Sequence[Item]) -> None:
-    """Show `items` of `rank` once more."""
+    """Show `items` of `rank` again in `view`."""
     for item in items:
         if isinstance(item, Text):
             view.text(rank, item.stream, item.screen.text, None)

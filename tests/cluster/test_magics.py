@@ -433,7 +433,7 @@ def test_autodip_does_not_make_a_line_incomplete(notebook: Notebook) -> None:
     notebook.client.is_complete("x = 1")
     assert notebook.client.get_shell_msg(timeout=10)["content"]["status"] == "complete"
     assert "── rank" not in notebook.ok("%%dip -S all\nprint(rank)").text  # no page asks that, but jupyter-console
-    notebook.ok("%%dip local\nfrom ddip.output import area as frontend\nfrontend._asked.clear()")
+    notebook.ok("%%dip local\nfrom ddip.output import area as frontend\nfrontend._prompt_sessions.clear()")
 
 
 def test_quotes_around_arguments_are_taken_off(notebook: Notebook) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page
 
-from ddip.output.page.markup import contained
+from ddip.output.page.markup import contain_html
 from ddip.output.page.tab_page import STYLE
 from tests.unit.test_markup import NASTY
 
@@ -45,7 +45,7 @@ def page(lab: Lab) -> Iterator[Page]:
 @pytest.mark.parametrize("source", NASTY)
 def test_nothing_breaks_out_of_its_tab(page: Page, source: str, whole: bool) -> None:
     """Neither as nbconvert writes it nor as JupyterLab puts it into its page."""
-    body = f"{BEFORE}{contained(source)}{AFTER}"
+    body = f"{BEFORE}{contain_html(source)}{AFTER}"
     if whole:
         page.set_content(f"<!DOCTYPE html><head>{STYLE}</head><body><main id='main'>{body}</main></body>")
     else:
@@ -69,7 +69,7 @@ def test_the_sources_break_out_where_nothing_holds_them(page: Page) -> None:
 
 
 def test_a_style_of_the_rank_applies_to_its_own_output(page: Page) -> None:
-    styled = contained("<style>#T_1 td { color: rgb(1, 2, 3) } td { top: 1px }</style><table id='T_1'><td>x</table>")
+    styled = contain_html("<style>#T_1 td { color: rgb(1, 2, 3) } td { top: 1px }</style><table id='T_1'><td>x</table>")
     page.set_content(f"<!DOCTYPE html>{STYLE}<div class='ddip-shown'>{styled}</div><table><td>y</table>")
     colours = page.evaluate("() => [...document.querySelectorAll('td')].map(cell => getComputedStyle(cell).color)")
     assert colours == ["rgb(1, 2, 3)", "rgb(0, 0, 0)"]
@@ -103,12 +103,12 @@ def test_no_order_of_tags_breaks_out(page: Page) -> None:
         return draw.choice([f"<{name}>", f"<{name}>", f"<{name}/>", f"<{name} encoding=text/html>", f"</{name}>", "x"])
 
     sources = ["".join(tag() for _ in range(draw.randrange(2, 9))) for _ in range(10_000)]
-    assert page.evaluate(IN_PLACE, [f"{BEFORE}{contained(source)}{AFTER}" for source in sources]) == []
+    assert page.evaluate(IN_PLACE, [f"{BEFORE}{contain_html(source)}{AFTER}" for source in sources]) == []
     assert len(page.evaluate(IN_PLACE, [f"{BEFORE}{source}{AFTER}" for source in sources])) > 1000
 
 
 def test_what_is_wider_than_the_page_can_be_scrolled_to(page: Page) -> None:
-    wide = contained("<table><tr>" + "<td>a cell</td>" * 200 + "</table>")
+    wide = contain_html("<table><tr>" + "<td>a cell</td>" * 200 + "</table>")
     page.set_content(f"<!DOCTYPE html>{STYLE}<div class='ddip-shown'>{wide}</div>")
     scrolled = """() => {
         const last = [...document.querySelectorAll("td")].pop()

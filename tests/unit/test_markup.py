@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ddip.output.page.markup import BEGIN, END, OPTIONAL, VOID, contained, picture
+from ddip.output.page.markup import BEGIN, END, OPTIONAL, VOID, contain_html, picture_html
 
 NASTY = [
     "</div></div></div>",
@@ -82,14 +82,14 @@ class Balance(HTMLParser):
 
 @pytest.mark.parametrize("source", NASTY)
 def test_what_is_begun_is_ended_and_nothing_else(source: str) -> None:
-    page = contained(source)
+    page = contain_html(source)
     balance = Balance()
     balance.feed(page)
     balance.close()
     assert balance.open == []
     assert page.startswith(BEGIN) and page.endswith(END)
     assert not re.search(r"<(/?body|base|meta|plaintext|script|!)", page)
-    assert contained(page).count("<") == page.count("<") + 4  # nothing more to mend
+    assert contain_html(page).count("<") == page.count("<") + 4  # nothing more to mend
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_begun_is_ended_and_nothing_else(source: str) -> None:
     ],
 )
 def test_what_is_well_formed_stays_as_it_is(source: str) -> None:
-    assert contained(source).lower() == f"{BEGIN}{source}{END}".lower()
+    assert contain_html(source).lower() == f"{BEGIN}{source}{END}".lower()
 
 
 @pytest.mark.parametrize(
@@ -122,25 +122,25 @@ def test_what_is_well_formed_stays_as_it_is(source: str) -> None:
 )
 def test_what_a_browser_ends_is_ended_with_all_that_is_in_it(source: str, page: str) -> None:
     """Else an end tag that is written for it would end something of the page."""
-    assert contained(source) == f"{BEGIN}{page}{END}"
+    assert contain_html(source) == f"{BEGIN}{page}{END}"
 
 
 def test_styles_are_those_of_the_ranks_own_output() -> None:
     rules = ".dataframe th { color: red; }\n@media print { #T_1 > td { content: '}' } }"
-    assert contained(f"<style scoped>{rules}</style>x") == (f"{BEGIN}<style>.ddip-html{{{rules}\n}}</style>x{END}")
-    assert ".ddip-root{--color:red}" in contained("<style>:root{--color:red}</style>")
-    assert ".ddip-html{ a{--color:red} \n}" in contained("<style><!--a{--color:red}--></style>")  # as Word writes it
+    assert contain_html(f"<style scoped>{rules}</style>x") == (f"{BEGIN}<style>.ddip-html{{{rules}\n}}</style>x{END}")
+    assert ".ddip-root{--color:red}" in contain_html("<style>:root{--color:red}</style>")
+    assert ".ddip-html{ a{--color:red} \n}" in contain_html("<style><!--a{--color:red}--></style>")  # as Word writes it
     for source in (
         "<style>} *{x:y} a{</style>",
         "<style>a{</style>",
         "<style>:not(&){x:y}</style>",
         "<style>a{x:'y</style>",
     ):
-        assert "<style>" not in contained(source)
+        assert "<style>" not in contain_html(source)
 
 
 def test_names_of_the_tabs_own_elements_are_changed() -> None:
-    page = contained("<i id=ddip-1 class='a ddip-shown b' name=ddip for=myddip data-x=ddip>")
+    page = contain_html("<i id=ddip-1 class='a ddip-shown b' name=ddip for=myddip data-x=ddip>")
     assert '<i id="x-ddip-1" class="a x-ddip-shown b" name="x-ddip" for="myddip" data-x="ddip">' in page
 
 
@@ -164,26 +164,26 @@ def test_names_of_the_tabs_own_elements_are_changed() -> None:
 )
 def test_long_nonsense_takes_no_longer_than_its_length(piece: str) -> None:
     began = time.process_time()
-    contained(piece * (200_000 // len(piece)))
-    contained(f"<style>{piece * (200_000 // len(piece))}</style>")
+    contain_html(piece * (200_000 // len(piece)))
+    contain_html(f"<style>{piece * (200_000 // len(piece))}</style>")
     assert time.process_time() - began < 5
 
 
 def test_a_picture_is_data_and_nothing_else() -> None:
     good = {"image/png": "AAAA\nBBB=\n", "text/plain": '<"Figure">'}
-    assert picture(good, {"image/png": {"width": '3" onload="x'}}) == (
+    assert picture_html(good, {"image/png": {"width": '3" onload="x'}}) == (
         '<div><img src="data:image/png;base64,AAAABBB=" alt="&lt;&quot;Figure&quot;&gt;" '
         'width="3&quot; onload=&quot;x"></div>'
     )
     for bad in ('"><script>', "AA=A", "", 7, None):
-        page = picture({"image/png": bad}, {}) or ""
+        page = picture_html({"image/png": bad}, {}) or ""
         assert page.startswith("<pre>") and "<img" not in page and "<script" not in page
-    assert picture({"text/plain": "x"}, {}) is None
+    assert picture_html({"text/plain": "x"}, {}) is None
 
 
 def test_a_drawing_runs_nothing_and_restyles_nothing() -> None:
     source = '<?xml version="1.0"?><svg width="3"><style>*{display:none}</style><script>alert(1)</script></div>'
-    page = picture({"image/svg+xml": source}, {}) or ""
+    page = picture_html({"image/svg+xml": source}, {}) or ""
     encoded = re.fullmatch(r'<div><img src="data:image/svg\+xml;base64,([\w+/=]+)" alt=""></div>', page)
     assert encoded is not None
     drawn = base64.b64decode(encoded[1]).decode()

@@ -146,7 +146,7 @@ def test_bytes_travel_beside_the_json() -> None:
 
 @pytest.mark.parametrize(("now", "timeout", "seconds"), [(False, None, None), (True, None, 5.0), (True, "20", 20.0)])
 def test_seconds(now: bool, timeout: str | None, seconds: float | None) -> None:
-    assert arguments.seconds_of_now(SimpleNamespace(now=now, timeout=timeout), "") == seconds
+    assert arguments.peek_timeout(SimpleNamespace(now=now, timeout=timeout), "") == seconds
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_seconds(now: bool, timeout: str | None, seconds: float | None) -> None:
 )
 def test_bad_seconds(now: bool, timeout: str, text: str) -> None:
     with pytest.raises(BadInput, match=text):
-        arguments.seconds_of_now(SimpleNamespace(now=now, timeout=timeout), f"x -t {timeout}")
+        arguments.peek_timeout(SimpleNamespace(now=now, timeout=timeout), f"x -t {timeout}")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ddip.output.terminal_text import Screen, moves
+from ddip.output.terminal_text import Screen, moves_cursor
 
 
 def shown(*texts: str, limit: int = 10_000) -> str:
@@ -98,5 +98,5 @@ def test_whole_lines_are_taken_and_the_rest_stays() -> None:
 
 
 def test_plain_lines_do_not_move_the_cursor() -> None:
-    assert not moves("a\nb\r\n\x1b[31mred\x1b[0m\n")
-    assert moves("\r50%") and moves("\x1b[A") and moves("a\x08")
+    assert not moves_cursor("a\nb\r\n\x1b[31mred\x1b[0m\n")
+    assert moves_cursor("\r50%") and moves_cursor("\x1b[A") and moves_cursor("a\x08")

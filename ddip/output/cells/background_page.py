@@ -1,12 +1,14 @@
-"""The output of a cell that goes on while others run: all its places are on the page before its request has ended.
+"""The output of a cell that runs in the background while other cells run.
 
-    cell 5 runs in the background on ranks 0-3            becomes: how it has ended
-    tabs, also of one rank                                changed in place
+The page gets all displays of the cell before its request ends:
+
+    cell 5 runs in the background on ranks 0-3            becomes: the outcome
+    tabs, even for one rank                               updated in place
     (nothing)                                             becomes: a report, such as a profile
     (nothing)                                             becomes: the error
 
-Then all that follows are changes of displays, which a page that has gone on to other cells still takes. `Differing`
-is the output of a cell that the notebook has run as well: only ranks that have shown something else.
+All later output updates these displays, which a page accepts even while other cells run. `Differing` shows a cell that
+also ran in the notebook: only the ranks whose output differs from the notebook's.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ddip.output.widgets import Comms, Message
 
 
 class BackgroundOutput(CellOutput):
-    """May be called on any thread, from the beginning. `begins` is what it says first."""
+    """The output of a background cell, which shows `begins` at first; any thread may call its methods."""
 
     def __init__(
         self,
@@ -40,8 +42,8 @@ class BackgroundOutput(CellOutput):
     ) -> None:
         self._begins = begins
         self._status, self._more, self._error = new_id(), new_id(), new_id()
-        self._how: tuple[str, str, Bundle] | None = None
-        """It has ended."""
+        self._end_arguments: tuple[str, str, Bundle] | None = None
+        """Arguments of `end`; None until the cell has ended."""
         super().__init__(show_ranks, display, quiet=quiet, comms=comms)
         if self.page.changeable:
             self.page.show(GONE, None, self._more)
@@ -54,19 +56,22 @@ class BackgroundOutput(CellOutput):
                 self.page.write("stdout", f"{self._begins}\n")
             return super()._new_view()
         tabs = Tabs(self.page, sorted(self.show_ranks) or [0], self.display.max_output_chars)
-        self.page.show(_small(self._begins), None, self._status)
+        self.page.show(_status_bundle(self._begins), None, self._status)
         tabs.reserve(buttons=True)
         self.page.remembers = True
         return tabs
 
     def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
-        """See `CellOutput`; the line at the top says what the note says, and has what is `beside` all that."""
+        """Show the rest of the output as `CellOutput` does.
+
+        `note` is omitted, as the first line shows the outcome; `beside` is added to that line if it can be changed.
+        """
         shown = super().finish(errors, "", dict if self.page.changeable else beside)
         self._finished = errors or {}, note, beside
         return shown
 
     def show_more(self, data: Bundle) -> None:
-        """Something about the cell, below what its ranks show."""
+        """Show a report about the cell below the output of its ranks."""
         if self.page.changeable:
             self.page.show(data, None, self._more, update=True)
         else:
@@ -75,45 +80,47 @@ class BackgroundOutput(CellOutput):
             if isinstance(copy, BackgroundOutput):
                 copy.show_more(data)
 
-    def end(self, text: str, told: str, beside: Bundle) -> None:
-        """The cell has ended, as `text` says; `told` is its error, empty if it went well. `beside` it is the same for
-        programs."""
-        with lock:
-            self._end(text, told, beside)
+    def end(self, text: str, error: str, beside: Bundle) -> None:
+        """Show the outcome `text` in the first line, and `error`, which is empty if the cell succeeded.
 
-    def _end(self, text: str, told: str, beside: Bundle) -> None:
+        `beside` holds the MIME forms of the output for programs.
+        """
+        with lock:
+            self._show_end(text, error, beside)
+
+    def _show_end(self, text: str, error: str, beside: Bundle) -> None:
         if self.page.changeable:
-            self.page.show({**_small(text), **beside}, None, self._status, update=True)
-            if told:
-                self.page.show(_error(told), None, self._error, update=True)
+            self.page.show({**_status_bundle(text), **beside}, None, self._status, update=True)
+            if error:
+                self.page.show(_error_bundle(error), None, self._error, update=True)
         elif not self.page.script:
             self.page.write("stdout", f"{text}\n")
-            if told:
-                self.page.write("stderr", f"{told}\n")
-        self._how = text, told, beside
+            if error:
+                self.page.write("stderr", f"{error}\n")
+        self._end_arguments = text, error, beside
         if self._finished is not None:
             self._finished = *self._finished[:2], lambda: beside
         for copy in self._copies:
             if isinstance(copy, BackgroundOutput):
-                copy.end(text, told, beside)
+                copy.end(text, error, beside)
 
     def show_again(self, into: CellOutput, ended: Mapping[int, bool]) -> None:
-        """See `CellOutput`."""
+        """Show the cell again (see `CellOutput`), with its outcome if it has ended."""
         super().show_again(into, ended)
-        if self._how is not None and isinstance(into, BackgroundOutput):
-            into.end(*self._how)
+        if self._end_arguments is not None and isinstance(into, BackgroundOutput):
+            into.end(*self._end_arguments)
 
     @contextlib.contextmanager
     def shown_by_the_cell_that_waits(self) -> Iterator[None]:
-        """While this lasts, changes are sent as the cell that runs now would send them, and once all that is there.
+        """Send updates as output of the running cell within the context, and first all displays again.
 
-        Some pages, and programs such as nbconvert, listen to no other.
+        Some pages, and programs such as nbconvert, accept messages only from the running cell.
         """
         try:
-            with lock:  # else what is sent again could come behind what has changed meanwhile
+            with lock:  # otherwise a display could be sent again after a newer update
                 self.page.carrier = request()
                 self.page.resend()
-                notify_late()  # it has no place of its own in a terminal
+                notify_late()  # a terminal has no separate area for the cell
                 self.page.waited_for = True
             yield
         finally:
@@ -121,30 +128,33 @@ class BackgroundOutput(CellOutput):
             self.page.waited_for = False
 
 
-def _small(text: str) -> Bundle:
+def _status_bundle(text: str) -> Bundle:
     return {
         "text/plain": text,
         "text/html": f'<div class="ddip-status" style="font-size:.85em;opacity:.8">{to_html(text)}</div>',
     }
 
 
-def _error(text: str) -> Bundle:
+def _error_bundle(text: str) -> Bundle:
     return {"text/plain": plain(text), "text/html": f'<pre class="ddip-error">{to_html(text)}</pre>'}
 
 
 Shown = tuple[str, str]
-"""stdout with the value of the last line, and stderr."""
+"""Text of stdout with the value of the last line, and of stderr."""
 
 
 class Differing(CellOutput):
-    """Shows what ranks have to say when the cell has ended, of those that do not repeat what it has shown `here`."""
+    """The output of ranks that differs from `here`, the output in the notebook; shown at the end."""
 
     def __init__(self, ranks: Sequence[int], display: DisplayOptions, here: Shown, *, comms: Comms) -> None:
         super().__init__(ranks, display, quiet=True, comms=comms)
         self._here = here
 
     def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
-        """See `CellOutput`; each rank is named, since a line without a name is the notebook's."""
+        """Show the ranks that differ, and finish as `CellOutput` does.
+
+        Even a single rank has a label, because text without one is the notebook's.
+        """
         self.show_ranks = frozenset(rank for rank in self.show_ranks if self._differs(rank))
         self._kept = [(rank, message) for rank, message in self._kept or [] if rank in self.show_ranks]
         limit = self.display.max_output_chars
@@ -157,7 +167,7 @@ class Differing(CellOutput):
 
 
 def shown_by(messages: Sequence[Message]) -> Shown:
-    """What they say, as text."""
+    """Return the text of `messages`."""
     out, err = "", ""
     for message in messages:
         content = message["content"]

@@ -1,4 +1,4 @@
-"""A cell as plain data: what each rank has shown, and how it has ended there. Pure functions."""
+"""A cell as plain data: the output and outcome on each rank. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MESSAGE_CHARACTERS = 5_000
 
 @dataclass(frozen=True)
 class Part:
-    """What is known of a cell on one rank."""
+    """State, error and output of a cell on one rank."""
 
     state: PartState
     seconds: float | None = None
     error: RankError | None = None
     text: str | None = None
-    """None: it is not shown."""
+    """Text of the output; None if the rank's output is not shown."""
     truncated: bool = False
 
 
 def cell_data(number: int, outcome: CellOutcome | None, seconds: float, parts: Mapping[int, Part]) -> CellData:
-    """The data of one cell; text that several ranks have shown is there once."""
+    """Return the data of one cell, with text that several ranks have shown only once."""
     first: dict[str, int] = {}
     ranks = {}
     for rank, part in sorted(parts.items()):
@@ -46,7 +46,7 @@ def cell_data(number: int, outcome: CellOutcome | None, seconds: float, parts: M
 
 
 def state_of(error: RankError | None, replied: bool, outcome: CellOutcome | None, begun: bool = True) -> PartState:
-    """What has become of a cell on a rank that raised `error`, if any, and has `replied` or not."""
+    """Return the state of a cell on a rank that raised `error`, if any, and has `replied` or not."""
     if error is not None and error.name == RANK_ENDED:
         return "ended"
     if not begun:
@@ -61,11 +61,11 @@ def state_of(error: RankError | None, replied: bool, outcome: CellOutcome | None
 
 
 def error_data(error: RankError) -> ErrorData:
-    """An error without colours, and of bounded length."""
+    """Return an error as data without colours, its texts cut to their last characters."""
     return {
         "name": error.name,
-        "message": _end(readable(plain(error.message)), MESSAGE_CHARACTERS),
-        "traceback": _end(readable(plain(error.traceback)), TEXT_CHARACTERS),
+        "message": _last_characters(readable(plain(error.message)), MESSAGE_CHARACTERS),
+        "traceback": _last_characters(readable(plain(error.traceback)), TEXT_CHARACTERS),
         "waited": error.waited,
     }
 
@@ -73,17 +73,19 @@ def error_data(error: RankError) -> ErrorData:
 def texts(
     messages: Iterable[tuple[int, Message]], ranks: Iterable[int], limit: int, most: int = TEXT_CHARACTERS
 ) -> dict[int, tuple[str, bool]]:
-    """What each of `ranks` shows by its `messages`, as text without colours; and whether more than its `most` last
-    characters are missing. `limit` is that of the views."""
+    """Return the text that each of `ranks` shows, without colours, and True if that is cut to its end.
+
+    The end has at most `most` characters. `limit` is the length above which a view omits the middle.
+    """
     transcripts = {rank: RankTranscript(limit) for rank in ranks}
     for rank, message in messages:
         if rank in transcripts:
-            _add(transcripts[rank], message)
+            _add_message(transcripts[rank], message)
     whole = {rank: readable(plain_of(transcript.items)) for rank, transcript in transcripts.items()}
-    return {rank: (_end(text, most), len(text) > most) for rank, text in whole.items()}
+    return {rank: (_last_characters(text, most), len(text) > most) for rank, text in whole.items()}
 
 
-def _add(transcript: RankTranscript, message: Message) -> None:
+def _add_message(transcript: RankTranscript, message: Message) -> None:
     content = message["content"]
     match message["header"]["msg_type"]:
         case "stream":
@@ -96,5 +98,5 @@ def _add(transcript: RankTranscript, message: Message) -> None:
             transcript.update(content["data"], None, content["transient"]["display_id"])
 
 
-def _end(text: str, most: int) -> str:
+def _last_characters(text: str, most: int) -> str:
     return text if len(text) <= most else text[-most:]

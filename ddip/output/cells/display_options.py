@@ -1,4 +1,4 @@
-"""How the cells of a group are shown."""
+"""Options for the display of a group's cells."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ STYLES = ("auto", "tabs", "labels", "grouped")
 
 @dataclass(frozen=True)
 class DisplayOptions:
-    """What a user may choose."""
+    """Display options that a user may set."""
 
     style: str = DEFAULTS.style
-    """Of several ranks: ``tabs``, ``labels`` or ``grouped``; ``auto`` is tabs in a notebook and labels elsewhere."""
+    """Layout of several ranks' output: ``tabs``, ``labels`` or ``grouped``; ``auto`` is tabs in a notebook and labels
+    elsewhere."""
     max_output_chars: int = DEFAULTS.max_output_chars
-    """Characters of text that a rank may show in one cell; above it the middle is left out."""
+    """Characters of text that a rank may show in one cell; the middle of longer text is omitted."""
     report_after: float = DEFAULTS.report_after
-    """Seconds after which a cell says where it ran and how long it took."""
+    """Seconds after which a cell reports the ranks it ran on and its duration."""
     cell_json: bool = DEFAULTS.cell_json
-    """Does its output carry the same as data?"""
+    """Add a JSON form to the output of each cell."""

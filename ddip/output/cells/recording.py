@@ -1,7 +1,6 @@
-"""What a cell has shown, kept as the messages that show the same again: on a page that was opened anew, or once more.
+"""Record a cell's output as messages that can show it again, for example on a reopened page.
 
-Only what is still to be seen is kept: of a display the last form, of a flood the last end, of what
-was cleared nothing.
+Only visible output is kept: the last form of a display, the last end of a truncated text, and nothing that was cleared.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from ddip.output.transcript import WIDGET
 
 Message = dict[str, Any]
 OVERHEAD = 200
-"""Bytes that an entry takes besides what it says."""
+"""Bytes that an entry takes in addition to its content."""
 PIECE, MOST_TEXT = 4096, 1_000_000
-"""Short texts are kept together, for each takes 50 bytes besides; what an entry has is dropped all at once."""
+"""Characters up to which short texts are joined into one string, as each takes 50 bytes more; and bytes up to which an
+entry grows, as it is dropped as a whole."""
 
 
 @dataclass
@@ -25,31 +25,31 @@ class _Entry:
     kind: str
     content: dict[str, Any]
     texts: list[str]
-    """Of a stream: what was written, one after the other."""
+    """Texts of a stream in order; empty for other kinds."""
     size: int
 
 
 class Recording:
-    """Of one cell."""
+    """The recorded output of one cell."""
 
     def __init__(self) -> None:
         self.size = 0
-        """Bytes, about."""
+        """Approximate size in bytes."""
         self.most: int | None = None
-        """Bytes that it may take while the cell runs."""
+        """Maximum size in bytes while the cell runs; None: no limit."""
         self.left_out = 0
-        """Outputs that were dropped for lack of room, the oldest first."""
+        """Number of outputs dropped by `trim`."""
         self._entries: dict[int, _Entry] = {}
         self._count = 0
         self._updates: dict[tuple[int, str], int] = {}
-        """The last update of each display of a rank."""
+        """Entry number of the last update, by rank and display ID."""
         self._floods: dict[tuple[int, str], list[int]] = {}
-        """Of each stream of a rank: the end of its flood."""
+        """Entry numbers of the end of a truncated text, by rank and stream; a later end replaces them."""
         self._clears: dict[int, bool] = {}
-        """Ranks that clear what they have shown when something new comes."""
+        """Ranks whose output is cleared when the next output comes."""
 
     def add(self, rank: int, message: Message, captured: bool = False) -> None:
-        """One more message; `captured`: an Output widget has it, and only that is cleared by it."""
+        """Add a message; `captured`: an Output widget captures it, so it does not clear the cell's output."""
         kind, content = message["header"]["msg_type"], message["content"]
         if kind == "clear_output":
             if not captured:
@@ -69,7 +69,7 @@ class Recording:
             case "update_display_data":
                 self._update(rank, content)
             case _:
-                self._append(rank, kind, content, [], _size(content.get("data")))
+                self._append(rank, kind, content, [], _data_size(content.get("data")))
 
     def _add_text(self, rank: int, content: dict[str, Any]) -> None:
         stream, text = content["name"], content["text"]
@@ -79,9 +79,9 @@ class Recording:
                 self._drop(number)
             flood = self._floods[rank, stream] = []
         last = next(reversed(self._entries.values()), None)
-        goes_on = content.get("line") is None and last is not None
+        is_continued = content.get("line") is None and last is not None
         if (
-            goes_on
+            is_continued
             and last is not None
             and (last.rank, last.kind, last.content.get("name")) == (rank, "stream", stream)
             and last.size < MOST_TEXT
@@ -101,7 +101,7 @@ class Recording:
         key = rank, content["transient"]["display_id"]
         if key in self._updates:
             self._drop(self._updates[key])
-        self._updates[key] = self._append(rank, "update_display_data", content, [], _size(content["data"]))
+        self._updates[key] = self._append(rank, "update_display_data", content, [], _data_size(content["data"]))
 
     def _append(self, rank: int, kind: str, content: dict[str, Any], texts: list[str], size: int) -> int:
         self._count += 1
@@ -120,20 +120,20 @@ class Recording:
                 self._drop(number)
 
     def trim(self, most: int) -> None:
-        """Drop the oldest outputs until it takes no more than `most` bytes."""
+        """Drop the oldest outputs until the rest takes at most `most` bytes."""
         while self.size > most and self._entries:
             self._drop(next(iter(self._entries)))
             self.left_out += 1
 
     def messages(self) -> Iterator[tuple[int, Message]]:
-        """What shows it again, by rank, in order."""
+        """Yield ranks and messages that show the output again, in order."""
         for entry in list(self._entries.values()):
             content = {**entry.content, "text": "".join(entry.texts)} if entry.texts else entry.content
             yield entry.rank, {"header": {"msg_type": entry.kind}, "content": content}
 
 
 def trim(recordings: Sequence[Recording], most: int) -> None:
-    """Have `recordings`, the oldest first, take no more than `most` bytes together; the oldest give way."""
+    """Drop the oldest outputs until `recordings`, sorted by age, take at most `most` bytes in total."""
     over = sum(recording.size for recording in recordings) - most
     for recording in recordings:
         if over <= 0:
@@ -144,16 +144,16 @@ def trim(recordings: Sequence[Recording], most: int) -> None:
 
 
 def without_widget(data: dict[str, Any]) -> dict[str, Any]:
-    """As text: a page that was opened anew does not know the widget any more."""
+    """Return a bundle without its widget, which a reopened page does not know, if it has text."""
     return {mime: value for mime, value in data.items() if mime != WIDGET} if "text/plain" in data else data
 
 
-def _size(value: Any) -> int:
-    """Bytes of a MIME bundle, about."""
+def _data_size(value: Any) -> int:
+    """Return the approximate size of a MIME bundle in bytes."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
-        return sum(_size(item) for item in value.values())
+        return sum(_data_size(item) for item in value.values())
     if isinstance(value, (list, tuple)):
-        return sum(_size(item) for item in value)
+        return sum(_data_size(item) for item in value)
     return 8

@@ -1,12 +1,12 @@
-"""What a running cell prints and displays on the ranks -> the notebook, by rank.
+"""Route the output of a cell on ranks to the notebook.
 
     engine  --stream, display_data, comm_msg...-->  client's thread  --queue-->  CellOutput  -->  view  -->  page
                                                                      (late) --->      |
-                                                           what an Output widget of another cell captures --> that cell
-                                          Recording, and CellOutputs that show the same once more (``%dipcell``)
+                                                     output captured by an Output widget of another cell --> that cell
+                                                   Recording, and CellOutputs that show the cell again (``%dipcell``)
 
-The view decides what it looks like (``views.py``, ``labels.py``, ``grouped.py``, ``tabs.py``); the page knows where it
-goes (``area.py``).
+The view defines the layout (``views.py``, ``labels.py``, ``grouped.py``, ``tabs.py``); the page sends output to the
+right cell (``area.py``).
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ log = logging.getLogger("ddip")
 
 COMM = ("comm_open", "comm_msg", "comm_close")
 LATE_SECONDS = 0.5
-"""After which late output is drawn once more: a view does not draw again at once."""
+"""Seconds after which late output is drawn again, because views limit how often they redraw."""
 lock = threading.RLock()
-"""One for all cells: what a widget of one captures may be another's."""
-_late = ThreadPoolExecutor(1, thread_name_prefix="ddip-late-output")
+"""Shared by all cells, because a widget of one cell may capture the output of another."""
+_late_thread = ThreadPoolExecutor(1, thread_name_prefix="ddip-late-output")
 
 
 @dataclass(eq=False)
 class _Capture:
-    """What an Output widget captures of a rank, now."""
+    """An Output widget that captures the output of a rank."""
 
     model: str
     cell: WidgetCell
-    """Whose it is."""
+    """The cell that shows the widget."""
     view: Plain | None
-    """Of the page; None: a tab shows it."""
+    """View for the page's widget; None if a tab shows the captured output."""
 
 
 class CellOutput:
-    """Shows the messages of one cell, from the ranks in `show_ranks`.
+    """The output of one cell from the ranks in `show_ranks`.
 
-    Call it on the notebook's main thread; after `finish`, `late` may come from any.
+    The methods are called on the notebook's main thread; after `finish`, any thread may call `late` and `show_late`.
     """
 
     def __init__(
@@ -69,19 +69,20 @@ class CellOutput:
         self.recording = Recording()
         self._comms = comms
         self._copies: list[CellOutput] = []
-        """These show all of it, too."""
+        """Outputs that show this cell again."""
         self._finished: tuple[Errors, str, Beside] | None = None
-        """What the cell has ended with."""
+        """Arguments of `finish`; None until it is called."""
         self._view = self._new_view()
         self._captures: dict[int, list[_Capture]] = {}
-        """Of each rank, the innermost last."""
+        """Active captures by rank, the innermost last."""
         self._kept: list[tuple[int, Message]] | None = [] if quiet else None
-        self._again: threading.Timer | None = None
+        """Messages to show at the end of the cell; None: they are shown at once."""
+        self._redraw_timer: threading.Timer | None = None
         self._guard = Guard("what a cell has shown cannot be drawn", shown=False)
 
     @property
     def rich(self) -> bool:
-        """Can the page show HTML?"""
+        """True if the page can show HTML."""
         return self.page.rich
 
     def _new_view(self) -> View:
@@ -96,7 +97,7 @@ class CellOutput:
         return Labels(self.page, limit)
 
     def receive(self, rank: int, message: Message) -> None:
-        """Show one message, or keep it for the end."""
+        """Show one message, or keep it for the end of the cell."""
         with lock:
             if rank not in self.show_ranks:
                 if message["header"]["msg_type"] in COMM:
@@ -107,7 +108,7 @@ class CellOutput:
                 self._show(rank, message)
 
     def ended(self, rank: int, failed: bool) -> None:
-        """The rank has finished the cell, and all that it has shown is here."""
+        """Mark the rank as finished, once all its messages have been received."""
         if rank in self.show_ranks and self._kept is None:
             with lock:
                 with self._guard:
@@ -116,7 +117,7 @@ class CellOutput:
                     copy.ended(rank, failed)
 
     def draw(self) -> None:
-        """No message is waiting: bring the page up to date."""
+        """Update the page; called when no message is waiting."""
         with lock:
             with self._guard:
                 self.page.capture("")
@@ -125,8 +126,11 @@ class CellOutput:
                 copy.draw()
 
     def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
-        """The cell has ended on every rank: show what is left, and `note`, and what is `beside` all that; returns whose
-        errors are shown."""
+        """Show the rest of the output, and `note`; return the ranks whose errors are shown.
+
+        Called when the cell has ended on every rank. `beside` returns additional MIME forms of the whole output for
+        programs.
+        """
         with lock:
             kept, self._kept = self._kept or [], None
             for rank in sorted(self.show_ranks) if kept else ():
@@ -151,12 +155,12 @@ class CellOutput:
         return self.show_ranks if shown else frozenset()
 
     def show_late(self, rank: int, message: Message) -> None:
-        """Do what `late` does, on a thread that may wait for the page; from any thread."""
-        _late.submit(self._guard.around(self.late), rank, message)
+        """Call `late` on a separate thread, which may wait for the page; callable from any thread."""
+        _late_thread.submit(self._guard.around(self.late), rank, message)
 
     def late(self, rank: int, message: Message) -> None:
-        """Show a message that came when the cell had ended: a thread wrote it, or a widget's callback."""
-        if message["header"]["msg_type"] == "error":  # the cell's own comes with its reply
+        """Show a message that came after the end of the cell, from a thread or a widget's callback."""
+        if message["header"]["msg_type"] == "error":  # not the cell's error, which comes with its reply
             traceback = "\n".join(message["content"]["traceback"])
             message = {"header": {"msg_type": "stream"}, "content": {"name": "stderr", "text": f"{traceback}\n"}}
         with lock:
@@ -164,8 +168,10 @@ class CellOutput:
             self._draw_late()
 
     def show_again(self, into: CellOutput, ended: Mapping[int, bool]) -> None:
-        """Show all that was shown `into` another place, and what comes from here on; `ended`: the ranks that have ended
-        the cell, and whether they failed."""
+        """Show the recorded output in `into`, and later output as it comes.
+
+        `ended` maps each rank that has finished the cell to True if the cell failed there.
+        """
         with lock:
             for rank, message in self.recording.messages():
                 into.receive(rank, message)
@@ -177,26 +183,26 @@ class CellOutput:
             self._copies.append(into)
 
     def _draw_late(self) -> None:
-        """Draw now, and once more for what comes too soon after that."""
+        """Draw now, and again after `LATE_SECONDS` for output that comes too soon after this."""
         self.draw()
-        if self._again is None:
-            self._again = threading.Timer(LATE_SECONDS, self._guard.around(self._draw_again))
-            self._again.daemon = True
-            self._again.start()
+        if self._redraw_timer is None:
+            self._redraw_timer = threading.Timer(LATE_SECONDS, self._guard.around(self._draw_again))
+            self._redraw_timer.daemon = True
+            self._redraw_timer.start()
 
     def _draw_again(self) -> None:
         with lock:
-            self._again = None
+            self._redraw_timer = None
             self._write_bars()
             self.draw()
 
     def _write_bars(self) -> None:
-        """The text of bars that are widgets, as they are now; each in the cell that shows it."""
+        """Update the text of widget bars that have changed, each in the cell that shows it."""
         for bar in self._comms.bars.moved() if self._comms is not None else ():
             bar.cell.write_bar(bar, bar.cell.page if self.page.closed else self.page)
 
     def write_bar(self, bar: Shown, page: CellOutputArea) -> None:
-        """The text of a bar that this cell shows is another one; `page` is that of the cell which says so."""
+        """Update the text of a bar that this cell shows, as output of the cell of `page`."""
         with self.page.by_way_of(page):
             self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
         transient = {"display_id": bar.display_id}
@@ -204,7 +210,7 @@ class CellOutput:
         self.recording.add(bar.rank, {"header": {"msg_type": "update_display_data"}, "content": content})
 
     def _show(self, rank: int, message: Message) -> None:
-        """Have the view show it; what a rank sends may be odd, and must not end the cell."""
+        """Show a message; a malformed one is logged and does not end the cell."""
         try:
             self._dispatch(rank, message)
         except Exception as error:
@@ -245,7 +251,7 @@ class CellOutput:
                 view.clear(rank, content.get("wait", False))
 
     def _with_id(self, rank: int, message: Message) -> Message:
-        """A bar that is a widget is displayed with an id, so that its text can be written anew."""
+        """Give the display of a widget bar an ID, so that its text can be updated."""
         content = message["content"]
         if self._comms is None or (content.get("transient") or {}).get("display_id") is not None:
             return message
@@ -255,9 +261,9 @@ class CellOutput:
         return {**message, "content": {**content, "transient": {"display_id": display_id}}}
 
     def _record(self, rank: int, message: Message, captured: bool) -> None:
-        """It can be shown once more from here on, and is where this cell is shown now."""
+        """Record a message to show it again, and pass it to the outputs that already show the cell again."""
         content = message["content"]
-        if is_ours((content.get("transient") or {}).get("display_id") or ""):  # a bar: its text is what is kept of it
+        if is_ours((content.get("transient") or {}).get("display_id") or ""):  # a bar, of which only the text is kept
             message = {**message, "content": {**content, "data": without_widget(content["data"])}}
         self.recording.add(rank, message, captured)
         for copy in self._copies:
@@ -268,7 +274,7 @@ class CellOutput:
     def _widget_message(self, rank: int, message: Message, comms: Comms) -> None:
         name, kind, state = message["content"]["comm_id"], message["header"]["msg_type"], state_in(message)
         shown = rank in self.show_ranks
-        if kind == "comm_msg" and "msg_id" in state:  # of the request whose output an Output widget is to capture
+        if kind == "comm_msg" and "msg_id" in state:  # an Output widget begins or ends to capture
             if shown and self.page.rich:
                 self._capture(rank, name, bool(state["msg_id"]), message, comms)
             return
@@ -282,11 +288,11 @@ class CellOutput:
             self._give_to_page(rank, part, comms)
 
     def _tab(self, rank: int) -> RankTranscript | None:
-        """Where the tab of the rank keeps what it shows; the other views have no place for what widgets capture."""
+        """Return the transcript of the rank's tab; None in other views, which cannot hold captured output."""
         return self._view.section(rank) if isinstance(self._view, Tabs) and rank in self.show_ranks else None
 
     def _capture(self, rank: int, model: str, on: bool, message: Message, comms: Comms) -> None:
-        """The Output widget begins to capture what `rank` shows, or it ends that."""
+        """Begin to capture the output of `rank` in the Output widget `model`, or end that."""
         captures = self._captures.setdefault(rank, [])
         if not on:
             found = [at for at, capture in enumerate(captures) if capture.model == model]
@@ -310,7 +316,7 @@ class CellOutput:
             tab.capture(model, on)
 
     def _end_captures(self, rank: int, first: int, message: Message | None = None) -> None:
-        """Those of `rank` from this on."""
+        """End the captures of `rank` from index `first` on; `message` is the widget's, if that ends them."""
         captures = self._captures.get(rank, [])
         for capture in captures[first:]:
             if capture.view is not None and capture.view.has_flood:
@@ -322,13 +328,13 @@ class CellOutput:
         del captures[first:]
 
     def _show_widget(self, rank: int, model: str, comms: Comms) -> None:
-        """The page shows the widget in this cell, unless it is an Output widget that a tab of this cell shows."""
+        """Show the widget in this cell on the page, unless a tab shows the output that it captures."""
         if not self.keeps(rank, model):
             self._give_to_page(rank, model, comms)
         comms.show(model, self)
 
     def _give_to_page(self, rank: int, model: str, comms: Comms) -> None:
-        """The page shows what this Output widget has captured for a tab."""
+        """Move the output that an Output widget captured for a tab to the page's widget."""
         cell = comms.cell_of(model)
         items = [] if cell is None else cell.take(rank, model)
         if items:
@@ -338,17 +344,17 @@ class CellOutput:
             self.page.capture(before)
 
     def keeps(self, rank: int, model: str) -> bool:
-        """Does the tab of the rank show what this Output widget captures?"""
+        """Return True if the rank's tab shows the captured output of this Output widget."""
         tab = self._tab(rank)
         return tab is not None and tab.is_area(model)
 
     def take(self, rank: int, model: str) -> list[Item]:
-        """What it has captured; the page shows it from here on."""
+        """Remove the captured output of an Output widget from the tab and return it; the page then shows it."""
         tab = self._tab(rank)
         return [] if tab is None else tab.drop_areas([model]).get(model, [])
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """The rank has closed the widget."""
+        """Remove a widget that the rank has closed."""
         if rank in self.show_ranks:
             self.page.capture("")
             self._view.widget_closed(rank, model)

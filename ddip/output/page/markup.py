@@ -1,9 +1,9 @@
-"""HTML and pictures of a rank, made so that they stay within their own place on the page.
+"""Contain the HTML and pictures of a rank, so that they cannot affect the rest of the page.
 
-What a rank shows is put between the tabs' own markup: a stray ``</div>``, a comment without an end or a quote in an
-attribute would else take the page behind it along. So it is taken apart and written anew: tags that are closed within
-it, attributes in quotes, and text that is only text. What is written is read by every browser in the same way, however
-odd the source was; ``html.parser`` would do as well, and takes ten times as long for a table.
+Output of a rank is inserted between the markup of the tabs, where a stray ``</div>``, an unclosed comment or a quote in
+an attribute would break everything after it. So the HTML is parsed and written again with all tags closed, attributes
+quoted and text escaped. Every browser reads the result in the same way, however malformed the source was.
+``html.parser`` would also serve, but takes ten times as long for a table.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from functools import lru_cache
 from typing import Any
 
 VOID = {"area", "br", "col", "embed", "hr", "img", "input", "source", "track", "wbr"}
-"""Elements without an end."""
+"""Elements without an end tag."""
 DROPPED = {"html", "head", "body", "base", "meta", "link", "frameset", "frame"}
-"""Tags that mean the page as a whole; what stands between them stays."""
+"""Tags that affect the whole page; they are removed, but not their content."""
 CELLS = ("td", "th")
 ROWS = (*CELLS, "tr")
 SECTIONS = (*ROWS, "thead", "tbody", "tfoot", "colgroup", "caption")
 OPTIONAL = {*SECTIONS, "p", "li", "dt", "dd", "option", "optgroup", "rb", "rp", "rt", "rtc"}
-"""Elements that end with what they stand in, and need no end tag then: a second ``</p>`` would be a new paragraph."""
+"""Elements that end with their parent without an end tag; a superfluous ``</p>`` would begin a new paragraph."""
 LISTS = {"ul", "ol", "menu", "dl", *CELLS, "table", "caption"}
-"""In which items are those of another list."""
+"""Elements whose items belong to another list than the items around them."""
 ITEMS = {"li": ("li",), "dt": ("dt", "dd"), "dd": ("dt", "dd")}
-"""Which items end where one of these begins, with all that has been begun in them."""
+"""Items that end, with all open elements in them, where the item in the key begins."""
 CONTROLS = {"button": ("button",), **dict.fromkeys(("select", "input", "textarea"), ("select",))}
-"""Which controls end, in the same way, where another begins."""
+"""Controls that end, with all open elements in them, where the control in the key begins."""
 ENDS = {
     **dict.fromkeys(CELLS, CELLS),
     "tr": ROWS,
@@ -38,20 +38,20 @@ ENDS = {
     "option": ("option",),
     "optgroup": ("option", "optgroup"),
 }
-"""Which elements end, without an end tag, where one of these begins."""
+"""Elements that end without an end tag if they are innermost where the element in the key begins."""
 DEEPEST = 256
-"""Elements within each other; browsers have a limit, too."""
+"""Maximum depth of nested elements; browsers also have a limit."""
 LONG = 100_000
-"""Longer sources are not remembered between two updates of the tabs."""
+"""Maximum characters of a source whose result is cached between two updates of the tabs."""
 FOREIGN = ("svg", "math")
 WITHIN_FOREIGN = {"foreignobject", "desc", "title", "mi", "mo", "mn", "ms", "mtext"}
-"""Elements of drawings and formulas in which HTML may stand."""
+"""Elements of drawings and formulas that may contain HTML."""
 ENDS_FOREIGN = {
     *("b", "big", "blockquote", "br", "center", "code", "dd", "div", "dl", "dt", "em", "embed", "h1", "h2", "h3", "h4"),
     *("h5", "h6", "hr", "i", "img", "li", "listing", "menu", "nobr", "ol", "p", "pre", "ruby", "s", "small", "span"),
     *("strong", "strike", "sub", "sup", "table", "tt", "u", "ul", "var"),
 }
-"""Elements with which a drawing or a formula ends where they begin in it."""
+"""Elements that end a drawing or a formula where they begin in it."""
 PICTURES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 TOKEN = re.compile(
     r"<!--|<[!?][^>]*>"  # comments and declarations
@@ -64,12 +64,12 @@ RAW = {
     tag: re.compile(rf"</{tag}(?=[\s/>])", re.IGNORECASE)
     for tag in ("style", "script", "textarea", "title", "xmp", "iframe", "noembed", "noframes", "noscript")
 }
-"""The ends of elements in which nothing else is a tag."""
+"""End tags of elements whose content is not parsed for tags."""
 BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-OURS = re.compile(r"(?<![\w-])ddip(?![\w])")
-"""Names of the tabs' own elements."""
+DDIP_NAMES = re.compile(r"(?<![\w-])ddip(?![\w])")
+"""Beginning of the names that the tabs use for their elements."""
 BEGIN, END = '<div class="ddip-html"><div class="ddip-root">', "</div></div>"
-"""Around what a rank shows: the outer element holds it, and its styles say ``:root`` for the inner one."""
+"""Markup around the HTML of a rank: its styles apply to the outer element; the inner one replaces ``:root``."""
 ROOT = re.compile(r":(?:root|host)(?![\w-])", re.IGNORECASE)
 CSS_TOKEN = re.compile(
     r"/\*.*?\*/|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|url\([^)]*\)|\\.|[][(){}\"'&\\]|/\*",
@@ -79,17 +79,17 @@ BRACKETS = {"}": "{", "]": "[", ")": "("}
 
 
 class _Writer:
-    """Writes what was read, and ends what it has begun."""
+    """Parses HTML and writes it again with all elements closed."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
         self._open: list[str] = []
 
     def read(self, source: str) -> None:
-        """All of `source`."""
+        """Parse `source`, and append the result to `parts`."""
         at = 0
         while (found := TOKEN.search(source, at)) is not None:
-            self._text(source[at : found.start()])
+            self._write_text(source[at : found.start()])
             at = found.end()
             tag = (found["tag"] or "").lower()
             if found[0] == "<!--":
@@ -100,60 +100,60 @@ class _Writer:
                 text = source[at : closing.start() if closing else len(source)]
                 at += len(text)
                 if tag == "style":
-                    self.parts.append(_style(text) if closing else "")
+                    self.parts.append(_contain_style(text) if closing else "")
                 elif tag != "script":
-                    self._begin(tag, found["attributes"] or "", False)
-                    self._text(text)
-                    self._end(tag)
+                    self._begin_tag(tag, found["attributes"] or "", False)
+                    self._write_text(text)
+                    self._end_tag(tag)
             elif tag and tag not in DROPPED:
-                tag = "pre" if tag == "plaintext" else tag  # which nothing ends
+                tag = "pre" if tag == "plaintext" else tag  # no tag would end ``plaintext``
                 if found["end"]:
-                    self._end(tag)
+                    self._end_tag(tag)
                 else:
-                    self._begin(tag, found["attributes"] or "", found[0].endswith("/>"))
-        self._text(source[at:])
+                    self._begin_tag(tag, found["attributes"] or "", found[0].endswith("/>"))
+        self._write_text(source[at:])
         self._end_within(0)
 
-    def _text(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         self.parts.append(text.replace("<", "&lt;"))
 
-    def _begin(self, tag: str, attributes: str, empty: bool) -> None:
+    def _begin_tag(self, tag: str, attributes: str, empty: bool) -> None:
         if len(self._open) == DEEPEST or (tag in SECTIONS and "table" not in self._open):
             return
-        self._end_before(tag)
+        self._end_implied(tag)
         while self._open and self._open[-1] in ENDS.get(tag, ()):
             self._open.pop()
-        self.parts.append(f"<{tag}{ATTRIBUTE.sub(_attribute, attributes)}>")
+        self.parts.append(f"<{tag}{ATTRIBUTE.sub(_clean_attribute, attributes)}>")
         if tag not in VOID:
             self._open.append(tag)
-            if empty and any(name in self._open for name in FOREIGN):  # elsewhere the stroke means nothing
-                self._end(tag)
+            if empty and any(name in self._open for name in FOREIGN):  # ``/>`` has no meaning in HTML
+                self._end_tag(tag)
 
-    def _end(self, tag: str) -> None:
+    def _end_tag(self, tag: str) -> None:
         if tag in self._open:
             depth = len(self._open) - 1 - self._open[::-1].index(tag)
             self._end_within(depth + 1)
             self._open.pop()
             self.parts.append(f"</{tag}>")
 
-    def _end_before(self, tag: str) -> None:
-        """End, with all that is in it, what a browser ends where `tag` begins, however deep that stands."""
+    def _end_implied(self, tag: str) -> None:
+        """End the elements, however deep, that a browser ends where `tag` begins."""
         if tag in ENDS_FOREIGN:
-            self._end_from(FOREIGN, WITHIN_FOREIGN)
+            self._end_innermost(FOREIGN, WITHIN_FOREIGN)
         if tag == "table":
-            self._end_from((tag,), (*CELLS, "caption"))
+            self._end_innermost((tag,), (*CELLS, "caption"))
         if tag in CONTROLS:
-            self._end_from(CONTROLS[tag], ())
+            self._end_innermost(CONTROLS[tag], ())
         if tag in ITEMS:
-            self._end_from(ITEMS[tag], LISTS)
+            self._end_innermost(ITEMS[tag], LISTS)
         if tag in SECTIONS:
             for depth in reversed(range(len(self._open))):
                 if self._open[depth] in (*SECTIONS, "table"):
                     return self._end_within(depth + 1)
         return None
 
-    def _end_from(self, tags: Collection[str], within: Collection[str]) -> None:
-        """End the innermost element that has one of `tags`, unless one of `within` is around this place first."""
+    def _end_innermost(self, tags: Collection[str], within: Collection[str]) -> None:
+        """End the innermost element with one of `tags`, unless an element with one of `within` is inside it."""
         for depth in reversed(range(len(self._open))):
             if self._open[depth] in within:
                 return None
@@ -163,29 +163,30 @@ class _Writer:
 
     def _end_within(self, depth: int) -> None:
         """End all but the outer `depth` elements."""
-        # a paragraph within a drawing or a formula is not ended by the end of that
+        # elements in a drawing or formula need end tags: the end of the drawing does not end a paragraph in it
         all_ends = any(name in self._open for name in FOREIGN)
         self.parts += [f"</{tag}>" for tag in reversed(self._open[depth:]) if all_ends or tag not in OPTIONAL]
         del self._open[depth:]
 
 
-def _attribute(found: re.Match[str]) -> str:
+def _clean_attribute(found: re.Match[str]) -> str:
     name = found[1].lower()
     value = next((value for value in found.group(2, 3, 4) if value is not None), None)
     if value is None:
         return f" {name}"
     if name in ("id", "class", "name", "for"):
-        value = OURS.sub("x-ddip", value)
+        value = DDIP_NAMES.sub("x-ddip", value)
     value = value.replace('"', "&quot;")
     return f' {name}="{value}"'
 
 
-def _style(css: str) -> str:
-    """The rules of a rank for what that rank shows, and nothing else: nested in a rule for its place.
+def _contain_style(css: str) -> str:
+    """Nest a rank's CSS in a rule for the rank's output, so that it applies to nothing else.
 
-    Rules that would end that one, or name it, are left out, and what cannot stand in it: browsers pass over the latter.
+    Returns an empty string if the CSS could end that rule or refer to it (``&``). Browsers ignore rules that cannot be
+    nested.
     """
-    css = css.replace("<!--", " ").replace("-->", " ")  # for browsers that knew no styles
+    css = css.replace("<!--", " ").replace("-->", " ")  # hid the CSS from browsers that did not know ``style``
     stack: list[str] = []
     for token in CSS_TOKEN.findall(css):
         if token in ("{", "[", "("):
@@ -193,7 +194,7 @@ def _style(css: str) -> str:
         elif token in BRACKETS:
             if not stack or stack.pop() != BRACKETS[token]:
                 return ""
-        elif len(token) == 1 or token == "/*":  # a quote, a stroke or a comment without an end; or an ampersand
+        elif len(token) == 1 or token == "/*":  # an unclosed quote or comment, a trailing backslash, or an ampersand
             return ""
     if stack or "</" in css:
         return ""
@@ -201,35 +202,35 @@ def _style(css: str) -> str:
     return f"<style>.ddip-html{{{css}\n}}</style>"
 
 
-def contained(source: str) -> str:
-    """`source`, HTML of a rank, in an element of its own that nothing in it ends, covers or restyles what is around."""
-    return (_contained if len(source) < LONG else _contained.__wrapped__)(source)
+def contain_html(source: str) -> str:
+    """Wrap HTML of a rank in an element so that it cannot close, cover or restyle the markup around it."""
+    return (_contain_cached if len(source) < LONG else _contain_cached.__wrapped__)(source)
 
 
 @lru_cache(maxsize=64)
-def _contained(source: str) -> str:
+def _contain_cached(source: str) -> str:
     writer = _Writer()
     writer.read(source)
     return f"{BEGIN}{''.join(writer.parts)}{END}"
 
 
-def picture(data: dict[str, Any], metadata: dict[str, Any]) -> str | None:
-    """The picture in a MIME bundle, as an element that no program in it can leave; None if there is none."""
+def picture_html(data: dict[str, Any], metadata: dict[str, Any]) -> str | None:
+    """Return the picture in a MIME bundle as ``img``, in which scripts cannot run; None if there is none."""
     mime = next((mime for mime in ("image/svg+xml", *PICTURES) if mime in data), None)
     if mime is None:
         return None
     text = str(data.get("text/plain", ""))
     source = data[mime] if isinstance(data[mime], str) else ""
-    encoded = _svg(source) if mime == "image/svg+xml" else "".join(source.split())
+    encoded = _encode_svg(source) if mime == "image/svg+xml" else "".join(source.split())
     if not BASE64.fullmatch(encoded):
         return f"<pre>{html.escape(f'{text} ({mime}, but its data are not base64)', quote=False)}</pre>"
     size = metadata.get(mime) or {}
-    given = "".join(f' {side}="{html.escape(str(size[side]))}"' for side in ("width", "height") if side in size)
-    return f'<div><img src="data:{mime};base64,{encoded}" alt="{html.escape(text)}"{given}></div>'
+    attributes = "".join(f' {side}="{html.escape(str(size[side]))}"' for side in ("width", "height") if side in size)
+    return f'<div><img src="data:{mime};base64,{encoded}" alt="{html.escape(text)}"{attributes}></div>'
 
 
-def _svg(source: str) -> str:
-    """`source` as a file of its own, which needs the name of its language."""
+def _encode_svg(source: str) -> str:
+    """Encode an SVG element as a standalone file, which needs the name of its language."""
     if "xmlns=" not in source:
         source = re.sub(r"<svg\b", '<svg xmlns="http://www.w3.org/2000/svg"', source, count=1)
     return base64.b64encode(source.encode(errors="replace")).decode()

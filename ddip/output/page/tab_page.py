@@ -1,14 +1,14 @@
-"""The HTML and CSS of the tabs, of which each kind of page shows as much as it can.
+"""The HTML and CSS of the tabs, which degrade to sections on pages that remove styles.
 
-    runs the style (JupyterLab, nbconvert, nbviewer)     tabs
-    takes style away (an untrusted notebook, GitHub)     headed sections: what only tabs need is ``hidden``
-    takes most elements away, and shows them as text     headed sections: what only tabs need, and the style itself, is
-    (``nbconvert --sanitize-html``)                      in a comment there; a browser that knows ``style`` sees none,
-                                                         and CSS allows for ``<!--`` and ``-->``
+    applies the style (JupyterLab, nbconvert, nbviewer)  tabs
+    removes styles (an untrusted notebook, GitHub)       sections with headings: the parts for tabs are ``hidden``
+    removes most elements and shows their text           sections with headings: the parts for tabs and the style are in
+    (``nbconvert --sanitize-html``)                      a comment; browsers that know ``style`` see no comment, because
+                                                         CSS ignores ``<!--`` and ``-->``
 
-A radio button is a tab: the arrow keys move between those of one group, and a screen reader tells how many there are
-and which is on. They cannot be seen; the labels of the second output show which has the focus, and name them, by the
-ids that never change.
+Each tab is a radio button: the arrow keys move between the buttons of a group, and a screen reader announces how many
+there are and which is selected. The buttons are invisible. The labels in the second output name them and show the
+focus; they refer to IDs that never change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ddip.errors import ranks_text
 
 BEGIN_HIDDEN, END_HIDDEN = "<style><!-- ", "<style>--></style>"
-"""Around what is a comment where ``style`` is not known; ``</style>`` follows the rules that the first begins with."""
+"""Markup around a comment for pages that remove ``style``; after `BEGIN_HIDDEN` come CSS rules and ``</style>``."""
 
 RULES = """
 .ddip-ranks[hidden]{display:block!important;position:absolute;width:1px;height:1px;margin:-1px;padding:0;border:0;
@@ -51,25 +51,27 @@ FOCUSED = "outline:2px solid var(--jp-brand-color1,var(--vscode-focusBorder,#197
 
 @dataclass(frozen=True)
 class Tab:
-    """Of one or more ranks."""
+    """The tab of one rank, or of several with equal output."""
 
     ranks: Sequence[int]
     body: str
-    """HTML."""
+    """HTML of the content."""
     failed: bool = False
     runs: bool = False
     empty: bool = False
-    """Has it nothing to show?"""
+    """True if it has no output."""
 
     @property
     def title(self) -> str:
-        """As text."""
+        """The ranks as text, with a mark if one has failed."""
         return ranks_text(self.ranks) + (" ✗" if self.failed else "")
 
 
 def buttons(name: str, ranks: Sequence[int]) -> str:
-    """The output that never changes: a button for each rank. None is on until a person has chosen, since nobody knows
-    yet which rank fails; JupyterLab leaves the arrow keys to them."""
+    """Return the HTML of the output that never changes: a radio button per rank.
+
+    None is selected at first, because it is not known yet which rank fails. JupyterLab leaves arrow keys to them.
+    """
     inputs = "".join(
         f'<input type="radio" name="{name}" id="{name}-{rank}" aria-label="rank {rank}"'
         f' aria-labelledby="{name}-n{rank}" data-lm-suppress-shortcuts="true">'
@@ -80,9 +82,11 @@ def buttons(name: str, ranks: Sequence[int]) -> str:
 
 
 def page(name: str, tabs: Sequence[Tab], note: str) -> str:
-    """The output that changes. Until a person has chosen, the first tab that has failed is shown, else the first that
-    shows anything."""
-    labels = "".join(_label(name, number, tab) for number, tab in enumerate(tabs))
+    """Return the HTML of the output that changes: labels and tabs.
+
+    Until the user selects a tab, the first that has failed is visible, else the first with any output.
+    """
+    labels = "".join(_label_html(name, number, tab) for number, tab in enumerate(tabs))
     if note:
         labels += f'<span class="ddip-note">{html.escape(note)}</span>'
     sections = "".join(
@@ -99,29 +103,33 @@ def page(name: str, tabs: Sequence[Tab], note: str) -> str:
     return f'<div class="ddip" id="{name}">{hidden}{sections}</div>'
 
 
-def _label(name: str, number: int, tab: Tab) -> str:
+def _label_html(name: str, number: int, tab: Tab) -> str:
     state = "ddip-runs" if tab.runs else "ddip-failed" if tab.failed else ""
     title = ranks_text(tab.ranks) + (' <span role="img" aria-label="failed">✗</span>' if tab.failed else "")
-    for rank in reversed(tab.ranks):  # each rank's button has this name
+    for rank in reversed(tab.ranks):  # the button of each rank refers to this element as its name
         title = f'<span id="{name}-n{rank}">{title}</span>'
     return f'<label class="ddip-rank {state}" id="{name}-l{number}" for="{name}-{tab.ranks[0]}">{title}</label>'
 
 
 def _rules(name: str, tabs: Sequence[Tab]) -> str:
-    """The style that shows the tab of the rank whose button is on, and leaves one button to each tab."""
-    there = f"body:has(#{name}-{tabs[0].ranks[0]})"
+    """Return the CSS that shows the tab of the selected button, and hides all but one button per tab."""
+    on_page = f"body:has(#{name}-{tabs[0].ranks[0]})"
     rules = [
-        f"{there} #{name} .ddip-shown,{there} #{name} .ddip-head{{display:none}}",
-        f"body:not({there[4:]}) #{name} .ddip-bar{{display:none!important}}",
+        f"{on_page} #{name} .ddip-shown,{on_page} #{name} .ddip-head{{display:none}}",
+        f"body:not({on_page[4:]}) #{name} .ddip-bar{{display:none!important}}",
     ]
-    opened = min(range(len(tabs)), key=lambda number: (not tabs[number].failed, tabs[number].empty, number))
+    default = min(range(len(tabs)), key=lambda number: (not tabs[number].failed, tabs[number].empty, number))
     for number, tab in enumerate(tabs):
-        on = [f"body:has(#{name}-{rank}:checked)" for rank in tab.ranks]
-        if number == opened:
-            on.append(f'{there}:not(:has([name="{name}"]:checked))')
+        chosen = [f"body:has(#{name}-{rank}:checked)" for rank in tab.ranks]
+        if number == default:
+            chosen.append(f'{on_page}:not(:has([name="{name}"]:checked))')
         focused = [f"body:has(#{name}-{rank}:focus-visible)" for rank in tab.ranks]
         label, shown = f"#{name} #{name}-l{number}", f"#{name} #{name}-s{number}"
-        rules += [_rule(on, shown, "display:block"), _rule(on, label, CHOSEN), _rule(focused, label, FOCUSED)]
+        rules += [
+            _rule(chosen, shown, "display:block"),
+            _rule(chosen, label, CHOSEN),
+            _rule(focused, label, FOCUSED),
+        ]
         first, *others = (f"#{name}-{rank}" for rank in tab.ranks)
         rules += [f"{other}:not(:checked),body:has({other}:checked) {first}{{display:none}}" for other in others]
     return "".join(rules)

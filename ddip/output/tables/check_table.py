@@ -23,16 +23,16 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """Hold the rows of a check of `size` ranks; a front end displays the HTML, else the text."""
+    """The result of a check of `size` ranks; a front end displays it as HTML or as text."""
 
     rows: Sequence[CheckRow]
     objects: int
-    """Variables and generators that were compared."""
+    """Number of variables and random generators that were compared."""
     size: int
 
     @property
     def summary(self) -> str:
-        """The one line that is shown if nothing was found."""
+        """The line that is shown if nothing was found."""
         return f"{self.objects} objects equal on {self.size} ranks"
 
     def __str__(self) -> str:
@@ -41,14 +41,14 @@ class CheckTable:
         return aligned([HEAD, *((row.name, row.what, row.todo) for row in self.rows)])
 
     def to_html(self) -> str:
-        """Return the same as HTML."""
+        """Return the table as HTML."""
         if not self.rows:
             return f"<p>{html.escape(self.summary)}</p>"
         return html_table([HEAD, *((row.name, row.what, row.todo) for row in self.rows)])
 
 
 def on_ranks(ranks: Sequence[int], size: int) -> str:
-    """Return which ranks, unless it is all of them.
+    """Return a prefix that names `ranks`; empty if these are all ranks.
 
     >>> on_ranks([1], 2), on_ranks([0, 1], 2)
     ('rank 1: ', '')

@@ -1,4 +1,4 @@
-"""The figures of a profiled cell, and its report: a table and a bar for each rank, as text and as HTML."""
+"""The figures of a profiled cell, and its report: a table and a bar per rank, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ddip.output.tables.tables import aligned, html_table
 from ddip.protocol.collective import kind_text
 
 PARTS = ("compute", "communication", "waiting", "loading", "idle")
-"""Of the time of a rank; they add up to it."""
+"""Parts of a rank's time, which add up to the whole."""
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Where the time of a rank went, seconds."""
+    """The time of a rank by activity, in seconds."""
 
     rank: int
     seconds: float
-    """That were recorded."""
+    """Recorded time."""
     compute: float
-    """Operations of torch's and Python; on a GPU its kernels, too."""
+    """Time in operations of torch and in Python, and of kernels on a GPU."""
     communication: float
-    """In collectives that all ranks had begun, and nothing was computed meanwhile."""
+    """Time in collectives that all ranks had begun, without computing anything meanwhile."""
     waiting: float
-    """In collectives that another rank had not begun yet."""
+    """Time in collectives that another rank had not begun yet."""
     loading: float
-    """For the next batch of a ``DataLoader``."""
+    """Time spent waiting for the next batch of a ``DataLoader``."""
     idle: float
-    """The main thread neither ran nor waited for any of these: it slept, read a file, waited for a process."""
+    """Time in which the main thread did none of these, for example slept, read a file or waited for a process."""
     python: float
-    """Part of `compute`: no operation was under way."""
+    """Part of `compute` in which no operation was running."""
     trace: Path | None = None
     note: str = ""
-    """Why the recording has ended before the cell; empty if it has not."""
+    """Reason why the recording ended before the cell; empty if it did not."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Collective:
     """One collective of a group of ranks."""
 
     group: str
-    """As people call it."""
+    """Readable name of the process group."""
     number: int
-    """In its group, from 1, as torch counts."""
+    """Sequence number in its group, from 1, as in torch."""
     op: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of what goes in; empty if they are not known."""
+    """Shapes of the input tensors; empty if unknown."""
     dtype: str
     seconds: float
-    """From its begin to its end, on the rank where that took longest."""
+    """Duration on the rank where it took longest."""
     waiting: float
-    """How long ranks waited in it for the last one, and computed nothing: the one that waited longest."""
+    """Longest time that a rank waited in it for the last rank without computing anything."""
     last: int | None
-    """The rank that has begun it last; None: some have not begun it, or are not known."""
+    """The rank that began it last; None if some ranks did not begin it, or are unknown."""
 
     @property
     def kind(self) -> str:
-        """What it does with what, for people."""
+        """Operation, shapes and data type as text."""
         return kind_text(self.op, self.shapes, self.dtype)
 
     def __str__(self) -> str:
@@ -71,22 +71,22 @@ class Collective:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a profiled cell has to tell. A notebook shows it as a table and a plot."""
+    """The profile of a cell, which a notebook shows as a table and a plot."""
 
     ranks: Mapping[int, RankProfile]
     collectives: Sequence[Collective]
-    """In the order in which they were begun."""
+    """Collectives in the order in which they began."""
     waited_for: Mapping[int, float] = field(default_factory=dict)
-    """How long others have waited for a rank, seconds: the one that waited longest."""
+    """Longest time in seconds that another rank waited for each rank."""
     missing: Mapping[int, str] = field(default_factory=dict)
-    """Ranks without a profile, and why."""
+    """Ranks without a profile, and the reason."""
     folder: Path | None = None
     merged: Path | None = None
-    """All ranks as one trace, for Perfetto."""
+    """Trace of all ranks in one file, for Perfetto."""
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank that others have waited for longest; if none did, the one whose part of the cell took longest."""
+        """The rank for which others waited longest; if none did, the rank that took longest."""
         if self.waited_for and max(self.waited_for.values()) > 0:
             return max(self.waited_for, key=lambda rank: self.waited_for[rank])
         if len(self.ranks) < 2:
@@ -95,7 +95,7 @@ class Profile:
 
     @property
     def slowest_collective(self) -> Collective | None:
-        """The one that took longest."""
+        """The collective that took longest."""
         return max(self.collectives, key=lambda each: each.seconds, default=None)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -104,52 +104,55 @@ class Profile:
 
 NAMES = {"loading": "data loading"}
 LETTERS = dict(zip(PARTS, "#=.%-", strict=True))
-"""Of the bars in a terminal: by the parts."""
+"""Characters of the bars in a terminal, by part."""
 COLOURS = dict(zip(PARTS, ("#4c9a5b", "#4878cf", "#e0a13a", "#9467bd", "#b8b8b8"), strict=True))
 WIDTH = 60
-"""Of a bar in a terminal."""
+"""Characters of a bar in a terminal."""
 MOST_KINDS = 5
 NOBODY_SHARE = 0.02
-"""Of the time of the cell: who waits less than that has waited for nobody."""
+"""Share of the cell's time below which waiting is ignored."""
 MUCH = 0.5
-"""Of what others have waited for the slowest rank: one for which they waited as long is as slow."""
+"""Share of the wait for the slowest rank above which the wait for another rank makes that as slow."""
 ENDED_SHARE = 0.8
-"""Of the time of the others: a rank that took less has left them alone."""
+"""Share of the others' time below which a rank has ended before them."""
 
 
 def text(profile: Profile) -> str:
-    """For a terminal, and where a saved notebook cannot show HTML."""
-    lines = [_title(profile)]
+    """Return the report as text, for a terminal and for pages without HTML."""
+    lines = [_title_text(profile)]
     if profile.ranks:
-        lines.append(_columns([_head(), *map(_row, profile.ranks.values())]))
+        lines.append(_align([_rank_head(), *map(_rank_row, profile.ranks.values())]))
         longest = max(each.seconds for each in profile.ranks.values())
-        lines += [f"rank {rank}  {_bar(each, longest)}" for rank, each in profile.ranks.items()]
-        lines.append("  ".join(f"{LETTERS[part]} {_name(part)}" for part in PARTS))
-    kinds = _kinds(profile.collectives)
+        lines += [f"rank {rank}  {_text_bar(each, longest)}" for rank, each in profile.ranks.items()]
+        lines.append("  ".join(f"{LETTERS[part]} {_part_name(part)}" for part in PARTS))
+    kinds = _kind_rows(profile.collectives)
     if kinds:
-        lines.append(_columns([_kinds_head(), *kinds]))
+        lines.append(_align([_kind_head(), *kinds]))
     return "\n".join([*lines, *remarks(profile)])
 
 
 def html(profile: Profile) -> str:
-    """For a page; it needs no script, and no file."""
-    parts = [f"<div><b>{markup.escape(_title(profile))}</b></div>"]
+    """Return the report as HTML, without scripts and external files."""
+    parts = [f"<div><b>{markup.escape(_title_text(profile))}</b></div>"]
     if profile.ranks:
-        parts += [html_table([_head(), *map(_row, profile.ranks.values())], range(1, 8)), _plot(profile.ranks)]
-    kinds = _kinds(profile.collectives)
+        parts += [
+            html_table([_rank_head(), *map(_rank_row, profile.ranks.values())], range(1, 8)),
+            _svg_plot(profile.ranks),
+        ]
+    kinds = _kind_rows(profile.collectives)
     if kinds:
-        parts.append(html_table([_kinds_head(), *kinds], range(1, 5)))
+        parts.append(html_table([_kind_head(), *kinds], range(1, 5)))
     parts += [f"<div>{markup.escape(line)}</div>" for line in remarks(profile)]
     return f'<div class="ddip-profile">{"".join(parts)}</div>'
 
 
 def remarks(profile: Profile) -> list[str]:
-    """Who is slow, and why; what was not recorded; and where the traces are."""
+    """Return notes on slow ranks and collectives, on what was not recorded, and on the trace files."""
     found = [*_slowest_rank(profile), *_slowest_collective(profile)]
     notes: dict[str, list[int]] = defaultdict(list)
     for rank, each in profile.ranks.items():
         if each.note:
-            notes[f"recorded only the first {_seconds(each.seconds)}: {each.note}"].append(rank)
+            notes[f"recorded only the first {_seconds_text(each.seconds)}: {each.note}"].append(rank)
     for rank, why in profile.missing.items():
         notes[f"no profile: {why}"].append(rank)
     found += [f"{ranks_text(ranks)}: {note}" for note, ranks in notes.items()]
@@ -169,14 +172,14 @@ def _slowest_rank(profile: Profile) -> list[str]:
         return ["no rank kept the others waiting"] if profile.collectives else []
     second = max((seconds for rank, seconds in profile.waited_for.items() if rank != slowest), default=0.0)
     if second > MUCH * waited:
-        return [f"no rank is slow all along: they waited for each other, up to {_seconds(waited)}"]
+        return [f"no rank is slow all along: they waited for each other, up to {_seconds_text(waited)}"]
     others = [rank for rank in profile.ranks if rank != slowest]
     who = f"rank {others[0]} waited" if len(others) == 1 else "the others waited up to"
-    return [f"slowest: rank {slowest}; {who} {_seconds(waited)} for it{_more_than_others(profile.ranks, slowest)}"]
+    return [f"slowest: rank {slowest}; {who} {_seconds_text(waited)} for it{_more_than_others(profile.ranks, slowest)}"]
 
 
 def _more_than_others(ranks: Mapping[int, RankProfile], slowest: int) -> str:
-    """What the slowest rank does longer than the others."""
+    """Describe the activity on which the slowest rank spends more time than the others."""
     others = [each for rank, each in ranks.items() if rank != slowest]
     if not others or slowest not in ranks:
         return ""
@@ -191,7 +194,7 @@ def _more_than_others(ranks: Mapping[int, RankProfile], slowest: int) -> str:
         return ""
     what = {"compute": "computed", "loading": "loaded data", "idle": "was idle"}[most]
     whom = f"rank {others[0].rank}" if len(others) == 1 else "the others"
-    return f", while it {what}, {_seconds(more[most])} more than {whom}"
+    return f", while it {what}, {_seconds_text(more[most])} more than {whom}"
 
 
 def _slowest_collective(profile: Profile) -> list[str]:
@@ -201,69 +204,69 @@ def _slowest_collective(profile: Profile) -> list[str]:
     waited = ""
     if slowest.waiting > 0.1 * slowest.seconds:
         who = "ranks that never came" if slowest.last is None else f"rank {slowest.last}"
-        waited = f", {_seconds(slowest.waiting)} of that waiting for {who}"
-    return [f"slowest collective: {slowest}: {_seconds(slowest.seconds)}{waited}"]
+        waited = f", {_seconds_text(slowest.waiting)} of that waiting for {who}"
+    return [f"slowest collective: {slowest}: {_seconds_text(slowest.seconds)}{waited}"]
 
 
-def _title(profile: Profile) -> str:
+def _title_text(profile: Profile) -> str:
     if not profile.ranks:
         return "no rank has a profile of the cell"
     longest = max(each.seconds for each in profile.ranks.values())
-    return f"where the time of the cell went: {ranks_text(list(profile.ranks))}, {_seconds(longest)}"
+    return f"where the time of the cell went: {ranks_text(list(profile.ranks))}, {_seconds_text(longest)}"
 
 
-def _head() -> list[str]:
-    return ["rank", "seconds", *map(_name, PARTS), "in Python"]
+def _rank_head() -> list[str]:
+    return ["rank", "seconds", *map(_part_name, PARTS), "in Python"]
 
 
-def _row(each: RankProfile) -> list[str]:
-    shares = [f"{getattr(each, part):.2f} ({_share(getattr(each, part), each.seconds)})" for part in PARTS]
+def _rank_row(each: RankProfile) -> list[str]:
+    shares = [f"{getattr(each, part):.2f} ({_share_text(getattr(each, part), each.seconds)})" for part in PARTS]
     return [str(each.rank), f"{each.seconds:.2f}", *shares, f"{each.python:.2f}"]
 
 
-def _kinds_head() -> list[str]:
+def _kind_head() -> list[str]:
     return ["collective", "times", "seconds", "waiting", "begun last by"]
 
 
-def _kinds(collectives: Sequence[Collective]) -> list[list[str]]:
-    """Collectives of one kind together: those that take longest."""
+def _kind_rows(collectives: Sequence[Collective]) -> list[list[str]]:
+    """Return table rows for the kinds of collectives that take longest in total."""
     kinds: dict[tuple[str, str], list[Collective]] = defaultdict(list)
     for each in collectives:
         kinds[each.kind, each.group].append(each)
     rows = sorted(kinds.items(), key=lambda item: -sum(each.seconds for each in item[1]))
     several = len({each.group for each in collectives}) > 1
     found = []
-    for (kind, group), its in rows[:MOST_KINDS]:
+    for (kind, group), members in rows[:MOST_KINDS]:
         last: dict[int, int] = defaultdict(int)
-        for each in its:
+        for each in members:
             if each.last is not None:
                 last[each.last] += 1
         most = max(last, key=lambda rank: last[rank], default=None)
         name = f"{kind}, {group}" if several else kind
-        who = "" if most is None else f"rank {most} ({last[most]} of {len(its)})"
-        sums = [f"{sum(each.seconds for each in its):.2f}", f"{sum(each.waiting for each in its):.2f}"]
-        found.append([name, str(len(its)), *sums, who])
+        who = "" if most is None else f"rank {most} ({last[most]} of {len(members)})"
+        sums = [f"{sum(each.seconds for each in members):.2f}", f"{sum(each.waiting for each in members):.2f}"]
+        found.append([name, str(len(members)), *sums, who])
     return found
 
 
-def _name(part: str) -> str:
+def _part_name(part: str) -> str:
     return NAMES.get(part, part)
 
 
-def _share(seconds: float, whole: float) -> str:
+def _share_text(seconds: float, whole: float) -> str:
     return f"{100 * seconds / whole:.0f} %" if whole > 0 else "-"
 
 
-def _seconds(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
+def _align(rows: Sequence[Sequence[str]]) -> str:
     return aligned(rows, [i for i in range(len(rows[0])) if any(row[i][:1].isdigit() for row in rows[1:])])
 
 
-def _bar(each: RankProfile, longest: float) -> str:
-    """Its length is the time of the rank."""
+def _text_bar(each: RankProfile, longest: float) -> str:
+    """Draw a bar of characters, whose length is proportional to the rank's time."""
     bar, until = "", 0.0
     for part in PARTS:
         until += getattr(each, part)
@@ -271,8 +274,8 @@ def _bar(each: RankProfile, longest: float) -> str:
     return f"|{bar.ljust(WIDTH)}|"
 
 
-def _plot(ranks: Mapping[int, RankProfile]) -> str:
-    """A stacked bar for each rank."""
+def _svg_plot(ranks: Mapping[int, RankProfile]) -> str:
+    """Draw a stacked bar per rank as SVG, with a legend."""
     longest = max(each.seconds for each in ranks.values()) or 1.0
     height, left, width = 18, 60, 540
     shapes = []
@@ -280,16 +283,16 @@ def _plot(ranks: Mapping[int, RankProfile]) -> str:
         x, y = float(left), row * (height + 4)
         shapes.append(f'<text x="0" y="{y + 13}" font-size="12" fill="currentColor">rank {rank}</text>')
         for part in PARTS:
-            wide = width * getattr(each, part) / longest
-            told = f"rank {rank}: {_name(part)} {_seconds(getattr(each, part))}"
+            bar_width = width * getattr(each, part) / longest
+            tooltip = f"rank {rank}: {_part_name(part)} {_seconds_text(getattr(each, part))}"
             shapes.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{height}" fill="{COLOURS[part]}">'
-                f"<title>{told}</title></rect>"
+                f'<rect x="{x:.1f}" y="{y}" width="{bar_width:.1f}" height="{height}" fill="{COLOURS[part]}">'
+                f"<title>{tooltip}</title></rect>"
             )
-            x += wide
+            x += bar_width
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:1em"><span style="display:inline-block;width:.8em;height:.8em;'
-        f'background:{COLOURS[part]}"></span> {_name(part)}</span>'
+        f'background:{COLOURS[part]}"></span> {_part_name(part)}</span>'
         for part in PARTS
     )
     size = f'width="{left + width}" height="{len(ranks) * (height + 4)}"'

@@ -1,4 +1,4 @@
-"""The table of ``%dipshards``: how a model lies on the ranks, as text and as HTML."""
+"""The table of ``%dipshards``: how a model is divided among the ranks, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ddip.protocol.reports import ShardsReport, TensorReport
 
 
 class ShardsTable:
-    """A row each tensor, a column each of the ranks that hold parts of the same shapes; ranks hold `reports`, in order.
+    """A table with a row per tensor, and a column per set of ranks whose parts have the same shapes.
 
-    What a front end displays of it is HTML, else text.
+    `reports` has one report per rank, in rank order. A front end displays the table as HTML or as text.
     """
 
     def __init__(self, name: str, reports: Sequence[ShardsReport]) -> None:
         by_rank = [{tensor["name"]: tensor for tensor in report["tensors"] or ()} for report in reports]
         self.tensors: dict[str, TensorReport] = {}
-        for tensors in reversed(by_rank):  # the first rank's words count
+        for tensors in reversed(by_rank):  # prefer the first rank's report
             self.tensors = {**tensors, **self.tensors, **tensors}
         columns: dict[tuple[tuple[int, ...] | None, ...], list[int]] = {}
         for rank, tensors in enumerate(by_rank):
@@ -36,31 +36,31 @@ class ShardsTable:
 
     @property
     def rows(self) -> list[list[str]]:
-        """With the totals, the last one."""
+        """The rows of the table; the last one has the totals."""
         rows = [
-            [name, _shape(tensor["shape"]), tensor["dtype"], tensor["placement"], *self._parts(name)]
+            [name, _shape_text(tensor["shape"]), tensor["dtype"], tensor["placement"], *self._part_cells(name)]
             for name, tensor in self.tensors.items()
         ]
         total = [size_text(sum(tensor["bytes"] for tensor in tensors.values())) for _, tensors in self._columns]
         return [*rows, ["total", "", "", "", *total]]
 
-    def _parts(self, name: str) -> list[str]:
-        return [_part(tensors, name) for _, tensors in self._columns]
+    def _part_cells(self, name: str) -> list[str]:
+        return [_part_text(tensors, name) for _, tensors in self._columns]
 
     def __str__(self) -> str:
         numbers = range(4, len(self._head))
         return f"{self.title}\n{aligned([self._head, *self.rows], numbers)}"
 
     def html(self) -> str:
-        """Return the same as HTML."""
+        """Return the table as HTML."""
         numbers = range(4, len(self._head))
         return html_table([self._head, *self.rows], numbers, self.title, total=True)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _part(tensors: Mapping[str, TensorReport], name: str) -> str:
+def _part_text(tensors: Mapping[str, TensorReport], name: str) -> str:
     tensor = tensors.get(name)
-    return "-" if tensor is None else f"{_shape(tensor['local'])} {size_text(tensor['bytes']):>6}"
+    return "-" if tensor is None else f"{_shape_text(tensor['local'])} {size_text(tensor['bytes']):>6}"

@@ -1,4 +1,4 @@
-"""What ddip knows of ranks and cells, as text and tables for people; only the standard library is imported."""
+"""Text and tables about ranks and cells for people; imports only the standard library and plain data of ddip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddip.protocol.location import Stack, StackLocation
 
 
 def size_text(size: float | None) -> str:
-    """Bytes for people: ``1.5 GB``; empty for None."""
+    """Format a number of bytes, such as ``1.5 GB``; empty for None."""
     if size is None:
         return ""
     for unit in ("B", "KB", "MB"):
@@ -23,11 +23,11 @@ def size_text(size: float | None) -> str:
 
 
 SLOW_SECONDS, SLOW_SHARE = 0.1, 0.1
-"""By how much a rank must have ended later than the first to be called slow: in seconds, and as a share of the cell."""
+"""Minimum lag behind the fastest rank for the slowest to be named: in seconds, and as a share of the cell's time."""
 
 
 def places_text(places: Mapping[int, StackLocation | None]) -> str:
-    """Where each rank is, one line each, ranks at the same place together; None: it does not answer."""
+    """Format the positions of ranks, one line per position; None: the rank does not answer."""
     together: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         text = "no answer" if place is None else f"{place}: {place.source}" if place.source else str(place)
@@ -38,7 +38,7 @@ def places_text(places: Mapping[int, StackLocation | None]) -> str:
 
 
 def way_out(stuck: Sequence[int]) -> str:
-    """What a person can do about ranks that do not stop."""
+    """Return what a user can do about ranks that do not stop."""
     those = "that rank" if len(stuck) == 1 else "those ranks"
     return (
         f"wait until {'it returns' if len(stuck) == 1 else 'they return'} from there, or type %makedip --repair: "
@@ -47,7 +47,7 @@ def way_out(stuck: Sequence[int]) -> str:
 
 
 def cut_off_text(cut_off: Mapping[int, bool]) -> str:
-    """What to say of the ranks whose work on the GPU was cut off by a release; False: of this rank nothing was."""
+    """Return a warning about the ranks whose GPU work an abort cut off, which are True in `cut_off`."""
     ranks, good = ([rank for rank, was in sorted(cut_off.items()) if was is which] for which in (True, False))
     from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
     return (
@@ -57,7 +57,7 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
 
 
 def where_text(seconds: Mapping[int, float]) -> str:
-    """Which ranks a cell ran on, how long it took, and which of them was the slowest, if that is more than chance."""
+    """Format the ranks and duration of a cell, and name the slowest rank if its lag is more than chance."""
     if not seconds:
         return ""
     slowest = max(seconds, key=seconds.__getitem__)
@@ -67,12 +67,12 @@ def where_text(seconds: Mapping[int, float]) -> str:
 
 
 def stack_of(answer: dict[str, Any]) -> Stack:
-    """What a rank tells of its threads, as a `Stack`."""
+    """Convert a rank's answer about its threads to a `Stack`."""
     return Stack(**{**answer, "place": StackLocation(**answer["place"])})
 
 
 def stacks_text(stacks: Mapping[int, Stack | None]) -> str:
-    """All threads of each rank, ranks with the same stacks together."""
+    """Format all threads of each rank; ranks with equal stacks share a section."""
     together: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
         if stack is None:
@@ -89,7 +89,7 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank, as ``%makedip -i`` shows it; sizes in bytes, seconds of the last cell."""
+    """A rank as ``%makedip -i`` shows it; sizes are in bytes, `seconds` is the duration of the last cell."""
 
     rank: int
     host: str
@@ -102,13 +102,13 @@ class RankInfo:
     state: str
     seconds: float | None
     doing: str = ""
-    """What it does for ddip, or how it goes on if it is stopped; empty while it runs a cell, or nothing."""
+    """Operation that it runs for ddip, or how to continue a stopped rank; empty while it runs a cell or is idle."""
     busy_for: float | None = None
-    """Seconds."""
+    """Seconds since it has been busy."""
 
     @property
     def state_text(self) -> str:
-        """The state, what it does, and for how long."""
+        """The state, the current operation, and its duration."""
         if self.state == "stopped":
             return self.doing
         doing = f", {self.doing}" if self.doing else ""
@@ -116,7 +116,7 @@ class RankInfo:
 
 
 def info_table(infos: Sequence[RankInfo]) -> str:
-    """The table of ``%makedip -i``; the GPU column is there when a rank has one."""
+    """Return the table of ``%makedip -i``, with a GPU column if any rank has a GPU."""
     head = ["rank", "host", "pid", "device", "memory", "GPU memory allocated / reserved / total", "state", "last cell"]
     rows = [
         [
@@ -140,7 +140,7 @@ def info_table(infos: Sequence[RankInfo]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """Align `rows` of equally many cells as text; columns of `numbers`, counted from 0, end alike."""
+    """Align `rows` of equal length as text; the columns `numbers`, counted from 0, are right-aligned."""
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))
@@ -151,7 +151,7 @@ def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str
 def html_table(
     rows: Sequence[Sequence[str]], numbers: Collection[int] = (), caption: str = "", *, total: bool = False
 ) -> str:
-    """Return `rows` as HTML, the first as the head, and with `total` the last as the foot."""
+    """Return `rows` as an HTML table; the first is the head, and with `total` the last is the foot."""
     styles = ["right; white-space: nowrap" if i in numbers else "left" for i in range(len(rows[0]))]
 
     def row(cells: Sequence[str], tag: str) -> str:
@@ -167,39 +167,39 @@ def html_table(
 
 
 def still_text(stuck: Sequence[int], busy: Mapping[int, str]) -> str:
-    """What `stuck` ranks do; those that are `busy` with something else do not run a cell."""
+    """Describe `stuck` ranks: each runs an interrupted cell, or the operation that `busy` has for it."""
     running = [rank for rank in stuck if rank not in busy]
-    parts = [f"{ranks_text(running)} {_be(running)} still running the interrupted cell"] if running else []
+    parts = [f"{ranks_text(running)} {_to_be(running)} still running the interrupted cell"] if running else []
     for doing in dict.fromkeys(busy.values()):
         ranks = [rank for rank in busy if busy[rank] == doing]
-        parts.append(f"{ranks_text(ranks)} {_be(ranks)} still {doing}, which was interrupted")
+        parts.append(f"{ranks_text(ranks)} {_to_be(ranks)} still {doing}, which was interrupted")
     return ", and ".join(parts)
 
 
-def _be(ranks: Sequence[int]) -> str:
+def _to_be(ranks: Sequence[int]) -> str:
     return "is" if len(ranks) == 1 else "are"
 
 
 def verb_of(ranks: Sequence[int], verb: str) -> str:
-    """``run`` or ``runs``, as one says it of `ranks`."""
+    """Return `verb` in the singular or plural form for `ranks`: ``runs`` or ``run``."""
     return f"{verb}s" if len(ranks) == 1 else verb
 
 
 @dataclass(frozen=True)
 class CellRow:
-    """One cell."""
+    """A row of the table of cells."""
 
     number: int
     ranks: Sequence[int]
     state: str
-    """Also how it has ended, in words."""
+    """State, or outcome of an ended cell, in words."""
     seconds: float
     background: bool
     first_line: str
 
 
 def cells_table(rows: Sequence[CellRow]) -> str:
-    """One line a cell, the oldest first."""
+    """Return a table with one line per cell, the oldest first."""
     head = ["cell", "ranks", "state", "seconds", "first line"]
     lines = [
         [

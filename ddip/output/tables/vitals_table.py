@@ -1,4 +1,4 @@
-"""What each rank does just now, as data, and as the table of ``%dipwatch``: text, and HTML without a script."""
+"""The current activity of each rank as data, and the table of ``%dipwatch`` as text and as HTML without scripts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from ddip.output.tables.tables import aligned, size_text
 from ddip.protocol.location import StackLocation
 
 RankState: TypeAlias = Literal["busy", "idle", "ended", "stopped", "GPU lost", "no answer"]
-"""``stopped``: by a signal or a debugger. ``no answer``: it lives, and C code may hold its interpreter."""
+"""``stopped``: by a signal or a debugger. ``no answer``: the process is alive, but C code may hold the GIL."""
 LIKE_THE_LEAST = 0.1
-"""Ranks whose waiting shares differ by no more wait as much."""
+"""Maximum difference of waiting shares at which ranks count as waiting equally."""
 MUCH_MORE = 0.2
-"""By how much larger a share the others must wait for a straggler."""
+"""Minimum difference between the waiting shares of the others and of a straggler."""
 PLACE_CHARACTERS = 60
-"""Of a line of code, in text."""
+"""Maximum characters of a cell of the text table, such as a line of code."""
 
 
 @dataclass(frozen=True)
 class RankVitals:
-    """One rank; None: not known. Sizes are in bytes, shares from 0 to 1, rates those of the last seconds."""
+    """The current activity of one rank; None means unknown.
+
+    Sizes are in bytes, shares go from 0 to 1, and rates are averages over the last seconds.
+    """
 
     rank: int
     host: str
@@ -32,42 +35,45 @@ class RankVitals:
     device: str
     state: RankState
     doing: str = ""
-    """What it does for ddip, or how it goes on if it is stopped; empty while it runs a cell, or nothing."""
+    """Operation that it runs for ddip, or how to continue a stopped rank; empty while it runs a cell or is idle."""
     cell: int | None = None
-    """Number of the cell that it runs."""
+    """Number of the running cell."""
     seconds: float | None = None
-    """Since that has begun; of a rank that is idle, those that the last cell took."""
+    """Seconds since the cell began; for an idle rank, the duration of its last cell."""
     place: StackLocation | None = None
-    """Where it is in that cell."""
+    """Position in the cell."""
     steps: int | None = None
-    """That optimizers have taken since the process began."""
+    """Number of optimizer steps since the process began."""
     steps_per_second: float | None = None
     collectives: int | None = None
-    """Begun in the groups that it is in."""
+    """Number of collectives that it has begun in its process groups."""
     collectives_per_second: float | None = None
     bars: tuple[tuple[int, int | None], ...] = ()
-    """How far its progress bars are, and of how much, the outermost first."""
+    """Position and total of each progress bar, the outermost first."""
     waited: float | None = None
-    """Share of the last seconds that it has waited for other ranks in collectives; None on GPUs, too."""
+    """Share of the last seconds spent waiting for other ranks in collectives; None if unknown, as on GPUs."""
     cores: float | None = None
-    """That it uses, with its children."""
+    """Number of CPU cores that it and its child processes use."""
     memory: int | None = None
     gpu_use: float | None = None
     gpu_memory: int | None = None
-    """Of the device, by all its processes."""
+    """GPU memory used by all processes on the device."""
     gpu_memory_total: int | None = None
     gpu_temperature: int | None = None
-    """Degrees Celsius."""
+    """Temperature in degrees Celsius."""
 
 
 def stragglers(ranks: Iterable[RankVitals]) -> list[int]:
-    """For whom do the others wait? Those ranks of a cell, at most half of them, that wait least, while each of the
-    others waits for a much larger share of its time. Where all wait about equally, it is for the network: nobody."""
-    return sorted(rank for waited in _waited(ranks) for rank in _slow(waited))
+    """Return the ranks for which the others wait, in all cells.
+
+    The stragglers of a cell are the ranks that wait least, if they are at most half of its ranks and each of the others
+    waits for a much larger share of its time. If all ranks wait about equally, they wait for the network.
+    """
+    return sorted(rank for waited in _waiting_shares(ranks) for rank in _find_slow(waited))
 
 
-def _waited(ranks: Iterable[RankVitals]) -> list[dict[int, float]]:
-    """The shares of the ranks of each cell."""
+def _waiting_shares(ranks: Iterable[RankVitals]) -> list[dict[int, float]]:
+    """Return the waiting shares of the ranks of each running cell."""
     by_cell: dict[int | None, dict[int, float]] = {}
     for rank in ranks:
         if rank.state == "busy" and not rank.doing and rank.waited is not None:
@@ -75,7 +81,7 @@ def _waited(ranks: Iterable[RankVitals]) -> list[dict[int, float]]:
     return list(by_cell.values())
 
 
-def _slow(waited: dict[int, float]) -> list[int]:
+def _find_slow(waited: dict[int, float]) -> list[int]:
     least = min(waited.values())
     slow = [rank for rank, share in waited.items() if share <= least + LIKE_THE_LEAST]
     others = [share for rank, share in waited.items() if rank not in slow]
@@ -84,13 +90,17 @@ def _slow(waited: dict[int, float]) -> list[int]:
 
 
 def _straggler_text(waited: dict[int, float], slow: Sequence[int]) -> str:
-    """Of the ranks of one cell."""
+    """Describe the stragglers `slow` among the ranks of one cell."""
     others = [rank for rank in waited if rank not in slow]
     most, least = max(waited[rank] for rank in slow), min(waited[rank] for rank in others)
     who = "is the straggler: it waits" if len(slow) == 1 else "are the stragglers: they wait"
-    own = _percent(most) if len(slow) == 1 else f"{_percent(most)} or less"
-    theirs = f"{ranks_text(others)} {_percent(least)}" if len(others) == 1 else f"the others {_percent(least)} or more"
-    return f"{ranks_text(slow)} {who} {own} of the time in collectives, {theirs}"
+    slow_share = _percent_text(most) if len(slow) == 1 else f"{_percent_text(most)} or less"
+    others_share = (
+        f"{ranks_text(others)} {_percent_text(least)}"
+        if len(others) == 1
+        else f"the others {_percent_text(least)} or more"
+    )
+    return f"{ranks_text(slow)} {who} {slow_share} of the time in collectives, {others_share}"
 
 
 # -- the table
@@ -102,15 +112,15 @@ class _Column:
     text: Callable[[RankVitals], str]
     is_number: bool = True
     share: Callable[[RankVitals], float | None] = lambda rank: None
-    """Of the column that is filled, from 0 to 1."""
+    """Returns how much of the table cell a bar fills, from 0 to 1; None: no bar."""
 
 
 def table_text(ranks: Sequence[RankVitals]) -> str:
-    """For a terminal: a line a rank, and what is to be said of them."""
+    """Return the table as text, with one line per rank, and notes."""
     slow = stragglers(ranks)
-    columns = _columns(ranks)
+    columns = _used_columns(ranks)
     rows = [[column.head for column in columns]]
-    rows += [[_cut(column.text(rank)) for column in columns] for rank in ranks]
+    rows += [[_shorten(column.text(rank)) for column in columns] for rank in ranks]
     for row, mark in zip(rows, ["", *("◀" if rank.rank in slow else "" for rank in ranks)], strict=True):
         row[0] += mark
     numbers = [number for number, column in enumerate(columns) if column.is_number]
@@ -118,12 +128,12 @@ def table_text(ranks: Sequence[RankVitals]) -> str:
 
 
 def table_html(ranks: Sequence[RankVitals]) -> str:
-    """For a page."""
+    """Return the table as HTML, with notes."""
     slow = stragglers(ranks)
-    columns = _columns(ranks)
+    columns = _used_columns(ranks)
     head = "".join(f"<th{_class('ddip-number' * c.is_number)}>{html.escape(c.head)}</th>" for c in columns)
     rows = "".join(
-        f"<tr{_class('ddip-slow' * (rank.rank in slow))}>{''.join(_cell(column, rank) for column in columns)}</tr>"
+        f"<tr{_class('ddip-slow' * (rank.rank in slow))}>{''.join(_cell_html(column, rank) for column in columns)}</tr>"
         for rank in ranks
     )
     notes = "".join(f"<div>{html.escape(note)}</div>" for note in _notes(ranks))
@@ -155,14 +165,14 @@ RULES = """
 """
 
 
-def _cell(column: _Column, rank: RankVitals) -> str:
+def _cell_html(column: _Column, rank: RankVitals) -> str:
     text, share = html.escape(column.text(rank)), column.share(rank)
     kind = "ddip-number" if column.is_number else ""
     if column.head == "state":
         kind = {"busy": "ddip-busy", "idle": ""}.get(rank.state, "ddip-bad")
     title = ""
     if column.head == "where" and text:
-        kind, title = "ddip-where", f' title="{text}"'  # where the column is too narrow
+        kind, title = "ddip-where", f' title="{text}"'  # readable if the column is too narrow
     filled = "" if share is None else f' style="--share:{round(100 * min(1.0, max(0.0, share)))}"'
     return f"<td{_class(kind)}{title}{filled}>{text}</td>"
 
@@ -171,29 +181,29 @@ def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
-def _columns(ranks: Sequence[RankVitals]) -> list[_Column]:
-    """Those in which a rank has anything."""
+def _used_columns(ranks: Sequence[RankVitals]) -> list[_Column]:
+    """Return the columns in which any rank has a value."""
     return [column for column in COLUMNS if any(column.text(rank) for rank in ranks)]
 
 
 def _notes(ranks: Sequence[RankVitals]) -> list[str]:
-    """What stands below the table."""
-    notes = [_straggler_text(waited, slow) for waited in _waited(ranks) if (slow := _slow(waited))]
+    """Return the notes below the table: stragglers and stopped ranks."""
+    notes = [_straggler_text(waited, slow) for waited in _waiting_shares(ranks) if (slow := _find_slow(waited))]
     return notes + [f"rank {rank.rank}: {rank.doing}" for rank in ranks if rank.state == "stopped"]
 
 
-def _state(rank: RankVitals) -> str:
+def _state_text(rank: RankVitals) -> str:
     return f"busy, {rank.doing}" if rank.state == "busy" and rank.doing else rank.state
 
 
-def _time(rank: RankVitals) -> str:
+def _time_text(rank: RankVitals) -> str:
     if rank.seconds is None:
         return ""
     return f"last {time_text(rank.seconds)}" if rank.state != "busy" else time_text(rank.seconds)
 
 
 def time_text(seconds: float) -> str:
-    """``7 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    """Format seconds as ``7 s``, ``3 min 05 s`` or ``2 h 07 min``."""
     if seconds < 10:
         return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -202,15 +212,15 @@ def time_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def _rate(rank: RankVitals) -> str:
-    """Steps; of ranks that take none, collectives."""
+def _rate_text(rank: RankVitals) -> str:
+    """Format the rate of optimizer steps, or of collectives if the rank takes no steps."""
     for rate, what in ((rank.steps_per_second, "steps/s"), (rank.collectives_per_second, "collectives/s")):
         if rate:
             return f"{rate:.{0 if rate >= 100 else 1 if rate >= 10 else 2}f} {what}"
     return ""
 
 
-def _bars(rank: RankVitals) -> str:
+def _bars_text(rank: RankVitals) -> str:
     return " · ".join(f"{done}/{'?' if total is None else total}" for done, total in rank.bars)
 
 
@@ -219,23 +229,23 @@ def _bar_share(rank: RankVitals) -> float | None:
         return None
     done, total = rank.bars[0]
     share = done / (total or 1)
-    if len(rank.bars) > 1 and rank.bars[1][1]:  # an epoch of many
+    if len(rank.bars) > 1 and rank.bars[1][1]:  # the second bar is the progress within one step of the first
         share += rank.bars[1][0] / (rank.bars[1][1] or 1) / (total or 1)
     return share
 
 
-def _percent(share: float | None) -> str:
+def _percent_text(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def _memory(rank: RankVitals) -> str:
+def _gpu_memory_text(rank: RankVitals) -> str:
     if rank.gpu_memory is None:
         return ""
     return f"{size_text(rank.gpu_memory)} of {size_text(rank.gpu_memory_total)}"
 
 
-def _place(rank: RankVitals) -> str:
-    """The cell that runs has a column of its own."""
+def _place_text(rank: RankVitals) -> str:
+    """Format the position of a busy rank, without the number of its cell, which has a separate column."""
     place = rank.place
     if place is None or rank.state != "busy":
         return ""
@@ -245,22 +255,22 @@ def _place(rank: RankVitals) -> str:
     return f"{where}: {place.source}" if place.source else where
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= PLACE_CHARACTERS else f"{text[: PLACE_CHARACTERS - 1]}…"
 
 
 COLUMNS = (
     _Column("rank", lambda rank: str(rank.rank)),
-    _Column("state", _state, is_number=False),
+    _Column("state", _state_text, is_number=False),
     _Column("cell", lambda rank: "" if rank.cell is None else f"[{rank.cell}]"),
-    _Column("time", _time),
-    _Column("rate", _rate),
-    _Column("bar", _bars, share=_bar_share),
-    _Column("waits", lambda rank: _percent(rank.waited), share=lambda rank: rank.waited),
-    _Column("CPU", lambda rank: _percent(rank.cores)),
+    _Column("time", _time_text),
+    _Column("rate", _rate_text),
+    _Column("bar", _bars_text, share=_bar_share),
+    _Column("waits", lambda rank: _percent_text(rank.waited), share=lambda rank: rank.waited),
+    _Column("CPU", lambda rank: _percent_text(rank.cores)),
     _Column("memory", lambda rank: size_text(rank.memory)),
-    _Column("GPU", lambda rank: _percent(rank.gpu_use), share=lambda rank: rank.gpu_use),
-    _Column("GPU memory", _memory),
+    _Column("GPU", lambda rank: _percent_text(rank.gpu_use), share=lambda rank: rank.gpu_use),
+    _Column("GPU memory", _gpu_memory_text),
     _Column("°C", lambda rank: "" if rank.gpu_temperature is None else str(rank.gpu_temperature)),
-    _Column("where", _place, is_number=False),
+    _Column("where", _place_text, is_number=False),
 )

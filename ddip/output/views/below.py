@@ -1,10 +1,10 @@
-"""What the tabs cannot hold, below them: widgets, and what needs a script or a renderer of its own.
+"""The outputs below the tabs: widgets, and displays that need a script or a renderer of their own.
 
     wanted, by rank  --`_arrange`-->  rows: label, display, display, label, display  --`_send`-->  outputs of the page
 
-An output of a page stays where it is, but its content can be changed: a widget that comes for rank 0 when rank 1 has
-one takes its place, and rank 1's moves to the next. A widget bears that: the page has its state elsewhere. What runs a
-script is shown where it stays.
+An output of a page cannot move, but its content can be replaced: if rank 0 displays a widget when rank 1 already has
+one, rank 0's takes its place and rank 1's moves to the next output. Widgets can be moved because the page keeps their
+state elsewhere. A display that runs a script stays in its first place.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddip.output.area import GONE, CellOutputArea, new_id
-from ddip.output.page.bundles import loads
+from ddip.output.page.bundles import only_loads_library
 from ddip.output.transcript import WIDGET, Bundle, Display, own_id
 
 
 def label_of(rank: int) -> Bundle:
-    """What stands above the displays of a rank."""
+    """Return the label above the displays of a rank."""
     return {"text/html": f'<div style="font-size:.85em;opacity:.8">rank {rank}</div>', "text/plain": f"[rank {rank}]"}
 
 
-def moves(item: Display) -> bool:
-    """Can it be shown in another place later, as if it had always been there?"""
+def can_move(item: Display) -> bool:
+    """Return True if `item` can move to another output of the page later; only widgets can."""
     return WIDGET in item.data
 
 
@@ -39,24 +39,24 @@ class _Row:
 
 @dataclass(eq=False)
 class _Output:
-    """One of the page."""
+    """An output of the page."""
 
     display_id: str
     sent: tuple[Bundle, Bundle | None] | None = None
-    """What it shows: data and metadata, themselves."""
+    """Data and metadata that it shows, compared by identity."""
 
 
 def _is_another_widget(before: Bundle, after: Bundle) -> bool:
-    """Are both widgets, and not the same? JupyterLab leaves the one before in its place, unseen, and hides the place
-    when that one closes.
+    """Return True if both bundles are widgets, and not the same one.
+
+    JupyterLab keeps the replaced widget in its output, hidden, and hides the output when that widget closes.
     """
     models = [data[WIDGET].get("model_id") for data in (before, after) if WIDGET in data]
     return len(models) == 2 and models[0] != models[1]
 
 
 class Below:
-    """The outputs below the tabs: by rank, each rank with its label, which is there only while there is anything below
-    it."""
+    """The outputs below the tabs, by rank; a rank's label is visible only while a display is below it."""
 
     def __init__(self, page: CellOutputArea) -> None:
         self._page = page
@@ -64,10 +64,10 @@ class Below:
         self._outputs: list[_Output] = []
 
     def show(self, wanted: Mapping[int, Sequence[Display]]) -> None:
-        """These, by rank, and no others."""
-        there = {id(item) for items in wanted.values() for item in items}
+        """Show the displays in `wanted`, by rank, and remove all others."""
+        wanted_ids = {id(item) for items in wanted.values() for item in items}
         for row in self._rows:
-            if row.item is not None and id(row.item) not in there:
+            if row.item is not None and id(row.item) not in wanted_ids:
                 row.item = None
         shown = {id(row.item) for row in self._rows}
         for rank, items in wanted.items():
@@ -76,14 +76,14 @@ class Below:
                     self._arrange(rank, item, items[:number])
         self._send()
 
-    def has(self, item: Display) -> bool:
-        """Is it shown?"""
+    def contains(self, item: Display) -> bool:
+        """Return True if `item` is shown."""
         return any(row.item is item for row in self._rows)
 
     def _arrange(self, rank: int, item: Display, before: Sequence[Display]) -> None:
-        """Find a row for `item`, which follows those `before` it."""
-        begin, end = self._block(rank)
-        follows = [at for at in range(begin + 1, end) if any(self._rows[at].item is one for one in before)]
+        """Give `item` a row after the displays `before` it: a free one, or a new one."""
+        begin, end = self._rows_of_rank(rank)
+        follows = [at for at in range(begin + 1, end) if any(self._rows[at].item is earlier for earlier in before)]
         at = follows[-1] + 1 if follows else begin + 1
         if begin < end and at < end and self._rows[at].item is None:
             self._rows[at].item = item
@@ -92,14 +92,17 @@ class Below:
         if begin == end:
             at = begin
             new.insert(0, _Row(rank, label=label_of(rank)))
-        if any(row.item is not None and not moves(row.item) for row in self._rows[at:]):
-            at = len(self._rows)  # what is there cannot move
+        if any(row.item is not None and not can_move(row.item) for row in self._rows[at:]):
+            at = len(self._rows)  # a display after this row cannot move
             if len(new) == 1 and self._rows[-1].rank != rank:
                 new.insert(0, _Row(rank, label=label_of(rank)))
         self._rows[at:at] = new
 
-    def _block(self, rank: int) -> tuple[int, int]:
-        """Begin and end of the last rows of `rank`; equal, where they would be, if there are none."""
+    def _rows_of_rank(self, rank: int) -> tuple[int, int]:
+        """Return begin and end of the last block of rows of `rank`.
+
+        If it has none, both are the index at which to insert it.
+        """
         begins = [at for at, row in enumerate(self._rows) if row.label is not None]
         ends = [*begins[1:], len(self._rows)]
         for begin, end in zip(reversed(begins), reversed(ends), strict=False):
@@ -128,12 +131,15 @@ class Below:
             for below in self._rows[at + 1 :]:
                 if below.label is not None:
                     break
-                if below.item is not None and not loads(below.item.data):
+                if below.item is not None and not only_loads_library(below.item.data):
                     return row.label, None
         return GONE, None
 
     def _new_id(self, row: _Row) -> str:
-        """The rank's own, by which a later cell may change it; not for what may be elsewhere then."""
-        own = None if row.item is None or moves(row.item) else own_id(row.rank, row.item.display_id)
-        taken = own is None or any(output.display_id == own for output in self._outputs)
-        return new_id() if own is None or taken else own
+        """Return the rank's display ID, by which a later cell may update the output, else a new ID.
+
+        The rank's ID does not serve a display that can move, nor if another output already has it.
+        """
+        rank_id = None if row.item is None or can_move(row.item) else own_id(row.rank, row.item.display_id)
+        is_taken = rank_id is None or any(output.display_id == rank_id for output in self._outputs)
+        return new_id() if rank_id is None or is_taken else rank_id

@@ -1,4 +1,4 @@
-"""The output of several ranks by rank, when the cell has ended."""
+"""The output of several ranks in sections, shown at the end of the cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddip.output.transcript import Bundle, Display, RankTranscript, Text, is_our
 
 
 class Grouped:
-    """Nothing until the end; then a section for each rank, ranks with the same output together."""
+    """A view with one section per rank at the end of the cell; ranks with equal output share a section."""
 
     def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
         self._page = page
@@ -20,7 +20,7 @@ class Grouped:
         self._sections = {rank: RankTranscript(limit) for rank in ranks}
         self._closed = False
         self._bars: set[str] = set()
-        """Ids of those on the page."""
+        """Display IDs of the bars on the page."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Keep the text until the cell has ended."""
@@ -40,37 +40,40 @@ class Grouped:
         self._sections[rank].display(labelled(f"Out[{number}]:", data), metadata)
 
     def clear(self, rank: int, wait: bool) -> None:
-        """Of this rank."""
+        """Clear the output of the rank, at once or before its next output."""
         self._sections[rank].clear(wait)
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """It will not be shown."""
+        """Remove a closed widget from the output that is kept."""
         self._sections[rank].close_widget(model)
 
     def section(self, rank: int) -> RankTranscript:
-        """What the rank has shown."""
+        """Return the transcript of the rank."""
         return self._sections[rank]
 
     def ended(self, rank: int, failed: bool) -> None:
-        """Does nothing: this view shows nothing while the cell runs."""
+        """Do nothing: this view shows no output while the cell runs."""
 
     def draw(self) -> None:
-        """Nothing, until the cell has ended."""
+        """Show late output; do nothing while the cell runs."""
         if self._closed:
             self.close({}, "")
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
-        """Show what each rank has written and displayed, and forget it: what comes late is shown by itself."""
-        groups: list[_Same] = []
+        """Show the output of each rank, and drop it, so that late output is shown separately; return False.
+
+        Errors and `note` are not part of this view.
+        """
+        groups: list[_MergedRanks] = []
         for rank, section in self._sections.items():
             shown = comparable(section.items)
-            same = None if section.has_widgets else next((group for group in groups if group.shown == shown), None)
+            equal = None if section.has_widgets else next((group for group in groups if group.shown == shown), None)
             if section.empty:
                 continue
-            if same is None:
-                groups.append(_Same([rank], shown, section))
+            if equal is None:
+                groups.append(_MergedRanks([rank], shown, section))
             else:
-                same.ranks.append(rank)
+                equal.ranks.append(rank)
         for group in groups:
             self._page.write("stdout", f"── {ranks_text(group.ranks)} ──\n")
             for item in group.section.items:
@@ -92,8 +95,8 @@ class Grouped:
 
 
 @dataclass
-class _Same:
-    """Ranks that have shown the same."""
+class _MergedRanks:
+    """Ranks with equal output, and the transcript of the first."""
 
     ranks: list[int]
     shown: object

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ddip.errors import RankError
 from ddip.output.area import GONE, CellOutputArea, flush, new_id
-from ddip.output.page.bundles import loads
+from ddip.output.page.bundles import only_loads_library
 from ddip.output.transcript import WIDGET, Bundle, is_ours, labelled, own_id
 from ddip.output.views.below import label_of
 from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
@@ -15,24 +15,24 @@ COLOURS = (36, 35, 33, 32, 34, 31)
 
 
 class Labels:
-    """Each line with its rank, none torn by another's; bars change in place, one a rank."""
+    """A view that prints whole lines, each labelled with its rank; bars change in place, one per rank."""
 
     def __init__(self, page: CellOutputArea, limit: int) -> None:
         self._page = page
         self._limit = limit
         self._streams: dict[tuple[int, str], LiveStream] = {}
-        self._ended: list[str] = []
-        """Lines of bars that have ended, beside others that have not."""
-        self._live: ThrottledDisplay | None = None
+        self._finished_bars: list[str] = []
+        """Lines of finished bars, shown together with the bars that still run."""
+        self._display: ThrottledDisplay | None = None
         self._drawn: list[str] = []
         self._closed = False
         self._widgets: dict[str, tuple[str, str]] = {}
-        """The displays of each that the page shows: its label, and itself."""
+        """Display IDs of the label and of the widget, by model ID."""
         self._values: dict[int, tuple[Bundle, Bundle]] = {}
-        """Of last lines: shown in the end, in the order of the ranks."""
+        """Values of the cell's last line, shown at the end in rank order."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Whole lines at once; the rest when it comes."""
+        """Print finished lines, and keep the last one until it is finished."""
         if line is None:
             self._show_value(rank)
         for name in ("stdout", "stderr"):
@@ -42,34 +42,34 @@ class Labels:
 
     def _show(self, rank: int, stream: str, finished: Finished) -> None:
         if finished.bar is not None:
-            self._ended += self._labelled_bar(rank, finished.bar)
-            if all(other.bar is None for other in self._streams.values()):  # leave them, and begin anew with the next
-                if self._ended or self._live:
-                    (self._live or ThrottledDisplay(self._page)).show("\n".join(self._ended), at_once=True)
-                self._ended, self._live = [], None
+            self._finished_bars += self._label_bar(rank, finished.bar)
+            if all(other.bar is None for other in self._streams.values()):  # the next bar begins a new display
+                if self._finished_bars or self._display:
+                    (self._display or ThrottledDisplay(self._page)).show("\n".join(self._finished_bars), at_once=True)
+                self._finished_bars, self._display = [], None
         if finished.text:
             self._erase()
-            self._page.write(stream, "".join(f"{line}\n" for line in self._labelled(rank, finished.text)))
+            self._page.write(stream, "".join(f"{line}\n" for line in self._label_lines(rank, finished.text)))
 
     def _bars(self) -> list[str]:
-        """The lines of all that are under way, by rank."""
+        """Return the lines of the running bars, by rank."""
         streams = sorted(self._streams.items(), key=lambda item: item[0][0])
         bars = [(rank, stream.bar) for (rank, _), stream in streams]
-        return [line for rank, bar in bars if bar is not None for line in self._labelled_bar(rank, bar)]
+        return [line for rank, bar in bars if bar is not None for line in self._label_bar(rank, bar)]
 
-    def _labelled(self, rank: int, text: str) -> list[str]:
+    def _label_lines(self, rank: int, text: str) -> list[str]:
         return [f"{self._label(rank)} {line}" for line in text.splitlines()]
 
-    def _labelled_bar(self, rank: int, bar: str) -> list[str]:
-        """Without the lines of bars that have wiped themselves out."""
-        return self._labelled(rank, "\n".join(line for line in bar.splitlines() if line.strip()))
+    def _label_bar(self, rank: int, bar: str) -> list[str]:
+        """Label the lines of a bar, without empty lines of bars that have erased themselves."""
+        return self._label_lines(rank, "\n".join(line for line in bar.splitlines() if line.strip()))
 
     def _label(self, rank: int) -> str:
         label = f"[rank {rank}]"
         return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{label}\x1b[0m" if self._page.terminal else label
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
-        """Below a label."""
+        """Show the bundle below a label."""
         self._show_value(rank)
         self.ended(rank, False)
         self._erase()
@@ -79,18 +79,18 @@ class Labels:
             self._page.show(label_of(rank), None, ids[0])
             self._page.show(data, metadata, ids[1])
             return
-        if not loads(data):
+        if not only_loads_library(data):
             self._page.write("stdout", f"{self._label(rank)}\n")
         self._page.show(data, metadata, own_id(rank, display_id))
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """In place; a terminal cannot."""
+        """Update a display in place on a page; do nothing in a terminal."""
         closed = is_ours(display_id) and all(display_id != shown for _, shown in self._widgets.values())
         if self._page.rich and not closed:
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """Its label says the rank; it waits until its rank shows more, or the cell has ended."""
+        """Keep the value of the last line until its rank shows more or the cell ends."""
         self._show_value(rank)
         self.ended(rank, False)
         self._values[rank] = labelled(f"Out[{rank}:{number}]:", data), metadata
@@ -103,28 +103,28 @@ class Labels:
             self._page.show(*self._values.pop(rank))
 
     def clear(self, rank: int, wait: bool) -> None:
-        """Not possible for one rank alone: what it has shown stays."""
+        """Do nothing: the output of a single rank cannot be cleared in this view."""
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """Its label goes with it."""
+        """Remove a closed widget and its label."""
         for display_id in self._widgets.pop(model, ()):
             self._page.show(GONE, None, display_id, update=True)
 
     def section(self, rank: int) -> None:
-        """It keeps nothing."""
+        """Return None: this view keeps no output."""
 
     def ended(self, rank: int, failed: bool) -> None:
-        """Its last lines may have no end."""
+        """Print the rank's last lines, even without a newline."""
         for (other, name), stream in self._streams.items():
             if other == rank:
                 self._show(rank, name, stream.end())
 
     def draw(self) -> None:
-        """The bars."""
+        """Update the bars."""
         lines = self._bars()
-        if self._page.rich and (lines or self._live):
-            self._live = self._live or ThrottledDisplay(self._page)
-            self._live.show("\n".join(self._ended + lines))
+        if self._page.rich and (lines or self._display):
+            self._display = self._display or ThrottledDisplay(self._page)
+            self._display.show("\n".join(self._finished_bars + lines))
         elif self._page.terminal and not self._page.closed and lines != self._drawn:
             self._erase()
             self._page.write("stdout", "".join(f"{line}\n" for line in lines))
@@ -132,13 +132,13 @@ class Labels:
         flush()
 
     def _erase(self) -> None:
-        """Take away the bars that are drawn at the bottom of a terminal."""
+        """Erase the bars at the bottom of a terminal."""
         if self._drawn:
             self._page.write("stdout", f"\x1b[{len(self._drawn)}F\x1b[J")
             self._drawn = []
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
-        """Lines without an end, and the ends of floods."""
+        """Print unfinished lines, ends of truncated text, and values; return False: `note` is not shown."""
         for rank in sorted({rank for rank, _ in self._streams}):
             self.ended(rank, rank in errors)
         self._erase()

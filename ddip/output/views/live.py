@@ -1,10 +1,10 @@
-"""One stream of one rank, for the views that show it as it comes: what is finished, and what may still change.
+"""Split one stream of one rank into finished text and text that may still change, for the views that show it live.
 
-    text  -->  finished     handed out once, by `write` or `end`
-          -->  bar          overwritten again and again, until an ordinary line follows; then handed out by `write`
-          -->  flood        from where the rank begins to leave lines out; shown when the cell has ended
+    text  -->  finished     returned once, by `write` or `end`
+          -->  bar          overwritten repeatedly until an ordinary line follows, then returned by `write`
+          -->  flood        text from where the rank begins to omit lines; shown at the end of the cell
 
-The views that keep what a rank has shown have a `RankTranscript` instead.
+The views that keep the output of a rank use a `RankTranscript` instead.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import time
 from dataclasses import dataclass
 
 from ddip.output.area import GONE, CellOutputArea, new_id
-from ddip.output.terminal_text import MOVES, Screen, moves
+from ddip.output.terminal_text import MOVES, Screen, moves_cursor
 
 LIVE_SECONDS = 0.1
-"""How often something that changes in place is sent again."""
+"""Minimum seconds between two updates of a display."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What will not change any more, in the order in which it was written."""
+    """Output that does not change any more: first a bar, then text."""
 
     bar: str | None
-    """One that has ended, as it was in the end; without the end of its last line."""
+    """Final form of a finished bar, without its last newline."""
     text: str
 
 
 class LiveStream:
-    """What has been written so far.
+    """One stream of one rank.
 
-    `in_place`: bars are kept back, for the page can change what it shows; otherwise they are text, which a terminal
-    obeys. `whole_lines`: so are lines that have no end yet, and what overwrites itself within them.
+    `in_place`: bars are kept apart, because the page can change its outputs; otherwise they are text, with control
+    characters for a terminal. `whole_lines`: unfinished lines are also kept, with text that overwrites itself in them.
     """
 
     def __init__(self, limit: int, *, in_place: bool, whole_lines: bool = False) -> None:
@@ -40,18 +40,18 @@ class LiveStream:
         self._in_place = in_place
         self._whole_lines = whole_lines
         self._lines = 0
-        """Finished."""
+        """Number of finished lines."""
         self._open = self._new_line()
-        """The line without an end, where only whole lines are finished."""
+        """The unfinished line, if only whole lines are returned."""
         self._bar: Screen | None = None
         self.flood: Screen | None = None
 
     def _new_line(self) -> Screen:
-        """With room for all that a rank sends before it leaves something out, and for what it writes slowly then."""
+        """Return a screen large enough for all text that a rank sends before it omits any."""
         return Screen(2 * self._limit)
 
     def write(self, text: str, line: int | None = None, cut: int = 0) -> Finished:
-        """More text; with `line` it replaces the end of what was there (``Screen.jump``)."""
+        """Add text, which with `line` replaces the end (``Screen.jump``); return the finished output."""
         if line is not None:
             self.flood = self.flood or Screen(self._limit)
             self.flood.jump(line - self._lines, text, cut)
@@ -60,19 +60,19 @@ class LiveStream:
             self.flood.write(text)
             return Finished(None, "")
         bar = None
-        if self._in_place and self._bar is not None and not moves(text) and not self._bar.unfinished:
-            bar = self._end_bar()  # bars within bars come in pieces
+        if self._in_place and self._bar is not None and not moves_cursor(text) and not self._bar.unfinished:
+            bar = self._end_bar()  # not while the bar is unfinished: nested bars come in pieces
         finished = self._write(text)
         self._lines += finished.count("\n")
         return Finished(bar, finished)
 
     def _write(self, text: str) -> str:
-        """Returns what is finished."""
-        begins = self._bar is None and moves(text)
+        """Add text and return the finished part."""
+        begins = self._bar is None and moves_cursor(text)
         if self._bar is None and not self._whole_lines:
             if not (begins and self._in_place):
                 return text
-            before, text = _before_what_moves(text)
+            before, text = _split_at_first_move(text)
             self._open.write(text)
         else:
             before = ""
@@ -84,8 +84,8 @@ class LiveStream:
         if self._in_place:
             return before
         finished = self._bar.take()
-        if finished and not self._bar.unfinished:  # it was one line, and has its end
-            self._open, self._bar = self._bar, None  # with the colour, and the blanks, that the next line begins with
+        if finished and not self._bar.unfinished:  # the bar's line is finished
+            self._open, self._bar = self._bar, None  # keeps the colour and blanks with which the next line begins
         return finished
 
     def _end_bar(self) -> str | None:
@@ -96,7 +96,7 @@ class LiveStream:
         return screen.text.rstrip("\n")
 
     def end(self) -> Finished:
-        """Nothing more will be written into the last line, nor into a bar."""
+        """Finish the last line and the bar, and return them."""
         bar = self._end_bar()
         if not self._in_place and bar is not None:
             return Finished(None, bar)
@@ -105,14 +105,14 @@ class LiveStream:
 
     @property
     def bar(self) -> str | None:
-        """As it is now; None where nothing changes."""
+        """Current form of the bar; None if there is none."""
         if self._bar is None:
             return None
         return self._bar.live_text(0) if self._bar.left_out else self._bar.text
 
 
 class ThrottledDisplay:
-    """A display that changes, seldom enough for any page."""
+    """A display that is updated at most once per `LIVE_SECONDS`."""
 
     def __init__(self, page: CellOutputArea) -> None:
         self._page = page
@@ -121,7 +121,7 @@ class ThrottledDisplay:
         self._next = 0.0
 
     def show(self, text: str, at_once: bool = False) -> None:
-        """Show `text` in place of what was shown; unless `at_once`, only if that is long enough ago."""
+        """Show `text` in place of the previous one; unless `at_once`, skip it if that is too recent."""
         if text == self._shown or (not at_once and time.monotonic() < self._next):
             return
         self._page.show({"text/plain": text} if text else GONE, display_id=self._id, update=self._shown is not None)
@@ -129,13 +129,13 @@ class ThrottledDisplay:
         self._next = time.monotonic() + LIVE_SECONDS
 
     @property
-    def is_there(self) -> bool:
-        """Does the page show anything here?"""
+    def is_visible(self) -> bool:
+        """True if the page shows text in this display."""
         return bool(self._shown)
 
 
-def _before_what_moves(text: str) -> tuple[str, str]:
-    """The lines before the first in which something moves, and the rest."""
+def _split_at_first_move(text: str) -> tuple[str, str]:
+    """Split `text` before the first line that moves the cursor."""
     found = MOVES.search(text)
     assert found is not None
     begin = text.rfind("\n", 0, found.start()) + 1

@@ -1,8 +1,8 @@
-"""The output of several ranks as tabs: HTML and CSS alone, which a saved notebook shows without ddip.
+"""The output of several ranks as tabs, in HTML and CSS alone, so that a saved notebook shows them without ddip.
 
-The tabs are two outputs of the cell. The first holds a radio button for each rank, unseen, and never changes, so that
-what a person has selected outlives each update of the second: that has the labels, which choose a button, and what the
-ranks have shown (``tab_page.py``).
+The tabs are two outputs of the cell. The first holds a hidden radio button per rank and never changes, so that the
+user's selection survives each update of the second. The second holds the labels, which select a button, and the output
+of the ranks (``tab_page.py``).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from ddip.errors import RankError
 from ddip.output.area import GONE, CellOutputArea, new_id
 from ddip.output.page import tab_page
-from ddip.output.page.bundles import LIVE_CHARACTERS, comparable, fits, to_tab
+from ddip.output.page.bundles import LIVE_CHARACTERS, comparable, fits_in_tab, to_tab
 from ddip.output.page.colours import to_html
 from ddip.output.page.tab_page import Tab
 from ddip.output.terminal_text import plain
 from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, is_ours, labelled, own_id, plain_of
-from ddip.output.views.below import Below, moves
+from ddip.output.views.below import Below, can_move
 
 REDRAW_SECONDS = 0.1
-"""How often the tabs are sent again while they change."""
+"""Minimum seconds between two updates of the tabs."""
 REDRAW_BYTES = 300_000
-"""Bytes a second that they may take: Jupyter's server drops messages above a rate, 1 MB/s by default."""
+"""Maximum bytes per second of updates: Jupyter's server drops messages above a rate, 1 MB/s by default."""
 
 
 class Tabs:
-    """One tab a rank; in the end ranks with the same output share one."""
+    """A view with one tab per rank; at the end of the cell, ranks with equal output share one."""
 
     def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
         self._page = page
@@ -40,54 +40,54 @@ class Tabs:
         self._buttons_id = new_id()
         self._below = Below(page)
         self._reserved = False
-        """Are there outputs for the tabs, above what is below them?"""
+        """True if the page has outputs for the tabs, above those below them."""
         self._has_buttons = False
-        """Do these show the buttons already? To show them again would undo a person's choice."""
+        """True if the buttons are on the page; showing them again would reset the user's selection."""
         self._begun = False
         self._next = 0.0
         self._note = ""
         self._done = False
 
-    # -- what a rank shows
+    # -- output of a rank
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Text of a stream."""
+        """Add text of a stream to the rank's tab."""
         self._sections[rank].text(stream, text, line, cut)
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
-        """A MIME bundle: in the tab if HTML can show it, else below, labelled."""
+        """Show a bundle in the tab if plain HTML can show it, else below the tabs with a label."""
         section = self._sections[rank]
-        below = not fits(data) and not section.is_area(data.get(WIDGET, {}).get("model_id"))
+        below = not fits_in_tab(data) and not section.is_area(data.get(WIDGET, {}).get("model_id"))
         section.display(data, metadata, display_id, below)
         self._draw_below()
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """Something displayed before has changed."""
-        if self._sections[rank].update(data, metadata, display_id, not fits(data)):
+        """Update a display, which may be of an earlier cell."""
+        if self._sections[rank].update(data, metadata, display_id, not fits_in_tab(data)):
             self._draw_below()
-        elif not is_ours(display_id):  # a bar of ours would be here, if it were not closed
+        elif not is_ours(display_id):  # a ddip ID that is not found belongs to a closed bar
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """The value of the cell's last line."""
+        """Show the value of the cell's last line with a label."""
         self.display(rank, labelled(f"Out[{number}]:", data), metadata, None)
 
     def clear(self, rank: int, wait: bool) -> None:
-        """The rank clears its output."""
+        """Clear the rank's output, at once or before its next output."""
         self._sections[rank].clear(wait)
         self._draw_below()
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """Its place is free."""
+        """Remove a closed widget."""
         self._sections[rank].close_widget(model)
         self._draw_below()
 
     def section(self, rank: int) -> RankTranscript:
-        """What the rank has shown."""
+        """Return the transcript of the rank."""
         return self._sections[rank]
 
     def ended(self, rank: int, failed: bool) -> None:
-        """The rank has finished the cell."""
+        """Mark the rank as finished, or failed."""
         self._running.discard(rank)
         if failed:
             self._failed.add(rank)
@@ -97,7 +97,7 @@ class Tabs:
     # -- the page
 
     def draw(self) -> None:
-        """Send the tabs again if something has changed and it is time."""
+        """Send the tabs again if they have changed and the last update is long enough ago."""
         self._draw_below()
         now = time.monotonic()
         if now < self._next or not any(section.changed for section in self._sections.values()):
@@ -112,14 +112,17 @@ class Tabs:
         self._next = now + max(REDRAW_SECONDS, sent / REDRAW_BYTES)
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
-        """The cell has ended: all there is, ranks with equal output together; returns whether `note` is shown."""
+        """Show the final tabs, merged for ranks with equal output; return True if they show `note`.
+
+        Without any output the tabs are removed, unless they were shown and a rank failed.
+        """
         self._done = True
         self._running.clear()
         self._draw_below()
         if not self._has_content and not (self._begun and errors):
-            self._take_away()
+            self._remove_tabs()
             return False
-        self._errors = {rank: _told(error) for rank, error in errors.items() if rank in self._sections}
+        self._errors = {rank: _error_text(error) for rank, error in errors.items() if rank in self._sections}
         self._failed = {rank for rank, error in errors.items() if not error.waited}
         self._note = note
         self._html = {rank: to_tab(section.items, False) for rank, section in self._sections.items()}
@@ -128,20 +131,23 @@ class Tabs:
         return True
 
     def _draw_below(self) -> None:
-        """What has to stay where it is shown waits until the ranks above its own have ended: until then anything may
-        still come there."""
+        """Show the displays below the tabs.
+
+        A display that cannot move waits until all lower ranks have finished, because their displays belong above it.
+        """
         wanted: dict[int, list[Display]] = {}
-        waits = False
+        must_wait = False
         for rank, section in sorted(self._sections.items()):
-            wanted[rank] = [item for item in section.below if not waits or moves(item) or self._below.has(item)]
-            waits = waits or rank in self._running
+            wanted[rank] = [
+                item for item in section.below if not must_wait or can_move(item) or self._below.contains(item)
+            ]
+            must_wait = must_wait or rank in self._running
         if any(wanted.values()):
             self.reserve()
         self._below.show(wanted)
 
     def reserve(self, buttons: bool = False) -> None:
-        """Have a place on the page for the tabs, which may come later; the `buttons`, which nobody sees, may be there
-        before."""
+        """Reserve outputs on the page for the tabs; with `buttons`, show the hidden buttons now."""
         if not self._begun and not self._reserved:
             self._reserved, self._has_buttons = True, buttons
             self._page.show(self._buttons if buttons else GONE, None, self._buttons_id)
@@ -155,15 +161,15 @@ class Tabs:
     def _has_content(self) -> bool:
         return not all(section.empty for section in self._sections.values())
 
-    def _take_away(self) -> None:
-        """There is nothing in the tabs: what was there has been cleared, or was a bar that wiped itself out."""
+    def _remove_tabs(self) -> None:
+        """Remove the tabs from the page, because their output was cleared or erased itself."""
         if self._begun:
             self._begun, self._reserved, self._has_buttons = False, True, False
             for name in (self._buttons_id, self._id):
                 self._page.show(GONE, None, name, update=True)
 
     def _send(self) -> int:
-        """Show the tabs as they are; returns their size."""
+        """Send the current tabs, and return their size in characters."""
         if not self._begun and not self._has_buttons:
             self._page.show(self._buttons, None, self._buttons_id, update=self._reserved)
         tabs = [
@@ -174,10 +180,10 @@ class Tabs:
                 runs=bool(self._running.intersection(ranks)),
                 empty=self._sections[ranks[0]].empty and ranks[0] not in self._errors,
             )
-            for ranks, body in self._groups()
+            for ranks, body in self._merged_tabs()
         ]
         page = tab_page.page(self._id, tabs, self._note)
-        texts = [f"── {tab.title} ──\n{self._plain(tab.ranks[0])}" for tab in tabs]
+        texts = [f"── {tab.title} ──\n{self._plain_text(tab.ranks[0])}" for tab in tabs]
         text = "\n".join([*texts, self._note] if self._note else texts)
         update = self._begun or self._reserved
         data = {"text/html": page, "text/plain": text, **self._page.beside}
@@ -185,14 +191,14 @@ class Tabs:
         self._begun = True
         return len(page) + len(text)
 
-    def _groups(self) -> list[tuple[list[int], str]]:
-        """Ranks, and what their tab has inside."""
+    def _merged_tabs(self) -> list[tuple[list[int], str]]:
+        """Return ranks and HTML of each tab; at the end of the cell, ranks with equal output share one."""
         groups: list[tuple[list[int], str]] = []
         shown: list[object] = []
         for rank, section in self._sections.items():
-            mine = (comparable(section.items), self._errors.get(rank)) if self._done else object()
-            if mine in shown:
-                groups[shown.index(mine)][0].append(rank)
+            content = (comparable(section.items), self._errors.get(rank)) if self._done else object()
+            if content in shown:
+                groups[shown.index(content)][0].append(rank)
                 continue
             body = self._html.get(rank, "")
             if rank in self._errors:
@@ -200,16 +206,16 @@ class Tabs:
             if not body:
                 body = f'<pre class="ddip-none">{"below the tabs" if section.below else "no output"}</pre>'
             groups.append(([rank], body))
-            shown.append(mine)
+            shown.append(content)
         return groups
 
-    def _plain(self, rank: int) -> str:
+    def _plain_text(self, rank: int) -> str:
         shown = plain_of(self._sections[rank].items, None if self._done else LIVE_CHARACTERS)
         parts = [shown, plain(self._errors.get(rank, ""))]
         return "\n".join(part for part in parts if part)
 
 
-def _told(error: RankError) -> str:
+def _error_text(error: RankError) -> str:
     if error.waited:
         return f"was blocked in {error.waited}, until ddip aborted it"
     return error.traceback or str(error)

@@ -1,4 +1,4 @@
-"""What a view of a cell's output is, and the plainest: one rank, as it comes."""
+"""The interface of views of a cell's output, and the simplest view: one rank, shown live."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
 
 Errors: TypeAlias = Mapping[int, RankError]
 Beside: TypeAlias = Callable[[], Bundle]
-"""What goes beside a cell's HTML, of all that it has shown."""
+"""Returns additional MIME forms of a cell's whole output, sent with its HTML."""
 
 
 class View(Protocol):
-    """Lays out what ranks show."""
+    """The layout of the output of a cell's ranks."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Text of a stream; with `line` it replaces the end of what was there (``Screen.jump``)."""
+        """Add text of a stream; with `line` it replaces the end of the stream (``Screen.jump``)."""
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
-        """A MIME bundle."""
+        """Show a MIME bundle."""
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """Something displayed before has changed."""
+        """Update an earlier display."""
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """The value of the cell's last line."""
+        """Show the value of the cell's last line."""
 
     def clear(self, rank: int, wait: bool) -> None:
-        """The rank clears its output."""
+        """Clear the rank's output; with `wait`, before its next output."""
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """The rank has closed its widget `model`: the page shows nothing in its place."""
+        """Remove the widget `model`, which the rank has closed."""
 
     def section(self, rank: int) -> RankTranscript | None:
-        """Where the view keeps what the rank has shown, if it does."""
+        """Return the transcript of the rank; None if the view keeps none."""
 
     def ended(self, rank: int, failed: bool) -> None:
-        """The rank has finished the cell."""
+        """Mark the rank as finished with the cell."""
 
     def draw(self) -> None:
-        """Nothing more is waiting: bring the page up to date."""
+        """Update the page; called when no message is waiting."""
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
-        """The cell has ended; returns whether the note is shown."""
+        """Show the rest of the output at the end of the cell; return True if `errors` and `note` are shown."""
 
 
 class Plain:
-    """One rank, as if the cell had run in the notebook.
+    """The output of one rank, shown as if the cell had run in the notebook.
 
-    `changeable`: what is shown can be changed; not in an Output widget of the page, which passes over changes.
+    `changeable`: False for an Output widget of the page, which ignores updates of displays.
     """
 
     def __init__(self, page: CellOutputArea, limit: int, *, changeable: bool = True) -> None:
@@ -63,9 +63,9 @@ class Plain:
         self._floods = {name: ThrottledDisplay(page) for name in self._streams}
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Write the text where the cell's own would go."""
+        """Write the text as output of the cell."""
         self._write(stream, self._streams[stream].write(text, line, cut))
-        self._draw(stream)  # a bar the first time at once: what comes next must be below it
+        self._draw(stream)  # a new bar appears at once, so that later output is below it
 
     def _write(self, stream: str, finished: Finished) -> None:
         if finished.bar is not None:
@@ -75,7 +75,7 @@ class Plain:
 
     @property
     def has_flood(self) -> bool:
-        """Is there an end of a flood, which is shown when this closes?"""
+        """True if there is an end of truncated text, which `close` shows."""
         return any(stream.flood is not None for stream in self._streams.values())
 
     def _draw(self, stream: str) -> None:
@@ -88,30 +88,30 @@ class Plain:
         self._page.show(data, metadata, display_id)
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
-        """Change what was shown with `display_id`."""
+        """Update the display with `display_id`."""
         self._page.show(data, metadata, display_id, update=True)
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """With its label, in the text."""
+        """Show the value of the cell's last line with a label."""
         self._page.show(labelled(f"Out[{rank}:{number}]:", data), metadata)
 
     def clear(self, rank: int, wait: bool) -> None:
-        """The cell's output."""
+        """Clear the cell's output."""
         for name, stream in self._streams.items():
             self._write(name, stream.end())
         self._page.clear(wait)
 
     def widget_closed(self, rank: int, model: str) -> None:
-        """Nothing is left of it: it has no label."""
+        """Do nothing: the widget has no label to remove."""
 
     def section(self, rank: int) -> None:
-        """It keeps nothing."""
+        """Return None: this view keeps no output."""
 
     def ended(self, rank: int, failed: bool) -> None:
-        """Does nothing: one rank needs no mark of its end."""
+        """Do nothing: one rank needs no mark of its end."""
 
     def draw(self) -> None:
-        """Bars and floods."""
+        """Update the bars and the ends of truncated text."""
         for name, stream in self._streams.items():
             self._draw(name)
             if stream.flood is not None and self._in_place:
@@ -119,13 +119,13 @@ class Plain:
         flush()
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
-        """What changed in place is finished."""
+        """Write the final bars and the ends of truncated text; return False: `note` is not shown."""
         for name, stream in self._streams.items():
             self._write(name, stream.end())
             flood, stream.flood = stream.flood, None
             if flood is None:
                 continue
-            if self._in_place and (flood.left_out or self._floods[name].is_there):
+            if self._in_place and (flood.left_out or self._floods[name].is_visible):
                 self._floods[name].show(flood.left_out, at_once=True)
             elif flood.left_out:
                 self._page.write(name, f"{flood.left_out}\n")
