@@ -57,8 +57,12 @@ class Guard:
     def report(self, error: BaseException) -> None:
         """Log `error`, and show it to the user if it is the first of its type; never raises."""
         name = type(error).__name__
-        with contextlib.suppress(Exception):  # str(error) may run user code
-            text = f"{self._fault}: {name}: {error}"
+        try:
+            cause = str(error)
+        except Exception:  # user code, which raises, too
+            cause = "its text cannot be shown"
+        with contextlib.suppress(Exception):  # a logging handler or `show` may fail
+            text = f"{self._fault}: {name}: {cause}"
             is_new = name not in self._reported
             self._reported.add(name)
             log.log(logging.WARNING if is_new else logging.DEBUG, "%s", text, exc_info=error if is_new else None)

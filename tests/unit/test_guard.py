@@ -365,3 +365,13 @@ KNOWN = {
     "rank/process_group/rank_vitals.py",
 }
 """Files that read what ddip, ipyparallel or the kernel has written: numbers, JSON, ASCII."""
+
+
+def test_an_error_whose_text_raises_is_reported(shown: list[str]) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    with Guard("a task failed"):
+        raise Odd
+    assert shown == ["a task failed: Odd: its text cannot be shown"]

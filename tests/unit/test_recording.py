@@ -67,6 +67,14 @@ def test_what_was_cleared_is_not_kept_and_a_plot_that_is_drawn_again_is_there_on
     assert kept(recording) == [(1, "of another rank")]
 
 
+def test_output_in_an_output_widget_does_not_end_a_wait_for_output() -> None:
+    recording = Recording()
+    recording.add(0, stream("kept until more comes"))
+    recording.add(0, clear(wait=True))
+    recording.add(0, display("in the widget"), captured=True)
+    assert kept(recording) == [(0, "kept until more comes"), (0, "in the widget")]
+
+
 def test_a_clear_within_an_output_widget_clears_nothing_else() -> None:
     recording = Recording()
     recording.add(0, stream("before"))

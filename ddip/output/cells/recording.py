@@ -57,7 +57,8 @@ class Recording:
                 if not content.get("wait", False):
                     self._clear(rank)
             return
-        self._clear(rank)
+        if not captured:
+            self._clear(rank)
         self._keep(rank, kind, content)
         if self.most is not None:
             self.trim(self.most)
