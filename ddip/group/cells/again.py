@@ -1,4 +1,4 @@
-"""``%dipcell``: what a cell has shown, once more, below the cell that runs now."""
+"""``%dipcell``: show a cell's output again, below the current notebook cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddip.output.widgets import Comms
 
 
 def show_again(cell: Cell, comms: Comms | None) -> None:
-    """All of it, and its error; of a cell that still runs also what comes from here on."""
+    """Show the recorded output of `cell` and its error; if it still runs, also its output from now on."""
     left_out = cell.recording.left_out
     if left_out:
         notify(f"the first {left_out} outputs of {cell.text} are not kept any more: DipMagics.keep_output_bytes")
