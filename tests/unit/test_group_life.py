@@ -468,7 +468,7 @@ def test_a_rank_that_answers_when_its_time_is_just_over_is_late(
         return found
 
     monkeypatch.setattr(group.ranks, "_problems", problems_and_then_it_answers)
-    monkeypatch.setattr(group.ranks, "_await", lambda *_: None)
+    monkeypatch.setattr(group.ranks, "_wait_for_all", lambda *_: None)
     with pytest.raises(RequestFailed, match="^rank 1 did not finish using the group in time"):
         group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
 
