@@ -1,7 +1,7 @@
-"""What the ranks had made in their former group, when they have formed another: what goes on, and what is lost.
+"""Restore objects of the former process group after a rebuild, and report those that must be recreated.
 
-A new rank gets what cells have changed in the process of the others: directory, environment, ``sys.path``, settings of
-torch.
+New ranks also get the process settings that cells have changed on the others: directory, environment, ``sys.path``,
+settings of torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ddip.protocol.reports import Going
 
 AGAIN = "the group was formed again; "
 SAME = "unchanged"
-"""In the name of a setting that only ranks on the same host are to have."""
+"""Marks, in its name, a setting that is copied only between ranks on the same host."""
 MOST_NAMES = 12
-"""Settings that are named in the line of a repair."""
+"""Most settings to name in a repair's message."""
 RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use it again"
 KEPT = "with rank 0's parameters and buffers on every rank"
 
 
 def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
-    """Have the DDP wrappers of the former group go on in this one, and say so, and what must be made again.
+    """Revive the DDP wrappers of the former group, and report which other objects must be recreated.
 
-    Raises RequestFailed or RequestInterrupted; the group must be formed again then.
+    Raises RequestFailed or RequestInterrupted; the group must then be rebuilt.
     """
     revived = 0
     if going["wrappers"]:
@@ -45,18 +45,18 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
 
 
 class NewRanks:
-    """The ranks that changes and repairs have added to a group: they lack the variables of former cells."""
+    """The ranks that were added to a running group: they lack the variables of earlier cells."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._engines: set[int] = set()
         self._bare: set[int] = set()
-        """Engines that lack what cells have changed in the processes of the others."""
+        """Engines that lack the process settings that cells have changed on the others."""
         self.carried = ""
-        """What the ranks that the last change or repair has added have got of that, in words."""
+        """The settings that the ranks of the last change or repair were given, in words."""
 
     def take(self, members: list[Member]) -> None:
-        """Make `members` the group's from here on; those that were not there before are new, if any were."""
+        """Set the group's members; those not in the group before count as new, unless the group was empty."""
         if self._ranks.members:
             new = {member.engine for member in members} - {member.engine for member in self._ranks.members}
             self._engines |= new
@@ -65,16 +65,16 @@ class NewRanks:
 
     @property
     def ranks(self) -> list[int]:
-        """Their numbers."""
+        """The numbers of the new ranks."""
         return self._numbers(self._engines)
 
     @property
     def lack_settings(self) -> bool:
-        """Have some still to get what cells have changed in the processes of the others?"""
+        """True if some ranks have yet to be given the others' process settings."""
         return bool(self._bare)
 
     def carry_settings(self) -> None:
-        """Give them what cells have changed in the processes of the others."""
+        """Give the new ranks the process settings that cells have changed on the others."""
         self.carried = carry_settings(self._ranks, self._numbers(self._bare))
         self._bare.clear()
 
@@ -83,31 +83,33 @@ class NewRanks:
 
 
 def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
-    """Give the ranks `new` the settings of the process that cells have changed on the others, as these agree.
+    """Copy changed process settings to the ranks `new`, as far as the other ranks agree on them.
 
-    Returns what was set, in words, and prints what was not.
+    Returns the copied settings in words, and prints those that could not be copied.
     """
     kept = [rank for rank in range(len(ranks.members)) if rank not in new]
     if not kept or not new:
         return ""
     first, *others = ranks.ask_soon(dict.fromkeys(kept, on_rank.find_changed_settings()))
     agreed = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-    differing = sorted({name for one in (first, *others) for name in one if name not in agreed and SAME not in name})
+    differing = sorted(
+        {name for settings in (first, *others) for name in settings if name not in agreed and SAME not in name}
+    )
     source = ranks.members[kept[0]].binding.host
     elsewhere = {name: value for name, value in agreed.items() if SAME not in name}
     calls = {
         rank: on_rank.take_over_settings(agreed if ranks.members[rank].binding.host == source else elsewhere)
         for rank in new
     }
-    told = dict(zip(calls, ranks.ask_soon(calls), strict=True))
-    for rank, answer in told.items():
+    failures = dict(zip(calls, ranks.ask_soon(calls), strict=True))
+    for rank, answer in failures.items():
         for what, error in answer:
             if error:
                 notify(f"rank {rank} could not take {what} from rank {kept[0]}: {error}")
     if differing:
         what = ", ".join(name.removeprefix("$") for name in differing)
         notify(f"{what}: different on {ranks_text(kept)}, and not set on {ranks_text(new)}")
-    texts = list(dict.fromkeys(what for answer in told.values() for what, error in answer if not error))
+    texts = list(dict.fromkeys(what for answer in failures.values() for what, error in answer if not error))
     return f"{_listed(texts)} as on rank {kept[0]}" if texts else ""
 
 
