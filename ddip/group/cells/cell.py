@@ -47,7 +47,7 @@ QUEUE_ADVICE = "%%dip --queue runs a cell after it"
 
 
 def do_nothing() -> None:
-    """Do do_nothing: the stop action of a cell that is not running."""
+    """Do nothing: the stop action of a cell that is not running."""
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from ddip.protocol.reports import AtRest, Compared, Described
 
 Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
 """Kind of a path that differs but is not broken: no good cell had it; a good cell had it, without recorded values; it
-was equal after the last good cell only, such as a seed set present or a loss by chance; its values differed before."""
+was equal after the last good cell only, such as a seed set there or a loss by chance; its values differed before."""
 Row: TypeAlias = tuple[int, int]
 Rows: TypeAlias = dict[int, Row]
 """Hashes of value and version (0: none) by the hash of their path."""
@@ -151,7 +151,7 @@ class Differences:
         return [cell for cell in first if all(cell in cells for cells in others)]
 
     def _compare(self, failed: Sequence[str]) -> Findings:
-        """Compare the ranks: after the cells named in `failed` if present are any, else as they are now."""
+        """Compare the ranks: after the cells named in `failed`, or as they are now if it is empty."""
         after_fault = bool(failed)
         cells = self._snapshots(failed)
         reports = self._ask(on_rank.compare(cells, after_fault))
@@ -272,7 +272,7 @@ def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind
 
 
 def _differ(rows: Sequence[Row]) -> bool:
-    """Return whether values differ, or versions if present are no values."""
+    """Return whether values differ, or versions if values are missing."""
     if any(value for value, _ in rows):
         return len({value for value, _ in rows}) > 1
     return len({version for _, version in rows}) > 1

@@ -59,7 +59,7 @@ class Place:
         return self.request.hosts[number].name in slurm.nodes(self.request.reach.jobs[number])
 
     def others(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
-        """Submit a job for as many nodes as there are hosts `lost_hosts`; return the job and its nodes.
+        """Submit a job for one new node per host in `lost_hosts`; return the job and its nodes.
 
         `move` then moves the group there. Raises GroupError or RequestInterrupted.
         """

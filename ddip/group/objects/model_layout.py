@@ -1,4 +1,4 @@
-"""How a model lies on the ranks, as they tell."""
+"""Collect the layout of a sharded model across the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ddip.protocol.reports import ShardsReport
 
 
 def ask(ranks: Ranks, name: str) -> ShardsTable:
-    """Of the model in the variable `name`; raises BadInput if it is not there, or no module, on a rank."""
+    """Return the layout of the model in the variable `name`.
+
+    Raises BadInput if a rank has no such variable, or it is not a module.
+    """
     reports: Sequence[ShardsReport] = ranks.ask(range(len(ranks.members)), on_rank.describe_shards(name))
     lack = [rank for rank, report in enumerate(reports) if not report["is_there"]]
     if lack:

@@ -38,7 +38,7 @@ class Meeting:
     hosts: tuple[int, ...]
     """Numbers of their hosts, ordered by the first rank on each."""
     networks: tuple[Network, ...]
-    """Networks of these hosts, in the same_host order."""
+    """Networks of these hosts, in the same order."""
     store: str = ""
     """Path of the store's file on their host, or ``tcp://address:port/number``."""
     master_port: int = 0

@@ -238,7 +238,7 @@ class ProcessGroupManager:
     def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
         """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank sent no report.
 
-        The user is present if a good cell has left the ranks out of step, unless that is intended (`unmatched`).
+        The user is told if a good cell has left the ranks out of step, unless that is intended (`unmatched`).
         """
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)
