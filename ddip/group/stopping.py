@@ -1,7 +1,7 @@
 """Handle the stop button while ranks work for ddip itself: presses are counted, and each wait checks for them.
 
-A KeyboardInterrupt may come between any two instructions. Steps that it must not split, or that must not lose it, run
-inside ``button``. Waits for ranks (``ranks.py``) then unblock the ranks, wait for them briefly, and raise
+A KeyboardInterrupt may be raised between any two instructions. Code that it would leave half done, or that could lose
+it, runs inside ``button``. Waits for ranks (``ranks.py``) then unblock the ranks, wait for them briefly, and raise
 ``RequestInterrupted``. Steps that must run to their end ignore the press, which is raised after them.
 ``running.py`` does the same for a cell, whose messages must be shown meanwhile.
 """

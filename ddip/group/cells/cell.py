@@ -58,7 +58,7 @@ class Cell:
     """
 
     number: int
-    """The notebook's cell number; a script counts its cells."""
+    """The notebook's cell number, or a running count in a script."""
     ranks: tuple[int, ...]
     code: str
     output: CellOutput | None
@@ -85,7 +85,7 @@ class Cell:
     summary: str = ""
     """Its ranks and duration, in words."""
     told: bool = False
-    """True once `wait` or `stop` has returned after its end."""
+    """True once a caller that waited for the cell knows its outcome."""
     explained: bool = False
     """True if its error already includes advice."""
     noted: bool = False
@@ -120,8 +120,10 @@ class Cell:
     def busy_text(self, ranks: Sequence[int]) -> str:
         """Return the message for a request that needs `ranks` while this cell runs on them or waits for them."""
         verb = "runs on" if self.state == "running" else "waits for"
-        what = f"{self.text} {verb} {ranks_text(ranks)}" + (f" for {self.seconds:.0f} s" if self.seconds >= 1 else "")
-        return f"{what} ({self.first_line}): {ADVICE.format(number=self.number)}, {QUEUE_ADVICE}"
+        activity = f"{self.text} {verb} {ranks_text(ranks)}" + (
+            f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        )
+        return f"{activity} ({self.first_line}): {ADVICE.format(number=self.number)}, {QUEUE_ADVICE}"
 
     @property
     def outcome_text(self) -> str:
@@ -170,9 +172,7 @@ class Cell:
     def stop(self) -> None:
         """Stop the cell as the stop button does, and wait until it has ended.
 
-        The stop button repeats the stop meanwhile.
-
-        Raises GroupError if ranks did not stop.
+        The stop button repeats the stop meanwhile. Raises GroupError if ranks did not stop.
         """
         with stopping.button() as button:
             self.press_stop()

@@ -11,6 +11,7 @@ that ``step`` returns.
     time passes                 abort waiting collectives, interrupt at the timeout, report which rank holds the
                                 cell up, abandon ranks that do not stop
     an answer to a question     whether ranks make progress, which only the runner can find out
+
 A rank whose process has ended also counts as having replied: its error is ``RANK_ENDED``. A rank can therefore leave
 the cell only by its reply and the end of its output, and a cell lasts only while an uninterrupted rank runs.
 """

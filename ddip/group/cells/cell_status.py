@@ -29,15 +29,15 @@ def data_of(
     `most` characters are included.
     """
     outcome = outcome or cell.outcome
-    shown = texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
-    begun = cell.state != "queued" and outcome != "not_run"
-    lost = cell.recording.left_out > 0
+    output_texts = texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
+    has_begun = cell.state != "queued" and outcome != "not_run"
+    is_output_lost = cell.recording.left_out > 0
     parts = {}
     for rank in cell.ranks if only is None else only:
         error = cell.errors.get(rank)
-        text, cut = shown.get(rank, (None, False))
-        state = state_of(error, rank in cell.replied, outcome, begun)
-        parts[rank] = Part(state, cell.seconds_by_rank.get(rank), error, text, cut or lost)
+        text, cut = output_texts.get(rank, (None, False))
+        state = state_of(error, rank in cell.replied, outcome, has_begun)
+        parts[rank] = Part(state, cell.seconds_by_rank.get(rank), error, text, cut or is_output_lost)
     return cell_data(cell.number, outcome, cell.seconds, parts)
 
 

@@ -99,13 +99,13 @@ class Cells:
 
     def active_on(self, ranks: Collection[int], before: Cell | None = None) -> list[Cell]:
         """Return the cells that run on some of `ranks` or wait for them, if submitted `before` that cell."""
-        found = []
+        active = []
         for cell in list(self._active):
             if cell is before:
                 break
             if not set(cell.ranks).isdisjoint(ranks):
-                found.append(cell)
-        return found
+                active.append(cell)
+        return active
 
     def ensure_not_running(self, ranks: Collection[int], why: str = "", before: Cell | None = None) -> None:
         """Raise GroupError if a cell runs on some of `ranks`; `why` says why they are needed, unless clear."""
@@ -119,8 +119,8 @@ class Cells:
         stuck = self.settle()
         if stuck:
             places = places_text(self._ranks.places(stuck))
-            what = still_text(stuck, self._ranks.busy)
-            raise GroupError(f"{what}:\n{places}\n{way_out(stuck)}")
+            problem = still_text(stuck, self._ranks.busy)
+            raise GroupError(f"{problem}:\n{places}\n{way_out(stuck)}")
 
     def settle(self) -> list[int]:
         """Interrupt the `stuck` ranks again, wait while they make progress, and return those that stay stuck."""
@@ -244,12 +244,12 @@ class Cells:
         cell = running.cell
         while before:
             if not running.wait_for(before):
-                what = "and the group was ended" if self._ended else "and was stopped"
-                raise GroupError(f"{cell.text} waited for {ranks_text(cell.ranks)}, {what}; it did not run")
+                problem = "and the group was ended" if self._ended else "and was stopped"
+                raise GroupError(f"{cell.text} waited for {ranks_text(cell.ranks)}, {problem}; it did not run")
             failed = next((other for other in before if other.outcome not in (None, "ok")), None)
             if failed is not None:
-                what = f"{failed.text}, for which {cell.text} waited, {failed.outcome_text}"
-                raise GroupError(f"{what}; {cell.text} did not run")
+                problem = f"{failed.text}, for which {cell.text} waited, {failed.outcome_text}"
+                raise GroupError(f"{problem}; {cell.text} did not run")
             before = self._before(cell)
 
     def _run_to_end(self, running: RunningCell, unmatched: bool, asked: Asked | None) -> None:

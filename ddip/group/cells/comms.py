@@ -82,11 +82,11 @@ class Comms:
     def show(self, name: str, cell: WidgetCell) -> None:
         """Announce a widget to the page, and attribute it and all its parts to `cell`, which shows it."""
         self.tell(name, cell.page)
-        seen, names = set(), [name]
+        visited, names = set(), [name]
         while names:
             widget = self._widgets.get(names.pop())
-            if widget is not None and id(widget) not in seen:
-                seen.add(id(widget))
+            if widget is not None and id(widget) not in visited:
+                visited.add(id(widget))
                 widget.cell = cell
                 names += widget.parts
 

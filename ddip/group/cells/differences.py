@@ -145,7 +145,7 @@ class Differences:
         return self._ranks.ask_soon(calls, release=self._manager.release)
 
     def _snapshots(self, failed: Sequence[str]) -> list[str]:
-        """Return the cells after which every rank recorded its state, except new ranks; the latest first."""
+        """Return the cells after which all but new ranks have recorded their state, the latest first."""
         recorded = [self._ask(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
         first, *others = [cells for cells in recorded if cells] or [[]]
         return [cell for cell in first if all(cell in cells for cells in others)]
@@ -302,14 +302,16 @@ def _differences(
         if not found_on:
             continue
         first = next(iter(found_on.values()))
-        values = {rank: "other values" if one["value"] is None else one["value"] for rank, one in found_on.items()}
-        counts = all(one["counts"] for one in found_on.values())
+        values = {
+            rank: "other values" if facts["value"] is None else facts["value"] for rank, facts in found_on.items()
+        }
+        counts = all(facts["counts"] for facts in found_on.values())
         is_rank = list(values.values()) == [str(rank) for rank in range(len(described))] and len(described) > 1
         if number in others:
             is_shared = len(found_on) == len(described) and not is_rank
             of_training = not after_fault and first["role"] in CHECKED_ROLES and first["part"] != "gradients"
             is_new = others[number] == "new" and not first["owner"].startswith("<")
-            is_evidence = is_new and all(one["is_new_evidence"] for one in found_on.values())
+            is_evidence = is_new and all(facts["is_new_evidence"] for facts in found_on.values())
             is_trained = others[number] in ("unknown", "settled") and first["is_trained"]
             is_evidence = is_evidence or (others[number] == "settled" and counts)
             if not is_shared or not (is_evidence or is_trained or of_training):
@@ -324,12 +326,12 @@ def _at_rest(reports: Sequence[Compared]) -> list[Difference]:
     """Return the paths that some ranks left in mid-operation, one difference per path."""
     by_path: dict[str, dict[int, AtRest]] = {}
     for rank, report in enumerate(reports):
-        for one in report["at_rest"]:
-            by_path.setdefault(one["path"], {})[rank] = one
+        for item in report["at_rest"]:
+            by_path.setdefault(item["path"], {})[rank] = item
     found = []
     for path, found_on in by_path.items():
         first = next(iter(found_on.values()))
-        values = {rank: one["now"] for rank, one in found_on.items()}
+        values = {rank: item["now"] for rank, item in found_on.items()}
         found.append(Difference(path, first["owner"], first["part"], values, True, before=first["before"]))
     return found
 
@@ -347,8 +349,8 @@ def fault_text(found: Findings, size: int) -> str:
             lines.append(f"  and {found.more} more values")
         if found.first_cell:
             lines.append(NO_HISTORY)
-        sharded = sorted({variable_of(one.owner) for one in found.differences if one.sharded})
-        if not all(one.sharded for one in found.differences):
+        sharded = sorted({variable_of(difference.owner) for difference in found.differences if difference.sharded})
+        if not all(difference.sharded for difference in found.differences):
             lines.append("%dipsync copies rank 0's values to the others (--from RANK: another rank's)")
         if sharded:
             lines.append(f"{', '.join(sharded)}: each rank has its own part; load a checkpoint, or use ddip.dist_state")
@@ -372,9 +374,9 @@ def _lines(differences: Sequence[Difference], size: int) -> list[str]:
 def _grouped(differences: Sequence[Difference]) -> list[list[Difference]]:
     """Group the differences by object, those with the clearest evidence first."""
     groups: dict[tuple[str, str], list[Difference]] = {}
-    for one in differences:
-        groups.setdefault((one.owner, one.part), []).append(one)
-    return sorted(groups.values(), key=lambda group: not any(one.counts for one in group))
+    for difference in differences:
+        groups.setdefault((difference.owner, difference.part), []).append(difference)
+    return sorted(groups.values(), key=lambda group: not any(difference.counts for difference in group))
 
 
 GENERATORS = {
@@ -394,9 +396,9 @@ WHOLE_PARTS = ("parameters and buffers", "gradients", "training mode", "state")
 
 
 def _line(group: Sequence[Difference], size: int) -> str:
-    clearest = min(group, key=lambda one: (not one.counts, "#" in one.path, len(one.path)))
+    clearest = min(group, key=lambda difference: (not difference.counts, "#" in difference.path, len(difference.path)))
     owner, part = clearest.owner, clearest.part
-    count = len({one.path.partition("#")[0] for one in group})
+    count = len({difference.path.partition("#")[0] for difference in group})
     if owner in GENERATORS:
         return f"{GENERATORS[owner]}: at different positions"
     if part in WHOLE_PARTS and not owner.startswith("<"):
@@ -406,19 +408,21 @@ def _line(group: Sequence[Difference], size: int) -> str:
     return f"{_value_text(clearest, size)}{more}"
 
 
-def _value_text(one: Difference, size: int) -> str:
+def _value_text(difference: Difference, size: int) -> str:
     """Describe a path and its values by rank.
 
     >>> _value_text(Difference("sched.last_epoch", "sched", "attributes", {0: "3", 1: "2"}, True), 2)
     'sched.last_epoch is 3 on rank 0, 2 on rank 1'
     """
-    path, _, fact = one.path.partition("#")
+    path, _, fact = difference.path.partition("#")
     path += FACTS.get(fact, "")
     by_value: dict[str, list[int]] = {}
     for rank in range(size):
-        by_value.setdefault(one.values.get(rank, one.before if one.before else "missing"), []).append(rank)
+        by_value.setdefault(
+            difference.values.get(rank, difference.before if difference.before else "missing"), []
+        ).append(rank)
     if list(by_value) == ["other values"]:
         return f"{path} differs"
     parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in list(by_value.items())[:MOST_VALUES]]
-    at_rest = f" (at rest {one.before})" if one.before else ""
+    at_rest = f" (at rest {difference.before})" if difference.before else ""
     return f"{path} is {', '.join(parts)}{at_rest}"

@@ -68,9 +68,9 @@ class Notices:
 
     def report_running(self, ranks: Sequence[int], error: object, places: Places) -> None:
         """Report that `ranks` keep running, at these `places`, after the `error` of others."""
-        what = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
+        headline = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
         hint = f"{self._stop} ends the cell and keeps all variables"
-        self._show(f"{what}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
+        self._show(f"{headline}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
 
     def report_stall(self, seconds: float, places: Places, stopped: str) -> None:
         """Report that no rank has made progress for `seconds`; `stopped` names processes stopped by a signal."""
@@ -122,12 +122,14 @@ def tell_settings(ending: str, reports: Mapping[int, CellReport | None]) -> None
         for setting in [] if report is None else report.get("settings", []):
             key = setting["left"], setting["restore"], setting["differs_by_rank"]
             found.setdefault(key, []).append(rank)
-    for (left, restore, differs_by_rank), ranks in found.items():
+    for (change, restore, differs_by_rank), ranks in found.items():
         others = [rank for rank in sorted(reports) if rank not in ranks]
         if ending != "good" or (others and not differs_by_rank):
-            but = f", but not on {ranks_text(others)}" if others and not differs_by_rank else ""
+            except_on = f", but not on {ranks_text(others)}" if others and not differs_by_rank else ""
             cell = _cell_text(ending)
-            notify(f"{cell} left {left} on {ranks_text(ranks)}{but}; %%dip: {restore} restores the former value")
+            notify(
+                f"{cell} left {change} on {ranks_text(ranks)}{except_on}; %%dip: {restore} restores the former value"
+            )
 
 
 def tell_replaced(reports: Mapping[int, CellReport | None]) -> None:
@@ -137,10 +139,10 @@ def tell_replaced(reports: Mapping[int, CellReport | None]) -> None:
         for name, value in ({} if report is None else report.get("replaced", {})).items():
             values.setdefault(name, {}).setdefault(value, []).append(rank)
     for name, ranks in values.items():
-        where = ranks_text([rank for found in ranks.values() for rank in found])
-        what = f"is {next(iter(ranks))}" if len(ranks) == 1 else "has other values"
+        on_ranks = ranks_text([rank for found in ranks.values() for rank in found])
+        change = f"is {next(iter(ranks))}" if len(ranks) == 1 else "has other values"
         back = BACK.format(name=name)
-        notify(f"{name} {what} on {where} from here on, and not {MEANING[name]}; %%dip: {back} brings that back")
+        notify(f"{name} {change} on {on_ranks} from here on, and not {MEANING[name]}; %%dip: {back} brings that back")
 
 
 def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
@@ -149,14 +151,14 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
     for rank, report in sorted(reports.items()):
         for tensor in [] if report is None else report.get("aborted", []):
             place = StackLocation(**tensor["place"])
-            where = f"`{place.source}` (cell [{place.cell}] line {place.line})"
-            ranks_of.setdefault((where, tensor["restored"]), []).append(rank)
-    for (where, restored), ranks in ranks_of.items():
+            source = f"`{place.source}` (cell [{place.cell}] line {place.line})"
+            ranks_of.setdefault((source, tensor["restored"]), []).append(rank)
+    for (source, restored), ranks in ranks_of.items():
         if restored:
-            notify(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {where}")
+            notify(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
         else:
-            what = "may hold partial results of the aborted collective"
-            notify(f"{ranks_text(ranks)}: the tensor of {where} {what}; set it before you use it again")
+            warning = "may hold partial results of the aborted collective"
+            notify(f"{ranks_text(ranks)}: the tensor of {source} {warning}; set it before you use it again")
 
 
 STILL_SECONDS = 2.0
@@ -340,11 +342,11 @@ class RunningCell:
         stuck, errors = self.unfinished, self.errors
         match self._state.ending():
             case "timed out":
-                what = f"the cell took longer than {self._state.limits.timeout:g} s and was stopped"
-                return CellTimeout(self._with_places(what, stuck), errors)
+                headline = f"the cell took longer than {self._state.limits.timeout:g} s and was stopped"
+                return CellTimeout(self._with_places(headline, stuck), errors)
             case "stopped":
-                what = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
-                return CellInterrupted(self._with_places(what, stuck) if stuck else what, errors)
+                headline = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
+                return CellInterrupted(self._with_places(headline, stuck) if stuck else headline, errors)
             case "failed":
                 error = CellError(errors, self._ranks.repair_text)
                 if stuck:  # happens if collectives cannot be aborted
@@ -361,8 +363,8 @@ class RunningCell:
                 return True
         return False
 
-    def _with_places(self, what: str, stuck: Sequence[int]) -> str:
-        lines = [what]
+    def _with_places(self, headline: str, stuck: Sequence[int]) -> str:
+        lines = [headline]
         if self._places:
             lines[0] += "; the ranks were here:"
             lines.append(places_text(self._places))

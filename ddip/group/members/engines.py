@@ -148,11 +148,13 @@ def _nccl_variables(shared: bool) -> dict[str, str]:
 
 def _check_version(hellos: Sequence[Hello]) -> None:
     """Raise GroupError if an engine runs another ddip version than the notebook."""
-    others = [hello for hello in hellos if hello.get("version", 0) != on_rank.VERSION]
-    if others:
-        where, version = f"pid {others[0]['pid']} on {others[0]['host']}", others[0].get("version", 0)
-        what = f"{where} speaks version {version} of ddip's protocol"
-        raise GroupError(f"{what}, the notebook version {on_rank.VERSION}; install the same ddip for both, and restart")
+    mismatched = [hello for hello in hellos if hello.get("version", 0) != on_rank.VERSION]
+    if mismatched:
+        where, version = f"pid {mismatched[0]['pid']} on {mismatched[0]['host']}", mismatched[0].get("version", 0)
+        problem = f"{where} speaks version {version} of ddip's protocol"
+        raise GroupError(
+            f"{problem}, the notebook version {on_rank.VERSION}; install the same ddip for both, and restart"
+        )
 
 
 def _check_torch(spec: GroupSpec, hello: Hello) -> None:
@@ -165,7 +167,7 @@ def _check_torch(spec: GroupSpec, hello: Hello) -> None:
         raise GroupError(f"torch {hello['torch']} has no {names}, which ddip needs; install one of torch {TESTED}")
     for backend in backends_of(spec.backend):
         if backend not in hello["backends"]:
-            has = ", ".join(hello["backends"])
-            raise BadInput(f"-b {spec.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")
+            available = ", ".join(hello["backends"])
+            raise BadInput(f"-b {spec.backend}: torch {hello['torch']} has no backend {backend!r}; it has {available}")
     if spec.on_gpus and not hello["cuda"]:
         raise BadInput(f"torch {hello['torch']} was built without CUDA; install a CUDA build, or type -n {spec.size}")

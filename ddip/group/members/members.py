@@ -114,15 +114,15 @@ class Members:
         Ranks on a host that does not answer within `seconds` are missing.
         """
         by_host = self._by_host(ranks)
-        asked = {
+        requests = {
             host: self.cluster.hosts[host].begin(function, [self.members[rank].pid for rank in on_this_host])
             for host, on_this_host in by_host.items()
         }
-        found: dict[int, V] = {}
+        results: dict[int, V] = {}
         for host, on_this_host in by_host.items():
             with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
-                found |= dict(zip(on_this_host, asked[host].result(seconds), strict=True))
-        return found
+                results |= dict(zip(on_this_host, requests[host].result(seconds), strict=True))
+        return results
 
     def _by_host(self, ranks: Sequence[int]) -> dict[int, list[int]]:
         by_host: dict[int, list[int]] = {}

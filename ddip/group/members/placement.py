@@ -78,7 +78,7 @@ class HostHas:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group with the place of each rank: one entry per rank."""
+    """The devices and hosts of a group's ranks: one entry per rank."""
 
     gpus: tuple[int | None, ...]
     """GPU of each rank as its host counts GPUs, or None for the CPU."""
@@ -115,9 +115,9 @@ class GroupSpec:
 
     def describe(self, hosts: Sequence[HostRequest] = ()) -> str:
         """Describe ranks, devices and backend in one line; empty `hosts`: this machine."""
-        where = "GPU " + ", ".join(map(str, self.gpus)) if self.on_gpus else "the CPU"
-        of = f" of {', '.join(host.name for host in hosts)}" if hosts else ""
-        return f"{self.size} rank{'s' * (self.size > 1)} on {where}{of}, {self.backend}"
+        devices = "GPU " + ", ".join(map(str, self.gpus)) if self.on_gpus else "the CPU"
+        hosts_text = f" of {', '.join(host.name for host in hosts)}" if hosts else ""
+        return f"{self.size} rank{'s' * (self.size > 1)} on {devices}{hosts_text}, {self.backend}"
 
     def visible(self, host: int = 0) -> tuple[int, ...]:
         """Return the GPUs to make visible to ranks on `host`, in order: a rank's own is ``cuda:LOCAL_RANK``."""
@@ -143,10 +143,10 @@ def parse_gpus(words: Sequence[str], available: int, host: str = "") -> list[int
     `available`: number of GPUs on `host`; empty: this machine. Raises BadInput.
     """
     typed, machine = "-g " + " ".join(words), host or "this machine"
-    have = f"{machine} has GPU 0 to {available - 1}" if available > 1 else f"{machine} has only GPU 0"
+    range_text = f"{machine} has GPU 0 to {available - 1}" if available > 1 else f"{machine} has only GPU 0"
     if not available:
-        where, instead = (f"on {host}", "-n 2 instead") if host else ("here", "%makedip -n 2")
-        raise BadInput(f"{typed}: there is no GPU {where}; type {instead} for two ranks on the CPU")
+        location, instead = (f"on {host}", "-n 2 instead") if host else ("here", "%makedip -n 2")
+        raise BadInput(f"{typed}: there is no GPU {location}; type {instead} for two ranks on the CPU")
     items = [item for word in words for item in word.split(",") if item]
     if items == [ALL]:
         return list(range(available))
@@ -154,7 +154,7 @@ def parse_gpus(words: Sequence[str], available: int, host: str = "") -> list[int
         if not item.isdecimal():
             raise BadInput(f"{typed}: {item!r} is no GPU; type numbers, such as -g 0,1, or -g all")
         if int(item) >= available:
-            raise BadInput(f"{typed}: there is no GPU {int(item)}; {have}")
+            raise BadInput(f"{typed}: there is no GPU {int(item)}; {range_text}")
     if not items:
         raise BadInput(f"{typed}: type numbers, such as -g 0,1, or -g all")
     return [int(item) for item in items]
@@ -164,7 +164,7 @@ def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]
     """Parse ``0,2``, ``0 2``, ``1-3`` or ``all`` into distinct ranks in the order typed; raise BadInput."""
     typed = f"{option} " + " ".join(words)
     last = world_size - 1
-    have = f"this group has ranks 0 to {last}" if last else "this group has only rank 0"
+    range_text = f"this group has ranks 0 to {last}" if last else "this group has only rank 0"
     ranks: dict[int, None] = {}
     for item in [item for word in words for item in word.split(",") if item]:
         first, _, end = item.partition("-")
@@ -173,33 +173,33 @@ def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]
         elif first.isdecimal() and (not end or end.isdecimal()) and not item.endswith("-"):
             for rank in range(int(first), int(end or first) + 1):
                 if rank > last:
-                    raise BadInput(f"{typed}: there is no rank {rank}; {have}")
+                    raise BadInput(f"{typed}: there is no rank {rank}; {range_text}")
                 ranks[rank] = None
         else:
-            raise BadInput(f"{typed}: {item!r} is no rank; {have}: type {option} 0, {option} 0,1 or {option} all")
+            raise BadInput(f"{typed}: {item!r} is no rank; {range_text}: type {option} 0, {option} 0,1 or {option} all")
     if not ranks:
-        raise BadInput(f"{typed}: no rank; {have}")
+        raise BadInput(f"{typed}: no rank; {range_text}")
     return list(ranks)
 
 
 def check_ranks(ranks: object, world_size: int, what: str) -> list[int]:
     """Return `ranks`, an argument named `what`, as a list; raise BadInput unless all are distinct ranks."""
     last = world_size - 1
-    have = f"this group has ranks 0 to {last}" if last else "this group has only rank 0"
+    range_text = f"this group has ranks 0 to {last}" if last else "this group has only rank 0"
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
-        raise BadInput(f"{what}={ranks!r}: give a list of ranks, such as [0]; {have}")
-    given, found = list(ranks), []
-    typed = f"{what}={given!r}"
-    for rank in given:
+        raise BadInput(f"{what}={ranks!r}: give a list of ranks, such as [0]; {range_text}")
+    values, checked = list(ranks), []
+    typed = f"{what}={values!r}"
+    for rank in values:
         if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise BadInput(f"{typed}: {rank!r} is no rank; {have}")
+            raise BadInput(f"{typed}: {rank!r} is no rank; {range_text}")
         number = operator.index(rank)
         if not 0 <= number <= last:
-            raise BadInput(f"{typed}: there is no rank {number}; {have}")
-        if number in found:
+            raise BadInput(f"{typed}: there is no rank {number}; {range_text}")
+        if number in checked:
             raise BadInput(f"{typed}: rank {number} is there twice")
-        found.append(number)
-    return found
+        checked.append(number)
+    return checked
 
 
 def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
@@ -275,8 +275,8 @@ def _place(request: Request, count: int | None, host: HostHas) -> tuple[int | No
         raise BadInput(f"-n {n} and {host.name}:{count}: leave out one of them; -n is the number of ranks on each host")
     if n is None and count is not None and available:
         if count > available:
-            has = f"{host.name} has {available} GPU{'s' * (available > 1)}"
-            raise BadInput(f"{host.name}:{count}: {has}; type -n {count} for ranks on the CPU of each host")
+            offer = f"{host.name} has {available} GPU{'s' * (available > 1)}"
+            raise BadInput(f"{host.name}:{count}: {offer}; type -n {count} for ranks on the CPU of each host")
         return tuple(range(count))
     if n is None and count is None and available:
         return tuple(range(available))
@@ -321,11 +321,11 @@ def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, li
     """Parse ``--from 0 model opt`` into a rank and names of variables; raise BadInput."""
     if typed is None:
         return None, []
-    what = f"--from {' '.join(typed)}"
+    option = f"--from {' '.join(typed)}"
     if not typed[0].isdecimal() or int(typed[0]) >= size:
-        which = f"type a rank from 0 to {size - 1} and names of its variables"
-        raise BadInput(f"{what}: {which}, such as --from 0 model opt")
+        advice = f"type a rank from 0 to {size - 1} and names of its variables"
+        raise BadInput(f"{option}: {advice}, such as --from 0 model opt")
     names = list(typed[1:])
     if not names or not all(name.isidentifier() for name in names):
-        raise BadInput(f"{what}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
+        raise BadInput(f"{option}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
     return int(typed[0]), names

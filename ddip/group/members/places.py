@@ -45,14 +45,16 @@ class Place:
 
     def _unused_gpus(self, spec: GroupSpec) -> str:
         """Return a notice if a job has GPUs but the ranks run on the CPU unasked; otherwise an empty text."""
-        jobs, has = self.request.reach.jobs, 0
+        jobs, count = self.request.reach.jobs, 0
         if jobs and self.request.n is None and not spec.on_gpus:
             with contextlib.suppress(GroupError):
-                has = slurm.gpus(jobs[0], self.request.hosts[0].name)
-        if not has:
+                count = slurm.gpus(jobs[0], self.request.hosts[0].name)
+        if not count:
             return ""
-        what = f"the job has {has} GPU{'s' * (has > 1)} on {self.request.hosts[0].name}, and torch sees none there"
-        return f"{what}, so the ranks are on the CPU; is its torch built for GPUs, and does it need a --setup?"
+        notice = (
+            f"the job has {count} GPU{'s' * (count > 1)} on {self.request.hosts[0].name}, and torch sees none there"
+        )
+        return f"{notice}, so the ranks are on the CPU; is its torch built for GPUs, and does it need a --setup?"
 
     def has(self, number: int) -> bool:
         """Return whether host `number` is still a node of its job; raise GroupError if Slurm does not answer."""
@@ -114,7 +116,7 @@ def found(request: Request, progress: Report) -> Place:
 
 
 def _attached(request: Request, progress: Report) -> Request:
-    """Complete `request` with the hosts of a cluster that ddip does not start itself."""
+    """Complete `request` with the hosts of an ipyparallel cluster, found or started by a launcher."""
     reach, former = request.reach, request.reach.attached
     n = request.n if former is None else former.n
     if reach.cluster:
@@ -189,11 +191,11 @@ def kept(request: Request) -> Iterator[None]:
     if request.reach.cluster:
         _attached(request, lambda text, share=None: None)
     attachment = request.reach.attached
-    held = [job for job in set(request.reach.jobs) if slurm.hold(job)]
+    held_jobs = [job for job in set(request.reach.jobs) if slurm.hold(job)]
     file = attachment.file if attachment is not None and launcher_engines.hold(attachment.file) else ""
     try:
         yield
     finally:
-        for job in held:
+        for job in held_jobs:
             slurm.give_back(job)
         launcher_engines.give_back(file)

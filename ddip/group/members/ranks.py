@@ -68,8 +68,8 @@ class Ranks(Members):
             if error.by_rank or not error.late:
                 raise
             doing = next(call.label for call in calls.values())
-            what = f"{ranks_text(error.late)} did not finish {doing} within {ASK_SECONDS:g} s"
-            raise RequestFailed(what, {}, error.late) from None
+            problem = f"{ranks_text(error.late)} did not finish {doing} within {ASK_SECONDS:g} s"
+            raise RequestFailed(problem, {}, error.late) from None
 
     def ask_each(
         self,
@@ -115,8 +115,8 @@ class Ranks(Members):
     ) -> RequestFailed:
         """Return the error to raise if some ranks have `problems` or are `unfinished`."""
         if not problems:
-            what = f"{ranks_text(unfinished)} did not finish {doing} in time"
-            return RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
+            problem = f"{ranks_text(unfinished)} did not finish {doing} in time"
+            return RequestFailed(f"{problem}; -t SECONDS waits longer", {}, unfinished)
         log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
         return RequestFailed(
             f"{doing} failed: {CellError(problems, self.repair_text)}", problems, [] if together else unfinished
@@ -226,15 +226,15 @@ class Ranks(Members):
 
     def _problems(self, requests: Requests) -> dict[int, RankError]:
         """Return the errors of the ranks that have answered."""
-        found = {}
+        problems = {}
         for rank, request in requests.items():
             reply = request.result() if request.done() else Reply()
             problem, answer = self.error_of(rank, reply), reply.value or {}
             if problem is None and "error" in answer:
                 problem = RankError(answer["error"], answer["message"], answer["traceback"])
             if problem is not None:
-                found[rank] = problem
-        return found
+                problems[rank] = problem
+        return problems
 
     def try_call(self, rank: int, call: RemoteCall[R], seconds: float) -> R | None:
         """Make `call` on the main thread of `rank`; return None if it fails or takes more than `seconds`."""
@@ -257,9 +257,9 @@ class Ranks(Members):
         """The descriptions of abandoned requests that still run, by rank."""
         ended = self.ended
         self.abandoned = {
-            r: given for r, given in self.abandoned.items() if not given.request.done() and r not in ended
+            r: entry for r, entry in self.abandoned.items() if not entry.request.done() and r not in ended
         }
-        return {rank: given.doing for rank, given in sorted(self.abandoned.items())}
+        return {rank: entry.doing for rank, entry in sorted(self.abandoned.items())}
 
 
 def _unfinished(requests: Requests) -> list[int]:

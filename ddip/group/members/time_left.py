@@ -32,7 +32,7 @@ class TimeLeft:
         self._look(self._jobs)
 
     def _look(self, jobs: tuple[int, ...]) -> None:
-        """Warn the user if it is time, and set the timer for the next look, as a job's time limit may change."""
+        """Warn the user if it is time, and set a timer to look again, as a job's time limit may change."""
         first = _first_to_end(jobs)
         if first is None or jobs is not self._jobs:
             return

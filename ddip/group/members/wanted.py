@@ -22,8 +22,8 @@ def resolve(request: Request, hosts: Sequence[Host], running: int) -> GroupSpec:
     apps.find(request.app)
     gpus = [host.facts["gpus"] for host in hosts] or [devices.gpu_names()]
     names = [host.name for host in hosts] or [""]
-    has = [HostHas(name, len(on_host)) for name, on_host in zip(names, gpus, strict=True)]
-    spec = placement.resolve_on(request, has, os.environ.get(placement.SHARES) == "1")
+    offers = [HostHas(name, len(on_host)) for name, on_host in zip(names, gpus, strict=True)]
+    spec = placement.resolve_on(request, offers, os.environ.get(placement.SHARES) == "1")
     for number, on_host in enumerate(gpus):
         devices.ensure_one_slice([on_host[gpu] for gpu in spec.visible(number)])
     limits.ensure_room(spec.size, running)
@@ -52,14 +52,14 @@ def replaced_hosts(hosts: Sequence[HostRequest], old: Request, lost: Sequence[bo
         raise BadInput(f"--hosts {typed}: Slurm says which nodes the group is on; type %makedip --repair alone")
     if len(hosts) != len(old.hosts):
         raise BadInput(f"--hosts {typed}: the group is on {current}; type as many, with others in place of those lost")
-    other = [number for number, host in enumerate(hosts) if host.name != old.hosts[number].name]
+    replaced = [number for number, host in enumerate(hosts) if host.name != old.hosts[number].name]
     for number, host in enumerate(hosts):
         former = old.hosts[number]
-        if number in other and not lost[number]:
+        if number in replaced and not lost[number]:
             raise BadInput(f"--hosts {typed}: {former.name} is not lost, and keeps its place")
         if host.count is not None and host.count != former.count:
             raise BadInput(f"--hosts {typed}: a repair does not change how many ranks there are; type {former}")
-    return other
+    return replaced
 
 
 def folders_notice(hosts: Sequence[Host]) -> str:

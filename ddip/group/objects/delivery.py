@@ -34,8 +34,8 @@ PART = 1 << 24
 LARGE = 1 << 21
 """Most bytes, all objects together, to send in one message to each rank, which is quicker up to this size."""
 LARGE_BESIDE = 1 << 17
-"""The same limit if all ranks are beside the notebook, which writes large objects once; also the limit of an object
-that such a rank packs."""
+"""The same limit if all ranks are beside the notebook, which writes large objects once; also the size from which
+such a rank shares an object that it packs."""
 LARGE_ELSEWHERE = 1 << 20
 """The same limit if several ranks on another host get the objects, as the network may be slow."""
 Load: TypeAlias = "Mapping[str, Pickled]"

@@ -19,9 +19,9 @@ def ask(ranks: Ranks, name: str) -> ShardsTable:
     reports: Sequence[ShardsReport] = ranks.ask(range(len(ranks.members)), on_rank.describe_shards(name))
     lack = [rank for rank, report in enumerate(reports) if not report["is_there"]]
     if lack:
-        what = "part" if "." in name else "variable"
+        kind = "part" if "." in name else "variable"
         raise BadInput(
-            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {what} {name}; make the "
+            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {kind} {name}; make the "
             "model in a %%dip cell first"
         )
     others = [rank for rank, report in enumerate(reports) if report["tensors"] is None]

@@ -52,10 +52,10 @@ class Source:
     @cached_property
     def digest(self) -> str:
         """SHA-256 digest of paths and contents."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for path, data in sorted(self.files.items()):
-            found.update(f"{path}\0{len(data)}\0".encode() + data)
-        return found.hexdigest()
+            hasher.update(f"{path}\0{len(data)}\0".encode() + data)
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ class ModulesPushed:
         lines = []
         for name, by_rank in self.not_reloaded.items():
             for text in dict.fromkeys(by_rank.values()):
-                who = ranks_text([rank for rank, own in by_rank.items() if own == text])
-                lines.append(self._notice(name, who, text))
+                on_ranks = ranks_text([rank for rank, message in by_rank.items() if message == text])
+                lines.append(self._notice(name, on_ranks, text))
         return lines
 
     @staticmethod
     def _notice(name: str, who: str, text: str) -> str:
         if text == on_rank.IMPORTED:
-            cure = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
+            advice = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
             return (
-                f"{name} {text} on {who}, and stays as it was there: {cure}, or turn %autoreload 2 on before the push"
+                f"{name} {text} on {who}, and stays as it was there: {advice}, or turn %autoreload 2 on before the push"
             )
         return f"{name} could not be loaded again on {who}, and stays as it was there: {text}"
 
@@ -116,9 +116,9 @@ def find(names: str | Sequence[str]) -> list[Source]:
 
 
 def _find(name: str) -> Source:
-    whole = name.removesuffix(".py").partition(".")[0]
-    if "." in name and not name.endswith(".py") and whole.isidentifier():
-        raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {whole}")
+    package = name.removesuffix(".py").partition(".")[0]
+    if "." in name and not name.endswith(".py") and package.isidentifier():
+        raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {package}")
     if not name.isidentifier():
         better = f"; type {MAGIC} {Path(name).stem}" if Path(name).stem.isidentifier() else ""
         raise BadInput(f"{MAGIC} {name}: {name!r} is not the name of a module{better}")
@@ -209,7 +209,6 @@ def _ensure_small(name: str, size: int, count: int, place: Path) -> None:
 
 def hint(text: str, ranks: Ranks) -> str:
     """Return the command to type if the ranks' error `text` is about missing modules of the user.
-
 
     It is empty otherwise.
     """

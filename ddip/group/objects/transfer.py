@@ -54,9 +54,9 @@ def check_own(names: Iterable[str], magic: str) -> None:
     """Raise BadInput if one of `names` is each rank's own variable, such as its number or device."""
     own = [name for name in names if name in STANDING_VARIABLES]
     if own:
-        what = f"{own[0]} is each rank's own variable, which ddip sets"
+        reason = f"{own[0]} is each rank's own variable, which ddip sets"
         raise BadInput(
-            f"{magic} {own[0]}: {what}; leave it out, or copy it by another name: notebook_{own[0]} = {own[0]}"
+            f"{magic} {own[0]}: {reason}; leave it out, or copy it by another name: notebook_{own[0]} = {own[0]}"
         )
 
 
@@ -258,6 +258,6 @@ def unpack(fetched: Fetched) -> dict[str, Any]:
 def _unwrap(name: str, is_wrapper: bool) -> str:
     """Return advice for an object that is or holds a DDP wrapper, which cannot live in the notebook."""
     if is_wrapper:
-        cure = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"
-        return f"{name} is a {DDP}, which lives on ranks only: {cure}"
+        advice = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"
+        return f"{name} is a {DDP}, which lives on ranks only: {advice}"
     return f"{name} holds a {DDP}, which lives on ranks only: put its .module there instead, in a %%dip cell"

@@ -10,7 +10,6 @@ def is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -
     """Return whether an unknown process has connected to a rank, at a port meant for other ranks.
 
     `made`: the connections of each rank, as pairs of ends, and its ports for other ranks. gloo may have taken such a
-
     connection for a rank's, and the first collective would then wait indefinitely.
     """
     ends = {tuple(end) for connections, _ in made for end in connections}

@@ -35,7 +35,7 @@ class Fitness:
         """The ranks that were found unable to join any group."""
 
     def alone(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
-        """Return the idle ranks that cannot form a group by themselves alone, each with its error."""
+        """Return the idle ranks that cannot form even a group of one, each with its error."""
         free = [rank for rank in self._ranks.live if rank not in self._ranks.busy]
         unfit: dict[int, RankError] = {}
         while free:

@@ -24,7 +24,7 @@ class Iterations:
     """Resets models and wrappers that a failed cell left inside a training iteration, on all ranks."""
 
     def __init__(self, ranks: Ranks, release: Callable[[], object]) -> None:
-        """Prepare; `release` aborts collectives that a shard waits for, if the user interrupts a reset."""
+        """Store `release`, which aborts collectives that a shard waits for if the user interrupts a reset."""
         self._ranks = ranks
         self._release = release
         self._pending: set[int] = set()
@@ -112,7 +112,8 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _listed(models: Sequence[str]) -> str:
-    """
+    """Join the names of models for a message.
+
     >>> _listed(["net"]), _listed(["gen", "", "disc", "learn.model"]), _listed([""])
     ('`net`', '`gen`, `disc` and `learn.model`', 'a model that no variable holds')
     """

@@ -99,8 +99,10 @@ class Meetings:
         """Raise GroupError if a host cannot reach the store, as behind a firewall; torch would wait long."""
         others = list(zip(meeting.hosts, meeting.networks, strict=True))[1:]
         first = meeting.networks[0]
-        asked = [(self._host(number).begin(on_host.reach, first.address, port), number, own) for number, own in others]
-        for answer, number, own in asked:
+        requests = [
+            (self._host(number).begin(on_host.reach, first.address, port), number, own) for number, own in others
+        ]
+        for answer, number, own in requests:
             why = answer.result(ASK_SECONDS)
             if why:
                 names = [self._host(which).name or "this machine" for which in (number, meeting.hosts[0])]
@@ -173,15 +175,15 @@ class Meetings:
             return dict.fromkeys(INTERFACE_VARIABLES, own.interface)
         return {name: os.environ.get(name) or own.interface for name in INTERFACE_VARIABLES}
 
-    def poison(self, meeting: Meeting) -> None:
+    def poison_store(self, meeting: Meeting) -> None:
         """Make waits for a key in the store of `meeting` raise.
 
         A TCPStore needs nothing here: shutting down its connections has this effect.
         """
         self._in_store(meeting, on_host.poison)
 
-    def over(self, meeting: Meeting) -> None:
-        """Remove the store of `meeting`, which is no longer used."""
+    def remove_store(self, meeting: Meeting) -> None:
+        """Remove the file store of `meeting`, if it has one, as no rank needs it any longer."""
         self._in_store(meeting, on_host.remove)
 
     def _in_store(self, meeting: Meeting, what: on_host.WithFile) -> None:

@@ -40,7 +40,8 @@ leaves the group as it is"""
 SET_UP_SHARE = 0.15
 """Share of the time for forming the group that gloo gets to connect the ranks."""
 GROUPS_EACH = 1_000_000
-"""Number of names reserved for groups that cells create within one group: torch names them by a counter."""
+"""Number of names reserved for the groups that cells create during the life of one process group; torch makes the
+names from a counter."""
 TELL_SECONDS = 5.0
 """How long a rank may take to report its collectives when ranks seem out of step."""
 ADOPT_SECONDS = 2.0
@@ -62,7 +63,7 @@ class ProcessGroupManager:
         self._steps = Steps()
         self.iterations = Iterations(ranks, self.release)
         self._groups = 1
-        """Number of groups that each rank has created since the current one was formed, including that one."""
+        """Value of torch's group counter on the ranks, as last reported."""
         self.healthy = False
         """False if the group must be formed or rebuilt before it is used."""
         self.generation = 0
@@ -102,7 +103,7 @@ class ProcessGroupManager:
             self.release()
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
-            self._meetings.over(former)
+            self._meetings.remove_store(former)
         self._made = connections.shared(
             {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
         )
@@ -159,7 +160,7 @@ class ProcessGroupManager:
             self._ask_within(ranks, on_rank.leave(), seconds, together)
         finally:
             for meeting in meetings:
-                self._meetings.over(meeting)
+                self._meetings.remove_store(meeting)
 
     def check(self, deadline: float) -> None:
         """Let all ranks run one collective; raise GroupError if it fails, and the group must be rebuilt then.
@@ -218,7 +219,7 @@ class ProcessGroupManager:
         """Abort waiting collectives in the groups of `meetings`, on all ranks or on `ranks` only."""
         live = self._ranks.live
         for meeting in meetings:
-            self._meetings.poison(meeting)
+            self._meetings.poison_store(meeting)
         now = connections.shared(self._ranks.connections(live))
         ours = {rank: list({*now[rank], *self._made.get(rank, ())}) for rank in live}
         cut_off: dict[int, bool] = {}

@@ -120,7 +120,8 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _text(revived: int, lost: int, going: Going) -> str:
-    """
+    """Describe revived wrappers, and objects that must be recreated, for a message.
+
     >>> nothing = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
     >>> _text(0, 1, nothing)
     'the wrapper (DDP, FSDP) that was made before must be made again'

@@ -82,7 +82,7 @@ class Steps:
         pending: dict[tuple[int, int], int] = {}
         """Messages sent but not received, by sender and receiver as ranks of the group."""
         from_any = dict.fromkeys(range(len(members)), 0)
-        for mine, rank in enumerate(members):
+        for own_index, rank in enumerate(members):
             use = reports.get(rank, {}).get(group)
             if use is None:
                 continue
@@ -93,12 +93,12 @@ class Steps:
                 towards, _, peer = direction.partition(" ")
                 new = number - former.get(direction, 0)
                 if peer == "any":
-                    from_any[mine] = new
+                    from_any[own_index] = new
                 else:
-                    ends = (mine, int(peer)) if towards == "to" else (int(peer), mine)
-                    pending[ends] = pending.get(ends, 0) + (new if towards == "to" else -new)
-        for to, awaited in from_any.items():
-            arriving = [n for (_, end), n in pending.items() if end == to]
+                    endpoints = (own_index, int(peer)) if towards == "to" else (int(peer), own_index)
+                    pending[endpoints] = pending.get(endpoints, 0) + (new if towards == "to" else -new)
+        for receiver, awaited in from_any.items():
+            arriving = [n for (_, end), n in pending.items() if end == receiver]
             if sum(arriving) != awaited or min(arriving, default=0) < 0:
                 return True
         return False

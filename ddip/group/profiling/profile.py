@@ -176,9 +176,9 @@ class Profiling:
 
 
 def offset(pings: Sequence[tuple[int, int, int]]) -> int:
-    """Return how far another clock is ahead, from its value at pings: the fastest ping counts.
+    """Return how far another clock is ahead, estimated from the fastest of `pings`.
 
-    Each of `pings` has our clock before, the other clock, and our clock after.
+    Each ping has our clock before, the other clock, and our clock after, in the same unit.
 
     >>> offset([(0, 5_100, 200), (1_000, 6_050, 1_010)])
     5045

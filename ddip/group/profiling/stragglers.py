@@ -31,7 +31,7 @@ class _Arrivals:
     last: int | None
     """The rank that began it last; None: not all ranks began it."""
     complete: int | None
-    """Time when the last rank had begun it; None: unknown."""
+    """Time until which ranks waited: the last one began it, or their cell ended; None: unknown."""
 
 
 @dataclass(frozen=True)

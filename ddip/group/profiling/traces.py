@@ -55,7 +55,7 @@ def _names(rank: int) -> list[Event]:
 
 
 def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event]:
-    """Yield the events of a rank's trace as the merged file has them; it starts at `begin` on the rank's clock."""
+    """Yield the events of a rank's trace for the merged file, whose time 0 is `begin` on the rank's clock."""
     head, events = _parts(trace)
     shift = (begin - int(head.get(BASE, 0))) / 1000
     pid: Any = None

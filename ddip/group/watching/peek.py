@@ -148,9 +148,9 @@ class _Peek:
 
     def _ensure_defined(self, rank: int, reply: Peeked) -> None:
         if reply["missing"] and reply["busy"]:
-            what = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
+            lack = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
             raise TransferError(
-                f"nothing was pulled: {what}; it has one as soon as its cell has assigned it, unless that is a local "
+                f"nothing was pulled: {lack}; it has one as soon as its cell has assigned it, unless that is a local "
                 "variable of a function"
             )
 

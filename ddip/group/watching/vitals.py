@@ -41,10 +41,10 @@ SAME_BEGIN = 0.1
 LEAST_SECONDS = 0.5
 """Least seconds of a cell that give a rate."""
 PERIOD, PERIOD_OF_A_RANK, LONGEST_PERIOD = 1.0, 0.4, 10.0
-"""Seconds between samples: at least, more per rank, and at most. A sample costs each process about a millisecond, so
-all processes together take less than a hundredth of a core."""
+"""Seconds between samples: at least, per rank of the group, and at most. A sample costs each process about a
+millisecond, so all processes together take less than a hundredth of a core."""
 LOOK_OF_A_RANK, LONGEST_LOOK = 0.05, 1.0
-"""Seconds between a rank's own checks whether it waits for others: per rank, as all ranks check, and at most."""
+"""Seconds between a rank's checks whether it waits for others: per rank of the group, and at most."""
 IDLE_CORES = 0.1
 """CPU use of an idle rank, in cores, below which it is not shown."""
 
@@ -69,10 +69,10 @@ def rates(answers: Sequence[Vitals]) -> Rates:
     *former, now = answers
     recent = [answer for answer in former if answer["at"] >= now["at"] - WINDOW_SECONDS] or former[-1:]
     cores = (now["cpu"] - recent[0]["cpu"]) / (now["at"] - recent[0]["at"]) if recent else None
-    same = [answer for answer in recent if _cell_began(answer) is not None and _is_same_cell(answer, now)]
-    if not same or now["at"] - same[0]["at"] < LEAST_SECONDS:
+    same_cell = [answer for answer in recent if _cell_began(answer) is not None and _is_same_cell(answer, now)]
+    if not same_cell or now["at"] - same_cell[0]["at"] < LEAST_SECONDS:
         return Rates(cores=cores)
-    first, seconds = same[0], now["at"] - same[0]["at"]
+    first, seconds = same_cell[0], now["at"] - same_cell[0]["at"]
     looked = now["looked"] - first["looked"]
     waited = None
     if now["waited"] is not None and first["waited"] is not None and looked >= LEAST_SECONDS:
