@@ -78,7 +78,7 @@ def group_status(
     stuck: Collection[int] = (),
 ) -> Status:
     """Assemble the status from these parts; `stuck` ranks still run an abandoned cell."""
-    ranks = [_rank(info, _cell_on(info.rank, info.rank in stuck, cells)) for info in infos]
+    ranks = [_rank_status(info, _cell_on(info.rank, info.rank in stuck, cells)) for info in infos]
     errors: dict[int, LastError] = {}
     for cell in cells:
         for rank, error in cell.errors.items():
@@ -87,13 +87,13 @@ def group_status(
         "schema": SCHEMA,
         "group": about,
         "ranks": ranks,
-        "devices": _devices(ranks),
+        "devices": _device_statuses(ranks),
         "cells": [status_of(cell) for cell in cells],
         "errors": {str(rank): error for rank, error in sorted(errors.items())},
     }
 
 
-def _rank(info: RankInfo, cell: int | None) -> RankStatus:
+def _rank_status(info: RankInfo, cell: int | None) -> RankStatus:
     gpu = (info.gpu_allocated, info.gpu_reserved, info.gpu_total)
     figures = None if gpu == (None, None, None) else gpu
     return {
@@ -119,7 +119,7 @@ def _cell_on(rank: int, stuck: bool, cells: Sequence[Cell]) -> int | None:
     return None
 
 
-def _devices(ranks: Sequence[RankStatus]) -> list[DeviceStatus]:
+def _device_statuses(ranks: Sequence[RankStatus]) -> list[DeviceStatus]:
     devices: dict[tuple[str, str], DeviceStatus] = {}
     for rank in ranks:
         key = rank["host"], rank["device"]

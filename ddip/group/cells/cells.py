@@ -182,7 +182,7 @@ class Cells:
         `ready` then prepares its free ranks, and raises GroupError if that fails; None: they are ready, send it now.
         """
         # determined before the thread begins, so that a cell that fails until then also counts
-        before = self._before(running.cell)
+        before = self._cells_before(running.cell)
         sent: Future[None] = Future()
         args = running, unmatched, asked, ready, before, sent
         thread = threading.Thread(target=self._in_background, args=args, name=f"ddip {running.cell.text}", daemon=True)
@@ -194,7 +194,7 @@ class Cells:
         except BaseException as error:
             sent.cancel()
             running.cell.end(error)
-            self._finish(running, unmatched, over=True)
+            self._finish_cell(running, unmatched, over=True)
             raise
         sent.set_result(None)
 
@@ -211,10 +211,12 @@ class Cells:
         if sent.cancelled():
             return
         with notices_in(running.output.page):
-            if ready is None or self._begins(running, ready, asked, before):
+            if ready is None or self._wait_and_send(running, ready, asked, before):
                 self._run_to_end(running, unmatched, None)
 
-    def _begins(self, running: RunningCell, ready: Callable[[], object], asked: Asked, before: list[Cell]) -> bool:
+    def _wait_and_send(
+        self, running: RunningCell, ready: Callable[[], object], asked: Asked, before: list[Cell]
+    ) -> bool:
         """Wait for the cells `before` this one, then send it; return False if it ended without being sent."""
         try:
             self._wait_for_turn(running, before)
@@ -227,11 +229,11 @@ class Cells:
         except BaseException as error:  # this thread belongs to the cell, so the error becomes the cell's
             running.cell.end(error)
             running.cell.outcome = "not_run"
-            self._finish(running, False, over=True)
+            self._finish_cell(running, False, over=True)
             return False
         return True
 
-    def _before(self, cell: Cell) -> list[Cell]:
+    def _cells_before(self, cell: Cell) -> list[Cell]:
         """Return the cells that `cell` must wait for: those on its ranks or, before a rebuild, on any."""
         all_ranks = range(len(self._ranks.members))
         return self.active_on(cell.ranks if self._manager.healthy else all_ranks, cell)
@@ -250,7 +252,7 @@ class Cells:
             if failed is not None:
                 problem = f"{failed.text}, for which {cell.text} waited, {failed.outcome_text}"
                 raise GroupError(f"{problem}; {cell.text} did not run")
-            before = self._before(cell)
+            before = self._cells_before(cell)
 
     def _run_to_end(self, running: RunningCell, unmatched: bool, asked: Asked | None) -> None:
         """Follow a cell to its end, without ever raising. `asked`: send the cell with these options first."""
@@ -270,7 +272,7 @@ class Cells:
         if not self._ended:
             self._run_after(running)
         cell.end(raised or running.error(), stuck=raised is None and bool(running.unfinished))
-        self._finish(running, unmatched, over=raised is not None)
+        self._finish_cell(running, unmatched, over=raised is not None)
 
     def _run_after(self, running: RunningCell) -> None:
         try:
@@ -279,7 +281,7 @@ class Cells:
         except BaseException as error:  # even a KeyboardInterrupt: the cell has ended, and the remaining steps must run
             notify(f"{running.cell.text}: {error}")
 
-    def _finish(self, running: RunningCell, unmatched: bool, over: bool) -> None:
+    def _finish_cell(self, running: RunningCell, unmatched: bool, over: bool) -> None:
         """Update the group after the end of a cell, and set the cell's `done`.
 
         `over`: the cell did not run to its end, so there is nothing to learn from it.

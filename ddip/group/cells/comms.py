@@ -66,7 +66,7 @@ class Comms:
             return
         if kind == "comm_close":
             self.bars.close(name)
-            self._forget(name)
+            self._drop_widget(name)
         else:
             self.bars.change(name, state)
             new = parts(state) - widget.parts
@@ -104,22 +104,22 @@ class Comms:
         self._unannounced.pop(name, None)
         for part in widget.parts:
             self.tell(part, page)
-        self._open(widget, message["content"])
+        self._open_comm(widget, message["content"])
         page.send(message)
 
     def _note_unannounced(self, name: str) -> None:
         self._unannounced[name] = None
         if len(self._unannounced) > MOST_UNANNOUNCED:
-            self._forget(next(iter(self._unannounced)))
+            self._drop_widget(next(iter(self._unannounced)))
 
-    def _forget(self, name: str) -> None:
+    def _drop_widget(self, name: str) -> None:
         self._widgets.pop(name, None)
         self._unannounced.pop(name, None)
         proxy = comm.get_comm_manager().comms.pop(name, None)
         if proxy is not None:
             proxy._closed = True  # otherwise its finalizer would also close the rank's comm
 
-    def _open(self, widget: _Widget, content: dict[str, Any]) -> None:
+    def _open_comm(self, widget: _Widget, content: dict[str, Any]) -> None:
         cluster, engine = self._ranks.cluster, self._ranks.members[widget.rank].engine
         proxy = comm.create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
 

@@ -139,14 +139,14 @@ class Differences:
             self._cut_reported = True
             notify(CUT)
 
-    def _ask(self, call: RemoteCall[R]) -> list[R]:
+    def _ask_all(self, call: RemoteCall[R]) -> list[R]:
         """Make `call` on all ranks."""
         calls = dict.fromkeys(range(len(self._ranks.members)), call)
         return self._ranks.ask_soon(calls, release=self._manager.release)
 
     def _snapshots(self, failed: Sequence[str]) -> list[str]:
         """Return the cells after which all but new ranks have recorded their state, the latest first."""
-        recorded = [self._ask(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
+        recorded = [self._ask_all(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
         first, *others = [cells for cells in recorded if cells] or [[]]
         return [cell for cell in first if all(cell in cells for cells in others)]
 
@@ -154,18 +154,18 @@ class Differences:
         """Compare the ranks: after the cells named in `failed`, or as they are now if it is empty."""
         after_fault = bool(failed)
         cells = self._snapshots(failed)
-        reports = self._ask(on_rank.compare(cells, after_fault))
+        reports = self._ask_all(on_rank.compare(cells, after_fault))
         broken, others, first = broken_paths(reports)
         self._reported.intersection_update([*broken, *others])
         broken += [path for path in self._reported if others.pop(path, None) is not None]
         found = Findings(first_cell=first, is_cut=any(report["is_cut"] for report in reports))
         if broken or others:
-            described = self._ask(on_rank.describe([*broken, *others][:MOST_PATHS]))
-            found.differences, found.hashes = _differences(described, broken, others, after_fault)
+            described = self._ask_all(on_rank.describe([*broken, *others][:MOST_PATHS]))
+            found.differences, found.hashes = _describe_differences(described, broken, others, after_fault)
             found.hashes += broken[MOST_PATHS:]
             found.more = max(0, len(broken) - MOST_PATHS)
         differing = {difference.path for difference in found.differences}
-        found.at_rest = [item for item in _at_rest(reports) if item.path.partition("#")[0] not in differing]
+        found.at_rest = [item for item in _find_not_at_rest(reports) if item.path.partition("#")[0] not in differing]
         return found
 
     def rank_marks(self) -> list[int]:
@@ -175,7 +175,7 @@ class Differences:
 
     def refuse_stale(self, marks: list[int], size: int) -> None:
         """Make objects created for a former group of `size` ranks refuse to work, and print their names."""
-        answers = self._ask(on_rank.refuse_stale(marks, size))
+        answers = self._ask_all(on_rank.refuse_stale(marks, size))
         paths = list(dict.fromkeys(path for answer in answers for path in answer))
         if paths:
             more = f" and {len(paths) - MOST_LINES} more" if len(paths) > MOST_LINES else ""
@@ -189,12 +189,12 @@ class Differences:
         found = self._compare([])
         size = len(self._ranks.members)
         rows = []
-        for group in _grouped([*found.differences, *found.at_rest]):
+        for group in _group_by_object([*found.differences, *found.at_rest]):
             name = variable_of(group[0].owner)
             if not names or name in names:
                 todo = TODO.get(group[0].role, SYNC).format(name=name)
-                rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _line(group, size), todo))
-        answers = self._ask(on_rank.advise(list(names), size))
+                rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _object_line(group, size), todo))
+        answers = self._ask_all(on_rank.advise(list(names), size))
         by_advice: dict[tuple[str, str, str], list[int]] = {}
         for rank, answer in enumerate(answers):
             for one in answer["advice"]:
@@ -254,24 +254,24 @@ def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind
     others: dict[int, Kind] = {}
     for path in dict.fromkeys(path for rows in now for path in rows):
         values = [rows.get(path, ABSENT) for rows in now]
-        if not _differ(values):
+        if not _rows_differ(values):
             continue
         present = [row for row, report in zip(values, reports, strict=True) if report["has_history"] or row != ABSENT]
-        if not _differ(present):
+        if not _rows_differ(present):
             continue  # the path is missing on new ranks only
         before = [rows.get(path, ABSENT) for rows in good]
         if not any(row != ABSENT for row in before):
             others[path] = "new"
         elif not _was_broken(values, before):
             others[path] = "design" if any(value for value, _ in before) else "unknown"
-        elif not _differ(before) and _differ([rows[path] for rows in former if path in rows]):
+        elif not _rows_differ(before) and _rows_differ([rows[path] for rows in former if path in rows]):
             others[path] = "settled"
         else:
             broken.append(path)
     return broken, others, not good
 
 
-def _differ(rows: Sequence[Row]) -> bool:
+def _rows_differ(rows: Sequence[Row]) -> bool:
     """Return whether values differ, or versions if values are missing."""
     if any(value for value, _ in rows):
         return len({value for value, _ in rows}) > 1
@@ -284,12 +284,12 @@ def _was_broken(now: Sequence[Row], before: Sequence[Row]) -> bool:
     The last snapshot before a fault may have had no time for tensor values; then only write counts are known.
     """
     versions = {version for _, version in before}
-    if (all(value for value, _ in before) or not any(versions)) and not _differ(before):
+    if (all(value for value, _ in before) or not any(versions)) and not _rows_differ(before):
         return True
     return all(versions) and len(versions) == 1 < len({version for _, version in now})
 
 
-def _differences(
+def _describe_differences(
     described: Sequence[Mapping[int, Described]], broken: Sequence[int], others: Mapping[int, Kind], after_fault: bool
 ) -> tuple[list[Difference], list[int]]:
     """Return the differences at these paths that are worth reporting, and the hashes of their paths.
@@ -322,7 +322,7 @@ def _differences(
     return found, hashes
 
 
-def _at_rest(reports: Sequence[Compared]) -> list[Difference]:
+def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
     """Return the paths that some ranks left in mid-operation, one difference per path."""
     by_path: dict[str, dict[int, AtRest]] = {}
     for rank, report in enumerate(reports):
@@ -344,7 +344,7 @@ def fault_text(found: Findings, size: int) -> str:
     lines = []
     if found.differences:
         lines.append("the ranks differ after the fault:")
-        lines += _lines(found.differences, size)
+        lines += _object_lines(found.differences, size)
         if found.more:
             lines.append(f"  and {found.more} more values")
         if found.first_cell:
@@ -356,14 +356,14 @@ def fault_text(found: Findings, size: int) -> str:
             lines.append(f"{', '.join(sharded)}: each rank has its own part; load a checkpoint, or use ddip.dist_state")
     if found.at_rest:
         lines.append("these were left in the middle of an operation:")
-        lines += _lines(found.at_rest, size)
+        lines += _object_lines(found.at_rest, size)
     return "\n".join(lines)
 
 
-def _lines(differences: Sequence[Difference], size: int) -> list[str]:
+def _object_lines(differences: Sequence[Difference], size: int) -> list[str]:
     """Return one line per object, those with the clearest evidence first."""
-    ordered = _grouped(differences)
-    lines = [f"  {_line(group, size)}" for group in ordered[:MOST_LINES]]
+    ordered = _group_by_object(differences)
+    lines = [f"  {_object_line(group, size)}" for group in ordered[:MOST_LINES]]
     rest = ordered[MOST_LINES:]
     if rest:
         names = sorted({variable_of(group[0].owner) for group in rest})
@@ -371,7 +371,7 @@ def _lines(differences: Sequence[Difference], size: int) -> list[str]:
     return lines
 
 
-def _grouped(differences: Sequence[Difference]) -> list[list[Difference]]:
+def _group_by_object(differences: Sequence[Difference]) -> list[list[Difference]]:
     """Group the differences by object, those with the clearest evidence first."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for difference in differences:
@@ -395,7 +395,7 @@ FACTS = {
 WHOLE_PARTS = ("parameters and buffers", "gradients", "training mode", "state")
 
 
-def _line(group: Sequence[Difference], size: int) -> str:
+def _object_line(group: Sequence[Difference], size: int) -> str:
     clearest = min(group, key=lambda difference: (not difference.counts, "#" in difference.path, len(difference.path)))
     owner, part = clearest.owner, clearest.part
     count = len({difference.path.partition("#")[0] for difference in group})

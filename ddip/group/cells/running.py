@@ -246,7 +246,7 @@ class RunningCell:
         for rank in self._show.show_ranks.difference(ranks):
             self._perform(ShowEnded(rank, False))
         common: Asked = {"number": self.cell.number, "name": self.name, "ranks": ranks, "rich": self._show.rich}
-        recipients = [self._recipient(rank) for rank in ranks]
+        recipients = [self._make_recipient(rank) for rank in ranks]
         requests = self._ranks.cluster.execute(self.cell.code, recipients, {**common, **asked})
         self.replies = dict(zip(ranks, requests, strict=True))
         for rank, request in self.replies.items():
@@ -274,7 +274,7 @@ class RunningCell:
         """The way that the cell has ended: ``good``, ``failed``, ``stopped`` or ``timed out``."""
         return self._state.ending()
 
-    def _recipient(self, rank: int) -> Recipient:
+    def _make_recipient(self, rank: int) -> Recipient:
         def on_message(message: Message) -> None:
             with self._lock:  # never render while holding it: all ranks' messages and replies arrive on this thread
                 if self._is_late:
@@ -294,7 +294,7 @@ class RunningCell:
         `over`: the controller or the group has ended.
         """
         try:
-            self._finish("rank_died" if over else self._outcome())
+            self._show_end("rank_died" if over else self._find_outcome())
         finally:
             with self._lock:
                 self._is_late = True
@@ -302,7 +302,7 @@ class RunningCell:
                     self._show.show_late(rank, message)
                 self._messages.clear()
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _show_end(self, outcome: Outcome) -> None:
         if not self.unfinished:
             self._notices.mark_resolved()
         self._show_messages()
@@ -313,7 +313,7 @@ class RunningCell:
         note = self.cell.summary if show_seconds else ""
         self._in_tabs = self._show.finish(self.errors, note, lambda: beside(self.cell, self._show.rich, outcome))
 
-    def _outcome(self) -> Outcome:
+    def _find_outcome(self) -> Outcome:
         """Return how the cell has ended, as far as that is known before its end is shown."""
         match self._state.ending():
             case _ if self.unfinished:
@@ -328,7 +328,7 @@ class RunningCell:
 
     def error(self) -> CellError | CellInterrupted | None:
         """Return the error to show for a cell that has ended; None if it succeeded."""
-        error = self._error()
+        error = self._make_error()
         if error is not None:
             error.in_tabs = self._in_tabs
         return error
@@ -338,7 +338,7 @@ class RunningCell:
         """The errors to report to the user, by rank."""
         return self._state.reportable_errors()
 
-    def _error(self) -> CellError | CellInterrupted | None:
+    def _make_error(self) -> CellError | CellInterrupted | None:
         stuck, errors = self.unfinished, self.errors
         match self._state.ending():
             case "timed out":

@@ -52,14 +52,14 @@ class Engines:
         kept = placement.keep([member.binding for member in members], spec)
         new = [rank for rank, index in enumerate(kept) if index is None]
         with limits.named():
-            started = dict(zip(new, self._start(new, spec, app, deadline), strict=True))
+            started = dict(zip(new, self._start_engines(new, spec, app, deadline), strict=True))
         return [members[index] if index is not None else started[rank] for rank, index in enumerate(kept)]
 
     def replace(self, replaced: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
         """Return the members, with new engines for the ranks `replaced`; raises as `complete` does."""
         members = list(self._ranks.members)
         with limits.named():
-            started = self._start(replaced, spec, app, deadline)
+            started = self._start_engines(replaced, spec, app, deadline)
         for rank, member in zip(replaced, started, strict=True):
             members[rank] = member
         return members
@@ -71,7 +71,7 @@ class Engines:
         if hello is not None:
             _check_torch(spec, hello)
 
-    def _start(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
+    def _start_engines(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
         """Start new engines for `ranks` and return their members."""
         folder.ensure_ready()
         if not ranks:
@@ -85,14 +85,14 @@ class Engines:
             self._progress(f"ddip: {kept + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(ranks))
 
         preloaded = [apps.find(app)] if app else []
-        environments = {number: _environment(spec, number, cluster.hosts[number].facts) for number in spec.hosts}
+        environments = {number: _rank_environment(spec, number, cluster.hosts[number].facts) for number in spec.hosts}
         wanted = [EngineSpec(spec.host(rank), environments[spec.host(rank)]) for rank in ranks]
         hellos = cluster.start(wanted, preloaded, deadline, report_started)
         _check_version([*hellos.values()])
         _check_torch(spec, next(iter(hellos.values())))
         self._note_what_is_off([*hellos.values()])
         return [
-            Member(engine, hello["pid"], hello["host"], _binding(spec, rank))
+            Member(engine, hello["pid"], hello["host"], _binding_of(spec, rank))
             for rank, (engine, hello) in zip(ranks, hellos.items(), strict=True)
         ]
 
@@ -112,12 +112,12 @@ class Engines:
         return new
 
 
-def _binding(spec: GroupSpec, rank: int) -> DeviceBinding:
+def _binding_of(spec: GroupSpec, rank: int) -> DeviceBinding:
     host = spec.host(rank)
     return DeviceBinding(spec.visible(host), spec.gpus[rank], host)
 
 
-def _environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
+def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
     """Return the environment variables to set before torch loads on the host with this `number`.
 
     They set the number of threads, the GPUs that ranks see, NCCL options and the notebook's switches.

@@ -236,7 +236,7 @@ def resolve(request: Request, available: int, nccl_shares: bool = False) -> Grou
 def resolve_on(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = False) -> GroupSpec:
     """Place the requested group on `hosts`, in this order; see `resolve`."""
     counts = [host.count for host in request.hosts] or [None] * len(hosts)
-    placed = [_place(request, count, host) for count, host in zip(counts, hosts, strict=True)]
+    placed = [_place_on_host(request, count, host) for count, host in zip(counts, hosts, strict=True)]
     on_gpus = {gpus[0] is not None: host for gpus, host in zip(placed, hosts, strict=True)}
     if len(on_gpus) > 1:
         with_gpus, without = on_gpus[True].name or "this machine", on_gpus[False].name or "this machine"
@@ -259,7 +259,7 @@ def resolve_on(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = F
     return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl", on=on)
 
 
-def _place(request: Request, count: int | None, host: HostHas) -> tuple[int | None, ...]:
+def _place_on_host(request: Request, count: int | None, host: HostHas) -> tuple[int | None, ...]:
     """Return the GPU of each rank on `host`, or None for the CPU; `count`: ranks requested for this host."""
     n, gpus, available = request.n, request.gpus, host.gpus
     if gpus is not None:

@@ -104,7 +104,7 @@ def found(request: Request, progress: Report) -> Place:
     """
     reach = request.reach
     if reach.cluster or reach.engines:
-        return Place(_attached(request, progress))
+        return Place(_with_cluster_hosts(request, progress))
     if not reach.finds:
         return Place(request)
     if reach.slurm:
@@ -115,7 +115,7 @@ def found(request: Request, progress: Report) -> Place:
     return Place(replace(request, hosts=tuple(map(HostRequest, _hosts_in_file()))))
 
 
-def _attached(request: Request, progress: Report) -> Request:
+def _with_cluster_hosts(request: Request, progress: Report) -> Request:
     """Complete `request` with the hosts of an ipyparallel cluster, found or started by a launcher."""
     reach, former = request.reach, request.reach.attached
     n = request.n if former is None else former.n
@@ -189,7 +189,7 @@ def kept(request: Request) -> Iterator[None]:
     Raises GroupError if the cluster is not available.
     """
     if request.reach.cluster:
-        _attached(request, lambda text, share=None: None)
+        _with_cluster_hosts(request, lambda text, share=None: None)
     attachment = request.reach.attached
     held_jobs = [job for job in set(request.reach.jobs) if slurm.hold(job)]
     file = attachment.file if attachment is not None and launcher_engines.hold(attachment.file) else ""

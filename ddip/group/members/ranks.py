@@ -99,18 +99,18 @@ class Ranks(Members):
             button.watch(requests.values())
             self._wait_for_all(requests, deadline, button, GRACE_SECONDS if together else None)
             unfinished = _unfinished(requests)  # read before the problems, as a rank may answer in between
-            problems = self._problems(requests)
+            problems = self._errors_of(requests)
             if unfinished and stoppable:
-                self._stop(requests, unfinished, doing, button, release)
+                self._stop_requests(requests, unfinished, doing, button, release)
             elif unfinished:
                 unfinished = self._wait_for_end(requests, unfinished, doing, button)
-                problems = self._problems(requests)
+                problems = self._errors_of(requests)
         if problems or unfinished:
-            raise self._failure(doing, problems, unfinished, together)
+            raise self._make_failure(doing, problems, unfinished, together)
         # popped, since a future is a reference cycle and would keep the result until the garbage collector runs
         return [request.result().value.pop("ok") for request in requests.values()]
 
-    def _failure(
+    def _make_failure(
         self, doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool
     ) -> RequestFailed:
         """Return the error to raise if some ranks have `problems` or are `unfinished`."""
@@ -144,7 +144,7 @@ class Ranks(Members):
         failed_at: float | None = None
         while _unfinished(requests) and not button.pressed:
             now = time.monotonic()
-            if failed_at is None and self._problems(requests):
+            if failed_at is None and self._errors_of(requests):
                 failed_at = now
             ends = [deadline] if deadline is not None else []
             ends += [failed_at + grace] if failed_at is not None and grace is not None else []
@@ -153,7 +153,7 @@ class Ranks(Members):
             self.cluster.ensure_controller()
             button.sleep(min([stopping.LOOK_SECONDS, *(end - now for end in ends)]))
 
-    def _stop(
+    def _stop_requests(
         self,
         requests: Requests,
         unfinished: Sequence[int],
@@ -167,13 +167,13 @@ class Ranks(Members):
         """
         pressed = button.pressed
         self._interrupt_again(requests, button)
-        self._settle(requests, button, STOP_GRACE_SECONDS)
+        self._wait_after_stop(requests, button, STOP_GRACE_SECONDS)
         if release is not None and _unfinished(requests):
             release()
-        self._settle(requests, button, STOP_SECONDS)
+        self._wait_after_stop(requests, button, STOP_SECONDS)
         if not pressed:  # no user is waiting for a stop, so a loaded machine gets the time that it needs
-            self._settle_while_moving(requests, button)
-        stuck = self._abandon(requests, doing)
+            self._wait_while_moving(requests, button)
+        stuck = self._abandon_requests(requests, doing)
         if pressed:
             button.take()
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
@@ -185,20 +185,20 @@ class Ranks(Members):
 
         Raises RequestInterrupted if there are such ranks and the stop button was pressed; otherwise it stays pressed.
         """
-        self._settle(requests, None, STOP_SECONDS)
-        stuck = self._abandon(requests, doing)
+        self._wait_after_stop(requests, None, STOP_SECONDS)
+        stuck = self._abandon_requests(requests, doing)
         if stuck and button.pressed:
             button.take()
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
         return stuck
 
-    def _abandon(self, requests: Requests, doing: str) -> list[int]:
+    def _abandon_requests(self, requests: Requests, doing: str) -> list[int]:
         """Abandon the `requests` that are not done; return their ranks."""
         stuck = _unfinished(requests)
         self.abandoned.update({rank: Abandoned(requests[rank], doing) for rank in stuck})
         return stuck
 
-    def _settle(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
+    def _wait_after_stop(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
         """Wait until all `requests` are done, at most `seconds`; a press of the stop button interrupts again."""
         end = time.monotonic() + seconds
         while _unfinished(requests) and time.monotonic() < end:
@@ -206,12 +206,12 @@ class Ranks(Members):
             if button is not None and button.pressed:
                 self._interrupt_again(requests, button)
 
-    def _settle_while_moving(self, requests: Requests, button: stopping.Button) -> None:
+    def _wait_while_moving(self, requests: Requests, button: stopping.Button) -> None:
         """Wait as long as ranks make progress towards the end of their `requests`."""
         if unfinished := _unfinished(requests):
             ending = Ending(self, unfinished)
             while ending.moving(unfinished):
-                self._settle(requests, button, stopping.LOOK_SECONDS)
+                self._wait_after_stop(requests, button, stopping.LOOK_SECONDS)
                 unfinished = _unfinished(requests)
 
     def _interrupt_again(self, requests: Requests, button: stopping.Button) -> None:
@@ -224,7 +224,7 @@ class Ranks(Members):
             lines += [f"{ranks_text(stuck)} did not stop:", places_text(self.places(stuck)), way_out(stuck)]
         return "\n".join(lines)
 
-    def _problems(self, requests: Requests) -> dict[int, RankError]:
+    def _errors_of(self, requests: Requests) -> dict[int, RankError]:
         """Return the errors of the ranks that have answered."""
         problems = {}
         for rank, request in requests.items():

@@ -29,9 +29,9 @@ class TimeLeft:
         if self._timer is not None:
             self._timer.cancel()
         self._jobs = tuple(jobs)
-        self._look(self._jobs)
+        self._check_time(self._jobs)
 
-    def _look(self, jobs: tuple[int, ...]) -> None:
+    def _check_time(self, jobs: tuple[int, ...]) -> None:
         """Warn the user if it is time, and set a timer to look again, as a job's time limit may change."""
         first = _first_to_end(jobs)
         if first is None or jobs is not self._jobs:
@@ -39,17 +39,19 @@ class TimeLeft:
         remaining, job = first
         passed = sum(remaining <= seconds for seconds in WARN_SECONDS)
         if passed > self._warnings_given:
-            notify(f"{_text(remaining, job)}; save what you need: its ranks end with it")
+            notify(f"{_remaining_text(remaining, job)}; save what you need: its ranks end with it")
         self._warnings_given = passed
         if passed < len(WARN_SECONDS):
-            self._timer = threading.Timer(remaining - WARN_SECONDS[passed], self._guard.around(self._look), [jobs])
+            self._timer = threading.Timer(
+                remaining - WARN_SECONDS[passed], self._guard.around(self._check_time), [jobs]
+            )
             self._timer.daemon = True
             self._timer.start()
 
     def text(self) -> str:
         """Return the remaining time in words; empty if there is no limit."""
         first = _first_to_end(self._jobs)
-        return "" if first is None else _text(*first)
+        return "" if first is None else _remaining_text(*first)
 
 
 def _first_to_end(jobs: Iterable[int]) -> tuple[float, int] | None:
@@ -57,5 +59,5 @@ def _first_to_end(jobs: Iterable[int]) -> tuple[float, int] | None:
     return min(((remaining, job) for job in jobs if (remaining := slurm.seconds_left(job)) is not None), default=None)
 
 
-def _text(remaining: float, job: int) -> str:
+def _remaining_text(remaining: float, job: int) -> str:
     return f"job {job} of Slurm ends in {timedelta(seconds=int(remaining))}"

@@ -72,7 +72,7 @@ class Ending:
         self._asleep_until = time.monotonic() + asleep
         self._until = time.monotonic() + ENDING_SECONDS
         self._looked = time.monotonic()
-        self._first = self._last = self._uses(running)
+        self._first = self._last = self._cpu_use(running)
         self._phase: dict[int, str] = {}
         self._moved: set[int] = set()
 
@@ -87,7 +87,7 @@ class Ending:
         passed, self._looked = now - self._looked, now
         answers = self._ranks.call_on_control_channel(running, on_rank.phase())
         self._phase.update({rank: answer for rank, answer in answers.items() if answer is not None})
-        uses = self._uses(running)
+        uses = self._cpu_use(running)
         moved = {rank for rank, use in uses.items() if self._makes_progress(rank, use, passed)}
         self._last = {**self._last, **uses}
         moving, self._moved = moved | self._moved, moved
@@ -102,5 +102,5 @@ class Ending:
             return phase == "ending" and time.monotonic() < self._asleep_until
         return phase == "ending" or use.seconds - self._first.get(rank, use).seconds < CODE_SECONDS
 
-    def _uses(self, ranks: Sequence[int]) -> dict[int, _Use]:
+    def _cpu_use(self, ranks: Sequence[int]) -> dict[int, _Use]:
         return {rank: _Use(*use) for rank, use in self._ranks.uses(ranks).items()}

@@ -64,14 +64,14 @@ def deliver(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int],
         ranks.tell([rank for rank, result in put.items() if result["replaces"]], on_rank.settle())
 
 
-def _loads(packed: Load) -> list[Load]:
+def _split_loads(packed: Load) -> list[Load]:
     """Split the objects into loads: one per large object, and one for all others."""
     large = [name for name, pickled in packed.items() if pickled.size > LARGE]
     rest = {name: pickled for name, pickled in packed.items() if name not in large}
     return [*([rest] if rest else []), *({name: packed[name]} for name in large)]
 
 
-def _places(loads: Sequence[Load], names: Iterable[str]) -> list[Place]:
+def _place_objects(loads: Sequence[Load], names: Iterable[str]) -> list[Place]:
     """Return the place of each object in the loads, in the order of `names`."""
     places: dict[str, Place] = {}
     for number, load in enumerate(loads):
@@ -82,7 +82,7 @@ def _places(loads: Sequence[Load], names: Iterable[str]) -> list[Place]:
     return [places[name] for name in names]
 
 
-def _room(load: Load) -> int:
+def _room_of(load: Load) -> int:
     return sum(pickled.room for pickled in load.values())
 
 
@@ -118,23 +118,25 @@ class _Delivery:
         """Ask the ranks to put the objects into their namespaces; return the result of each rank."""
         if not self._is_large:
             small = bytearray().join(pickled.joined() for pickled in self._packed.values())
-            return self._ask(self._to, on_rank.put(push, _places([self._packed], self._packed), self._along, small))
-        loads = _loads(self._packed)
-        places, paths = _places(loads, self._packed), self._write_shared(loads) if self._beside else {}
+            return self._ask_ranks(
+                self._to, on_rank.put(push, _place_objects([self._packed], self._packed), self._along, small)
+            )
+        loads = _split_loads(self._packed)
+        places, paths = _place_objects(loads, self._packed), self._write_shared(loads) if self._beside else {}
         for number, load in enumerate(loads):
             missed = [] if paths else [*self._beside]
             missed += self._send_once_per_host(self._elsewhere, number, load) if self._elsewhere else []
             self._send_to_each(missed, number, load)
-        results = self._ask(self._beside, on_rank.put(push, places, self._along, b"", paths))
-        results |= self._ask(
+        results = self._ask_ranks(self._beside, on_rank.put(push, places, self._along, b"", paths))
+        results |= self._ask_ranks(
             [rank for on_host in self._elsewhere for rank in on_host], on_rank.put(push, places, self._along)
         )
         unread = [rank for rank, result in results.items() if result["unread"]]
         for number, load in enumerate(loads):
             self._send_to_each(unread, number, load)
-        return results | self._ask(unread, on_rank.put(push, places, self._along))
+        return results | self._ask_ranks(unread, on_rank.put(push, places, self._along))
 
-    def _ask(self, ranks: Sequence[int], call: RemoteCall[Put]) -> dict[int, Put]:
+    def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[Put]) -> dict[int, Put]:
         return dict(zip(ranks, self._ranks.ask(ranks, call), strict=True)) if ranks else {}
 
     def _by_host(self, to: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -153,10 +155,10 @@ class _Delivery:
             try:
                 for number, load in enumerate(loads):
                     memory = written.enter_context(SharedBytes(self._ranks.cluster.run_folder))
-                    for part in self._parts(load):
+                    for part in self._iterate_parts(load):
                         self._raise_if_stopped()
                         memory.write(part)
-                    paths[number] = memory.path, _room(load)
+                    paths[number] = memory.path, _room_of(load)
             except OSError:  # no space left
                 return {}
             self._held.push(written.pop_all())
@@ -172,24 +174,24 @@ class _Delivery:
     def _send_once_per_host(self, hosts: Sequence[Sequence[int]], number: int, load: Load) -> list[int]:
         """Send a load to the first rank on each host for all of them; return the ranks that cannot read it."""
         paths = self._send({on_host[0]: len(on_host) > 1 for on_host in hosts}, number, load)
-        return self._attach({rank: paths[on_host[0]] for on_host in hosts for rank in on_host[1:]}, number, load)
+        return self._attach_ranks({rank: paths[on_host[0]] for on_host in hosts for rank in on_host[1:]}, number, load)
 
     def _send(self, ranks: Mapping[int, bool], number: int, load: Load) -> dict[int, str]:
         """Send a load in parts to each of `ranks`, to be shared on its host or not; return the shared paths."""
         answers: list[str] = []
-        for part in self._parts(load):
+        for part in self._iterate_parts(load):
             data = b"".join(part)
             calls = {rank: on_rank.add(number, data, not answers, share) for rank, share in ranks.items()}
             answers = self._ranks.ask_each(calls)
         return dict(zip(ranks, answers, strict=True))
 
-    def _attach(self, paths: Mapping[int, str], number: int, load: Load) -> list[int]:
+    def _attach_ranks(self, paths: Mapping[int, str], number: int, load: Load) -> list[int]:
         """Attach ranks to the shared memory at these paths; return the ranks that cannot read it."""
-        calls = {rank: on_rank.attach(number, path, _room(load)) for rank, path in paths.items() if path}
+        calls = {rank: on_rank.attach(number, path, _room_of(load)) for rank, path in paths.items() if path}
         attached = dict(zip(calls, self._ranks.ask_each(calls), strict=True)) if calls else {}
         return [rank for rank in paths if not attached.get(rank)]
 
-    def _parts(self, load: Load) -> Iterator[list[memoryview]]:
+    def _iterate_parts(self, load: Load) -> Iterator[list[memoryview]]:
         """Yield the objects of a load in parts of equal size, and report progress before each part."""
         name = ""
 
@@ -213,13 +215,15 @@ class _Delivery:
 def ensure_put(put: Mapping[int, Put]) -> None:
     """Raise TransferError if a rank could not unpickle a pushed object."""
     errors = {
-        name: f"{error} ({_where(put, name)})" for result in put.values() for name, error in result["errors"].items()
+        name: f"{error} ({_failed_ranks_text(put, name)})"
+        for result in put.values()
+        for name, error in result["errors"].items()
     }
     if errors:
         raise TransferError(f"nothing was pushed: {reasons(errors, 'cannot be unpickled there')}")
 
 
-def _where(put: Mapping[int, Put], name: str) -> str:
+def _failed_ranks_text(put: Mapping[int, Put], name: str) -> str:
     return ranks_text([rank for rank, result in put.items() if name in result["errors"]])
 
 

@@ -89,11 +89,11 @@ class ModulesPushed:
         for name, by_rank in self.not_reloaded.items():
             for text in dict.fromkeys(by_rank.values()):
                 on_ranks = ranks_text([rank for rank, message in by_rank.items() if message == text])
-                lines.append(self._notice(name, on_ranks, text))
+                lines.append(self._notice_text(name, on_ranks, text))
         return lines
 
     @staticmethod
-    def _notice(name: str, who: str, text: str) -> str:
+    def _notice_text(name: str, who: str, text: str) -> str:
         if text == on_rank.IMPORTED:
             advice = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
             return (
@@ -112,17 +112,17 @@ def find(names: str | Sequence[str]) -> list[Source]:
     if not wanted:
         raise BadInput(f"{MAGIC}: type the names of modules, such as {MAGIC} utils,models")
     importlib.invalidate_caches()  # a file may be new
-    return [_find(name) for name in wanted]
+    return [_find_source(name) for name in wanted]
 
 
-def _find(name: str) -> Source:
+def _find_source(name: str) -> Source:
     package = name.removesuffix(".py").partition(".")[0]
     if "." in name and not name.endswith(".py") and package.isidentifier():
         raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {package}")
     if not name.isidentifier():
         better = f"; type {MAGIC} {Path(name).stem}" if Path(name).stem.isidentifier() else ""
         raise BadInput(f"{MAGIC} {name}: {name!r} is not the name of a module{better}")
-    place = _own_place(name)
+    place = _own_path(name)
     if place.is_dir():
         return Source(name, dict(_files_of(name, place)))
     data = place.read_bytes()
@@ -130,17 +130,17 @@ def _find(name: str) -> Source:
     return Source(name, {f"{name}.py": data})
 
 
-def _own_place(name: str) -> Path:
-    """Return the path of a module as `_place` does; raise BadInput if it is not the user's own."""
+def _own_path(name: str) -> Path:
+    """Return the path of a module as `_path_of` does; raise BadInput if it is not the user's own."""
     if name == "__main__":
         raise BadInput(f"{MAGIC} {name}: that is the notebook; %dipush copies its variables, functions and classes")
-    place = _place(name)
+    place = _path_of(name)
     if _is_installed(name, place):
         raise BadInput(f"{MAGIC} {name}: {name} is not a module of your own, but installed; {INSTALL}")
     return place
 
 
-def _place(name: str) -> Path:
+def _path_of(name: str) -> Path:
     """Return the file of a module or the folder of a package; raise BadInput if it cannot be sent."""
     try:
         spec = importlib.util.find_spec(name)
@@ -176,7 +176,7 @@ def _files_of(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield path and contents of each file of a package; raise BadInput if one cannot be sent."""
     size = count = 0
     root = folder.resolve()
-    for path in _walk(name, root):
+    for path in _walk_files(name, root):
         size, count = size + path.stat().st_size, count + 1
         _ensure_small(name, size, count, folder)
         yield f"{name}/{path.relative_to(root).as_posix()}", path.read_bytes()
@@ -184,7 +184,7 @@ def _files_of(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:
         raise BadInput(f"{MAGIC} {name}: the folder {folder} has no files")
 
 
-def _walk(name: str, root: Path) -> Iterator[Path]:
+def _walk_files(name: str, root: Path) -> Iterator[Path]:
     for at, folders, files in os.walk(root):
         folders[:] = sorted(folder for folder in folders if not LEFT_OUT.fullmatch(folder))
         for entry in [*folders, *sorted(files)]:
@@ -217,7 +217,7 @@ def hint(text: str, ranks: Ranks) -> str:
     own = []
     for name in dict.fromkeys(MISSING.findall(text)):
         with contextlib.suppress(BadInput):
-            _own_place(name)
+            _own_path(name)
             own.append(name)
     return f"{MAGIC} {','.join(own)} sends what is the notebook's own" if own else ""
 
@@ -235,10 +235,10 @@ class Modules:
 
     def push(self, ranks: Ranks, sources: Sequence[Source], reload: bool, progress: Report) -> ModulesPushed:
         """Bring `sources` to all other hosts that lack them or have other versions."""
-        changed = self._send(ranks, sources, progress)
+        changed = self._send_sources(ranks, sources, progress)
         by_host = _ranks_elsewhere(ranks)
         calls = {
-            rank: on_rank.take_modules(str(_folder(ranks, host)), changed[host], reload)
+            rank: on_rank.take_modules(str(_modules_folder(ranks, host)), changed[host], reload)
             for host, on_this_host in by_host.items()
             if changed[host]
             for rank in on_this_host
@@ -259,9 +259,9 @@ class Modules:
 
     def send_again(self, ranks: Ranks, progress: Report) -> None:
         """Send all pushed modules to hosts that lack them, as hosts do after a restart."""
-        self._send(ranks, [*self._sources.values()], progress)
+        self._send_sources(ranks, [*self._sources.values()], progress)
 
-    def _send(self, ranks: Ranks, sources: Sequence[Source], progress: Report) -> dict[int, list[str]]:
+    def _send_sources(self, ranks: Ranks, sources: Sequence[Source], progress: Report) -> dict[int, list[str]]:
         """Send `sources` to hosts that lack them; return the names of the sent modules by host number."""
         by_host = _ranks_elsewhere(ranks)
         changed: dict[int, list[str]] = {host: [] for host in by_host}
@@ -272,7 +272,7 @@ class Modules:
                     progress(f"ddip: pushing {source.name}, {size_text(source.size)}", None)
                     files = dict(source.files)
                     write = {
-                        by_host[host][0]: on_rank.write_modules(str(_folder(ranks, host)), source.name, files)
+                        by_host[host][0]: on_rank.write_modules(str(_modules_folder(ranks, host)), source.name, files)
                         for host in lack
                     }
                     ranks.ask_each(write)
@@ -295,5 +295,5 @@ def _ranks_elsewhere(ranks: Ranks) -> dict[int, list[int]]:
     return by_host
 
 
-def _folder(ranks: Ranks, host: int) -> Path:
+def _modules_folder(ranks: Ranks, host: int) -> Path:
     return on_host.modules(ranks.cluster.hosts[host].run_folder)

@@ -128,7 +128,7 @@ def fetch(
     """
     with stopping.button():
         try:
-            return _fetch(ranks, names, of, progress, known)
+            return _fetch_packed(ranks, names, of, progress, known)
         except BaseException as error:
             ranks.tell(of, on_rank.drop())
             if isinstance(error, RequestInterrupted):
@@ -136,7 +136,7 @@ def fetch(
             raise
 
 
-def _fetch(
+def _fetch_packed(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: Iterable[str]
 ) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
@@ -157,7 +157,7 @@ def _fetch(
             memory = read(reply["paths"].get(name, ""), size)
             if memory is None:
                 memory = bytearray()
-                for begin, end in _parts(size):
+                for begin, end in _part_bounds(size):
                     progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / total)
                     memory += ranks.ask([rank], on_rank.part(name, begin, end))[0]
             memories[name] = memory
@@ -180,7 +180,7 @@ def read(path: str, size: int) -> bytearray | mmap.mmap | None:
     return bytearray(found) if size <= shared.COPIED else found
 
 
-def _parts(size: int) -> list[tuple[int, int]]:
+def _part_bounds(size: int) -> list[tuple[int, int]]:
     """Return begin and end of each part of an object of `size` bytes."""
     return [(begin, min(size, begin + PART)) for begin in range(0, size, PART)]
 
@@ -245,7 +245,7 @@ def unpack(fetched: Fetched) -> dict[str, Any]:
             variables.update(before)
             if DDP.encode() in bytes(pickled[name].parts[0]) and "process group" in str(error):
                 is_ddp = fetched.reply["wrappers"].get(name) == DDP
-                raise TransferError(f"nothing was pulled: {_unwrap(name, is_ddp)}") from None
+                raise TransferError(f"nothing was pulled: {_unwrap_advice(name, is_ddp)}") from None
             errors = {name: f"{type(error).__name__}: {error}"}
             raise TransferError(
                 f"nothing was pulled: {reasons(errors, 'cannot be unpickled in the notebook')}"
@@ -255,7 +255,7 @@ def unpack(fetched: Fetched) -> dict[str, Any]:
     return values
 
 
-def _unwrap(name: str, is_wrapper: bool) -> str:
+def _unwrap_advice(name: str, is_wrapper: bool) -> str:
     """Return advice for an object that is or holds a DDP wrapper, which cannot live in the notebook."""
     if is_wrapper:
         advice = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"

@@ -60,11 +60,11 @@ class Iterations:
         if not due:
             return
         try:
-            facts = self._ask(due, on_rank.iteration_facts())
-            self._is_broken = self._is_broken or _differ(facts)
-            models = _union(fact["models"] for fact in facts)
+            facts = self._ask_ranks(due, on_rank.iteration_facts())
+            self._is_broken = self._is_broken or _facts_differ(facts)
+            models = _merge_lists(fact["models"] for fact in facts)
             reset = on_rank.reset_iteration(self._is_broken, models, is_same_group)
-            cleared = _union(self._ask(due, reset))
+            cleared = _merge_lists(self._ask_ranks(due, reset))
         except RequestFailed as error:
             if error.by_rank and not self._ranks.ended:  # a repeated reset would fail before every further cell
                 self._mark_reset(due)
@@ -72,9 +72,9 @@ class Iterations:
             raise
         self._mark_reset(due)
         if cleared:
-            notify(CLEARED.format(models=_listed(cleared)) + UNCHANGED * is_same_group)
+            notify(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_same_group)
 
-    def _ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
+    def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         return self._ranks.ask_soon(dict.fromkeys(ranks, call), release=self._release)
 
     def _mark_reset(self, ranks: Collection[int]) -> None:
@@ -98,7 +98,7 @@ def _is_broken(reports: Sequence[IterationReport]) -> bool:
     return within or len({(report["backwards"], report["steps"]) for report in reports}) > 1
 
 
-def _differ(facts: Sequence[IterationFacts]) -> bool:
+def _facts_differ(facts: Sequence[IterationFacts]) -> bool:
     """Return whether a rank is inside an iteration, or only some ranks have gradients of a shared wrapper."""
     first, *others = (facts_of_rank["gradients"] for facts_of_rank in facts)
     shared = set(first).intersection(*others)
@@ -107,14 +107,14 @@ def _differ(facts: Sequence[IterationFacts]) -> bool:
     )
 
 
-def _union(lists: Iterable[Sequence[str]]) -> list[str]:
+def _merge_lists(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
-def _listed(models: Sequence[str]) -> str:
+def _join_models(models: Sequence[str]) -> str:
     """Join the names of models for a message.
 
-    >>> _listed(["net"]), _listed(["gen", "", "disc", "learn.model"]), _listed([""])
+    >>> _join_models(["net"]), _join_models(["gen", "", "disc", "learn.model"]), _join_models([""])
     ('`net`', '`gen`, `disc` and `learn.model`', 'a model that no variable holds')
     """
     quoted = [f"`{name}`" for name in models if name] or ["a model that no variable holds"]

@@ -44,7 +44,7 @@ class Meeting:
     master_port: int = 0
 
 
-def _bracketed(address: str) -> str:
+def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
@@ -61,34 +61,34 @@ class Meetings:
     def prepare(self, number: int, ranks: Sequence[int]) -> Meeting:
         """Create the rendezvous `number` of `ranks`, with a new MASTER_PORT; raise GroupError if that fails."""
         hosts = tuple(dict.fromkeys(self._ranks.members[rank].binding.host for rank in ranks))
-        meeting = Meeting(number, tuple(ranks), hosts, self._network(hosts))
-        first = self._host(hosts[0])
+        meeting = Meeting(number, tuple(ranks), hosts, self._networks_between(hosts))
+        first = self._host_at(hosts[0])
         try:
             if len(hosts) == 1:
                 folder = str(first.run_folder)
                 first.ask(on_host.ensure_private, folder)  # a cell may have removed it or changed its permissions
                 meeting.store = f"{folder}/store-{number}"
             else:
-                port = self._serve(ranks[0], meeting.networks[0].address)
+                port = self._serve_store(ranks[0], meeting.networks[0].address)
                 self._ensure_reached(meeting, port)
-                meeting.store = f"tcp://{_bracketed(meeting.networks[0].address)}:{port}/{number}"
+                meeting.store = f"tcp://{_bracket_ipv6(meeting.networks[0].address)}:{port}/{number}"
             self.hold_port(first)
         except (HostLost, TimeoutError) as error:
             raise GroupError(str(error)) from None
         meeting.master_port = self.held
         return meeting
 
-    def _network(self, hosts: tuple[int, ...]) -> tuple[Network, ...]:
-        now = tuple(map(self._host, hosts))
+    def _networks_between(self, hosts: tuple[int, ...]) -> tuple[Network, ...]:
+        now = tuple(map(self._host_at, hosts))
         known = self._networks.get(hosts)
         if known is None or known[0] != now:
             known = self._networks[hosts] = now, tuple(network.of_hosts(now))
         return known[1]
 
-    def _host(self, number: int) -> Host:
+    def _host_at(self, number: int) -> Host:
         return self._ranks.cluster.hosts[number]
 
-    def _serve(self, rank: int, address: str) -> int:
+    def _serve_store(self, rank: int, address: str) -> int:
         """Let `rank` serve the store; return the port."""
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.listen(address), LISTEN_SECONDS).values()
         if answer is None:
@@ -100,12 +100,12 @@ class Meetings:
         others = list(zip(meeting.hosts, meeting.networks, strict=True))[1:]
         first = meeting.networks[0]
         requests = [
-            (self._host(number).begin(on_host.reach, first.address, port), number, own) for number, own in others
+            (self._host_at(number).begin(on_host.reach, first.address, port), number, own) for number, own in others
         ]
         for answer, number, own in requests:
             why = answer.result(ASK_SECONDS)
             if why:
-                names = [self._host(which).name or "this machine" for which in (number, meeting.hosts[0])]
+                names = [self._host_at(which).name or "this machine" for which in (number, meeting.hosts[0])]
                 raise GroupError(
                     f"{names[0]}, {own.address}, does not reach {names[1]}, {first.address}, at port {port}, where the "
                     f"ranks meet ({why}): the hosts of a group must reach each other at all ports from 1024 on; open "
@@ -117,7 +117,7 @@ class Meetings:
 
         Returns the former port and the new one.
         """
-        former, self._holder = self._holder, holder or self._holder or self._host(0)
+        former, self._holder = self._holder, holder or self._holder or self._host_at(0)
         same_host = former is self._holder
         former_port, self.held = self.held, self._holder.ask(on_host.hold_port, self.held if same_host else 0)
         if former is not None and not same_host:
@@ -134,7 +134,9 @@ class Meetings:
     ) -> dict[int, RankSpec]:
         """Return the `RankSpec` of each rank that meets, by rank; for `groups` and `seconds` see there."""
         specs = {}
-        hosts = {number: self._host(number).facts for number in meeting.hosts}  # computed at each access on this host
+        hosts = {
+            number: self._host_at(number).facts for number in meeting.hosts
+        }  # computed at each access on this host
         for place, rank in enumerate(meeting.ranks):
             number = self._ranks.members[rank].binding.host
             beside = [other for other in meeting.ranks if self._ranks.members[other].binding.host == number]
@@ -155,21 +157,21 @@ class Meetings:
                 store=meeting.store,
                 groups=groups,
                 seconds=seconds,
-                interfaces=self._interfaces(meeting.networks[position], len(meeting.hosts) > 1),
-                threads=self._threads(facts["cores"], len(spec.ranks_on(number))),
+                interfaces=self._interface_variables(meeting.networks[position], len(meeting.hosts) > 1),
+                threads=self._thread_count(facts["cores"], len(spec.ranks_on(number))),
                 notebook=preload_client.notebook(),
                 collect=collect,
                 directory=facts["directory"],
-                path=tuple(sys.path if isinstance(self._host(number), LocalHost) else facts["path"]),
+                path=tuple(sys.path if isinstance(self._host_at(number), LocalHost) else facts["path"]),
             )
         return specs
 
     @staticmethod
-    def _threads(cores: int, ranks: int) -> int | None:
+    def _thread_count(cores: int, ranks: int) -> int | None:
         return None if "OMP_NUM_THREADS" in os.environ else host_module.threads(cores, max(1, ranks))
 
     @staticmethod
-    def _interfaces(own: Network, several: bool) -> dict[str, str]:
+    def _interface_variables(own: Network, several: bool) -> dict[str, str]:
         """Return the interface variables; between hosts, the user's settings take precedence over the routes."""
         if not several:
             return dict.fromkeys(INTERFACE_VARIABLES, own.interface)
@@ -180,13 +182,13 @@ class Meetings:
 
         A TCPStore needs nothing here: shutting down its connections has this effect.
         """
-        self._in_store(meeting, on_host.poison)
+        self._ask_store_host(meeting, on_host.poison)
 
     def remove_store(self, meeting: Meeting) -> None:
         """Remove the file store of `meeting`, if it has one, as no rank needs it any longer."""
-        self._in_store(meeting, on_host.remove)
+        self._ask_store_host(meeting, on_host.remove)
 
-    def _in_store(self, meeting: Meeting, what: on_host.WithFile) -> None:
+    def _ask_store_host(self, meeting: Meeting, what: on_host.WithFile) -> None:
         if not meeting.store.startswith("tcp:"):
             with contextlib.suppress(HostLost, TimeoutError):
-                self._host(meeting.hosts[0]).ask(what, meeting.store)
+                self._host_at(meeting.hosts[0]).ask(what, meeting.store)

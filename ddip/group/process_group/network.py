@@ -37,11 +37,11 @@ def of_hosts(hosts: Sequence[Host]) -> list[Network]:
         return [Network(LOOPBACK, host_module.loopback())]
     first, *others = hosts
     known = next((host.address for host in others if _is_usable(host.address)), on_host.ELSEWHERE)
-    address = first.address if _is_usable(first.address) else _route(first, known).address
-    ways = [_route(host, address) for host in others]
-    back = _route(first, ways[0].address)
+    address = first.address if _is_usable(first.address) else _find_route(first, known).address
+    ways = [_find_route(host, address) for host in others]
+    back = _find_route(first, ways[0].address)
     if back.address != address:  # the first host has several networks, and reached the notebook by another one
-        ways = [_route(host, back.address) for host in others]
+        ways = [_find_route(host, back.address) for host in others]
     return [back, *ways]
 
 
@@ -50,7 +50,7 @@ def _is_usable(address: str) -> bool:
     return bool(address) and not address.startswith("127.") and address != "::1"
 
 
-def _route(host: Host, to: str) -> Network:
+def _find_route(host: Host, to: str) -> Network:
     name = host.name or "this machine"
     try:
         address, interface = host.ask(on_host.route, to)

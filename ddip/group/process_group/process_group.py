@@ -57,12 +57,12 @@ class ProcessGroupManager:
         self._meetings = Meetings(ranks)
         self._meeting: Meeting | None = None
         """The rendezvous of the current group."""
-        self._made: dict[int, list[tuple[Any, ...]]] = {}
+        self._made_connections: dict[int, list[tuple[Any, ...]]] = {}
         """Connections of each rank from when the group was formed. A rank that has ended can no longer report them, and
         a process that it has forked may keep them open."""
         self._steps = Steps()
         self.iterations = Iterations(ranks, self.release)
-        self._groups = 1
+        self._groups_made = 1
         """Value of torch's group counter on the ranks, as last reported."""
         self.healthy = False
         """False if the group must be formed or rebuilt before it is used."""
@@ -80,7 +80,7 @@ class ProcessGroupManager:
         It is tried twice, since gloo accepts connections from any process while it forms the group.
         """
         try:
-            self._form(spec, collect, deadline)
+            self._form_group(spec, collect, deadline)
         except GroupError as error:
             if self._ranks.ended or self._ranks.abandoned or time.monotonic() > deadline:
                 raise
@@ -89,22 +89,22 @@ class ProcessGroupManager:
                 self.leave(deadline)
             except GroupError:
                 raise error from None
-            self._form(spec, collect, deadline)
+            self._form_group(spec, collect, deadline)
 
-    def _form(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        self.healthy, self._made = False, {}
+    def _form_group(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
+        self.healthy, self._made_connections = False, {}
         self._steps.forget()
         if not self._formed and len(spec.hosts) == 1:
             host_facts.tell_interfaces()
-        former, self._meeting = self._meeting, self._prepare(range(spec.size))
-        self._groups = self._first_group
-        made = self._join([self._meeting], spec, collect, deadline, SET_UP_SHARE)
+        former, self._meeting = self._meeting, self._prepare_meeting(range(spec.size))
+        self._groups_made = self._first_group
+        made = self._join_meetings([self._meeting], spec, collect, deadline, SET_UP_SHARE)
         if connections.is_spoilt(made):
             self.release()
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
             self._meetings.remove_store(former)
-        self._made = connections.shared(
+        self._made_connections = connections.shared(
             {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
         )
         self.healthy = True
@@ -115,11 +115,11 @@ class ProcessGroupManager:
         """The value of torch's group counter in a newly formed group."""
         return (self._formed - 1) * GROUPS_EACH + 1
 
-    def _prepare(self, ranks: Sequence[int]) -> Meeting:
+    def _prepare_meeting(self, ranks: Sequence[int]) -> Meeting:
         self._formed += 1
         return self._meetings.prepare(self._formed, ranks)
 
-    def _join(
+    def _join_meetings(
         self,
         meetings: Sequence[Meeting],
         spec: GroupSpec,
@@ -140,7 +140,9 @@ class ProcessGroupManager:
         return self._ranks.ask_each(
             calls,
             deadline,
-            release=(lambda: self._release(meetings)) if together else None,  # unblocks ranks that wait for others
+            release=(lambda: self._abort_collectives(meetings))
+            if together
+            else None,  # unblocks ranks that wait for others
             together=together,
         )
 
@@ -151,11 +153,11 @@ class ProcessGroupManager:
         """
         self.healthy = False
         ranks = [rank for group in groups for rank in group]
-        meetings = [self._prepare(group) for group in groups]
+        meetings = [self._prepare_meeting(group) for group in groups]
         together = len(groups) < len(ranks)
         try:
             self._ask_within(ranks, on_rank.leave(), seconds, together)
-            self._join(meetings, spec, collect, time.monotonic() + seconds, together=together)
+            self._join_meetings(meetings, spec, collect, time.monotonic() + seconds, together=together)
             self._ask_within(ranks, on_rank.check(), seconds, together, meetings)
             self._ask_within(ranks, on_rank.leave(), seconds, together)
         finally:
@@ -189,7 +191,7 @@ class ProcessGroupManager:
     ) -> None:
         """Make `call` on `ranks`, for at most `seconds`; then abort the collectives of those that still wait."""
         deadline = time.monotonic() + seconds
-        release = (lambda: self._release(meetings)) if meetings else self.release
+        release = (lambda: self._abort_collectives(meetings)) if meetings else self.release
         calls = dict.fromkeys(ranks, call)
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
@@ -213,15 +215,15 @@ class ProcessGroupManager:
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Abort every waiting collective on all ranks, or on `ranks` only if others run another cell."""
         self.healthy = False
-        self._release([] if self._meeting is None else [self._meeting], ranks)
+        self._abort_collectives([] if self._meeting is None else [self._meeting], ranks)
 
-    def _release(self, meetings: Sequence[Meeting], ranks: Collection[int] | None = None) -> None:
+    def _abort_collectives(self, meetings: Sequence[Meeting], ranks: Collection[int] | None = None) -> None:
         """Abort waiting collectives in the groups of `meetings`, on all ranks or on `ranks` only."""
         live = self._ranks.live
         for meeting in meetings:
             self._meetings.poison_store(meeting)
         now = connections.shared(self._ranks.connections(live))
-        ours = {rank: list({*now[rank], *self._made.get(rank, ())}) for rank in live}
+        ours = {rank: list({*now[rank], *self._made_connections.get(rank, ())}) for rank in live}
         cut_off: dict[int, bool] = {}
         for meeting in meetings:
             calls = {
@@ -248,14 +250,16 @@ class ProcessGroupManager:
         elif all(report["state"] == "ours" for report in present.values()):
             self._level_groups([report["groups"] for report in present.values()])
             self._compare_steps({rank: report["begun"] for rank, report in present.items()}, failed, unmatched)
-            if failed and len(present) == size and _differ([report["changes"] for report in present.values()]):
+            if failed and len(present) == size and _changes_differ([report["changes"] for report in present.values()]):
                 self.healthy = False  # one rank has taken an optimizer step that another has not
         else:
-            self.healthy = len(present) == size and all(_fits(report, rank, size) for rank, report in present.items())
+            self.healthy = len(present) == size and all(
+                _group_fits(report, rank, size) for rank, report in present.items()
+            )
             if self.healthy:
-                self._adopt()
+                self._adopt_group()
 
-    def _adopt(self) -> None:
+    def _adopt_group(self) -> None:
         """Adopt the group that a cell has formed in place of ours, and hold another port, as it may use ours."""
         ranks = range(len(self._ranks.members))
         adopt = on_rank.adopt(*self._meetings.hold_port())
@@ -276,9 +280,9 @@ class ProcessGroupManager:
 
     def _level_groups(self, made: Sequence[int]) -> None:
         """Set torch's group counter equal on all ranks: some may have created groups without the others."""
-        if min(made) < max(made) or (max(made) > self._groups and len(made) < len(self._ranks.members)):
+        if min(made) < max(made) or (max(made) > self._groups_made and len(made) < len(self._ranks.members)):
             self._ranks.call_on_control_channel(self._ranks.live, on_rank.set_groups_made(max(made)))
-        self._groups = max(made)
+        self._groups_made = max(made)
 
     def _handle_uneven(self, failed: bool, unmatched: bool) -> None:
         """Handle ranks that have begun more collectives than others.
@@ -287,7 +291,9 @@ class ProcessGroupManager:
         After a failed cell, this holds only for groups that threads have used.
         """
         size = len(self._ranks.members)
-        answers = self._ask(range(size), on_rank.begun())  # includes ranks without the cell, and threads that still run
+        answers = self._ask_control(
+            range(size), on_rank.begun()
+        )  # includes ranks without the cell, and threads that still run
         self._steps.take({rank: begun for rank, begun in answers.items() if begun is not None})
         found = self._steps.uneven(size)
         uneven = [group for group in found if group.is_sure or (failed and not group.by_threads)]
@@ -299,13 +305,13 @@ class ProcessGroupManager:
             for group in uneven:
                 self._report_uneven(group)
 
-    def _ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> dict[int, R | None]:
+    def _ask_control(self, ranks: Sequence[int], call: RemoteCall[R]) -> dict[int, R | None]:
         return self._ranks.call_on_control_channel(ranks, call, seconds=TELL_SECONDS)
 
     def _report_uneven(self, uneven: Uneven) -> None:
         """Mark the group for a rebuild, and report that a good cell has left it out of step."""
         self.healthy = False
-        answers = self._ask(uneven.ahead, on_rank.line_of(uneven.group, uneven.least))
+        answers = self._ask_control(uneven.ahead, on_rank.line_of(uneven.group, uneven.least))
         places: dict[int, StackLocation | None] = {
             rank: StackLocation(**place) for rank, place in answers.items() if place is not None
         }
@@ -313,13 +319,13 @@ class ProcessGroupManager:
         notify(OUT_OF_STEP.format(uneven=uneven.text(), where=where))
 
 
-def _differ(changes: Sequence[Mapping[str, int]]) -> bool:
+def _changes_differ(changes: Sequence[Mapping[str, int]]) -> bool:
     """Return whether ranks have written unequally often to any object that all of them have."""
     first, *others = changes
     shared = set(first).intersection(*others)
     return any(other[owner] != first[owner] for other in others for owner in shared)
 
 
-def _fits(report: CellReport, rank: int, size: int) -> bool:
+def _group_fits(report: CellReport, rank: int, size: int) -> bool:
     """Return whether the cell has formed a group of `size` in which `rank` keeps its number."""
     return report["state"] == "other" and (report["rank"], report["size"]) == (rank, size)

@@ -38,7 +38,7 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
             manager.healthy = False
             raise
         revived = answers[0]
-    text = _text(revived, going["wrappers"] - revived, going)
+    text = _revival_text(revived, going["wrappers"] - revived, going)
     if text:
         notify(AGAIN + text)
         ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_gone())
@@ -50,7 +50,7 @@ class NewRanks:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._engines: set[int] = set()
-        self._bare: set[int] = set()
+        self._without_settings: set[int] = set()
         """Engines that lack the process settings that cells have changed on the others."""
         self.carried = ""
         """The settings that the ranks of the last change or repair were given, in words."""
@@ -60,25 +60,25 @@ class NewRanks:
         if self._ranks.members:
             new = {member.engine for member in members} - {member.engine for member in self._ranks.members}
             self._engines |= new
-            self._bare |= new
+            self._without_settings |= new
         self._ranks.members = members
 
     @property
     def ranks(self) -> list[int]:
         """The numbers of the new ranks."""
-        return self._numbers(self._engines)
+        return self._ranks_of(self._engines)
 
     @property
     def lack_settings(self) -> bool:
         """True if some ranks have yet to be given the others' process settings."""
-        return bool(self._bare)
+        return bool(self._without_settings)
 
     def carry_settings(self) -> None:
         """Give the new ranks the process settings that cells have changed on the others."""
-        self.carried = carry_settings(self._ranks, self._numbers(self._bare))
-        self._bare.clear()
+        self.carried = carry_settings(self._ranks, self._ranks_of(self._without_settings))
+        self._without_settings.clear()
 
-    def _numbers(self, engines: set[int]) -> list[int]:
+    def _ranks_of(self, engines: set[int]) -> list[int]:
         return [rank for rank, member in enumerate(self._ranks.members) if member.engine in engines]
 
 
@@ -110,27 +110,27 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
         what = ", ".join(name.removeprefix("$") for name in differing)
         notify(f"{what}: different on {ranks_text(kept)}, and not set on {ranks_text(new)}")
     texts = list(dict.fromkeys(what for answer in failures.values() for what, error in answer if not error))
-    return f"{_listed(texts)} as on rank {kept[0]}" if texts else ""
+    return f"{_join_texts(texts)} as on rank {kept[0]}" if texts else ""
 
 
-def _listed(texts: Sequence[str]) -> str:
+def _join_texts(texts: Sequence[str]) -> str:
     more = [f"{len(texts) - MOST_NAMES} more"] if len(texts) > MOST_NAMES else []
     *first, last = [*texts[:MOST_NAMES], *more]
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _text(revived: int, lost: int, going: Going) -> str:
+def _revival_text(revived: int, lost: int, going: Going) -> str:
     """Describe revived wrappers, and objects that must be recreated, for a message.
 
     >>> nothing = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
-    >>> _text(0, 1, nothing)
+    >>> _revival_text(0, 1, nothing)
     'the wrapper (DDP, FSDP) that was made before must be made again'
-    >>> _text(2, 0, {**nothing, "subgroups": 1})
+    >>> _revival_text(2, 0, {**nothing, "subgroups": 1})
     "2 DDP wrappers go on, with rank 0's parameters and buffers on every rank; subgroups that were made before must be \
 made again"
-    >>> _text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
+    >>> _revival_text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
     'wrappers (DDP, FSDP), device meshes and subgroups that were made before must be made again'
-    >>> _text(0, 0, {**nothing, "rpc": True})
+    >>> _revival_text(0, 0, {**nothing, "rpc": True})
     'RPC still knows the former ranks: type %makedip -r before you use it again'
     """
     parts = []

@@ -75,7 +75,7 @@ class Steps:
         groups: dict[str, list[int]] = {}
         for report in reports.values():
             for group, use in report.items():
-                groups.setdefault(group, self._members(use, size))
+                groups.setdefault(group, self._group_members(use, size))
         return any(self._is_uneven_in(group, members, reports) for group, members in groups.items())
 
     def _is_uneven_in(self, group: str, members: Sequence[int], reports: Mapping[int, Begun]) -> bool:
@@ -116,26 +116,26 @@ class Steps:
         groups: dict[str, list[int]] = {}
         for report in self._known.values():
             for group, use in report.items():
-                groups.setdefault(group, self._members(use, size))
+                groups.setdefault(group, self._group_members(use, size))
         found = []
         for group, members in sorted(groups.items()):
-            begun = {rank: self._begun(rank, group) for rank in members if self._is_in(rank, group, members, size)}
+            begun = {rank: self._begun_by(rank, group) for rank in members if self._is_in(rank, group, members, size)}
             if len(set(begun.values())) > 1 and begun != self._accepted.get(group):
                 by_threads = any(self._known[rank][group]["by_threads"] for rank in begun if rank in self._known)
                 found.append(Uneven(group, begun, self._is_sure(group, begun), by_threads))
         return found
 
     @staticmethod
-    def _members(use: GroupUse, size: int) -> list[int]:
+    def _group_members(use: GroupUse, size: int) -> list[int]:
         return list(range(size)) if use["ranks"] is None else use["ranks"]
 
     def _is_in(self, rank: int, group: str, members: Sequence[int], size: int) -> bool:
         if rank not in self._known:
             return True
         use = self._known[rank].get(group)
-        return use is not None and self._members(use, size) == members
+        return use is not None and self._group_members(use, size) == members
 
-    def _begun(self, rank: int, group: str) -> int:
+    def _begun_by(self, rank: int, group: str) -> int:
         return self._known[rank][group]["collectives"] if rank in self._known else 0
 
     def _is_sure(self, group: str, begun: Numbers) -> bool:

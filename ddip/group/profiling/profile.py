@@ -82,9 +82,9 @@ class Profiling:
         self, ranks: Sequence[int], stuck: Sequence[int], show: Callable[[dict[str, str]], object] | None = None
     ) -> None:
         """Collect and write the profile, and show it with `show` or below the notebook's cell."""
-        reports, missing = self._collect(ranks, stuck)
-        offsets = self._offsets(list(reports))
-        merged = self._merge(reports, offsets)
+        reports, missing = self._collect_reports(ranks, stuck)
+        offsets = self._clock_offsets(list(reports))
+        merged = self._merge_traces(reports, offsets)
         found = stragglers.find(reports, offsets, len(self._ranks.members))
         self.result = Profile(
             found.ranks, found.collectives, found.waited_for, missing, self.folder if reports else None, merged
@@ -93,14 +93,16 @@ class Profiling:
             self._remove_empty()
         (show or CellOutputArea().show)(self.result._repr_mimebundle_())
 
-    def _path(self, rank: int) -> Path:
+    def _trace_path(self, rank: int) -> Path:
         return self.folder / TRACE.format(rank)
 
     def _is_beside(self, rank: int) -> bool:
         """Return whether the rank is on the notebook's host, so that the notebook can read its files."""
         return isinstance(self._ranks.host(rank), LocalHost)
 
-    def _collect(self, ranks: Sequence[int], stuck: Sequence[int]) -> tuple[dict[int, ProfileReport], dict[int, str]]:
+    def _collect_reports(
+        self, ranks: Sequence[int], stuck: Sequence[int]
+    ) -> tuple[dict[int, ProfileReport], dict[int, str]]:
         """Return the reports of the ranks, and the reason for each rank without one."""
         missing: dict[int, str] = {}
         for rank in ranks:
@@ -112,7 +114,7 @@ class Profiling:
         waiting = [rank for rank in ranks if rank not in missing]
         while waiting:
             calls = {
-                rank: on_rank.collect_profile(str(self._path(rank)) if self._is_beside(rank) else "")
+                rank: on_rank.collect_profile(str(self._trace_path(rank)) if self._is_beside(rank) else "")
                 for rank in waiting
             }
             try:
@@ -126,29 +128,29 @@ class Profiling:
         good = {rank: report for rank, report in reports.items() if not report["fault"]}
         for rank in [rank for rank in good if not self._is_beside(rank)]:
             try:
-                self._fetch(rank, good[rank]["size"])
+                self._fetch_trace(rank, good[rank]["size"])
             except (OSError, RequestFailed) as error:
                 faults[rank] = f"its trace did not come: {error}"
                 del good[rank]
         return good, dict(sorted({**missing, **faults}.items()))
 
-    def _fetch(self, rank: int, size: int) -> None:
+    def _fetch_trace(self, rank: int, size: int) -> None:
         """Fetch the trace of a rank on another host, `size` bytes, and write it to the folder."""
-        with self._path(rank).open("wb") as file:
+        with self._trace_path(rank).open("wb") as file:
             for begin in range(0, size, PART):
                 file.write(self._ranks.ask([rank], on_rank.trace_part(begin, min(size, begin + PART)))[0])
         self._ranks.ask([rank], on_rank.trace_part(0, 0))
 
-    def _offsets(self, ranks: Sequence[int]) -> dict[int, int]:
+    def _clock_offsets(self, ranks: Sequence[int]) -> dict[int, int]:
         """Return how far each rank's clock is ahead of the notebook's, in nanoseconds; 0 on the same host."""
         of_hosts: dict[int, int] = {}
         for rank in ranks:
             host = self._ranks.members[rank].binding.host
             if host not in of_hosts:
-                of_hosts[host] = 0 if self._is_beside(rank) else offset(self._pings(rank))
+                of_hosts[host] = 0 if self._is_beside(rank) else offset(self._ping_clock(rank))
         return {rank: of_hosts[self._ranks.members[rank].binding.host] for rank in ranks}
 
-    def _pings(self, rank: int) -> list[tuple[int, int, int]]:
+    def _ping_clock(self, rank: int) -> list[tuple[int, int, int]]:
         found = []
         for _ in range(PINGS):
             sent = time.time_ns()
@@ -157,13 +159,13 @@ class Profiling:
                 found.append((sent, clock, time.time_ns()))
         return found
 
-    def _merge(self, reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> Path | None:
+    def _merge_traces(self, reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> Path | None:
         if not reports:
             return None
         begin = min(report["begin"] - offsets[rank] for rank, report in reports.items())
         merged = self.folder / MERGED
         try:
-            traces.merge({rank: self._path(rank) for rank in reports}, offsets, begin, merged)
+            traces.merge({rank: self._trace_path(rank) for rank in reports}, offsets, begin, merged)
         except (OSError, ValueError) as error:
             notify(f"the traces could not be put together in {merged}: {error}")
             return None

@@ -48,7 +48,7 @@ def find(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world
 
     `offsets`: how far each rank's clock is ahead of the notebook's, in nanoseconds.
     """
-    arrivals = _arrivals(reports, offsets)
+    arrivals = _find_arrivals(reports, offsets)
     waits: dict[int, float] = {}
     waited_for: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     in_collective: dict[Key, float] = defaultdict(float)
@@ -67,8 +67,8 @@ def find(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world
             for other in _waited_for(arrival):
                 waited_for[other][rank] += seconds
     return Found(
-        {rank: _profile(rank, report, waits[rank]) for rank, report in sorted(reports.items())},
-        _collectives(arrivals, in_collective, world_size),
+        {rank: _rank_profile(rank, report, waits[rank]) for rank, report in sorted(reports.items())},
+        _collective_rows(arrivals, in_collective, world_size),
         {rank: max(by.values()) for rank, by in waited_for.items()},
     )
 
@@ -81,7 +81,7 @@ def _waited_for(arrival: _Arrivals) -> list[int]:
     return [rank for rank in group if rank not in arrival.rows]
 
 
-def _arrivals(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> dict[Key, _Arrivals]:
+def _find_arrivals(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> dict[Key, _Arrivals]:
     rows: dict[Key, dict[int, CollectiveRow]] = defaultdict(dict)
     for rank, report in reports.items():
         seen: dict[tuple[str, int], int] = defaultdict(int)
@@ -113,7 +113,7 @@ class _Exposed:
         self._begins = [a for a, _, _ in self._pieces]
         self._before = [0.0, *itertools.accumulate((b - a) * share for a, b, share in self._pieces)]
 
-    def _until(self, moment: int) -> float:
+    def _exposed_until(self, moment: int) -> float:
         i = bisect.bisect_right(self._begins, moment)
         if i == 0:
             return 0.0
@@ -122,10 +122,10 @@ class _Exposed:
 
     def between(self, begin: int, end: int) -> float:
         """Return the seconds of communication only between two times."""
-        return (self._until(end) - self._until(begin)) / 1e9
+        return (self._exposed_until(end) - self._exposed_until(begin)) / 1e9
 
 
-def _profile(rank: int, report: ProfileReport, waiting: float) -> RankProfile:
+def _rank_profile(rank: int, report: ProfileReport, waiting: float) -> RankProfile:
     communication = sum((b - a) * share for a, b, share in report["communication"]) / 1e9
     return RankProfile(
         rank=rank,
@@ -140,7 +140,9 @@ def _profile(rank: int, report: ProfileReport, waiting: float) -> RankProfile:
     )
 
 
-def _collectives(arrivals: Mapping[Key, _Arrivals], waits: Mapping[Key, float], world_size: int) -> list[Collective]:
+def _collective_rows(
+    arrivals: Mapping[Key, _Arrivals], waits: Mapping[Key, float], world_size: int
+) -> list[Collective]:
     found = []
     for key, arrival in sorted(arrivals.items(), key=lambda item: min(item[1].begun.values())):
         _, group, number, op, shapes, dtypes, _, _ = next(iter(arrival.rows.values()))

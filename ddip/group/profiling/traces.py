@@ -33,7 +33,7 @@ def merge(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to
     try:
         with gzip.open(part, "wt", compresslevel=3, encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for rank in traces for event in _names(rank)))
+            file.write(",\n".join(json.dumps(event) for rank in traces for event in _name_events(rank)))
             for rank, path in traces.items():
                 with gzip.open(path, "rt", encoding="utf-8") as trace:
                     for event in of_rank(rank, trace, offsets[rank] + begin):
@@ -46,7 +46,7 @@ def merge(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to
         raise
 
 
-def _names(rank: int) -> list[Event]:
+def _name_events(rank: int) -> list[Event]:
     named = {"ph": "M", "pid": rank + 1, "tid": 0, "ts": 0}
     return [
         {**named, "name": "process_name", "args": {"name": f"rank {rank}"}},
@@ -56,7 +56,7 @@ def _names(rank: int) -> list[Event]:
 
 def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event]:
     """Yield the events of a rank's trace for the merged file, whose time 0 is `begin` on the rank's clock."""
-    head, events = _parts(trace)
+    head, events = _split_trace(trace)
     shift = (begin - int(head.get(BASE, 0))) / 1000
     pid: Any = None
     for event in events:
@@ -80,7 +80,7 @@ def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event
         yield event
 
 
-def _parts(trace: Any) -> tuple[Event, Iterator[Event]]:
+def _split_trace(trace: Any) -> tuple[Event, Iterator[Event]]:
     """Return the header of a trace and an iterator of its events."""
     text = ""
     while EVENTS not in text:
@@ -89,10 +89,10 @@ def _parts(trace: Any) -> tuple[Event, Iterator[Event]]:
             raise ValueError("the file is no trace of torch's profiler")
         text += piece
     head, _, rest = text.partition(EVENTS)
-    return json.loads(f"{head.rstrip().rstrip(',')}}}"), _events(trace, rest[rest.index("[") + 1 :])
+    return json.loads(f"{head.rstrip().rstrip(',')}}}"), _read_events(trace, rest[rest.index("[") + 1 :])
 
 
-def _events(trace: Any, text: str) -> Iterator[Event]:
+def _read_events(trace: Any, text: str) -> Iterator[Event]:
     decoder, at = json.JSONDecoder(), 0
     while True:
         while at < len(text) and text[at] in " \r\n\t,":

@@ -73,14 +73,14 @@ class _Peek:
         self._progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(self._names)}")
         self._pending.update(of)
         known = transfer.known_names()
-        replies = self._ask(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, LARGE, known)))
+        replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, LARGE, known)))
         for rank, reply in replies.items():
             if not dict(reply["sizes"]).keys() - reply["values"].keys():
                 self._pending.discard(rank)
             self._ensure_defined(rank, reply)
             if reply["inside"]:
                 notify(f"rank {rank} was {INSIDE.format(inside=reply['inside'])}")
-        return [Fetched(rank, replies[rank], self._values(rank, replies[rank])) for rank in of]
+        return [Fetched(rank, replies[rank], self._receive_values(rank, replies[rank])) for rank in of]
 
     def drop(self) -> dict[int, dict[str, Any] | None]:
         """Let the ranks drop their pickled objects; return the locations of those that are still pickling."""
@@ -89,7 +89,7 @@ class _Peek:
         call = on_rank.drop_peek(self._number)
         return self._ranks.call_on_control_channel(live, call, WHERE_SECONDS) if live else {}
 
-    def _ask(self, calls: Mapping[int, RemoteCall[R]]) -> dict[int, R]:
+    def _ask_ranks(self, calls: Mapping[int, RemoteCall[R]]) -> dict[int, R]:
         """Make a call on the control channel of each rank; raise the errors that ``Group.peek`` documents."""
         self._ensure_none_ended(calls)
         members, futures = self._ranks.members, {}
@@ -126,14 +126,14 @@ class _Peek:
     def _late_error(self, late: Sequence[int]) -> Exception:
         """Return the error for ranks `late`, which have not answered in time; it says where they are."""
         locations = self.drop()
-        places = {rank: self._place(rank, locations.get(rank)) for rank in late}
+        places = {rank: self._place_text(rank, locations.get(rank)) for rank in late}
         self._ensure_none_ended(late)
         if stopped := self._ranks.cluster.stopped():
             return TransferError(f"nothing was pulled: {stopped}")
         texts = [f"rank {rank} has not answered within {self._seconds:g} s: {places[rank]}" for rank in late]
         return TransferError(f"nothing was pulled: {'; '.join(texts)}; -t SECONDS waits longer")
 
-    def _place(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
+    def _place_text(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
         """Describe where a rank is: by its own report of pickling, or its main thread as seen from outside."""
         names = ", ".join(self._names)
         place = self._ranks.place_from_outside(rank) if pickling_at is None else StackLocation(**pickling_at)
@@ -154,7 +154,7 @@ class _Peek:
                 "variable of a function"
             )
 
-    def _values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:
+    def _receive_values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:
         beside = isinstance(self._ranks.host(rank), LocalHost)
         values = {}
         for name, parts in reply["sizes"]:
@@ -162,14 +162,14 @@ class _Peek:
             size = pickling.room_of(parts)
             if memory is None and beside:
                 memory = transfer.read(reply["paths"].get(name, ""), size)
-            values[name] = Pickled.of(self._parts(rank, name, size) if memory is None else memory, parts)
+            values[name] = Pickled.of(self._fetch_parts(rank, name, size) if memory is None else memory, parts)
         return values
 
-    def _parts(self, rank: int, name: str, size: int) -> bytearray:
+    def _fetch_parts(self, rank: int, name: str, size: int) -> bytearray:
         """Fetch a pickled object of `size` bytes from a rank, one part at a time."""
         memory = bytearray()
         while len(memory) < size:
             self._progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", len(memory) / size)
             call = on_rank.part_of_peek(self._number, name, len(memory), min(size, len(memory) + PART))
-            memory += self._ask({rank: call})[rank]
+            memory += self._ask_ranks({rank: call})[rank]
         return memory

@@ -116,7 +116,7 @@ class Sampler:
         self._drop_others([] if ranks is not self._ranks else engines)
         self._ranks = ranks
         self._collect_answers()
-        self._ask(ranks, engines, len(members))
+        self._send_requests(ranks, engines, len(members))
         self._collect_answers()
         found = []
         for rank, member in enumerate(members):
@@ -136,7 +136,7 @@ class Sampler:
             for engine in table.keys() - set(engines):
                 del table[engine]
 
-    def _ask(self, ranks: Ranks, engines: Sequence[int], size: int) -> None:
+    def _send_requests(self, ranks: Ranks, engines: Sequence[int], size: int) -> None:
         call = on_rank.vitals(min(LONGEST_LOOK, LOOK_OF_A_RANK * size), 2 * period(size) + 1)
         new = []
         for engine in engines:
