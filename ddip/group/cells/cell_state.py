@@ -187,7 +187,7 @@ class CellState:
         self._next_look = self.began + LOOK_SECONDS
         self._running_reported = not self.limits.can_unblock  # the error names them once they are abandoned
 
-    # -- what the runner asks
+    # -- queries of the runner
 
     @property
     def running(self) -> list[int]:
@@ -235,7 +235,7 @@ class CellState:
         ended = any(other.name == RANK_ENDED for other in self.errors.values())
         return error if ended or rank not in self._failed_before_abort else replace(error, waited="")
 
-    # -- what happens
+    # -- events in the cell
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Process `event` and return the actions to take, in order."""
@@ -292,13 +292,13 @@ class CellState:
         self._aborted_at = now
         return [Do.ABORT] if self.limits.can_unblock else [Do.INTERRUPT]
 
-    # -- what the time asks for
+    # -- time limits
 
     def _timed_actions(self, now: float) -> list[Action]:
         check_due = now >= self._next_look
         if check_due:
             self._next_look = now + LOOK_SECONDS
-        if not self.running:  # only messages are outstanding; these come through the controller, which may be gone
+        if not self.running:  # only messages are outstanding; these come through the controller, which may have ended
             self.is_abandoned = self.is_abandoned or _has_passed(self.stopped_at, STOP_SECONDS, now)
             return [Do.CHECK] if check_due else []
         actions: list[Action] = []

@@ -133,7 +133,7 @@ class Cells:
             ending = Ending(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
             while True:
                 concurrent.futures.wait([under_way[rank] for rank in self.stuck], timeout=LOOK_SECONDS)
-                if not ending.moving(self.stuck):
+                if not ending.find_moving(self.stuck):
                     break
         return self.stuck
 
@@ -142,7 +142,7 @@ class Cells:
         alone = all(other is cell or other.state != "running" for other in list(self._active))
         self._manager.release(None if alone else cell.ranks)
 
-    # -- run
+    # -- running cells
 
     def number(self) -> int:
         """Return the number of the cell that is submitted now: the notebook's, or the next one in a script."""

@@ -336,7 +336,7 @@ def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
     return found
 
 
-# -- in words
+# -- messages
 
 
 def fault_text(found: Findings, size: int) -> str:

@@ -380,7 +380,7 @@ class RunningCell:
         text = f"{self.cell.text} {self.cell.outcome_text}"
         return f"{text} · {self.cell.summary}" if self.cell.summary else text
 
-    # -- while it runs
+    # -- while the cell runs
 
     def wait_for(self, others: Sequence[Cell]) -> bool:
         """Wait until `others` have ended, before this cell begins; return False if stopped or the group ends."""
@@ -408,7 +408,7 @@ class RunningCell:
         """Show the queued messages, but none that arrive meanwhile: an endless flow must not delay a stop."""
         for _ in range(len(self._messages)):
             self._show.receive(*self._messages.popleft())
-            self._watch.moved()
+            self._watch.note_progress()
 
     def _next_event(self) -> Event:
         """Wait for the next event and return it, after showing the messages that came before it."""
@@ -418,7 +418,7 @@ class RunningCell:
         except queue.Empty:
             self._show_messages()
             return TimePassed()
-        self._watch.moved()
+        self._watch.note_progress()
         self._show_messages()
         match arrived:
             case ReplyArrived(rank):
@@ -434,7 +434,7 @@ class RunningCell:
         report = self.reports[rank] = reply.report
         caught = caught_in(report)
         if caught is not None:
-            self._after_caught.moved()
+            self._after_caught.note_progress()
         return Replied(rank, self._ranks.error_of(rank, reply), caught)
 
     def _process(self, event: Event) -> None:
@@ -472,13 +472,13 @@ class RunningCell:
                 self._notices.report_stall(self._state.limits.stall_timeout, where, self._ranks.cluster.stopped())
             case Ask.WHO_MOVES:
                 assert self._ending is not None
-                return Moving(self._ending.moving(running))
+                return Moving(self._ending.find_moving(running))
             case Ask.WHO_CANNOT_STOP:
-                cannot = self._ranks.without_a_stop(running)
+                cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
-            case Ask.STALL if self._watch.stands_still(running, time.monotonic()):
+            case Ask.STALL if self._watch.has_stalled(running, time.monotonic()):
                 return StandStill()
-            case Ask.STALL_AFTER_CAUGHT if self._after_caught.stands_still(running, time.monotonic()):
+            case Ask.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
                 return StandStill(after_caught=True)
         return None
 

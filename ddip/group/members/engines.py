@@ -90,13 +90,13 @@ class Engines:
         hellos = cluster.start(wanted, preloaded, deadline, report_started)
         _check_version([*hellos.values()])
         _check_torch(spec, next(iter(hellos.values())))
-        self._note_what_is_off([*hellos.values()])
+        self._report_features_off([*hellos.values()])
         return [
             Member(engine, hello["pid"], hello["host"], _binding_of(spec, rank))
             for rank, (engine, hello) in zip(ranks, hellos.items(), strict=True)
         ]
 
-    def _note_what_is_off(self, hellos: Sequence[Hello]) -> None:
+    def _report_features_off(self, hellos: Sequence[Hello]) -> None:
         """Print once what new ranks lack: mechanisms turned off, and features without private names of torch."""
         native = [name for name in switches.LOST if any(name in hello["native_off"] for hello in hellos)]
         self._ranks.can_unblock = self._ranks.can_unblock and switches.SOCKETS not in native

@@ -227,7 +227,7 @@ class Members:
             for rank, answer in answers.items()
         }
 
-    def without_a_stop(self, ranks: Sequence[int]) -> list[int]:
+    def find_unstoppable(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` that cannot be stopped, as they wait in C++ code that holds the GIL.
 
         A few of the ranks that do not answer at once are briefly inspected from outside; these are sufficient.

@@ -210,7 +210,7 @@ class Ranks(Members):
         """Wait as long as ranks make progress towards the end of their `requests`."""
         if unfinished := _unfinished(requests):
             ending = Ending(self, unfinished)
-            while ending.moving(unfinished):
+            while ending.find_moving(unfinished):
                 self._wait_after_stop(requests, button, stopping.LOOK_SECONDS)
                 unfinished = _unfinished(requests)
 

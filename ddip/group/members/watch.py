@@ -28,11 +28,11 @@ class Watch:
         self._since = self._asked = time.monotonic()
         self._last: dict[int, tuple[int, float]] = {}
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Restart the stall timeout, as something has arrived from the ranks."""
         self._since = time.monotonic()
 
-    def stands_still(self, running: Sequence[int], now: float) -> bool:
+    def has_stalled(self, running: Sequence[int], now: float) -> bool:
         """Return whether no rank has made progress (messages, steps, CPU time) during the stall timeout."""
         interval = min(PULSE_SECONDS, self._stall_timeout / 4)
         if now < self._since + interval or now < self._asked + interval:
@@ -41,7 +41,7 @@ class Watch:
         answers = self._ranks.call_on_control_channel(running, on_rank.pulse())
         pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
         if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
-            self.moved()
+            self.note_progress()
         self._last.update(pulses)
         return now >= self._since + self._stall_timeout
 
@@ -76,7 +76,7 @@ class Ending:
         self._phase: dict[int, str] = {}
         self._moved: set[int] = set()
 
-    def moving(self, running: Sequence[int]) -> list[int]:
+    def find_moving(self, running: Sequence[int]) -> list[int]:
         """Return those of `running` that make progress, that is, have not stood still twice in a row.
 
         Call it repeatedly: each call compares with the one before.

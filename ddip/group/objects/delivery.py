@@ -220,13 +220,13 @@ def ensure_put(put: Mapping[int, Put]) -> None:
         for name, error in result["errors"].items()
     }
     if errors:
-        raise TransferError(f"nothing was pushed: {reasons(errors, 'cannot be unpickled there')}")
+        raise TransferError(f"nothing was pushed: {reasons_text(errors, 'cannot be unpickled there')}")
 
 
 def _failed_ranks_text(put: Mapping[int, Put], name: str) -> str:
     return ranks_text([rank for rank, result in put.items() if name in result["errors"]])
 
 
-def reasons(errors: Mapping[str, str], what: str) -> str:
+def reasons_text(errors: Mapping[str, str], what: str) -> str:
     """Return the error of each name, in one line."""
     return "; ".join(f"{name} {what}: {error}" for name, error in errors.items())

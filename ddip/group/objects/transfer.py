@@ -13,7 +13,7 @@ from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import delivery, modules
-from ddip.group.objects.delivery import LARGE_BESIDE, PART, reasons
+from ddip.group.objects.delivery import LARGE_BESIDE, PART, reasons_text
 from ddip.output.area import notify
 from ddip.output.progress import Report
 from ddip.output.tables.tables import size_text
@@ -85,7 +85,7 @@ def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: R
 
     packed = pickling.dump_all(values, lacking, pickling.main_variables())
     if packed.errors:
-        raise TransferError(f"nothing was pushed: {reasons(packed.errors, 'cannot be pickled')}")
+        raise TransferError(f"nothing was pushed: {reasons_text(packed.errors, 'cannot be pickled')}")
     try:
         delivery.deliver(ranks, packed.pickled, packed.along, to, progress)
     except TransferError as error:
@@ -154,7 +154,7 @@ def _fetch_packed(
     for rank, reply, by_name in zip(of, replies, sizes, strict=True):
         memories: dict[str, bytearray | mmap.mmap] = {**reply["values"]}
         for name, size in by_name.items():
-            memory = read(reply["paths"].get(name, ""), size)
+            memory = read_shared(reply["paths"].get(name, ""), size)
             if memory is None:
                 memory = bytearray()
                 for begin, end in _part_bounds(size):
@@ -169,7 +169,7 @@ def _fetch_packed(
     return fetched
 
 
-def read(path: str, size: int) -> bytearray | mmap.mmap | None:
+def read_shared(path: str, size: int) -> bytearray | mmap.mmap | None:
     """Read the memory at `path` that a rank beside the notebook shares; None: it cannot be read."""
     try:
         found = shared.view(path) if path else None
@@ -227,7 +227,7 @@ def forward(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
         if sharded:
             raise TransferError(f"nothing was pulled: {'; '.join(sharded)}")
     if reply["errors"]:
-        raise TransferError(f"nothing was {what}: {reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
+        raise TransferError(f"nothing was {what}: {reasons_text(reply['errors'], f'cannot be pickled on rank {rank}')}")
     return fetched.values
 
 
@@ -248,7 +248,7 @@ def unpack(fetched: Fetched) -> dict[str, Any]:
                 raise TransferError(f"nothing was pulled: {_unwrap_advice(name, is_ddp)}") from None
             errors = {name: f"{type(error).__name__}: {error}"}
             raise TransferError(
-                f"nothing was pulled: {reasons(errors, 'cannot be unpickled in the notebook')}"
+                f"nothing was pulled: {reasons_text(errors, 'cannot be unpickled in the notebook')}"
             ) from None
         if name in fetched.reply["along"]:  # the next object may have code that reads it
             pickling.bring(variables, {name: values.pop(name)})

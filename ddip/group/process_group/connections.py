@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
+def has_unknown_connection(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
     """Return whether an unknown process has connected to a rank, at a port meant for other ranks.
 
     `made`: the connections of each rank, as pairs of ends, and its ports for other ranks. gloo may have taken such a
@@ -18,7 +18,7 @@ def is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -
     )
 
 
-def shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
+def between_ranks(tables: Mapping[int, list[tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
     """Return the connections of each rank that lead to another rank."""
     rank_of = {end: rank for rank, table in tables.items() for end in table}
     return {

@@ -99,12 +99,12 @@ class ProcessGroupManager:
         former, self._meeting = self._meeting, self._prepare_meeting(range(spec.size))
         self._groups_made = self._first_group
         made = self._join_meetings([self._meeting], spec, collect, deadline, SET_UP_SHARE)
-        if connections.is_spoilt(made):
+        if connections.has_unknown_connection(made):
             self.release()
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
             self._meetings.remove_store(former)
-        self._made_connections = connections.shared(
+        self._made_connections = connections.between_ranks(
             {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
         )
         self.healthy = True
@@ -171,9 +171,9 @@ class ProcessGroupManager:
         """
         ranks = range(len(self._ranks.members))
         answers = self._ranks.call_on_control_channel(ranks, on_rank.begun(), seconds=TELL_SECONDS)
-        now = Steps()
-        now.take({rank: begun for rank, begun in answers.items() if begun is not None})
-        if now.uneven(len(ranks)):
+        latest = Steps()
+        latest.update({rank: begun for rank, begun in answers.items() if begun is not None})
+        if latest.uneven(len(ranks)):
             return
         try:
             self._ask_within(ranks, on_rank.check(), deadline - time.monotonic(), True)
@@ -222,7 +222,7 @@ class ProcessGroupManager:
         live = self._ranks.live
         for meeting in meetings:
             self._meetings.poison_store(meeting)
-        now = connections.shared(self._ranks.connections(live))
+        now = connections.between_ranks(self._ranks.connections(live))
         ours = {rank: list({*now[rank], *self._made_connections.get(rank, ())}) for rank in live}
         cut_off: dict[int, bool] = {}
         for meeting in meetings:
@@ -272,7 +272,7 @@ class ProcessGroupManager:
         """Compare the collectives that each rank has begun, and also its messages if the cell has failed."""
         size = len(self._ranks.members)
         messages = failed and self._steps.are_messages_uneven(begun, size)
-        self._steps.take(begun)
+        self._steps.update(begun)
         if messages:
             self.healthy = False
         elif self.healthy and self._steps.uneven(size):
@@ -294,7 +294,7 @@ class ProcessGroupManager:
         answers = self._ask_control(
             range(size), on_rank.begun()
         )  # includes ranks without the cell, and threads that still run
-        self._steps.take({rank: begun for rank, begun in answers.items() if begun is not None})
+        self._steps.update({rank: begun for rank, begun in answers.items() if begun is not None})
         found = self._steps.uneven(size)
         uneven = [group for group in found if group.is_sure or (failed and not group.by_threads)]
         if unmatched and not failed:

@@ -103,7 +103,7 @@ class Steps:
                 return True
         return False
 
-    def take(self, reports: Mapping[int, Begun]) -> None:
+    def update(self, reports: Mapping[int, Begun]) -> None:
         """Store the latest reports of these ranks."""
         self._known.update(reports)
 

@@ -161,7 +161,7 @@ class _Peek:
             memory: bytearray | mmap.mmap | None = reply["values"].get(name)
             size = pickling.room_of(parts)
             if memory is None and beside:
-                memory = transfer.read(reply["paths"].get(name, ""), size)
+                memory = transfer.read_shared(reply["paths"].get(name, ""), size)
             values[name] = Pickled.of(self._fetch_parts(rank, name, size) if memory is None else memory, parts)
         return values
 
