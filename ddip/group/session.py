@@ -1,4 +1,4 @@
-"""The notebook's own group, for those who have not made it: one a process, from ``%load_ext ddip`` on."""
+"""Access to the notebook's own group, from ``%load_ext ddip`` on, for code that has not created it."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ if TYPE_CHECKING:
 
 
 class Session(Protocol):
-    """Whoever starts and ends the notebook's group: the magics."""
+    """The owner of the notebook's group: the magics."""
 
     @property
     def group(self) -> Group | None:
-        """The group, which may have ended; None before the first."""
+        """The latest group, which may have ended; None before the first."""
 
     def settings(self) -> dict[str, Any]:
-        """What the user has set for new groups, as arguments of `Group`."""
+        """Return the user's settings for new groups, as arguments of `Group`."""
 
 
 _session: Session | None = None
-"""The notebook's, from %load_ext ddip on."""
+"""The notebook's session, from ``%load_ext ddip`` on."""
 
 
 def begin(session: Session) -> None:
-    """From now on the notebook's group is that of `session`."""
+    """Make `session` the owner of the notebook's group."""
     global _session
     _session = session
 
 
 def end() -> None:
-    """There is none any more."""
+    """Remove the session, after which the notebook has no group."""
     global _session
     _session = None
 
 
 def current_group() -> Group | None:
-    """The group of this notebook, which ``%makedip`` has made; None if there is none."""
+    """Return the notebook's running group, which ``%makedip`` has created; None if there is none."""
     group = None if _session is None else _session.group
     return group if group is not None and group.alive else None
 
 
 def settings() -> dict[str, Any]:
-    """What the user has set for new groups; nothing where ddip has not been loaded."""
+    """Return the user's settings for new groups; empty if the extension has not been loaded."""
     return {} if _session is None else _session.settings()

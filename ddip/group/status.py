@@ -1,4 +1,4 @@
-"""Describe the ranks, the group and its cells as plain data, beside the cells that run."""
+"""Describe the ranks, the group and its cells as plain data, without waiting for running cells."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddip.protocol import on_rank
 from ddip.protocol.status_types import SCHEMA, DeviceStatus, GroupStatus, LastError, RankStatus, Status
 
 ANSWER_SECONDS = 2.0
-"""How long a rank may take to tell its figures."""
+"""How long a rank may take to report its figures."""
 LISTED = 20
-"""Cells that are listed, besides those that go on."""
+"""Number of cells to list, besides those that have not ended."""
 STATES: dict[str, Any] = {"no answer": "no_answer", "GPU lost": "gpu_lost"}
 
 
 def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[RankInfo]:
-    """Each rank of the group of `spec`: where it lives, its memory, and what it is doing."""
+    """Return each rank's process, device, memory and activity."""
     ended, abandoned, everywhere = ranks.ended, ranks.busy, range(len(ranks.members))
     answers = ranks.call_on_control_channel(everywhere, on_rank.figures(), seconds=ANSWER_SECONDS, button=button)
     infos = []
@@ -55,13 +55,13 @@ def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[R
 
 
 def last(cells: Sequence[Cell], most: int) -> list[Cell]:
-    """The last ones, and those that have not ended."""
+    """Return the last `most` cells, and earlier ones that have not ended."""
     first = max(0, len(cells) - most)
     return [cell for number, cell in enumerate(cells) if number >= first or not cell.done.done()]
 
 
 def about(spec: GroupSpec, app: str | None, healthy: bool, infos: Sequence[RankInfo]) -> GroupStatus:
-    """The group of `spec` as a whole; `healthy`: as far as its process group is concerned."""
+    """Return the status of the group as a whole; `healthy`: the state of its process group."""
     return {
         "size": spec.size,
         "backend": spec.backend,
@@ -77,8 +77,8 @@ def group_status(
     infos: Sequence[RankInfo] = (),
     stuck: Collection[int] = (),
 ) -> Status:
-    """All of it, out of what is known; `stuck` ranks run a cell that was given up."""
-    ranks = [_rank(info, _cell_on(info.rank, info.rank in stuck, cells)) for info in infos]
+    """Assemble the status from these parts; `stuck` ranks still run an abandoned cell."""
+    ranks = [_rank_status(info, _cell_on(info.rank, info.rank in stuck, cells)) for info in infos]
     errors: dict[int, LastError] = {}
     for cell in cells:
         for rank, error in cell.errors.items():
@@ -87,13 +87,13 @@ def group_status(
         "schema": SCHEMA,
         "group": about,
         "ranks": ranks,
-        "devices": _devices(ranks),
+        "devices": _device_statuses(ranks),
         "cells": [status_of(cell) for cell in cells],
         "errors": {str(rank): error for rank, error in sorted(errors.items())},
     }
 
 
-def _rank(info: RankInfo, cell: int | None) -> RankStatus:
+def _rank_status(info: RankInfo, cell: int | None) -> RankStatus:
     gpu = (info.gpu_allocated, info.gpu_reserved, info.gpu_total)
     figures = None if gpu == (None, None, None) else gpu
     return {
@@ -111,7 +111,7 @@ def _rank(info: RankInfo, cell: int | None) -> RankStatus:
 
 
 def _cell_on(rank: int, stuck: bool, cells: Sequence[Cell]) -> int | None:
-    """Number of the cell that `rank` runs."""
+    """Return the number of the cell that `rank` is running; None if there is none."""
     for cell in reversed(cells):
         runs = cell.state == "running" or (stuck and cell.outcome in ("stuck", "interrupted", "timeout"))
         if runs and rank in cell.ranks and rank not in cell.replied:
@@ -119,7 +119,7 @@ def _cell_on(rank: int, stuck: bool, cells: Sequence[Cell]) -> int | None:
     return None
 
 
-def _devices(ranks: Sequence[RankStatus]) -> list[DeviceStatus]:
+def _device_statuses(ranks: Sequence[RankStatus]) -> list[DeviceStatus]:
     devices: dict[tuple[str, str], DeviceStatus] = {}
     for rank in ranks:
         key = rank["host"], rank["device"]

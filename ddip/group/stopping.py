@@ -1,9 +1,9 @@
-"""The stop button while ranks do something for ddip itself: it is counted, and each wait looks at it.
+"""Handle the stop button while ranks work for ddip itself: presses are counted, and each wait checks for them.
 
-A KeyboardInterrupt may come between any two steps. Where it would leave half of something behind, or be lost, the steps
-run inside ``button``: what waits for ranks (``ranks.py``) then frees them, waits for them a short while, and raises
-``RequestInterrupted``; what must not be torn does not look, and a press that nobody has taken is raised at the end.
-``cells.py`` has the same for a cell, whose messages must be shown meanwhile.
+A KeyboardInterrupt may be raised between any two instructions. Code that it would leave half done, or that could lose
+it, runs inside ``button``. Waits for ranks (``ranks.py``) then unblock the ranks, wait for them briefly, and raise
+``RequestInterrupted``. Steps that must run to their end ignore the press, which is raised after them.
+``running.py`` does the same for a cell, whose messages must be shown meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddip.errors import RequestInterrupted
 from ddip.output.area import stop_name
 
 LOOK_SECONDS = 0.25
-"""How often a wait looks whether the controller still lives."""
+"""How often a wait checks that the controller is still running."""
 
 
 class Button:
@@ -29,32 +29,32 @@ class Button:
 
     def __init__(self) -> None:
         self.pressed = False
-        """Since the last `take`."""
-        self._events: queue.SimpleQueue[None] = queue.SimpleQueue()  # the only kind that a signal handler may put into
+        """True if the button was pressed since the last `take`."""
+        self._events: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose `put`, unlike Queue's, is reentrant
 
     def press(self, *_: Any) -> None:
-        """The handler of SIGINT; wakes up a wait."""
+        """Record a press and wake up a wait; this is the handler of SIGINT."""
         self.pressed = True
         self._events.put(None)
 
     def take(self) -> None:
-        """The press has been answered."""
+        """Mark the press as handled."""
         self.pressed = False
 
     def watch(self, futures: Iterable[Future[Any]]) -> None:
-        """Have each of `futures` end a `sleep` when it is done."""
+        """Let each of `futures` end a `sleep` when it is done."""
         for future in futures:
             future.add_done_callback(lambda _: self._events.put(None))
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until something has happened, perhaps a while ago; at most `seconds`."""
+        """Sleep until a press or the end of a watched future, perhaps an earlier one; at most `seconds`."""
         with contextlib.suppress(queue.Empty):
             self._events.get(timeout=max(0.0, seconds))
 
     def wait_for(
         self, futures: Collection[Future[Any]], seconds: float, look: Callable[[], object] = lambda: None
     ) -> None:
-        """Wait until all `futures` are done, at most `seconds`, or until it is pressed, or until `look` raises."""
+        """Wait until all `futures` are done, the button is pressed, or `look` raises; at most `seconds`."""
         self.watch(futures)
         end = time.monotonic() + seconds
         while not self.pressed and time.monotonic() < end and not all(future.done() for future in futures):
@@ -64,7 +64,7 @@ class Button:
 
 @contextlib.contextmanager
 def calling(press: Callable[[], object]) -> Iterator[None]:
-    """Call `press`, which must be quick and not raise, each time that the stop button is pressed on the main thread."""
+    """Call `press`, which must be fast and not raise, for each press of the button on the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,15 +76,15 @@ def calling(press: Callable[[], object]) -> Iterator[None]:
 
 
 _current: Button | None = None
-"""Of the main thread."""
+"""The button of the main thread, inside a ``button`` context."""
 
 
 @contextlib.contextmanager
 def button(text: str = "") -> Iterator[Button]:
-    """Count presses of the stop button instead of raising KeyboardInterrupt; inside of another `button` it is that one.
+    """Count presses of the stop button instead of raising KeyboardInterrupt; nested uses share a button.
 
-    Raises RequestInterrupted, with `text`, at the end if it was pressed, and nobody has taken it. On another thread
-    than the main one it is never pressed.
+    Raises RequestInterrupted with `text` at the end if a press was not taken. On any thread but the main one, the
+    button is never pressed.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():
@@ -93,13 +93,13 @@ def button(text: str = "") -> Iterator[Button]:
     if _current is not None:
         yield _current
         return
-    made = Button()
-    former = signal.signal(signal.SIGINT, made.press)  # from here on no KeyboardInterrupt comes
-    _current = made
+    new_button = Button()
+    former = signal.signal(signal.SIGINT, new_button.press)  # no KeyboardInterrupt is raised from here on
+    _current = new_button
     try:
-        yield made
+        yield new_button
     finally:
         _current = None
         signal.signal(signal.SIGINT, former)
-    if made.pressed:
+    if new_button.pressed:
         raise RequestInterrupted(text or f"{stop_name()} was pressed when everything had been done")

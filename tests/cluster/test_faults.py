@@ -232,8 +232,10 @@ def test_groups_of_other_sizes(size: int) -> None:
 )
 def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
     engine = four.members[2].engine
-    four.ranks._held.clear()
-    thread = meanwhile(lambda: engine in four.ranks._held, (tmp_path / "seen").touch)  # its memory has been looked at
+    four.ranks._memory_of_engine.clear()
+    thread = meanwhile(
+        lambda: engine in four.ranks._memory_of_engine, (tmp_path / "seen").touch
+    )  # its memory has been looked at
     with pytest.raises(ddip.CellError) as caught:
         four.run(
             "import pathlib\nif rank == 2:\n"

@@ -553,7 +553,7 @@ def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
         for _ in range(10):
             proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "page", "data": {}}})
 
-    cells.comms._open(_Widget(0, CellOutput([0]), set(), None), {"comm_id": "page", "data": {}})
+    cells.comms._open_comm(_Widget(0, CellOutput([0]), set(), None), {"comm_id": "page", "data": {}})
     proxy = comm.get_comm_manager().comms.pop("page")
     for _ in range(LATE_CELLS):
         cells.run("pass")

@@ -131,7 +131,7 @@ def test_a_rank_that_nothing_can_stop_is_named_with_the_repair() -> None:
     code = RPC.format(module="rpc", name="TensorPipeAgent", rank=1)
     with ddip.Group(2) as ranks:
         ranks.run(TRAIN)
-        stopped = meanwhile(lambda: ranks.ranks.without_a_stop([0, 1]) == [0], press_stop)
+        stopped = meanwhile(lambda: ranks.ranks.find_unstoppable([0, 1]) == [0], press_stop)
         with pytest.raises(CellInterrupted, match=r"(?s)rank 0 did not stop:\n  rank 0: _tensorpipe.*--repair"):
             ranks.run(code)
         stopped.join()

@@ -60,49 +60,49 @@ def test_a_cell_is_over_when_both_ends_of_every_rank_have_come() -> None:
     state.step(Replied(1), 0.2)
     assert state.running == [] and not state.is_over
     assert state.step(OutputEnded(1), 0.2) == [ShowEnded(1, failed=False)]
-    assert state.is_over and state.ending() == "good" and state.news() == {}
+    assert state.is_over and state.ending() == "good" and state.reportable_errors() == {}
 
 
 def test_the_controller_is_looked_at_while_only_messages_are_missing() -> None:
     """They come by way of it: a cell whose ranks had answered waited for ever when it had ended."""
     state = cell(1)
     state.step(Replied(0), 0.1)
-    assert {action for _, action in wait(state, 0.1, 1.0)} == {Do.LOOK}
+    assert {action for _, action in wait(state, 0.1, 1.0)} == {Do.CHECK}
 
 
 def test_when_one_has_failed_the_others_get_the_grace_and_are_released_once() -> None:
     state = cell(failure_grace=1.0)
     assert end(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
     found = wait(state, 5.0, 20.0)
-    assert first(found, Do.RELEASE) == pytest.approx(6.0, abs=0.06)
-    assert [action for _, action in found].count(Do.RELEASE) == 1
+    assert first(found, Do.ABORT) == pytest.approx(6.0, abs=0.06)
+    assert [action for _, action in found].count(Do.ABORT) == 1
     assert Do.INTERRUPT not in [action for _, action in found]
-    assert first(found, Do.TELL_WHO_RUNS) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
-    assert [action for _, action in found].count(Do.TELL_WHO_RUNS) == 1
+    assert first(found, Do.REPORT_RUNNING) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
+    assert [action for _, action in found].count(Do.REPORT_RUNNING) == 1
     for rank in (0, 2):
         end(state, rank, 21.0, CUT)
-    assert state.ending() == "failed" and state.news() == {1: WRONG, 0: CUT, 2: CUT}
+    assert state.ending() == "failed" and state.reportable_errors() == {1: WRONG, 0: CUT, 2: CUT}
 
 
 def test_of_a_connection_that_broke_before_anybody_was_released_it_is_told_as_an_error() -> None:
     state = cell(2, failure_grace=1.0)
     assert end(state, 0, 1.0, CUT) == [ShowEnded(0, failed=True)]
     assert end(state, 1, 1.1, WRONG) == [ShowEnded(1, failed=True)]
-    assert [error.waited for error in state.news().values()] == ["", ""]
+    assert [error.waited for error in state.reportable_errors().values()] == ["", ""]
 
 
 def test_who_lost_a_rank_that_ended_has_only_waited() -> None:
     state = cell(2)
     end(state, 0, 1.0, CUT)
     end(state, 1, 1.1, ENDED)
-    assert state.news() == {0: CUT, 1: ENDED}
+    assert state.reportable_errors() == {0: CUT, 1: ENDED}
 
 
 def test_the_stop_button_interrupts_then_releases_and_gives_up_who_does_not_move() -> None:
     state = cell()
     assert Do.INTERRUPT in state.step(StopPressed(), 10.0)
     found = wait(state, 10.0, 30.0)
-    assert first(found, Do.RELEASE) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
+    assert first(found, Do.ABORT) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
     assert first(found, Ask.WHO_MOVES) >= 10.0 + cell_state.ASK_SECONDS
     assert state.is_abandoned and found[-1][0] <= 10.0 + cell_state.STOP_SECONDS
     assert state.ending() == "stopped" and state.running == [0, 1, 2]
@@ -120,7 +120,7 @@ def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop_once_the_others_have_
 def test_pressed_again_it_releases_at_once() -> None:
     state = cell()
     state.step(StopPressed(), 10.0)
-    assert state.step(StopPressed(), 10.1)[:2] == [Do.INTERRUPT, Do.RELEASE]
+    assert state.step(StopPressed(), 10.1)[:2] == [Do.INTERRUPT, Do.ABORT]
 
 
 def test_ranks_that_move_towards_their_end_are_waited_for() -> None:
@@ -137,16 +137,16 @@ def test_ranks_that_move_towards_their_end_are_waited_for() -> None:
 def test_at_the_timeout_it_is_noted_where_the_ranks_are_and_they_are_stopped() -> None:
     state = cell(timeout=3.0)
     found = wait(state, 0.0, 30.0)
-    places = [action for _, action in found].index(Do.KEEP_PLACES)
+    places = [action for _, action in found].index(Do.RECORD_PLACES)
     assert [action for _, action in found][places + 1] == Do.INTERRUPT
-    assert first(found, Do.KEEP_PLACES) == pytest.approx(3.0, abs=0.11)
+    assert first(found, Do.RECORD_PLACES) == pytest.approx(3.0, abs=0.11)
     assert state.ending() == "timed out" and state.is_abandoned
 
 
 def test_it_is_told_once_that_nobody_makes_progress() -> None:
     state = cell()
     assert Ask.STALL in [action for _, action in wait(state, 0.0, 1.0)]
-    assert state.step(StandStill(), 1.0) == [Do.TELL_WHO_WAITS]
+    assert state.step(StandStill(), 1.0) == [Do.REPORT_STALL]
     assert Ask.STALL not in [action for _, action in wait(state, 1.1, 60.0)]
     assert not state.is_over
 
@@ -156,10 +156,10 @@ def test_who_waits_for_a_rank_that_caught_its_error_is_released() -> None:
     state.step(Replied(0, caught=WRONG), 1.0)
     state.step(OutputEnded(0), 1.0)
     assert Ask.STALL_AFTER_CAUGHT in state.step(TimePassed(), 1.1)
-    assert state.step(StandStill(after_caught=True), 3.1) == [Do.RELEASE]
+    assert state.step(StandStill(after_caught=True), 3.1) == [Do.ABORT]
     assert state.step(StandStill(after_caught=True), 3.2) == []
     end(state, 1, 3.2, CUT)
-    assert state.is_over and state.ending() == "failed" and state.news() == {0: WRONG, 1: CUT}
+    assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {0: WRONG, 1: CUT}
 
 
 def test_after_a_stop_only_messages_are_waited_for_no_longer_than_for_ranks() -> None:
@@ -223,7 +223,7 @@ def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) ->
         assert told[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS or cannot >= set(state.running)
     # no error is lost, and each rank that came to its end is shown once
     assert set(state.errors) == {event.rank for event in events if isinstance(event, Replied) and event.error}
-    assert set(state.errors) <= set(state.news())
+    assert set(state.errors) <= set(state.reportable_errors())
     shown = [action.rank for _, action in actions if isinstance(action, ShowEnded)]
     assert sorted(shown) == sorted(replied & silent)
     # interrupts: one for each press, and one at the timeout
@@ -231,7 +231,7 @@ def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) ->
     interrupts = [now for now, action in actions if action is Do.INTERRUPT]
     assert len(interrupts) == stops + (state.ending() == "timed out")
     # who waits is released in time, and not before, and not twice but by the stop button
-    releases = [now for now, action in actions if action is Do.RELEASE]
+    releases = [now for now, action in actions if action is Do.ABORT]
     failed = [now for now, event, _ in told if isinstance(event, Replied) and event.error]
     caught = any(isinstance(event, Replied) and event.caught for event in events)
     if releases and state.stopped_at is None and not caught:
@@ -240,7 +240,7 @@ def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) ->
         assert releases and releases[0] <= max(failed[0] + limits.failure_grace, 0) + 0.31
     assert len(releases) <= 1 + stops
     # each thing is said once, and none of it of a cell that was stopped before
-    for said in (Do.TELL_WHO_RUNS, Do.TELL_WHO_WAITS, Do.KEEP_PLACES):
+    for said in (Do.REPORT_RUNNING, Do.REPORT_STALL, Do.RECORD_PLACES):
         assert [action for _, action in actions].count(said) <= 1
 
 
@@ -248,5 +248,5 @@ def test_ranks_that_cannot_be_unblocked_are_interrupted_after_a_failure_and_give
     state = cell(2, can_unblock=False)
     end(state, 1, 0.0, WRONG)
     found = wait(state, 0.1, 60)
-    assert Do.RELEASE not in [action for _, action in found] and state.is_over and state.ending() == "failed"
+    assert Do.ABORT not in [action for _, action in found] and state.is_over and state.ending() == "failed"
     assert first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)

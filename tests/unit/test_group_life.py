@@ -459,7 +459,7 @@ def test_a_rank_that_answers_when_its_time_is_just_over_is_late(
     """Its answer may come at any moment, on another thread."""
     group = new_group(2)
     group.engine(1).answers[on_rank.check.target] = raising(Silence())
-    problems = group.ranks._problems
+    problems = group.ranks._errors_of
 
     def problems_and_then_it_answers(requests: Any) -> Any:
         found = problems(requests)
@@ -467,8 +467,8 @@ def test_a_rank_that_answers_when_its_time_is_just_over_is_late(
             group.scripted.end_engine(1, 1) if ends else group.engine(1).interrupt(None)
         return found
 
-    monkeypatch.setattr(group.ranks, "_problems", problems_and_then_it_answers)
-    monkeypatch.setattr(group.ranks, "_await", lambda *_: None)
+    monkeypatch.setattr(group.ranks, "_errors_of", problems_and_then_it_answers)
+    monkeypatch.setattr(group.ranks, "_wait_for_all", lambda *_: None)
     with pytest.raises(RequestFailed, match="^rank 1 did not finish using the group in time"):
         group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
 

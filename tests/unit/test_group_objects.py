@@ -368,7 +368,7 @@ def test_bytes_of_a_widget_that_was_made_unseen_are_the_last() -> None:
 def test_widgets_that_nobody_looks_at_are_not_kept_for_ever(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddip.group.cells.comms.UNTOLD", 2)
+    monkeypatch.setattr("ddip.group.cells.comms.MOST_UNANNOUNCED", 2)
     group = new_group(2)
     for name in "abc":
         Cell(group, 0).receive(1, comm_message("comm_open", name))

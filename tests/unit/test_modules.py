@@ -124,7 +124,7 @@ def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGrou
 
 def test_what_is_told_of_a_push() -> None:
     told = {"a": {0: IMPORTED, 1: IMPORTED}, "b": {2: "SyntaxError: no"}}
-    pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, told=told)
+    pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, not_reloaded=told)
     assert str(pushed) == "pushed a, b: 30 B to h2"
     first, second = pushed.notices
     assert first.startswith("a is imported already on ranks 0, 1, and stays as it was there: run import importlib, a;")

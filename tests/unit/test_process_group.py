@@ -10,7 +10,7 @@ import pytest
 
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import LocalHost
-from ddip.group.process_group.connections import is_spoilt, shared
+from ddip.group.process_group.connections import between_ranks, has_unknown_connection
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
@@ -105,17 +105,17 @@ def test_what_is_meant_leaves_the_group_good_until_ranks_begin_more() -> None:
 def test_the_connections_between_ranks_are_those_with_a_rank_at_both_ends() -> None:
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     others = ("127.0.0.1", 3, "127.0.0.1", 4)
-    assert shared({0: [here, others], 1: [there]}) == {0: [here], 1: [there]}
-    assert shared({0: [here, there], 1: [others]}) == {0: [], 1: []}  # of a rank to itself
+    assert between_ranks({0: [here, others], 1: [there]}) == {0: [here], 1: [there]}
+    assert between_ranks({0: [here, there], 1: [others]}) == {0: [], 1: []}  # of a rank to itself
 
 
 def test_a_group_is_spoilt_when_a_stranger_has_taken_the_place_of_a_rank() -> None:
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     stranger = ("127.0.0.1", 1, "127.0.0.1", 9)
-    assert not is_spoilt([([here], [1]), ([there], [7])])
-    assert not is_spoilt([([here, ("127.0.0.1", 5, "127.0.0.1", 6)], [1]), ([there], [])])
-    assert not is_spoilt([([], []), ([], [])])
-    assert is_spoilt([([here, stranger], [1]), ([there], [])])
+    assert not has_unknown_connection([([here], [1]), ([there], [7])])
+    assert not has_unknown_connection([([here, ("127.0.0.1", 5, "127.0.0.1", 6)], [1]), ([there], [])])
+    assert not has_unknown_connection([([], []), ([], [])])
+    assert has_unknown_connection([([here, stranger], [1]), ([there], [])])
 
 
 def test_a_broken_store_cannot_be_read_by_anybody(tmp_path: Path) -> None:

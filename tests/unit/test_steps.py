@@ -22,26 +22,26 @@ def use(collectives: int = 0, ranks: list[int] | None = None, **more: Any) -> Gr
 
 def test_ranks_are_in_step_if_they_have_begun_as_many_in_each_of_their_groups() -> None:
     steps = Steps()
-    steps.take({0: {ALL: use(2), PAIR: use(1, [0, 2])}, 1: {ALL: use(2, messages={"to 2": 5})}})
+    steps.update({0: {ALL: use(2), PAIR: use(1, [0, 2])}, 1: {ALL: use(2, messages={"to 2": 5})}})
     assert steps.uneven(2) == [Uneven(PAIR, {0: 1, 2: 0})]
-    steps.take({2: {ALL: use(1), PAIR: use(1, [0, 2])}})
+    steps.update({2: {ALL: use(1), PAIR: use(1, [0, 2])}})
     assert steps.uneven(3) == [Uneven(ALL, {0: 2, 1: 2, 2: 1})]
-    steps.take({2: {ALL: use(2), PAIR: use(1, [0, 2])}})
+    steps.update({2: {ALL: use(2), PAIR: use(1, [0, 2])}})
     assert steps.uneven(3) == []
 
 
 def test_a_rank_that_has_left_a_group_is_not_behind() -> None:
     steps = Steps()
-    steps.take({0: {PAIR: use(3, [0, 1])}, 1: {}})
+    steps.update({0: {PAIR: use(3, [0, 1])}, 1: {}})
     assert steps.uneven(2) == []
 
 
 def test_a_difference_that_is_meant_is_news_again_when_more_is_begun() -> None:
     steps = Steps()
-    steps.take({0: {ALL: use(1)}, 1: {ALL: use(0)}})
+    steps.update({0: {ALL: use(1)}, 1: {ALL: use(0)}})
     steps.accept(steps.uneven(2))
     assert steps.uneven(2) == []
-    steps.take({0: {ALL: use(2)}, 1: {ALL: use(1)}})
+    steps.update({0: {ALL: use(2)}, 1: {ALL: use(1)}})
     assert steps.uneven(2) == [Uneven(ALL, {0: 2, 1: 1})]
     steps.forget()
     assert steps.uneven(2) == []
@@ -54,7 +54,7 @@ def test_messages_are_compared_by_direction_since_the_last_report() -> None:
     assert not steps.are_messages_uneven({0: sent, 1: received}, 2)
     assert steps.are_messages_uneven({0: sent, 1: {ALL: use(messages={"to 0": 1})}}, 2)
     assert not steps.are_messages_uneven({0: sent, 1: {ALL: use(messages={"from any": 1})}}, 2)
-    steps.take({0: sent})
+    steps.update({0: sent})
     assert not steps.are_messages_uneven({0: sent}, 2)
     assert not steps.are_messages_uneven({0: {ALL: use(messages={"to 1": 2})}, 1: received}, 2)
 
@@ -90,14 +90,14 @@ def test_a_difference_is_sure_if_no_thread_can_make_up_for_it(
     ahead: dict[str, Any], behind: dict[str, Any], is_sure: bool
 ) -> None:
     steps = Steps()
-    steps.take({0: {ALL: use(2, **ahead)}, 1: {ALL: use(1, **behind)}})
+    steps.update({0: {ALL: use(2, **ahead)}, 1: {ALL: use(1, **behind)}})
     assert [one.is_sure for one in steps.uneven(2)] == [is_sure]
     assert not any(one.by_threads for one in steps.uneven(2))
 
 
 def test_a_group_of_the_same_name_with_other_ranks_is_another_group() -> None:
     steps = Steps()
-    steps.take({0: {PAIR: use(1, [0])}, 1: {PAIR: use(2, [1])}})
+    steps.update({0: {PAIR: use(1, [0])}, 1: {PAIR: use(2, [1])}})
     assert steps.uneven(2) == []
 
 

@@ -13,7 +13,7 @@ from ddip.cluster.cluster_api import Recipient
 from ddip.errors import GroupError
 from ddip.group.members.placement import Request
 from ddip.group.watching import vitals
-from ddip.group.watching.vitals import Rates, Sampler, period, rates, told
+from ddip.group.watching.vitals import Rates, Sampler, period, rates, with_answer
 from ddip.output.tables.vitals_table import RankVitals, stragglers, table_html, table_text, time_text
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import DeviceFigures, Vitals
@@ -264,9 +264,9 @@ def test_a_group_that_restarts_changes_or_ends_is_followed() -> None:
 
 
 def test_an_idle_rank_that_computes_on_in_a_thread_shows_it() -> None:
-    known = told(rank(0), answer(1), Rates(cores=0.9), "idle")
+    known = with_answer(rank(0), answer(1), Rates(cores=0.9), "idle")
     assert (known.state, known.cores) == ("idle", 0.9)
-    assert told(rank(0), answer(1), Rates(cores=0.02), "GPU lost").cores is None
+    assert with_answer(rank(0), answer(1), Rates(cores=0.02), "GPU lost").cores is None
 
 
 # -- the rank's side
@@ -312,7 +312,7 @@ class ToldDriver:
 def test_what_the_driver_says_is_read(temperature: int | None) -> None:
     wanted: DeviceFigures = {"use": 0.87, "memory": 12, "total": 80, "temperature": temperature}
     assert nvml.read(ToldDriver(temperature), "a handle") == wanted
-    known = told(rank(0), answer(1, device=wanted), Rates(), "idle")
+    known = with_answer(rank(0), answer(1, device=wanted), Rates(), "idle")
     assert (known.gpu_use, known.gpu_memory, known.gpu_memory_total) == (0.87, 12, 80)
     assert known.gpu_temperature == temperature
 

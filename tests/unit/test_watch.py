@@ -86,7 +86,7 @@ def stands_still(clock: Clock, ranks: Ranks, *moves: dict[int, Any], seconds: fl
     for answers in moves:
         clock.now += seconds
         ranks.answers = answers
-        said.append(one.stands_still(sorted(answers), clock.now))
+        said.append(one.has_stalled(sorted(answers), clock.now))
     return said
 
 
@@ -120,8 +120,8 @@ def test_a_message_is_movement(clock: Clock) -> None:
     one = Watch(Ranks([1], {0: (7, 0.0)}), 3.0)  # type: ignore[arg-type]
     for _ in range(5):
         clock.now += 2
-        one.moved()
-        assert not one.stands_still([0], clock.now)
+        one.note_progress()
+        assert not one.has_stalled([0], clock.now)
 
 
 # -- a cell that was told to stop
@@ -135,7 +135,7 @@ def moving(clock: Clock, pid: int, *phases: str | None, asleep: float = 0.0, sec
     for phase in phases:
         clock.now += seconds
         ranks.answers = {0: phase}
-        said.append(ending.moving([0]) == [0])
+        said.append(ending.find_moving([0]) == [0])
     return said
 
 

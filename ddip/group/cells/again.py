@@ -1,4 +1,4 @@
-"""``%dipcell``: what a cell has shown, once more, below the cell that runs now."""
+"""``%dipcell``: show a cell's output again, below the current notebook cell."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ddip.output.widgets import Comms
 
 
 def show_again(cell: Cell, comms: Comms | None) -> None:
-    """All of it, and its error; of a cell that still runs also what comes from here on."""
+    """Show the recorded output of `cell` and its error; if it still runs, also its output from now on."""
     left_out = cell.recording.left_out
     if left_out:
         notify(f"the first {left_out} outputs of {cell.text} are not kept any more: DipMagics.keep_output_bytes")
     output = cell.output
     if output is not None and not cell.done.done():
         begins = f"{cell.text} {'waits for' if cell.state == 'queued' else 'runs on'} {ranks_text(cell.ranks)}"
-        again = BackgroundOutput(cell.show_ranks, begins, cell.display, comms=comms)
-        output.show_again(again, dict(cell.replied))
+        live_output = BackgroundOutput(cell.show_ranks, begins, cell.display, comms=comms)
+        output.show_again(live_output, dict(cell.replied))
         return
-    shown = CellOutput(cell.show_ranks, cell.display, comms=comms)
+    output_copy = CellOutput(cell.show_ranks, cell.display, comms=comms)
     if output is not None:
-        output.show_again(shown, {})
+        output.show_again(output_copy, {})
     else:
         for rank, message in cell.recording.messages():
-            shown.receive(rank, message)
-        shown.finish(cell.errors, cell.summary, lambda: beside(cell, shown.rich))
+            output_copy.receive(rank, message)
+        output_copy.finish(cell.errors, cell.summary, lambda: beside(cell, output_copy.rich))
     if cell.error_text:
-        shown.page.write("stderr", f"{cell.error_text}\n")
+        output_copy.page.write("stderr", f"{cell.error_text}\n")

@@ -1,4 +1,4 @@
-"""One cell that was given to the ranks: what is known of it, while it waits, runs, and when it has ended."""
+"""One cell and its record: code, ranks, state, outcome and errors, from submission to its end."""
 
 from __future__ import annotations
 
@@ -39,61 +39,61 @@ WORDS = {
     "timeout": "timed out",
     "not_run": "not run",
 }
-"""For lists."""
+"""Outcomes as lists show them."""
 LINE = 60
-"""Characters of its first line that are shown."""
-WAY = "%dipwait {number} waits for it, %dipstop {number} ends it"
-QUEUE = "%%dip --queue runs a cell after it"
+"""Characters of a cell's first line that lists show."""
+ADVICE = "%dipwait {number} waits for it, %dipstop {number} ends it"
+QUEUE_ADVICE = "%%dip --queue runs a cell after it"
 
 
-def nothing() -> None:
-    """What the stop button does with a cell that does not run."""
+def do_nothing() -> None:
+    """Do nothing: the stop action of a cell that is not running."""
 
 
 @dataclass(eq=False)
 class Cell:
-    """One cell; made by ``Group.run`` and ``Group.start``.
+    """One cell, made by ``Group.run`` or ``Group.start``.
 
-    Another thread may change it at any time, until it is `done`.
+    Another thread may change it at any time until `done` is set.
     """
 
     number: int
-    """The notebook's; in a script they are counted."""
+    """The notebook's cell number, or a running count in a script."""
     ranks: tuple[int, ...]
     code: str
     output: CellOutput | None
-    """Where it is shown; None when nothing of it is listened to any more."""
+    """The place where its output is shown; None once ddip no longer listens for its output."""
     background: bool = False
     state: State = "queued"
     submitted: float = field(default_factory=time.time)
-    """On ``time.time``, as the next two."""
+    """Unix time of submission, in seconds; `began` and `ended` use the same clock."""
     began: float | None = None
     ended: float | None = None
     outcome: Outcome | None = None
     error: BaseException | None = None
-    """Of a cell in the background: what `wait` raises; None if it went well."""
+    """The error of a background cell, which `wait` raises; None if the cell succeeded."""
     message: str = ""
-    """Of its error."""
+    """The message of its error."""
     error_text: str = ""
-    """What the user is told of it, with tracebacks."""
+    """The error as the user sees it, with tracebacks."""
     errors: dict[int, RankError] = field(default_factory=dict)
-    """What ranks raised, by rank."""
+    """The error of each rank that raised one."""
     replied: dict[int, bool] = field(default_factory=dict)
-    """Ranks that have ended it, and whether they failed."""
+    """The ranks that have finished the cell, and whether each failed."""
     seconds_by_rank: dict[int, float] = field(default_factory=dict)
-    """That it took, where that is known."""
+    """Duration on each rank that reported one."""
     summary: str = ""
-    """Where it has run, and how long it took."""
+    """Its ranks and duration, in words."""
     told: bool = False
-    """Has somebody who waited for it been told how it has ended?"""
+    """True once a caller that waited for the cell knows its outcome."""
     explained: bool = False
-    """Does its error say what may be done about it?"""
+    """True if its error already includes advice."""
     noted: bool = False
-    """Has the user been told before another cell that it has failed?"""
+    """True once the user was told, before a later cell, that it failed."""
     done: Future[None] = field(default_factory=Future)
-    """It has ended, and all that comes of that has been done."""
-    press_stop: Callable[[], object] = nothing
-    """What the stop button does; may be called at any time, on any thread."""
+    """Set once the cell has ended and the group's state has been updated."""
+    press_stop: Callable[[], object] = do_nothing
+    """The action of the stop button; may be called at any time, on any thread."""
 
     def __post_init__(self) -> None:
         assert self.output is not None
@@ -103,63 +103,65 @@ class Cell:
 
     @property
     def first_line(self) -> str:
-        """Of its code, for lists."""
+        """The first non-empty line of its code, shortened for lists."""
         line = next((line.strip() for line in self.code.splitlines() if line.strip()), "")
         return line if len(line) <= LINE else f"{line[: LINE - 1]}…"
 
     @property
     def seconds(self) -> float:
-        """That it has run so far, or took."""
+        """Elapsed seconds: so far, or in total once it has ended."""
         return 0.0 if self.began is None else (self.ended or time.time()) - self.began
 
     @property
     def text(self) -> str:
-        """What it is, in a few words."""
+        """The cell's name for messages."""
         return f"cell {self.number}"
 
     def busy_text(self, ranks: Sequence[int]) -> str:
-        """What to say to who wants something else of `ranks` that it has."""
+        """Return the message for a request that needs `ranks` while this cell runs on them or waits for them."""
         verb = "runs on" if self.state == "running" else "waits for"
-        what = f"{self.text} {verb} {ranks_text(ranks)}" + (f" for {self.seconds:.0f} s" if self.seconds >= 1 else "")
-        return f"{what} ({self.first_line}): {WAY.format(number=self.number)}, {QUEUE}"
+        activity = f"{self.text} {verb} {ranks_text(ranks)}" + (
+            f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        )
+        return f"{activity} ({self.first_line}): {ADVICE.format(number=self.number)}, {QUEUE_ADVICE}"
 
     @property
     def outcome_text(self) -> str:
-        """How it has ended, as a verb."""
+        """The cell's outcome as a verb phrase."""
         return ENDINGS.get(self.outcome or "", "failed")
 
     def row(self) -> CellRow:
-        """For ``%dipcells``."""
+        """Return the cell's row in ``%dipcells``."""
         state = self.state if self.state != "ended" else WORDS[self.outcome or "ok"]
         return CellRow(self.number, self.ranks, state, self.seconds, self.background, self.first_line)
 
     def begin(self) -> None:
-        """It runs from now on."""
+        """Mark the cell as running from now on."""
         self.state, self.began = "running", time.time()
 
     def end(self, error: BaseException | None, stuck: bool = False) -> None:
-        """It has ended; `stuck`: ranks run on."""
+        """Record that the cell has ended with `error`; `stuck`: ranks still run it."""
         self.ended = time.time()
         self.began = self.began or self.ended
         self.error, self.outcome = error, outcome_of(error, stuck)
         self.message, self.error_text = ("", "") if error is None else (str(error), text_of(error))
         self.errors = dict(getattr(error, "by_rank", {}))
-        self.press_stop = nothing
+        self.press_stop = do_nothing
         self.state = "ended"
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, at most `seconds`; returns whether it has. Raises what it has raised.
+        """Wait until the cell has ended, at most `seconds`; return whether it has, or raise its error.
 
-        The stop button ends the wait, with RequestInterrupted, and not the cell.
+        The stop button ends the wait with RequestInterrupted; the cell keeps running.
         """
         ended = self.wait_for_end(seconds)
         if ended and self.error is not None:
-            raise self.error.with_traceback(None)  # the frames of the last wait are of no use
+            raise self.error.with_traceback(None)  # else each wait would add its frames
         return ended
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
-        """The same, whatever it has raised."""
-        text = f"waiting was interrupted; {self.text} goes on: {WAY.format(number=self.number)}"
+        """Wait as `wait` does, but do not raise the cell's error."""
+        text = f"waiting was interrupted; {self.text} goes on: {ADVICE.format(number=self.number)}"
         with stopping.button(text) as button:
             button.wait_for([self.done], math.inf if seconds is None else seconds)
             if self.done.done():
@@ -168,9 +170,9 @@ class Cell:
         return self.done.done()
 
     def stop(self) -> None:
-        """End it, as the stop button does, and wait until it has ended; the stop button then presses once more.
+        """Stop the cell as the stop button does, and wait until it has ended.
 
-        Raises GroupError if ranks did not stop.
+        The stop button repeats the stop meanwhile. Raises GroupError if ranks did not stop.
         """
         with stopping.button() as button:
             self.press_stop()
@@ -185,14 +187,14 @@ class Cell:
 
 
 def text_of(error: BaseException) -> str:
-    """What IPython would show of it."""
+    """Return `error` as IPython would show it."""
     if isinstance(error, (DipUsageError, CellError, CellInterrupted)):
         return "\n".join(error._render_traceback_())
     return "".join(traceback.format_exception(error)).rstrip("\n")
 
 
 def outcome_of(error: BaseException | None, stuck: bool) -> Outcome:
-    """How a cell has ended, by the `error` that it has raised; `stuck`: ranks run on."""
+    """Classify how a cell has ended, by its `error`; `stuck`: ranks still run it."""
     if error is None:
         return "ok"
     if stuck:

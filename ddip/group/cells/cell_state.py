@@ -1,18 +1,19 @@
-"""What becomes of a cell on several ranks, as decisions alone: no process, thread, clock or socket.
+"""A pure state machine for one cell on several ranks: it uses no process, thread, clock or socket.
 
-``cells.py`` runs the cell: it hands every event to ``CellState.step``, with the time, and does what that returns.
+``running.py`` runs the cell: it passes every event to ``CellState.step``, with the time, and carries out the actions
+that ``step`` returns.
 
-    event                       what is decided
+    event                       decision
     ------------------------    ---------------------------------------------------------------------------------
-    a rank has answered         is it the first error? Then the others get `failure_grace` seconds to end by themselves
-    its output has ended        with both ends of all ranks the cell is over
-    the stop button             interrupt all that run; release at once if it is pressed again
-    time passes                 release those that wait, interrupt at the timeout, tell who holds the cell up,
-                                give up ranks that do not stop
-    an answer to a question     whether ranks move, which only the runner can find out
+    a rank has replied          if it is the first error, the other ranks get `failure_grace` seconds to finish
+    a rank's output has ended   the cell is over once every rank has replied and its output has ended
+    the stop button             interrupt all running ranks; on a second press, abort their collectives at once
+    time passes                 abort waiting collectives, interrupt at the timeout, report which rank holds the
+                                cell up, abandon ranks that do not stop
+    an answer to a question     whether ranks make progress, which only the runner can find out
 
-A rank that has ended answers, too: its error is ``RANK_ENDED``. So there is no way for a rank to leave but the two
-ends, and a cell can only last while a rank runs that nobody has told to stop.
+A rank whose process has ended also counts as having replied: its error is ``RANK_ENDED``. A rank can therefore leave
+the cell only by its reply and the end of its output, and a cell lasts only while an uninterrupted rank runs.
 """
 
 from __future__ import annotations
@@ -27,33 +28,34 @@ from ddip.protocol.reports import CellReport
 from ddip.settings import DEFAULTS
 
 PATIENCE_SECONDS = 2.0
-"""How long ranks may run on after another's error, before the user is told who they are."""
+"""How long ranks may keep running after collectives were aborted for another rank's error, before they are reported."""
 STOP_GRACE_SECONDS = 0.5
-"""How long ranks may take to end by the interrupt alone, before those that wait in a collective are released."""
+"""How long ranks may take to end by the interrupt alone, before waiting collectives are aborted."""
 STOP_SECONDS = 2.2
-"""How long an interrupted cell may take; a rank that has not stopped by then, and makes no progress towards its end, is
-named and left alone."""
+"""How long an interrupted cell may take. A rank that is still running then, and makes no progress towards its end, is
+reported and abandoned."""
 ASK_SECONDS = 1.5
-"""After which it is looked at which ranks make such progress."""
+"""Time from the interrupt until the ranks are first checked for such progress."""
 LOOK_SECONDS = 0.25
-"""How often the ranks are looked at while the cell runs."""
+"""How often the ranks are checked while the cell runs."""
 IDLE_SECONDS, ENDING_SECONDS = 0.1, 0.05
-"""How long the runner waits for an event before it says that time has passed; the second while the cell is being
+"""How long the runner waits for an event before it sends `TimePassed`; the second applies while the cell is being
 ended."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a cell may do what; seconds."""
+    """Time limits of one cell, in seconds."""
 
     failure_grace: float = DEFAULTS.failure_grace
-    """From the first failure until the other ranks are released."""
+    """Time from the first failure until the collectives of the other ranks are aborted."""
     stall_timeout: float = DEFAULTS.stall_timeout
-    """Without progress, until the user is told who waits where."""
+    """Time without progress until the user is told which rank waits where."""
     timeout: float | None = None
-    """For the cell as a whole; None: for ever."""
+    """Time limit for the whole cell; None: no limit."""
     can_unblock: bool = True
-    """Else ranks that still run after another's failure are interrupted, and named if they do not stop."""
+    """False if waiting collectives cannot be aborted. Ranks that run on after another's failure are then interrupted,
+    and reported if they do not stop."""
 
 
 # -- events
@@ -61,29 +63,29 @@ class Limits:
 
 @dataclass(frozen=True)
 class Replied:
-    """A rank has answered: the cell has ended there, or the rank has."""
+    """A rank has replied: the cell has ended there, or the rank's process has."""
 
     rank: int
     error: RankError | None = None
     caught: RankError | None = None
-    """What code of the cell has caught and shown, where the cell went well."""
+    """Error that the cell's own code caught and showed, although the cell succeeded."""
 
 
 @dataclass(frozen=True)
 class OutputEnded:
-    """The last message of a rank's output has come."""
+    """The last message of a rank's output has arrived."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class StopPressed:
-    """The stop button."""
+    """The user pressed the stop button."""
 
 
 @dataclass(frozen=True)
 class TimePassed:
-    """Nothing else has happened."""
+    """No other event arrived within `CellState.interval`."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ class Moving:
 
 @dataclass(frozen=True)
 class StandStill:
-    """The answer to `Ask.STALL`, or `Ask.STALL_AFTER_CAUGHT`, where it is yes."""
+    """The answer to `Ask.STALL` or `Ask.STALL_AFTER_CAUGHT` if no rank makes progress; else there is none."""
 
     after_caught: bool = False
 
 
 @dataclass(frozen=True)
 class CannotStop:
-    """The answer to `Ask.WHO_CANNOT_STOP`, if there are such ranks."""
+    """The answer to `Ask.WHO_CANNOT_STOP` if there are such ranks; else there is none."""
 
     ranks: Sequence[int]
 
@@ -114,37 +116,37 @@ Event: TypeAlias = CannotStop | Replied | OutputEnded | StopPressed | TimePassed
 
 
 class Do(Enum):
-    """For the ranks that run."""
+    """Actions on the ranks that still run the cell."""
 
     INTERRUPT = auto()
-    RELEASE = auto()
-    """Have every collective that waits fail."""
-    KEEP_PLACES = auto()
-    """Note where the ranks are, for the error."""
-    LOOK = auto()
-    """Is the controller there, and how much memory do the ranks hold?"""
-    TELL_WHO_RUNS = auto()
-    """After another's error."""
-    TELL_WHO_WAITS = auto()
-    """Nobody makes progress."""
+    ABORT = auto()
+    """Abort every waiting collective."""
+    RECORD_PLACES = auto()
+    """Record where the ranks are, for the error message."""
+    CHECK = auto()
+    """Check that the controller is running, and record the memory of the ranks."""
+    REPORT_RUNNING = auto()
+    """Tell the user which ranks keep running after another's error."""
+    REPORT_STALL = auto()
+    """Tell the user where each rank waits, as no rank makes progress."""
 
 
 class Ask(Enum):
-    """What only the runner can find out; the answer is an event."""
+    """Questions that only the runner can answer; it does so with an event."""
 
     WHO_MOVES = auto()
-    """Which of the ranks that were told to stop are on their way to it?"""
+    """Which interrupted ranks make progress towards their end?"""
     WHO_CANNOT_STOP = auto()
-    """Which of the ranks that were told to stop wait where nothing ends a wait?"""
+    """Which interrupted ranks are in a wait that nothing can end?"""
     STALL = auto()
     """Has no rank made progress for `Limits.stall_timeout`?"""
     STALL_AFTER_CAUGHT = auto()
-    """The same since a rank went well that had caught an error: do the others wait for it?"""
+    """Has no rank made progress since one succeeded that had caught an error, so that the others wait for it?"""
 
 
 @dataclass(frozen=True)
 class ShowEnded:
-    """Both ends of a rank have come."""
+    """Show that a rank has finished: it has replied, and its output has ended."""
 
     rank: int
     failed: bool
@@ -156,190 +158,193 @@ Ending: TypeAlias = Literal["good", "failed", "stopped", "timed out"]
 
 @dataclass
 class CellState:
-    """One cell on `ranks`, since `began`; all times are of one clock that only goes forward, seconds."""
+    """The state of one cell on `ranks` since `began`; all times are seconds of one monotonic clock."""
 
     ranks: Sequence[int]
     limits: Limits
     began: float
     errors: dict[int, RankError] = field(default_factory=dict)
     is_abandoned: bool = False
-    """Ranks run on, and nobody waits for them."""
+    """True if the cell is over although ranks still run it."""
     stopped_at: float | None = None
     _timed_out: bool = False
     _failed_at: float | None = None
-    _released_at: float | None = None
-    _before_release: list[int] = field(default_factory=list)
-    """Ranks that failed before anybody was released."""
+    _aborted_at: float | None = None
+    _failed_before_abort: list[int] = field(default_factory=list)
+    """The ranks that failed before any collective was aborted."""
     _caught: dict[int, RankError] = field(default_factory=dict)
     _replied: set[int] = field(default_factory=set)
-    _silent: set[int] = field(default_factory=set)
+    _output_ended: set[int] = field(default_factory=set)
     _moving: Sequence[int] = ()
-    """Ranks that are on their way to their end."""
+    """The interrupted ranks that make progress towards their end."""
     _cannot_stop: Sequence[int] = ()
-    """Ranks for whose end nobody waits."""
-    _told_who_runs: bool = False
-    _told_who_waits: bool = False
+    """The ranks in a wait that nothing can end."""
+    _running_reported: bool = False
+    _stall_reported: bool = False
     _next_look: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._next_look = self.began + LOOK_SECONDS
-        self._told_who_runs = not self.limits.can_unblock  # they are named when they have been given up
+        self._running_reported = not self.limits.can_unblock  # the error names them once they are abandoned
 
-    # -- what the runner asks
+    # -- queries of the runner
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not answered."""
+        """The ranks that have not replied."""
         return [rank for rank in self.ranks if rank not in self._replied]
 
     @property
     def is_over(self) -> bool:
-        """Need nobody wait any more?"""
-        return self.is_abandoned or (len(self._replied) == len(self._silent) == len(self.ranks))
+        """True if the runner need not wait any longer."""
+        return self.is_abandoned or (len(self._replied) == len(self._output_ended) == len(self.ranks))
 
     @property
     def interval(self) -> float:
-        """For how long the runner may wait for an event."""
+        """Time that the runner may wait for an event, in seconds."""
         ending = self._failed_at is not None or self.stopped_at is not None
         return ENDING_SECONDS if ending else IDLE_SECONDS
 
     @property
     def _interrupted_at(self) -> float | None:
-        return self._released_at if self.stopped_at is None and not self.limits.can_unblock else self.stopped_at
+        return self._aborted_at if self.stopped_at is None and not self.limits.can_unblock else self.stopped_at
 
     def ending(self) -> Ending:
-        """How the cell has ended."""
+        """Return how the cell has ended, or would end now."""
         if self._timed_out:
             return "timed out"
         if self.stopped_at is not None:
             return "stopped"
         return "failed" if self.errors else "good"
 
-    def news(self) -> dict[int, RankError]:
-        """The errors that the user is told, by rank; of ranks that only waited, the error says so.
+    def reportable_errors(self) -> dict[int, RankError]:
+        """Return the errors to report to the user, by rank.
 
-        Where ranks waited for one that had caught its error, that one is told, too.
+        An error says so if its rank only waited for others. If ranks waited for a rank that had caught its own error,
+        that caught error is included.
         """
-        errors = {rank: self._settled(rank) for rank in self.errors}
+        errors = {rank: self._final_error(rank) for rank in self.errors}
         return {**self._caught, **errors} if any(error.waited for error in errors.values()) else errors
 
-    def _settled(self, rank: int) -> RankError:
-        """The error of `rank`, as far as is known now: that a connection broke which nobody had cut is news, unless a
-        rank has ended."""
+    def _final_error(self, rank: int) -> RankError:
+        """Return the error of `rank` as far as is known now.
+
+        A connection that broke before ddip cut any is an error of its own, unless a rank's process has ended.
+        """
         error = self.errors[rank]
         ended = any(other.name == RANK_ENDED for other in self.errors.values())
-        return error if ended or rank not in self._before_release else replace(error, waited="")
+        return error if ended or rank not in self._failed_before_abort else replace(error, waited="")
 
-    # -- what happens
+    # -- events in the cell
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """`event` has happened; returns what to do about it, in this order."""
+        """Process `event` and return the actions to take, in order."""
         match event:
             case Moving(ranks):
                 self._moving = ranks
-                self._abandon_in_time(now)
+                self._abandon_if_due(now)
                 return []
             case CannotStop(ranks):
                 self._cannot_stop = ranks
-                self._abandon_in_time(now)
+                self._abandon_if_due(now)
                 return []
             case StandStill(after_caught=True):
-                return self._release(now) if self._released_at is None else []
+                return self._abort_collectives(now) if self._aborted_at is None else []
             case StandStill():
-                self._told_who_waits = True
-                return [Do.TELL_WHO_WAITS]
+                self._stall_reported = True
+                return [Do.REPORT_STALL]
             case Replied(rank, error, caught):
-                actions = self._replied_by(rank, error, caught, now)
+                actions = self._note_reply(rank, error, caught, now)
             case OutputEnded(rank):
-                self._silent.add(rank)
-                actions = self._shown(rank)
+                self._output_ended.add(rank)
+                actions = self._show_if_ended(rank)
             case StopPressed():
-                actions = self._stop(now)
+                actions = self._interrupt(now)
             case TimePassed():
                 actions = []
-        return [*actions, *self._in_time(now)]
+        return [*actions, *self._timed_actions(now)]
 
-    def _replied_by(self, rank: int, error: RankError | None, caught: RankError | None, now: float) -> list[Action]:
+    def _note_reply(self, rank: int, error: RankError | None, caught: RankError | None, now: float) -> list[Action]:
         self._replied.add(rank)
         if error is not None:
             self.errors[rank] = error
-            if self._released_at is None:
-                self._before_release.append(rank)
+            if self._aborted_at is None:
+                self._failed_before_abort.append(rank)
             if self._failed_at is None:
                 self._failed_at = now
         if caught is not None:
             self._caught[rank] = caught
-        return self._shown(rank)
+        return self._show_if_ended(rank)
 
-    def _shown(self, rank: int) -> list[Action]:
-        if rank not in self._replied or rank not in self._silent:
+    def _show_if_ended(self, rank: int) -> list[Action]:
+        if rank not in self._replied or rank not in self._output_ended:
             return []
-        return [ShowEnded(rank, rank in self.errors and not self._settled(rank).waited)]
+        return [ShowEnded(rank, rank in self.errors and not self._final_error(rank).waited)]
 
-    def _stop(self, now: float) -> list[Action]:
-        """Interrupt now; soon after, or when it is pressed again, release."""
+    def _interrupt(self, now: float) -> list[Action]:
+        """Interrupt the ranks; on a second press, also abort their collectives."""
         if self.stopped_at is None:
             self.stopped_at = now
             return [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
-        return [Do.INTERRUPT, *(self._release(now) if self.running else [])]
+        return [Do.INTERRUPT, *(self._abort_collectives(now) if self.running else [])]
 
-    def _release(self, now: float) -> list[Action]:
-        self._released_at = now
-        return [Do.RELEASE] if self.limits.can_unblock else [Do.INTERRUPT]
+    def _abort_collectives(self, now: float) -> list[Action]:
+        self._aborted_at = now
+        return [Do.ABORT] if self.limits.can_unblock else [Do.INTERRUPT]
 
-    # -- what the time asks for
+    # -- time limits
 
-    def _in_time(self, now: float) -> list[Action]:
-        looks = now >= self._next_look
-        if looks:
+    def _timed_actions(self, now: float) -> list[Action]:
+        check_due = now >= self._next_look
+        if check_due:
             self._next_look = now + LOOK_SECONDS
-        if not self.running:  # only messages are missing, which come by way of the controller
-            self.is_abandoned = self.is_abandoned or _is_over(self.stopped_at, STOP_SECONDS, now)
-            return [Do.LOOK] if looks else []
+        if not self.running:  # only messages are outstanding; these come through the controller, which may have ended
+            self.is_abandoned = self.is_abandoned or _has_passed(self.stopped_at, STOP_SECONDS, now)
+            return [Do.CHECK] if check_due else []
         actions: list[Action] = []
         timeout = self.limits.timeout
         if timeout is not None and now >= self.began + timeout and self.stopped_at is None:
             self._timed_out = True
-            actions += [Do.KEEP_PLACES, *self._stop(now)]
-        if self._released_at is None:
-            if _is_over(self._failed_at, self.limits.failure_grace, now) or _is_over(
+            actions += [Do.RECORD_PLACES, *self._interrupt(now)]
+        if self._aborted_at is None:
+            if _has_passed(self._failed_at, self.limits.failure_grace, now) or _has_passed(
                 self.stopped_at, STOP_GRACE_SECONDS, now
             ):
-                actions += self._release(now)
+                actions += self._abort_collectives(now)
             elif self._caught:
                 actions.append(Ask.STALL_AFTER_CAUGHT)
-        if looks and _is_over(self._interrupted_at, ASK_SECONDS, now):
-            actions.append(Ask.WHO_MOVES)  # whoever answers decides whether they are given up
+        if check_due and _has_passed(self._interrupted_at, ASK_SECONDS, now):
+            actions.append(Ask.WHO_MOVES)  # the answer, `Moving`, decides whether they are abandoned
         else:
-            self._abandon_in_time(now)
-        if looks and not self.is_abandoned:
-            actions += self._look(now)
+            self._abandon_if_due(now)
+        if check_due and not self.is_abandoned:
+            actions += self._check_ranks(now)
         return actions
 
-    def _abandon_in_time(self, now: float) -> None:
+    def _abandon_if_due(self, now: float) -> None:
         hopeless = bool(self._cannot_stop) and set(self.running) <= set(self._cannot_stop)
-        if hopeless or (_is_over(self._interrupted_at, STOP_SECONDS, now) and not self._moving):
+        if hopeless or (_has_passed(self._interrupted_at, STOP_SECONDS, now) and not self._moving):
             self.is_abandoned = True
 
-    def _look(self, now: float) -> list[Action]:
-        actions: list[Action] = [Do.LOOK]
+    def _check_ranks(self, now: float) -> list[Action]:
+        actions: list[Action] = [Do.CHECK]
         if self.stopped_at is not None:
             return actions
         if self._failed_at is not None:
-            if not self._told_who_runs and _is_over(self._released_at, PATIENCE_SECONDS, now):
-                self._told_who_runs = True
-                actions.append(Do.TELL_WHO_RUNS)
-        elif not self._told_who_waits:
+            if not self._running_reported and _has_passed(self._aborted_at, PATIENCE_SECONDS, now):
+                self._running_reported = True
+                actions.append(Do.REPORT_RUNNING)
+        elif not self._stall_reported:
             actions.append(Ask.STALL)
         return actions
 
 
-def _is_over(since: float | None, seconds: float, now: float) -> bool:
+def _has_passed(since: float | None, seconds: float, now: float) -> bool:
     return since is not None and now >= since + seconds
 
 
 def caught_in(report: CellReport | None) -> RankError | None:
-    """What the cell has caught and shown, out of a rank's report; None if nothing."""
+    """Return the error that the cell caught and showed, from a rank's report; None if there is none."""
     if report is None or "caught" not in report:
         return None
     caught = report["caught"]

@@ -1,4 +1,4 @@
-"""Cells as plain data: one by rank, and one line of a list."""
+"""Describe cells as plain data: one cell by rank, or as one entry of a list."""
 
 from __future__ import annotations
 
@@ -23,34 +23,40 @@ def data_of(
     most: int = TEXT_CHARACTERS,
     only: Collection[int] | None = None,
 ) -> CellData:
-    """What each of its ranks, or of `only` these, has shown so far, and what has become of it there; `outcome`: that is
-    known already. Of each rank's text the `most` last characters are there."""
+    """Return a cell's output and state on each of its ranks, or on `only` these.
+
+    `outcome` overrides the cell's own, if it is known before the cell is marked as ended. Of each rank's text, the last
+    `most` characters are included.
+    """
     outcome = outcome or cell.outcome
-    shown = texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
-    begun = cell.state != "queued" and outcome != "not_run"
-    lost = cell.recording.left_out > 0
+    output_texts = texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
+    has_begun = cell.state != "queued" and outcome != "not_run"
+    is_output_lost = cell.recording.left_out > 0
     parts = {}
     for rank in cell.ranks if only is None else only:
         error = cell.errors.get(rank)
-        text, cut = shown.get(rank, (None, False))
-        state = state_of(error, rank in cell.replied, outcome, begun)
-        parts[rank] = Part(state, cell.seconds_by_rank.get(rank), error, text, cut or lost)
+        text, cut = output_texts.get(rank, (None, False))
+        state = state_of(error, rank in cell.replied, outcome, has_begun)
+        parts[rank] = Part(state, cell.seconds_by_rank.get(rank), error, text, cut or is_output_lost)
     return cell_data(cell.number, outcome, cell.seconds, parts)
 
 
 def beside(cell: Cell, rich: bool, outcome: CellOutcome | None = None) -> Bundle:
-    """The same, to go beside the HTML of its output; nothing if the user wants none, or the page is not `rich`."""
+    """Return the MIME bundle with the data of `cell` to send beside the HTML of its output.
+
+    It is empty if the user has turned it off or the page is not `rich`.
+    """
     if not (cell.display.cell_json and rich):
         return {}
     try:
         return {CELL_MIME: data_of(cell, outcome)}
-    except Exception as error:  # what a rank has shown may be odd, and must not end the cell
+    except Exception as error:  # malformed output of a rank must not end the cell
         log.warning("%s is not there as data: %s: %s", cell.text, type(error).__name__, error)
         return {}
 
 
 def status_of(cell: Cell) -> CellStatus:
-    """Its line in a list."""
+    """Return the entry of `cell` in a list of cells."""
     return {
         "number": cell.number,
         "ranks": list(cell.ranks),

@@ -1,10 +1,10 @@
-"""The cells of a group: one after the other, or beside each other where they are on different ranks.
+"""Run a group's cells: in sequence, or concurrently if they are on different ranks.
 
-    run     the caller's thread follows it to its end (``running.py``)
-    start   a thread of its own does; the caller goes on      --busy ranks-->  who wants these is refused, or waits
+    run     the caller's thread follows the cell to its end (``running.py``)
+    start   a thread of its own follows it; the caller continues, and requests for its busy ranks are refused or wait
 
-What is common to all of them has its `turn`: to send a cell, to look at what the group is like when one has ended, and
-what ``group.py`` and ``lifecycle.py`` do on the main threads of ranks.
+The group's `turn` lock covers work on state that all cells share: sending a cell, updating the group's health after
+one, and calls by ``group.py`` and ``lifecycle.py`` on the main threads of ranks.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from ddip.protocol.reports import CellReport
 log = logging.getLogger("ddip")
 
 ASLEEP_SECONDS = 6.0
-"""How long the next cell waits for a rank that sleeps in what comes after the code of a former one: torch waits 5 s for
-each worker of a data loader that the collector takes apart."""
+"""How long the next cell waits for a rank that sleeps after the code of an earlier one has ended: torch waits 5 s for
+each worker of a data loader that the garbage collector finalizes."""
 LATE_CELLS = 20
-"""Cells whose late output is still shown."""
+"""Number of latest cells whose late output is still shown."""
 END_SECONDS = 3.0
-"""How long the threads of background cells may take to see that their group has ended."""
+"""How long the threads of background cells may take to notice that their group has ended."""
 
 
 class Cells:
-    """All that were given to the ranks of one group."""
+    """The cells of one group: those that run or wait, and the state that ended ones left on the ranks."""
 
     def __init__(
         self,
@@ -72,58 +72,58 @@ class Cells:
         self._ranks = ranks
         self._manager = manager
         self._active: dict[Cell, RunningCell] = {}
-        """Those that run, or wait for others, in the order in which they came."""
-        self._unjudged: list[tuple[Mapping[int, CellReport | None], bool, bool]] = []
-        """What ranks reported of cells that have ended while others ran; whether these failed, and were unmatched."""
+        """The cells that run or wait for others, in order of submission."""
+        self._pending_reports: list[tuple[Mapping[int, CellReport | None], bool, bool]] = []
+        """Cells that ended while others ran: reports by rank, whether the cell failed, and whether it was unmatched."""
         self._abandoned: Requests = {}
         self._listening: collections.deque[tuple[Cell, list[str]]] = collections.deque()
         self._count = 0
         self._ended = ""
-        """Why there is no group any more."""
+        """The reason why the group has ended; empty while it runs."""
 
     # -- which ranks are free
 
     @property
     def stuck(self) -> list[int]:
-        """Ranks that still run a cell that was given up, or do something else that was."""
+        """The ranks that still run an abandoned cell or request."""
         ended = self._ranks.ended
         cells = [rank for rank in unfinished(self._abandoned) if rank not in ended]
         return sorted({*cells, *self._ranks.busy})
 
     def forget(self, ranks: Collection[int]) -> None:
-        """These ranks have new processes."""
+        """Discard the state of replaced ranks."""
         self._abandoned = {rank: future for rank, future in self._abandoned.items() if rank not in ranks}
         for rank in ranks:
             self._ranks.abandoned.pop(rank, None)
             self._ranks.gpu_lost.pop(rank, None)
 
     def active_on(self, ranks: Collection[int], before: Cell | None = None) -> list[Cell]:
-        """The cells that run on some of `ranks`, or wait for them; only those that came `before` that one."""
-        found = []
+        """Return the cells that run on some of `ranks` or wait for them, if submitted `before` that cell."""
+        active = []
         for cell in list(self._active):
             if cell is before:
                 break
             if not set(cell.ranks).isdisjoint(ranks):
-                found.append(cell)
-        return found
+                active.append(cell)
+        return active
 
     def ensure_not_running(self, ranks: Collection[int], why: str = "", before: Cell | None = None) -> None:
-        """Raise GroupError if a cell runs on some of `ranks`; `why`, if it is not plain, these are needed."""
+        """Raise GroupError if a cell runs on some of `ranks`; `why` says why they are needed, unless clear."""
         active = self.active_on(ranks, before)
         if active:
             texts = [cell.busy_text(sorted(set(cell.ranks).intersection(ranks))) for cell in active]
             raise GroupError("\n".join([*texts, *filter(None, [why])]))
 
     def ensure_idle(self) -> None:
-        """Raise GroupError if a cell that the user gave up still runs: the next one would wait for it unseen."""
+        """Raise GroupError if an abandoned cell still runs: the next cell would silently wait for it."""
         stuck = self.settle()
         if stuck:
             places = places_text(self._ranks.places(stuck))
-            what = still_text(stuck, self._ranks.busy)
-            raise GroupError(f"{what}:\n{places}\n{way_out(stuck)}")
+            problem = still_text(stuck, self._ranks.busy)
+            raise GroupError(f"{problem}:\n{places}\n{way_out(stuck)}")
 
     def settle(self) -> list[int]:
-        """Stop the ranks that are `stuck` once more, and wait while they make progress; returns those that do not."""
+        """Interrupt the `stuck` ranks again, wait while they make progress, and return those that stay stuck."""
         if self.stuck:
             if unfinished(self._abandoned):
                 self._manager.release(unfinished(self._abandoned) if self._active else None)
@@ -133,28 +133,28 @@ class Cells:
             ending = Ending(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
             while True:
                 concurrent.futures.wait([under_way[rank] for rank in self.stuck], timeout=LOOK_SECONDS)
-                if not ending.moving(self.stuck):
+                if not ending.find_moving(self.stuck):
                     break
         return self.stuck
 
-    def _release_for(self, cell: Cell) -> None:
-        """What waits in a collective for `cell` fails; not what other cells do."""
-        alone = all(one is cell or one.state != "running" for one in list(self._active))
+    def _abort_collectives_of(self, cell: Cell) -> None:
+        """Abort the collectives that wait in `cell`, without touching those of other cells."""
+        alone = all(other is cell or other.state != "running" for other in list(self._active))
         self._manager.release(None if alone else cell.ranks)
 
-    # -- run
+    # -- running cells
 
     def number(self) -> int:
-        """That of the cell that is given now: the notebook's, or in a script the next."""
+        """Return the number of the cell that is submitted now: the notebook's, or the next one in a script."""
         self._count += 1
         return cell_number() or self._count
 
     def admit(self, cell: Cell, limits: Limits, until_it_ends: contextlib.ExitStack) -> RunningCell:
-        """From now on its ranks are busy with `cell`, and `until_it_ends` the stop button stops it.
+        """Mark the ranks of `cell` as busy, and let the stop button stop it until `until_it_ends` closes.
 
-        A KeyboardInterrupt between this and `run` would leave a cell that never ends.
+        Without the stop button, a KeyboardInterrupt between this call and `run` would leave a cell that never ends.
         """
-        running = RunningCell(self._ranks, lambda: self._release_for(cell), cell, limits)
+        running = RunningCell(self._ranks, lambda: self._abort_collectives_of(cell), cell, limits)
         cell.press_stop = running.press_stop
         cell.recording.most = self.history.keep_output_bytes
         until_it_ends.enter_context(stopping.calling(running.press_stop))
@@ -163,25 +163,26 @@ class Cells:
         return running
 
     def run(self, running: RunningCell, unmatched: bool, asked: Asked) -> None:
-        """Run a cell that was admitted to its end. `unmatched`: it may begin collectives on some ranks only.
+        """Run an admitted cell to its end. `unmatched`: it may begin collectives on some ranks only.
 
-        `asked` is what the ranks are told of it besides. Raises CellError, CellTimeout, CellInterrupted, or GroupError
-        if the controller ends.
+        `asked` is passed on to the ranks. Raises CellError, CellTimeout or CellInterrupted, and GroupError if the
+        controller ends.
         """
-        self._go(running, unmatched, asked)
-        error, running.cell.error = running.cell.error, None  # it will have the frames of all who called this
+        self._run_to_end(running, unmatched, asked)
+        error, running.cell.error = running.cell.error, None  # its traceback will keep the frames of all callers alive
         if error is not None:
             raise error
         for _, reply in sorted(running.replies.items()):
             if area.show_pages(reply.result().payload):
-                break  # the first rank's
+                break  # only the first rank's pages are shown
 
     def start(self, running: RunningCell, unmatched: bool, asked: Asked, ready: Callable[[], object] | None) -> None:
-        """Run a cell that was admitted in the background: now, or when those before it have ended well.
+        """Run an admitted cell in the background, once the earlier cells that it waits for have succeeded.
 
-        `ready` makes ranks that are free fit for it then, and raises GroupError if they cannot be; None: they are.
+        `ready` then prepares its free ranks, and raises GroupError if that fails; None: they are ready, send it now.
         """
-        before = self._before(running.cell)  # now: one that fails before the thread begins is waited for, too
+        # determined before the thread begins, so that a cell that fails until then also counts
+        before = self._cells_before(running.cell)
         sent: Future[None] = Future()
         args = running, unmatched, asked, ready, before, sent
         thread = threading.Thread(target=self._in_background, args=args, name=f"ddip {running.cell.text}", daemon=True)
@@ -193,7 +194,7 @@ class Cells:
         except BaseException as error:
             sent.cancel()
             running.cell.end(error)
-            self._end(running, unmatched, over=True)
+            self._finish_cell(running, unmatched, over=True)
             raise
         sent.set_result(None)
 
@@ -210,46 +211,51 @@ class Cells:
         if sent.cancelled():
             return
         with notices_in(running.output.page):
-            if ready is None or self._begins(running, ready, asked, before):
-                self._go(running, unmatched, None)
+            if ready is None or self._wait_and_send(running, ready, asked, before):
+                self._run_to_end(running, unmatched, None)
 
-    def _begins(self, running: RunningCell, ready: Callable[[], object], asked: Asked, before: list[Cell]) -> bool:
-        """Wait for the cells `before` this one, and send it; returns False if it has ended without that."""
+    def _wait_and_send(
+        self, running: RunningCell, ready: Callable[[], object], asked: Asked, before: list[Cell]
+    ) -> bool:
+        """Wait for the cells `before` this one, then send it; return False if it ended without being sent."""
         try:
             self._wait_for_turn(running, before)
             with self._turn:
-                if self._ended:  # while it waited for this; the group that `ready` knows may be another
+                if self._ended:  # while waiting for the lock; `ready` may know a newer group
                     raise GroupError(self._ended)
                 ready()
                 running.cell.begin()
                 running.send(asked)
-        except BaseException as error:  # on a thread of its own: it is the cell's
+        except BaseException as error:  # this thread belongs to the cell, so the error becomes the cell's
             running.cell.end(error)
             running.cell.outcome = "not_run"
-            self._end(running, False, over=True)
+            self._finish_cell(running, False, over=True)
             return False
         return True
 
-    def _before(self, cell: Cell) -> list[Cell]:
-        """What `cell` has to wait for: until its ranks are free, and all ranks if the group must be formed again."""
+    def _cells_before(self, cell: Cell) -> list[Cell]:
+        """Return the cells that `cell` must wait for: those on its ranks or, before a rebuild, on any."""
         all_ranks = range(len(self._ranks.members))
         return self.active_on(cell.ranks if self._manager.healthy else all_ranks, cell)
 
     def _wait_for_turn(self, running: RunningCell, before: list[Cell]) -> None:
-        """Wait for the cells `before` this one, and for what must be waited for then. Raises GroupError."""
+        """Wait for the cells `before` this one, and for any that it must wait for after that.
+
+        Raises GroupError if one of them fails, or if this cell is stopped or the group ends meanwhile.
+        """
         cell = running.cell
         while before:
             if not running.wait_for(before):
-                what = "and the group was ended" if self._ended else "and was stopped"
-                raise GroupError(f"{cell.text} waited for {ranks_text(cell.ranks)}, {what}; it did not run")
-            failed = next((one for one in before if one.outcome not in (None, "ok")), None)
+                problem = "and the group was ended" if self._ended else "and was stopped"
+                raise GroupError(f"{cell.text} waited for {ranks_text(cell.ranks)}, {problem}; it did not run")
+            failed = next((other for other in before if other.outcome not in (None, "ok")), None)
             if failed is not None:
-                what = f"{failed.text}, for which {cell.text} waited, {failed.outcome_text}"
-                raise GroupError(f"{what}; {cell.text} did not run")
-            before = self._before(cell)
+                problem = f"{failed.text}, for which {cell.text} waited, {failed.outcome_text}"
+                raise GroupError(f"{problem}; {cell.text} did not run")
+            before = self._cells_before(cell)
 
-    def _go(self, running: RunningCell, unmatched: bool, asked: Asked | None) -> None:
-        """Follow a cell to its end; never raises. `asked`: it has still to be sent."""
+    def _run_to_end(self, running: RunningCell, unmatched: bool, asked: Asked | None) -> None:
+        """Follow a cell to its end, without ever raising. `asked`: send the cell with these options first."""
         cell = running.cell
         raised: BaseException | None = None
         try:
@@ -261,22 +267,25 @@ class Cells:
             raised = error
         try:
             running.finish(over=raised is not None)
-        except Exception as error:  # the page may be gone; the cell ends all the same
+        except Exception as error:  # the page may be closed; the cell must still end
             log.warning("the end of %s could not be shown: %s: %s", cell.text, type(error).__name__, error)
         if not self._ended:
-            self._do_after(running)
+            self._run_after(running)
         cell.end(raised or running.error(), stuck=raised is None and bool(running.unfinished))
-        self._end(running, unmatched, over=raised is not None)
+        self._finish_cell(running, unmatched, over=raised is not None)
 
-    def _do_after(self, running: RunningCell) -> None:
+    def _run_after(self, running: RunningCell) -> None:
         try:
             with self._turn:
                 running.after(running.unfinished)
-        except BaseException as error:  # also a stop: the cell has ended, and its end goes on
+        except BaseException as error:  # even a KeyboardInterrupt: the cell has ended, and the remaining steps must run
             notify(f"{running.cell.text}: {error}")
 
-    def _end(self, running: RunningCell, unmatched: bool, over: bool) -> None:
-        """The cell has ended: what comes of that for the group; `over`: nothing."""
+    def _finish_cell(self, running: RunningCell, unmatched: bool, over: bool) -> None:
+        """Update the group after the end of a cell, and set the cell's `done`.
+
+        `over`: the cell did not run to its end, so there is nothing to learn from it.
+        """
         cell = running.cell
         try:
             output = running.output
@@ -288,53 +297,53 @@ class Cells:
                 self._active.pop(cell, None)
                 if running.replies:
                     self._listen_on(running)
-                self._take_stock(running, unmatched, over)
+                self._record_end(running, unmatched, over)
             self.history.trim()
-        except BaseException as error:  # who waits for the cell raises it
+        except BaseException as error:  # `Cell.wait` raises it
             cell.error = cell.error or error
         finally:
             self._active.pop(cell, None)
             cell.done.set_result(None)
 
-    def _take_stock(self, running: RunningCell, unmatched: bool, over: bool) -> None:
-        """Note how the cell has left the group, then tell the user: what is printed may fail."""
-        failed = running.ending != "good"  # also where the cell has caught the interrupt of a stop
-        left = {rank: future for rank, future in running.replies.items() if not future.done()}
-        self._abandoned = {rank: f for rank, f in self._abandoned.items() if not f.done()} | left
-        if left:
+    def _record_end(self, running: RunningCell, unmatched: bool, over: bool) -> None:
+        """Record how the cell left the group, then report it to the user, in this order as printing may fail."""
+        failed = running.ending != "good"  # true even if the cell caught the interrupt of a stop
+        unfinished_replies = {rank: future for rank, future in running.replies.items() if not future.done()}
+        self._abandoned = {rank: f for rank, f in self._abandoned.items() if not f.done()} | unfinished_replies
+        if unfinished_replies:
             self._manager.healthy = False
         self._ranks.note_lost_gpus(running.reports)
         trained = False
         if not over and running.replies:
-            told = {rank: running.reports.get(rank) for rank in running.replies}
-            trained = self._manager.iterations.note_end(told, failed)
+            reports = {rank: running.reports.get(rank) for rank in running.replies}
+            trained = self._manager.iterations.note_end(reports, failed)
         if over or failed:
             self._differences.note_fault(running.name, trained)
-        if not over and not left:
-            self._unjudged.append((running.reports, failed, unmatched))
-        judged = self._judge()
+        if not over and not unfinished_replies:
+            self._pending_reports.append((running.reports, failed, unmatched))
+        checked = self._update_health()
         tell_aborted(running.reports)
         if not over:
             tell_unchecked(running.ending, running.reports)
             tell_settings(running.ending, running.reports)
-        if self._manager.healthy:  # else the ranks get their numbers anew
-            tell_replaced(judged)
+        if self._manager.healthy:  # otherwise the rebuild sets `rank` and `world_size` again
+            tell_replaced(checked)
 
-    def _judge(self) -> dict[int, CellReport | None]:
-        """Find out how the group is, if no cell runs; return the reports that were looked at."""
-        if any(one.state == "running" for one in self._active):
+    def _update_health(self) -> dict[int, CellReport | None]:
+        """Check the group's health if no cell is running; return the reports that were checked."""
+        if any(cell.state == "running" for cell in self._active):
             return {}
-        unjudged, self._unjudged = self._unjudged, []
-        if not unjudged or self._abandoned:
+        pending, self._pending_reports = self._pending_reports, []
+        if not pending or self._abandoned:
             return {}
-        reports = {rank: report for one, _, _ in unjudged for rank, report in one.items()}
+        reports = {rank: report for by_rank, _, _ in pending for rank, report in by_rank.items()}
         self._manager.update_health(
-            reports, any(failed for _, failed, _ in unjudged), any(meant for _, _, meant in unjudged)
+            reports, any(failed for _, failed, _ in pending), any(unmatched for _, _, unmatched in pending)
         )
         return reports
 
     def _listen_on(self, running: RunningCell) -> None:
-        """What comes late is shown for the last cells only."""
+        """Keep listening for late output of this cell, and stop listening for that of the oldest one."""
         self._listening.append((running.cell, [request.msg_id for request in running.replies.values()]))
         if len(self._listening) > LATE_CELLS:
             cell, requests = self._listening.popleft()
@@ -343,7 +352,7 @@ class Cells:
             cell.output = None
 
     def end_all(self, why: str) -> None:
-        """The group ends: those that run end with it, and tell the user so."""
+        """End all cells because the group ends; they tell the user `why`."""
         self._ended = why
         active = list(self._active.items())
         for _, running in active:

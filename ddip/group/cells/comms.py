@@ -1,4 +1,4 @@
-"""Widgets of ranks: their messages -> the page, and what a person does there -> the rank."""
+"""Relay the messages of ranks' widgets to the page, and user input on the page back to the rank."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from ddip.output.area import CellOutputArea
 from ddip.output.widgets import WidgetBars, WidgetCell, merge, parts, state_in
 
 KEPT = 200
-"""Messages of the page whose late output is still shown."""
-UNTOLD = 5_000
-"""Widgets that the page has not been told of, all ranks together: those of bars that nobody looks at are among them."""
+"""Number of messages from the page whose late output is still shown."""
+MOST_UNANNOUNCED = 5_000
+"""Most widgets to remember that the page does not know, all ranks together; progress bars on hidden ranks are among
+them."""
 
 
 @dataclass
 class _Widget:
-    """One of a rank; or the like, which a library has."""
+    """A widget of a rank, or another object with a comm that a library has opened."""
 
     rank: int
     cell: WidgetCell
-    """In which it was shown last, or made: what its callbacks show belongs to that."""
+    """The cell that showed it last, or created it; output of its callbacks belongs to this cell."""
     parts: set[str]
-    untold: Message | None
-    """What opens it, as it is now, while the page does not know it: it was made on a rank that was not shown."""
+    opening: Message | None
+    """The message that opens it in its current state, while the page does not know it, as its rank was not shown;
+    None once the page does."""
 
 
 class Comms:
-    """Passes on messages of widgets, both ways.
+    """Relays messages of widgets in both directions.
 
-    To the page the notebook's kernel has the comms; the widgets themselves live on the ranks.
+    To the page, the notebook's kernel owns the comms; the widgets themselves live on the ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._sent: collections.deque[str] = collections.deque()
         self._widgets: dict[str, _Widget] = {}
-        self._untold: dict[str, None] = {}
-        """Names of the widgets that the page does not know, the oldest first."""
+        self._unannounced: dict[str, None] = {}
+        """Names of the widgets that the page does not know, the oldest first; a dict as an ordered set."""
         self.bars = WidgetBars()
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
-        """A message of a widget of `rank`, which came with the output of `cell`; `shown`: is the rank shown there?"""
+        """Relay a widget message of `rank` from the output of `cell`; `shown`: the cell shows this rank."""
         if not cell.page.rich:
             return
         name, kind = message["content"]["comm_id"], message["header"]["msg_type"]
@@ -55,7 +57,7 @@ class Comms:
         if kind == "comm_open":
             self.bars.open(name, state)
             self._widgets[name] = _Widget(rank, cell, parts(state), message)
-            self._keep(name)
+            self._note_unannounced(name)
             if shown:
                 self.tell(name, cell.page)
             return
@@ -64,66 +66,66 @@ class Comms:
             return
         if kind == "comm_close":
             self.bars.close(name)
-            self._forget(name)
+            self._drop_widget(name)
         else:
             self.bars.change(name, state)
             new = parts(state) - widget.parts
             widget.parts |= new
-            if widget.untold is not None:
-                merge(widget.untold, message)
+            if widget.opening is not None:
+                merge(widget.opening, message)
                 return
             for part in new:
                 self.show(part, widget.cell)
-        if widget.untold is None:
+        if widget.opening is None:
             cell.page.send(message)
 
     def show(self, name: str, cell: WidgetCell) -> None:
-        """`cell` shows the widget, and all that is in it."""
+        """Announce a widget to the page, and attribute it and all its parts to `cell`, which shows it."""
         self.tell(name, cell.page)
-        seen, todo = set(), [name]
-        while todo:
-            widget = self._widgets.get(todo.pop())
-            if widget is not None and id(widget) not in seen:
-                seen.add(id(widget))
+        visited, names = set(), [name]
+        while names:
+            widget = self._widgets.get(names.pop())
+            if widget is not None and id(widget) not in visited:
+                visited.add(id(widget))
                 widget.cell = cell
-                todo += widget.parts
+                names += widget.parts
 
     def cell_of(self, name: str) -> WidgetCell | None:
-        """Where the widget is shown, or was made; None: there is none."""
+        """Return the cell that shows the widget or created it; None if there is no such widget."""
         widget = self._widgets.get(name)
         return None if widget is None else widget.cell
 
     def tell(self, name: str, page: CellOutputArea) -> None:
-        """Tell the page of the widget, if it does not know it, and first of what is in it."""
+        """Announce a widget to the page, after its parts, unless the page knows it."""
         widget = self._widgets.get(name)
-        if widget is None or widget.untold is None:
+        if widget is None or widget.opening is None:
             return
-        message, widget.untold = widget.untold, None
-        self._untold.pop(name, None)
+        message, widget.opening = widget.opening, None
+        self._unannounced.pop(name, None)
         for part in widget.parts:
             self.tell(part, page)
-        self._open(widget, message["content"])
+        self._open_comm(widget, message["content"])
         page.send(message)
 
-    def _keep(self, name: str) -> None:
-        self._untold[name] = None
-        if len(self._untold) > UNTOLD:
-            self._forget(next(iter(self._untold)))
+    def _note_unannounced(self, name: str) -> None:
+        self._unannounced[name] = None
+        if len(self._unannounced) > MOST_UNANNOUNCED:
+            self._drop_widget(next(iter(self._unannounced)))
 
-    def _forget(self, name: str) -> None:
+    def _drop_widget(self, name: str) -> None:
         self._widgets.pop(name, None)
-        self._untold.pop(name, None)
+        self._unannounced.pop(name, None)
         proxy = comm.get_comm_manager().comms.pop(name, None)
         if proxy is not None:
-            proxy._closed = True  # else it would close the rank's again
+            proxy._closed = True  # otherwise its finalizer would also close the rank's comm
 
-    def _open(self, widget: _Widget, content: dict[str, Any]) -> None:
+    def _open_comm(self, widget: _Widget, content: dict[str, Any]) -> None:
         cluster, engine = self._ranks.cluster, self._ranks.members[widget.rank].engine
         proxy = comm.create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
 
         def to_rank(message: Message) -> None:
             late = widget.cell.late
-            with contextlib.suppress(KeyError, OSError):  # its rank has ended, or the whole group
+            with contextlib.suppress(KeyError, OSError):  # the rank, or the whole group, has ended
                 self._sent.append(cluster.send_comm(engine, message, lambda shown: late(widget.rank, shown)))
             if len(self._sent) > KEPT:
                 cluster.stop_listening(self._sent.popleft())

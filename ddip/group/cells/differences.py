@@ -1,11 +1,11 @@
-"""Find out what a fault has left different on the ranks, and say so before the next cell.
+"""Find the differences between ranks that a fault has left, and report them before the next cell.
 
-    across ranks   a value that was the same on all ranks after the last good cells, and is not now, was broken
-    at rest        a flag that was the same after each good cell, and has moved, was left in the middle of an operation
-    by design      what differed before: rank numbers, shards, losses of each rank's own data
+    across ranks   a value that was equal on all ranks after the last good cells, and now differs, was broken
+    at rest        a flag that was the same after each good cell, and has changed, was left in mid-operation
+    by design      values that already differed before: rank numbers, shards, losses of each rank's own data
 
-A path that no good cell has had is only evidence if it is a counter or a flag. Values of tensors count, and not how
-often they were written to, unless their values may differ, as those of shards.
+A path that no good cell had is evidence only if it is a counter or a flag. Tensors are compared by value, not by how
+often they were written, unless their values may differ by design, as those of shards do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import AtRest, Compared, Described
 
 Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
-"""Of a path that differs: no good cell has had it; it was there, without its values; it was equal after the last good
-cell only, such as a seed that was set there, or a loss by chance; its values differed already."""
+"""Kind of a path that differs but is not broken: no good cell had it; a good cell had it, without recorded values; it
+was equal after the last good cell only, such as a seed set there or a loss by chance; its values differed before."""
 Row: TypeAlias = tuple[int, int]
 Rows: TypeAlias = dict[int, Row]
 """Hashes of value and version (0: none) by the hash of their path."""
 MOST_PATHS = 10_000
-"""Paths that differ and are looked at; the rest is counted."""
+"""Most differing paths to describe; the rest is only counted."""
 MOST_LINES, MOST_VALUES = 8, 8
 ABSENT = (0, 0)
 CUT = (
@@ -40,7 +40,7 @@ CUT = (
 )
 NO_HISTORY = "no state had been recorded before: only counters, optimizers and generators were compared"
 CHECKED_ROLES = ("module", "optimizer", "scheduler", "scaler", "sampler", "subset")
-"""Objects whose differences a check names even if they are by design."""
+"""Roles of objects whose differences ``%dipcheck`` reports even if they are by design."""
 SYNC = "%dipsync {name} copies rank 0's"
 TODO = {
     "module": "%dipsync {name}; statistics of BatchNorm: SyncBatchNorm, or rank 0's",
@@ -48,43 +48,43 @@ TODO = {
     "sampler": "the same seed and epoch on all ranks",
     "generator": "torch.manual_seed(...) on all ranks, or leave it, if it is meant",
 }
-"""What to do about an object of this role that differs; else `SYNC`."""
+"""Advice for a differing object of each role; `SYNC` for all others."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One path whose value differs between ranks, or that is not at rest."""
+    """One path whose value differs between ranks, or that was left in mid-operation."""
 
     path: str
     owner: str
-    """The object to name for it."""
+    """The object to name in messages."""
     part: str
     values: Mapping[int, str]
-    """In words, by rank; a rank without the path is missing."""
+    """The value in words, by rank; ranks without the path are missing."""
     counts: bool
-    """Whether such values seldom differ by design."""
+    """True if such values seldom differ by design."""
     role: str = ""
-    """What its object is in a training."""
+    """The role of its object in training."""
     sharded: bool = False
-    """Whether each rank has another part of its parameters."""
+    """True if each rank holds a different part of the object's parameters."""
     before: str = ""
-    """At rest: the value after good cells."""
+    """The value after good cells, if the path was left in mid-operation."""
 
 
 @dataclass
 class Findings:
-    """Hold the result of one comparison."""
+    """The result of one comparison."""
 
     differences: list[Difference] = field(default_factory=list)
     at_rest: list[Difference] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """Of the paths of `differences`."""
+    """Hashes of the paths of `differences`."""
     more: int = 0
-    """Paths that differ besides, and are not described."""
+    """Number of further differing paths, which are not described."""
     is_cut: bool = False
-    """Whether a rank has more objects than are compared."""
+    """True if a rank has more objects than are compared."""
     first_cell: bool = False
-    """Whether no good cell was known: counters and generators only were compared."""
+    """True if no good cell was recorded, so that only counters, optimizers and generators were compared."""
 
 
 def variable_of(path: str) -> str:
@@ -102,23 +102,23 @@ class Differences:
     def __init__(self, ranks: Ranks, manager: ProcessGroupManager) -> None:
         self._ranks, self._manager = ranks, manager
         self._failed: list[str] = []
-        """Names of the cells that have failed since the ranks were compared."""
+        """Names of the cells that have failed since the last comparison."""
         self._reported: set[int] = set()
-        """Hashes of paths that the user was told of, until they are equal again."""
-        self._told_of_cut = self._has_trained = False
+        """Hashes of paths that were reported to the user, until they are equal again."""
+        self._cut_reported = self._has_trained = False
 
     def note_fault(self, cell: str, trained: bool = False) -> None:
-        """A cell has failed, was stopped, timed out, or lost a rank: the ranks are compared before the next."""
+        """Record that `cell` failed, was stopped, timed out or lost a rank; the next cell compares the ranks."""
         self._failed.append(cell)
         self._has_trained |= trained
 
     @property
     def pending(self) -> bool:
-        """True if a fault has happened since the ranks were compared."""
+        """True if a fault has happened since the last comparison."""
         return bool(self._failed)
 
     def report_fault(self) -> None:
-        """Compare the ranks after a fault, and print what differs, if anything."""
+        """Compare the ranks after a fault, and print any differences."""
         failed, self._failed = self._failed, []
         try:
             found = self._compare(failed)
@@ -135,47 +135,47 @@ class Differences:
         self._has_trained = False
         if text:
             notify(text)
-        if found.is_cut and not self._told_of_cut:
-            self._told_of_cut = True
+        if found.is_cut and not self._cut_reported:
+            self._cut_reported = True
             notify(CUT)
 
-    def _ask(self, call: RemoteCall[R]) -> list[R]:
+    def _ask_all(self, call: RemoteCall[R]) -> list[R]:
         """Make `call` on all ranks."""
         calls = dict.fromkeys(range(len(self._ranks.members)), call)
         return self._ranks.ask_soon(calls, release=self._manager.release)
 
     def _snapshots(self, failed: Sequence[str]) -> list[str]:
-        """Return the cells after which every rank that is not new has recorded its state, the latest first."""
-        recorded = [self._ask(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
+        """Return the cells after which all but new ranks have recorded their state, the latest first."""
+        recorded = [self._ask_all(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
         first, *others = [cells for cells in recorded if cells] or [[]]
         return [cell for cell in first if all(cell in cells for cells in others)]
 
     def _compare(self, failed: Sequence[str]) -> Findings:
-        """Compare the ranks, after the cells `failed` (their names), or as they are."""
+        """Compare the ranks: after the cells named in `failed`, or as they are now if it is empty."""
         after_fault = bool(failed)
         cells = self._snapshots(failed)
-        reports = self._ask(on_rank.compare(cells, after_fault))
+        reports = self._ask_all(on_rank.compare(cells, after_fault))
         broken, others, first = broken_paths(reports)
         self._reported.intersection_update([*broken, *others])
         broken += [path for path in self._reported if others.pop(path, None) is not None]
         found = Findings(first_cell=first, is_cut=any(report["is_cut"] for report in reports))
         if broken or others:
-            described = self._ask(on_rank.describe([*broken, *others][:MOST_PATHS]))
-            found.differences, found.hashes = _differences(described, broken, others, after_fault)
+            described = self._ask_all(on_rank.describe([*broken, *others][:MOST_PATHS]))
+            found.differences, found.hashes = _describe_differences(described, broken, others, after_fault)
             found.hashes += broken[MOST_PATHS:]
             found.more = max(0, len(broken) - MOST_PATHS)
-        differing = {one.path for one in found.differences}
-        found.at_rest = [one for one in _at_rest(reports) if one.path.partition("#")[0] not in differing]
+        differing = {difference.path for difference in found.differences}
+        found.at_rest = [item for item in _find_not_at_rest(reports) if item.path.partition("#")[0] not in differing]
         return found
 
     def rank_marks(self) -> list[int]:
-        """Return the hashes of the attributes that are the number of their rank on every rank."""
+        """Return the hashes of the attributes whose value is the rank's own number on every rank."""
         calls = {rank: on_rank.rank_marks(rank) for rank in range(len(self._ranks.members))}
         return sorted(set.intersection(*(set(marks) for marks in self._ranks.ask_soon(calls))))
 
     def refuse_stale(self, marks: list[int], size: int) -> None:
-        """Make objects with the rank and size of a former group of `size` refuse to work, and print their names."""
-        answers = self._ask(on_rank.refuse_stale(marks, size))
+        """Make objects created for a former group of `size` ranks refuse to work, and print their names."""
+        answers = self._ask_all(on_rank.refuse_stale(marks, size))
         paths = list(dict.fromkeys(path for answer in answers for path in answer))
         if paths:
             more = f" and {len(paths) - MOST_LINES} more" if len(paths) > MOST_LINES else ""
@@ -185,16 +185,16 @@ class Differences:
             )
 
     def check(self, names: Sequence[str]) -> CheckTable:
-        """Compare the ranks now, and look for common mistakes; only in the variables `names`, if there are any."""
+        """Compare the ranks now and look for common mistakes, only in the variables `names` if any are given."""
         found = self._compare([])
         size = len(self._ranks.members)
         rows = []
-        for group in _grouped([*found.differences, *found.at_rest]):
+        for group in _group_by_object([*found.differences, *found.at_rest]):
             name = variable_of(group[0].owner)
             if not names or name in names:
                 todo = TODO.get(group[0].role, SYNC).format(name=name)
-                rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _line(group, size), todo))
-        answers = self._ask(on_rank.advise(list(names), size))
+                rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _object_line(group, size), todo))
+        answers = self._ask_all(on_rank.advise(list(names), size))
         by_advice: dict[tuple[str, str, str], list[int]] = {}
         for rank, answer in enumerate(answers):
             for one in answer["advice"]:
@@ -208,9 +208,9 @@ class Differences:
         return CheckTable(rows, max(answer["objects"] for answer in answers), size)
 
     def sync(self, names: Sequence[str], source: int) -> tuple[list[str], dict[str, str]]:
-        """Copy what differs from rank `source` to the others: in `names`, or all that is known to differ.
+        """Copy differing values from rank `source` to the others: in `names`, or all that are known to differ.
 
-        Returns the paths that were copied, and those that could not be, with the reason. Raises BadInput for sharded
+        Returns the copied paths, and the reason for each path that could not be copied. Raises BadInput for sharded
         objects in `names`.
         """
         everyone = range(len(self._ranks.members))
@@ -229,71 +229,72 @@ class Differences:
         if not names:
             self._reported = paths if refused else set()
             if refused:
-                self._compare([])  # forgets what is equal now; what could not be copied is named again
+                self._compare([])  # forgets paths that are equal now; those that could not be copied are reported again
         return copied, refused
 
 
 def rows_of(packed: bytes) -> Rows:
-    """Return the rows of ``inspection.compare``, which are three numbers each."""
+    """Unpack the rows of ``inspection.compare``: three 64-bit numbers each, for path, value and version."""
     numbers = array("Q", packed)
     return {numbers[n]: (numbers[n + 1], numbers[n + 2]) for n in range(0, len(numbers), 3)}
 
 
 def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind], bool]:
-    """Return the hashes of the paths that a fault has broken, and of others that differ: new ones, or by design.
+    """Classify the differing paths by what was known of them after good cells.
 
-    The third value is whether no rank knows how it was after a good cell.
+    Returns the hashes of the paths that a fault has broken, the kind of each other differing path by its hash, and
+    whether no good state is known to compare with.
     """
     now = [rows_of(report["now"]) for report in reports]
     known = [report for report in reports if report["has_history"]]
-    good = [rows_of(report["good"]) for report in known] if len(known) > 1 else []  # one rank alone is equal to nobody
+    good = [rows_of(report["good"]) for report in known] if len(known) > 1 else []  # one rank has no other to equal
     former = [rows_of(report["former"]) for report in known if report["former"]]
     former = former if len(former) == len(known) else []
     broken: list[int] = []
     others: dict[int, Kind] = {}
     for path in dict.fromkeys(path for rows in now for path in rows):
         values = [rows.get(path, ABSENT) for rows in now]
-        if not _differ(values):
+        if not _rows_differ(values):
             continue
-        there = [row for row, report in zip(values, reports, strict=True) if report["has_history"] or row != ABSENT]
-        if not _differ(there):
-            continue  # only ranks that are new have it not
+        present = [row for row, report in zip(values, reports, strict=True) if report["has_history"] or row != ABSENT]
+        if not _rows_differ(present):
+            continue  # the path is missing on new ranks only
         before = [rows.get(path, ABSENT) for rows in good]
         if not any(row != ABSENT for row in before):
             others[path] = "new"
         elif not _was_broken(values, before):
             others[path] = "design" if any(value for value, _ in before) else "unknown"
-        elif not _differ(before) and _differ([rows[path] for rows in former if path in rows]):
+        elif not _rows_differ(before) and _rows_differ([rows[path] for rows in former if path in rows]):
             others[path] = "settled"
         else:
             broken.append(path)
     return broken, others, not good
 
 
-def _differ(rows: Sequence[Row]) -> bool:
-    """Return whether values differ; where there are none, whether versions do."""
+def _rows_differ(rows: Sequence[Row]) -> bool:
+    """Return whether values differ, or versions if values are missing."""
     if any(value for value, _ in rows):
         return len({value for value, _ in rows}) > 1
     return len({version for _, version in rows}) > 1
 
 
 def _was_broken(now: Sequence[Row], before: Sequence[Row]) -> bool:
-    """Return whether values that differ now were equal after the last good cell, or written to equally often then.
+    """Return whether differing values were equal after the last good cell, by value or by write count.
 
-    The last walk before a fault may have had no time for the values of tensors; then only the second is known.
+    The last snapshot before a fault may have had no time for tensor values; then only write counts are known.
     """
     versions = {version for _, version in before}
-    if (all(value for value, _ in before) or not any(versions)) and not _differ(before):
+    if (all(value for value, _ in before) or not any(versions)) and not _rows_differ(before):
         return True
     return all(versions) and len(versions) == 1 < len({version for _, version in now})
 
 
-def _differences(
+def _describe_differences(
     described: Sequence[Mapping[int, Described]], broken: Sequence[int], others: Mapping[int, Kind], after_fault: bool
 ) -> tuple[list[Difference], list[int]]:
-    """Return the differences at these paths that are evidence, and the hashes of their paths.
+    """Return the differences at these paths that are worth reporting, and the hashes of their paths.
 
-    After a fault, what differs by design is none; a check names it where it belongs to a model or its training.
+    After a fault, differences by design are left out; a check keeps them if they belong to a model or its training.
     """
     found, hashes = [], []
     for number in [*broken, *others]:
@@ -301,14 +302,16 @@ def _differences(
         if not found_on:
             continue
         first = next(iter(found_on.values()))
-        values = {rank: "other values" if one["value"] is None else one["value"] for rank, one in found_on.items()}
-        counts = all(one["counts"] for one in found_on.values())
+        values = {
+            rank: "other values" if facts["value"] is None else facts["value"] for rank, facts in found_on.items()
+        }
+        counts = all(facts["counts"] for facts in found_on.values())
         is_rank = list(values.values()) == [str(rank) for rank in range(len(described))] and len(described) > 1
         if number in others:
             is_shared = len(found_on) == len(described) and not is_rank
             of_training = not after_fault and first["role"] in CHECKED_ROLES and first["part"] != "gradients"
             is_new = others[number] == "new" and not first["owner"].startswith("<")
-            is_evidence = is_new and all(one["is_new_evidence"] for one in found_on.values())
+            is_evidence = is_new and all(facts["is_new_evidence"] for facts in found_on.values())
             is_trained = others[number] in ("unknown", "settled") and first["is_trained"]
             is_evidence = is_evidence or (others[number] == "settled" and counts)
             if not is_shared or not (is_evidence or is_trained or of_training):
@@ -319,48 +322,48 @@ def _differences(
     return found, hashes
 
 
-def _at_rest(reports: Sequence[Compared]) -> list[Difference]:
-    """Return what is not at rest on some ranks, once per path."""
+def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
+    """Return the paths that some ranks left in mid-operation, one difference per path."""
     by_path: dict[str, dict[int, AtRest]] = {}
     for rank, report in enumerate(reports):
-        for one in report["at_rest"]:
-            by_path.setdefault(one["path"], {})[rank] = one
+        for item in report["at_rest"]:
+            by_path.setdefault(item["path"], {})[rank] = item
     found = []
     for path, found_on in by_path.items():
         first = next(iter(found_on.values()))
-        values = {rank: one["now"] for rank, one in found_on.items()}
+        values = {rank: item["now"] for rank, item in found_on.items()}
         found.append(Difference(path, first["owner"], first["part"], values, True, before=first["before"]))
     return found
 
 
-# -- in words
+# -- messages
 
 
 def fault_text(found: Findings, size: int) -> str:
-    """Return the lines for the user; empty if nothing was found."""
+    """Return the report for the user; empty if nothing was found."""
     lines = []
     if found.differences:
         lines.append("the ranks differ after the fault:")
-        lines += _lines(found.differences, size)
+        lines += _object_lines(found.differences, size)
         if found.more:
             lines.append(f"  and {found.more} more values")
         if found.first_cell:
             lines.append(NO_HISTORY)
-        sharded = sorted({variable_of(one.owner) for one in found.differences if one.sharded})
-        if not all(one.sharded for one in found.differences):
+        sharded = sorted({variable_of(difference.owner) for difference in found.differences if difference.sharded})
+        if not all(difference.sharded for difference in found.differences):
             lines.append("%dipsync copies rank 0's values to the others (--from RANK: another rank's)")
         if sharded:
             lines.append(f"{', '.join(sharded)}: each rank has its own part; load a checkpoint, or use ddip.dist_state")
     if found.at_rest:
         lines.append("these were left in the middle of an operation:")
-        lines += _lines(found.at_rest, size)
+        lines += _object_lines(found.at_rest, size)
     return "\n".join(lines)
 
 
-def _lines(differences: Sequence[Difference], size: int) -> list[str]:
-    """Return a line per object, the clearest first."""
-    ordered = _grouped(differences)
-    lines = [f"  {_line(group, size)}" for group in ordered[:MOST_LINES]]
+def _object_lines(differences: Sequence[Difference], size: int) -> list[str]:
+    """Return one line per object, those with the clearest evidence first."""
+    ordered = _group_by_object(differences)
+    lines = [f"  {_object_line(group, size)}" for group in ordered[:MOST_LINES]]
     rest = ordered[MOST_LINES:]
     if rest:
         names = sorted({variable_of(group[0].owner) for group in rest})
@@ -368,12 +371,12 @@ def _lines(differences: Sequence[Difference], size: int) -> list[str]:
     return lines
 
 
-def _grouped(differences: Sequence[Difference]) -> list[list[Difference]]:
-    """Return the differences of each object together, the clearest first."""
+def _group_by_object(differences: Sequence[Difference]) -> list[list[Difference]]:
+    """Group the differences by object, those with the clearest evidence first."""
     groups: dict[tuple[str, str], list[Difference]] = {}
-    for one in differences:
-        groups.setdefault((one.owner, one.part), []).append(one)
-    return sorted(groups.values(), key=lambda group: not any(one.counts for one in group))
+    for difference in differences:
+        groups.setdefault((difference.owner, difference.part), []).append(difference)
+    return sorted(groups.values(), key=lambda group: not any(difference.counts for difference in group))
 
 
 GENERATORS = {
@@ -392,10 +395,10 @@ FACTS = {
 WHOLE_PARTS = ("parameters and buffers", "gradients", "training mode", "state")
 
 
-def _line(group: Sequence[Difference], size: int) -> str:
-    clearest = min(group, key=lambda one: (not one.counts, "#" in one.path, len(one.path)))
+def _object_line(group: Sequence[Difference], size: int) -> str:
+    clearest = min(group, key=lambda difference: (not difference.counts, "#" in difference.path, len(difference.path)))
     owner, part = clearest.owner, clearest.part
-    count = len({one.path.partition("#")[0] for one in group})
+    count = len({difference.path.partition("#")[0] for difference in group})
     if owner in GENERATORS:
         return f"{GENERATORS[owner]}: at different positions"
     if part in WHOLE_PARTS and not owner.startswith("<"):
@@ -405,19 +408,21 @@ def _line(group: Sequence[Difference], size: int) -> str:
     return f"{_value_text(clearest, size)}{more}"
 
 
-def _value_text(one: Difference, size: int) -> str:
-    """Return a path and its values.
+def _value_text(difference: Difference, size: int) -> str:
+    """Describe a path and its values by rank.
 
     >>> _value_text(Difference("sched.last_epoch", "sched", "attributes", {0: "3", 1: "2"}, True), 2)
     'sched.last_epoch is 3 on rank 0, 2 on rank 1'
     """
-    path, _, fact = one.path.partition("#")
+    path, _, fact = difference.path.partition("#")
     path += FACTS.get(fact, "")
     by_value: dict[str, list[int]] = {}
     for rank in range(size):
-        by_value.setdefault(one.values.get(rank, one.before if one.before else "missing"), []).append(rank)
+        by_value.setdefault(
+            difference.values.get(rank, difference.before if difference.before else "missing"), []
+        ).append(rank)
     if list(by_value) == ["other values"]:
         return f"{path} differs"
     parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in list(by_value.items())[:MOST_VALUES]]
-    at_rest = f" (at rest {one.before})" if one.before else ""
+    at_rest = f" (at rest {difference.before})" if difference.before else ""
     return f"{path} is {', '.join(parts)}{at_rest}"

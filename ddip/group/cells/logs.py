@@ -1,4 +1,4 @@
-"""``%%dip --log train``: where ranks write what they write, too."""
+"""Check the file name prefix of ``%%dip --log PREFIX``, under which ranks also write their output to files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ddip.errors import BadInput
 
 
 def checked(typed: str) -> Path:
-    """The path that the names of the ranks' files begin with; raises BadInput if none can be made there.
+    """Return the absolute path prefix of the ranks' log files, or raise BadInput if it cannot be used.
 
-    The folder is that of this host. On other hosts ranks make it, where it is not there.
+    Only this host's folder is checked. On other hosts, ranks create the folder if it is missing.
     """
     path = Path(typed).expanduser().absolute()
     if path.is_dir() or typed.endswith(os.sep):

@@ -1,12 +1,12 @@
-"""A cell under way on ranks: shows what they have to say until the last of them has finished.
+"""Follow a running cell: show its ranks' output until the last of them has finished.
 
-Every cell ends. When a rank has failed, the others get `Limits.failure_grace` seconds to end by themselves; then
-whatever waits in a collective is released (``process_group.py``). The stop button, and ``--timeout``, interrupt all
-ranks, release them, and do not wait for one that does not stop. ``cell_state.py`` decides that; here it is done.
+Every cell ends. When a rank has failed, the others get `Limits.failure_grace` seconds to finish; then waiting
+collectives are aborted (``process_group.py``). The stop button and ``--timeout`` interrupt all ranks, abort their
+collectives, and abandon a rank that does not stop. ``cell_state.py`` decides all this; this module carries it out.
 
-    ranks  --messages, two ends each-->  queue  <--stop button, the group's end
-                                           |
-                   RunningCell: event  -->  CellState.step  -->  actions: interrupt, release, tell, ask
+    ranks  --messages, reply and end of output-->  queue  <--stop button, end of the group
+                                                     |
+                    RunningCell: event  -->  CellState.step  -->  actions: interrupt, abort, report, ask
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ddip.protocol.reports import CellReport
 
 Places = Mapping[int, StackLocation | None]
 MEANING = {"rank": "the rank's number", "world_size": "the number of ranks"}
-"""What the variables of each rank that a cell may replace by mistake stand for."""
+"""Meaning of each built-in variable that a cell may overwrite by mistake."""
 THREAD = (
     "a thread still trains on {ranks}, so ddip has changed no model and no gradient after {cell}; if its own code "
     "trained as well, clear its gradients"
@@ -60,44 +60,44 @@ BACK = "import torch.distributed as dist; {name} = dist.get_{name}()"
 
 
 class Notices:
-    """Those of one cell; `stop` is what ends it."""
+    """The notices of one cell; `stop` is the command or button that stops it."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._shown: list[tuple[Notice, str]] = []
 
-    def run_on(self, ranks: Sequence[int], error: object, places: Places) -> None:
-        """`ranks` run on after the `error` of others, at these `places`."""
-        what = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
+    def report_running(self, ranks: Sequence[int], error: object, places: Places) -> None:
+        """Report that `ranks` keep running, at these `places`, after the `error` of others."""
+        headline = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
         hint = f"{self._stop} ends the cell and keeps all variables"
-        self._show(f"{what}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
+        self._show(f"{headline}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
 
-    def nobody_moves(self, seconds: float, places: Places, stopped: str) -> None:
-        """No rank has made progress for `seconds`; `stopped` says which processes a signal has stopped, if any."""
+    def report_stall(self, seconds: float, places: Places, stopped: str) -> None:
+        """Report that no rank has made progress for `seconds`; `stopped` names processes stopped by a signal."""
         lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, [stopped])]
         hint = f"{self._stop} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
         text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
         self._show(text, f"no rank made progress for {seconds:g} s or more")
 
-    def _show(self, text: str, afterwards: str) -> None:
-        self._shown.append((Notice(text), afterwards))
+    def _show(self, text: str, past_text: str) -> None:
+        self._shown.append((Notice(text), past_text))
 
-    def take_back(self) -> None:
-        """All ranks have ended: nothing of it is true any more."""
-        for notice, afterwards in self._shown:
-            notice.replace(afterwards)
+    def mark_resolved(self) -> None:
+        """Replace each notice by its text in the past tense: all ranks have finished."""
+        for notice, past_text in self._shown:
+            notice.replace(past_text)
 
 
 def tell_unchecked(ending: str, reports: Mapping[int, CellReport | None]) -> None:
-    """Print where ddip could not find out what a cell has left. `ending`: ``good``, ``stopped`` or the like."""
+    """Print the ranks whose state could not be checked after a cell; `ending` is ``good`` or the like."""
     failed: dict[str, list[int]] = {}
     threads = []
     for rank, report in sorted(reports.items()):
         if report is None:
             continue
         if "fault" in report:
-            told = report["fault"]
-            notify(f"rank {rank} cannot tell how its group is, which is formed again before the next cell: {told}")
+            fault = report["fault"]
+            notify(f"rank {rank} cannot tell how its group is, which is formed again before the next cell: {fault}")
         if ending != "good" and report.get("iteration", {}).get("in_thread"):
             threads.append(rank)
         for error in report.get("unchecked", []):
@@ -113,74 +113,77 @@ def _cell_text(ending: str) -> str:
 
 
 def tell_settings(ending: str, reports: Mapping[int, CellReport | None]) -> None:
-    """Print the settings of the process that a cell has left changed on its ranks.
+    """Print the process settings that a cell left changed on its ranks.
 
-    A good cell may change what it likes, as long as its ranks agree. `ending`: ``good``, ``stopped`` or the like.
+    A good cell may change any setting, as long as its ranks agree. `ending`: ``good``, ``stopped`` or the like.
     """
     found: dict[tuple[str, str, bool], list[int]] = {}
     for rank, report in sorted(reports.items()):
         for setting in [] if report is None else report.get("settings", []):
             key = setting["left"], setting["restore"], setting["differs_by_rank"]
             found.setdefault(key, []).append(rank)
-    for (left, restore, differs_by_rank), ranks in found.items():
+    for (change, restore, differs_by_rank), ranks in found.items():
         others = [rank for rank in sorted(reports) if rank not in ranks]
         if ending != "good" or (others and not differs_by_rank):
-            but = f", but not on {ranks_text(others)}" if others and not differs_by_rank else ""
+            except_on = f", but not on {ranks_text(others)}" if others and not differs_by_rank else ""
             cell = _cell_text(ending)
-            notify(f"{cell} left {left} on {ranks_text(ranks)}{but}; %%dip: {restore} restores the former value")
+            notify(
+                f"{cell} left {change} on {ranks_text(ranks)}{except_on}; %%dip: {restore} restores the former value"
+            )
 
 
 def tell_replaced(reports: Mapping[int, CellReport | None]) -> None:
-    """Say so if a cell has given ``rank`` or ``world_size`` another value, which it keeps: a loop may have, unseen."""
+    """Warn if a cell overwrote ``rank`` or ``world_size``, as a loop variable may do unnoticed."""
     values: dict[str, dict[str, list[int]]] = {}
     for rank, report in sorted(reports.items()):
         for name, value in ({} if report is None else report.get("replaced", {})).items():
             values.setdefault(name, {}).setdefault(value, []).append(rank)
     for name, ranks in values.items():
-        where = ranks_text([rank for found in ranks.values() for rank in found])
-        what = f"is {next(iter(ranks))}" if len(ranks) == 1 else "has other values"
+        on_ranks = ranks_text([rank for found in ranks.values() for rank in found])
+        change = f"is {next(iter(ranks))}" if len(ranks) == 1 else "has other values"
         back = BACK.format(name=name)
-        notify(f"{name} {what} on {where} from here on, and not {MEANING[name]}; %%dip: {back} brings that back")
+        notify(f"{name} {change} on {on_ranks} from here on, and not {MEANING[name]}; %%dip: {back} brings that back")
 
 
 def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
     """Print which tensors of aborted collectives the ranks have restored, and which hold partial results."""
     ranks_of: dict[tuple[str, bool], list[int]] = {}
     for rank, report in sorted(reports.items()):
-        for one in [] if report is None else report.get("aborted", []):
-            place = StackLocation(**one["place"])
-            where = f"`{place.source}` (cell [{place.cell}] line {place.line})"
-            ranks_of.setdefault((where, one["restored"]), []).append(rank)
-    for (where, restored), ranks in ranks_of.items():
+        for tensor in [] if report is None else report.get("aborted", []):
+            place = StackLocation(**tensor["place"])
+            source = f"`{place.source}` (cell [{place.cell}] line {place.line})"
+            ranks_of.setdefault((source, tensor["restored"]), []).append(rank)
+    for (source, restored), ranks in ranks_of.items():
         if restored:
-            notify(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {where}")
+            notify(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
         else:
-            what = "may hold partial results of the aborted collective"
-            notify(f"{ranks_text(ranks)}: the tensor of {where} {what}; set it before you use it again")
+            warning = "may hold partial results of the aborted collective"
+            notify(f"{ranks_text(ranks)}: the tensor of {source} {warning}; set it before you use it again")
 
 
 STILL_SECONDS = 2.0
-"""How long ranks must have stood still before they are released for an error that the cell itself has caught."""
+"""How long ranks must make no progress before their collectives are aborted because a rank caught its own error."""
 DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
-"""How often what changes in place is looked at, and how long what was shown waits for more: each is a message more."""
+"""Interval of redrawing output that changes in place, and time to collect output before the next redraw: each redraw
+sends a message to the page."""
 Requests: TypeAlias = Mapping[int, Request]
 
 
 @dataclass(frozen=True)
 class ReplyArrived:
-    """The answer of `rank` is there: for the `CellState`, `Replied`."""
+    """The reply of `rank` has arrived; the `CellState` gets it as `Replied`."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class MessagesArrived:
-    """The first messages since the page was brought up to date are there."""
+    """The first message since the page was last redrawn has arrived."""
 
 
 @dataclass(frozen=True)
 class OtherCellEnded:
-    """One of the cells has ended that this one waits for."""
+    """A cell that this one waits for has ended."""
 
 
 @dataclass(frozen=True)
@@ -191,20 +194,20 @@ class GroupEnded:
 
 
 Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed | OtherCellEnded | GroupEnded
-"""What other threads tell the one that follows a cell; the `CellState` knows two of these as they are."""
+"""Events from other threads to the thread that follows a cell; two of them go to the `CellState` unchanged."""
 
 
 class RunningCell:
-    """One cell under way: what happens goes to its `CellState`, and what that decides is done."""
+    """One running cell: passes events to its `CellState`, and carries out the actions that it returns."""
 
     def __init__(self, ranks: Ranks, release: Callable[[], object], cell: Cell, limits: Limits) -> None:
-        """`release` has what waits in a collective fail."""
+        """Prepare to run `cell`; `release` aborts the collectives that wait for it."""
         self.cell = cell
         self.events: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self.replies: Requests = {}
         self.reports: dict[int, CellReport | None] = {}
         self.name = uuid.uuid4().hex
-        """The same on all its ranks."""
+        """Unique name of this run, the same on all its ranks."""
         self._state = CellState([], limits, time.monotonic())
         self._ranks = ranks
         self._release = release
@@ -213,65 +216,67 @@ class RunningCell:
         self._watch = Watch(ranks, limits.stall_timeout)
         self._after_caught = Watch(ranks, max(limits.failure_grace, STILL_SECONDS))
         self._ending: Ending | None = None
-        """From the stop on."""
+        """Progress of the ranks after an interrupt; None before it."""
         self.after: Callable[[Sequence[int]], object] = lambda stuck: None
-        """Done when the cell has ended, and before its ranks are free; some may be `stuck` in it."""
+        """Called when the cell has ended and before its ranks are free, with the ranks that are stuck in it."""
         self._places: dict[int, StackLocation | None] = {}
-        """Where the ranks were when their time was over."""
+        """Where the ranks were at the cell's timeout."""
         self._messages: deque[tuple[int, Message]] = deque()
-        """Have come, and are not shown yet."""
+        """Messages that have arrived and are not shown yet."""
         self._drawn = 0.0
-        """When the page was last brought up to date, on ``time.monotonic``."""
+        """Time of the last redraw of the page, on ``time.monotonic``."""
         self._undrawn = False
-        """Has something come since? The page is then about to be drawn, and more messages need not wake this thread."""
+        """True if messages have arrived since; a redraw is then due, and further messages need not wake this thread."""
         stop = f"%dipstop {cell.number}" if cell.background else stop_name()
         self._notices = Notices(stop)
         self._lock = threading.Lock()
         self._is_late = False
-        """Has the cell ended, and been shown? What comes now is shown by a thread of its own."""
+        """True once the end of the cell has been shown; later messages are shown by the thread that receives them."""
         self._in_tabs: Collection[int] = ()
 
     # -- beginning and end
 
     def send(self, asked: Asked) -> None:
-        """Send it to its ranks, which are told what is `asked` besides; their messages, and their two ends, will arrive
-        in `events`."""
+        """Send the cell to its ranks, with the options `asked`.
+
+        Messages, replies and ends of output then arrive in `events`.
+        """
         ranks = list(self.cell.ranks)
         self._state.ranks = ranks
         for rank in self._show.show_ranks.difference(ranks):
-            self._do(ShowEnded(rank, False))
-        told: Asked = {"number": self.cell.number, "name": self.name, "ranks": ranks, "rich": self._show.rich}
-        to = [self._recipient(rank) for rank in ranks]
-        requests = self._ranks.cluster.execute(self.cell.code, to, {**told, **asked})
+            self._perform(ShowEnded(rank, False))
+        common: Asked = {"number": self.cell.number, "name": self.name, "ranks": ranks, "rich": self._show.rich}
+        recipients = [self._make_recipient(rank) for rank in ranks]
+        requests = self._ranks.cluster.execute(self.cell.code, recipients, {**common, **asked})
         self.replies = dict(zip(ranks, requests, strict=True))
         for rank, request in self.replies.items():
-            request.add_done_callback(self._tells(ReplyArrived(rank)))
-            request.output.add_done_callback(self._tells(OutputEnded(rank)))
+            request.add_done_callback(self._sender_of(ReplyArrived(rank)))
+            request.output.add_done_callback(self._sender_of(OutputEnded(rank)))
 
-    def _tells(self, event: Arrived) -> Callable[[object], None]:
+    def _sender_of(self, event: Arrived) -> Callable[[object], None]:
         return lambda _: self.events.put(event)
 
     def press_stop(self) -> None:
-        """The stop button; from any thread, or a signal's handler."""
+        """Stop the cell as the stop button does; callable from any thread or a signal handler."""
         self.events.put(StopPressed())
 
     def end_with_group(self, why: str) -> None:
-        """The group ends: nobody waits for it any more; from any thread."""
+        """End the cell because its group ends; callable from any thread."""
         self.events.put(GroupEnded(why))
 
     @property
     def unfinished(self) -> list[int]:
-        """Ranks that have not answered."""
+        """The ranks that have not replied."""
         return unfinished(self.replies)
 
     @property
     def ending(self) -> str:
-        """Return how the cell has ended: ``good``, ``failed``, ``stopped``, or ``timed out``."""
+        """The way that the cell has ended: ``good``, ``failed``, ``stopped`` or ``timed out``."""
         return self._state.ending()
 
-    def _recipient(self, rank: int) -> Recipient:
+    def _make_recipient(self, rank: int) -> Recipient:
         def on_message(message: Message) -> None:
-            with self._lock:  # nothing is shown while it is held: all ranks' messages and replies come on this thread
+            with self._lock:  # never render while holding it: all ranks' messages and replies arrive on this thread
                 if self._is_late:
                     self._show.show_late(rank, message)
                     return
@@ -284,9 +289,12 @@ class RunningCell:
         return Recipient(self._ranks.members[rank].engine, on_message, limit)
 
     def finish(self, over: bool = False) -> None:
-        """Show what is left; what comes from here on comes late. `over`: its controller, or group, has ended."""
+        """Show the rest of the output and the end; later messages count as late.
+
+        `over`: the controller or the group has ended.
+        """
         try:
-            self._finish("rank_died" if over else self._outcome())
+            self._show_end("rank_died" if over else self._find_outcome())
         finally:
             with self._lock:
                 self._is_late = True
@@ -294,19 +302,19 @@ class RunningCell:
                     self._show.show_late(rank, message)
                 self._messages.clear()
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _show_end(self, outcome: Outcome) -> None:
         if not self.unfinished:
-            self._notices.take_back()
+            self._notices.mark_resolved()
         self._show_messages()
         seconds = {rank: report["seconds"] for rank, report in sorted(self.reports.items()) if report is not None}
-        tell_it = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
+        show_seconds = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
         self.cell.summary = where_text(seconds)
         self.cell.seconds_by_rank, self.cell.errors = seconds, self.errors
-        note = self.cell.summary if tell_it else ""
+        note = self.cell.summary if show_seconds else ""
         self._in_tabs = self._show.finish(self.errors, note, lambda: beside(self.cell, self._show.rich, outcome))
 
-    def _outcome(self) -> Outcome:
-        """How it has ended, as far as that is known before it has been shown."""
+    def _find_outcome(self) -> Outcome:
+        """Return how the cell has ended, as far as that is known before its end is shown."""
         match self._state.ending():
             case _ if self.unfinished:
                 return "stuck"
@@ -319,44 +327,44 @@ class RunningCell:
         return "ok"
 
     def error(self) -> CellError | CellInterrupted | None:
-        """What the user is shown of a cell that has ended; None if it went well."""
-        error = self._error()
+        """Return the error to show for a cell that has ended; None if it succeeded."""
+        error = self._make_error()
         if error is not None:
             error.in_tabs = self._in_tabs
         return error
 
     @property
     def errors(self) -> dict[int, RankError]:
-        """What the user is told, by rank."""
-        return self._state.news()
+        """The errors to report to the user, by rank."""
+        return self._state.reportable_errors()
 
-    def _error(self) -> CellError | CellInterrupted | None:
+    def _make_error(self) -> CellError | CellInterrupted | None:
         stuck, errors = self.unfinished, self.errors
         match self._state.ending():
             case "timed out":
-                what = f"the cell took longer than {self._state.limits.timeout:g} s and was stopped"
-                return CellTimeout(self._with_places(what, stuck), errors)
+                headline = f"the cell took longer than {self._state.limits.timeout:g} s and was stopped"
+                return CellTimeout(self._with_places(headline, stuck), errors)
             case "stopped":
-                what = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
-                return CellInterrupted(self._with_places(what, stuck) if stuck else what, errors)
+                headline = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
+                return CellInterrupted(self._with_places(headline, stuck) if stuck else headline, errors)
             case "failed":
                 error = CellError(errors, self._ranks.repair_text)
-                if stuck:  # where ranks cannot be unblocked
+                if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
                 return error
-            case "good" if self._is_stop_waiting():
+            case "good" if self._is_stop_queued():
                 return CellInterrupted("the cell had ended when it was interrupted", {})
         return None
 
-    def _is_stop_waiting(self) -> bool:
-        """Has the stop button been pressed when nobody looked any more?"""
+    def _is_stop_queued(self) -> bool:
+        """Return whether an unread press of the stop button is queued; empties the queue up to it."""
         while not self.events.empty():
             if isinstance(self.events.get(), StopPressed):
                 return True
         return False
 
-    def _with_places(self, what: str, stuck: Sequence[int]) -> str:
-        lines = [what]
+    def _with_places(self, headline: str, stuck: Sequence[int]) -> str:
+        lines = [headline]
         if self._places:
             lines[0] += "; the ranks were here:"
             lines.append(places_text(self._places))
@@ -368,49 +376,49 @@ class RunningCell:
 
     @property
     def end_text(self) -> str:
-        """How it has ended, in a line."""
+        """One line that says how the cell has ended, where it ran and how long it took."""
         text = f"{self.cell.text} {self.cell.outcome_text}"
         return f"{text} · {self.cell.summary}" if self.cell.summary else text
 
-    # -- while it runs
+    # -- while the cell runs
 
     def wait_for(self, others: Sequence[Cell]) -> bool:
-        """Before it begins: wait until `others` have ended; returns False if it is stopped, or its group ends."""
+        """Wait until `others` have ended, before this cell begins; return False if stopped or the group ends."""
         for other in others:
-            other.done.add_done_callback(self._tells(OtherCellEnded()))
+            other.done.add_done_callback(self._sender_of(OtherCellEnded()))
         while not all(other.done.done() for other in others):
             if not isinstance(self.events.get(), OtherCellEnded):
                 return False
         return True
 
     def follow(self) -> None:
-        """Show messages until every rank has answered and fallen silent, or has been given up."""
+        """Show messages until every rank has replied and its output has ended, or the cell is abandoned."""
         while not self._state.is_over:
             if time.monotonic() > self._drawn + (DRAW_SECONDS if self._messages else PAUSE_SECONDS):
-                self._draw()
-            self._step(self._next_event())
+                self._redraw()
+            self._process(self._next_event())
 
-    def _draw(self) -> None:
+    def _redraw(self) -> None:
         with self._lock:
             self._undrawn = bool(self._messages)
         self._show.draw()
         self._drawn = time.monotonic()
 
     def _show_messages(self) -> None:
-        """Those that are there: what comes meanwhile, without an end perhaps, must not hold up a stop."""
+        """Show the queued messages, but none that arrive meanwhile: an endless flow must not delay a stop."""
         for _ in range(len(self._messages)):
             self._show.receive(*self._messages.popleft())
-            self._watch.moved()
+            self._watch.note_progress()
 
     def _next_event(self) -> Event:
-        """What happens next; the messages until then are shown."""
+        """Wait for the next event and return it, after showing the messages that came before it."""
         pause = max(0.0, self._drawn + PAUSE_SECONDS - time.monotonic())
         try:
             arrived = self.events.get(timeout=pause if self._undrawn else self._state.interval)
         except queue.Empty:
             self._show_messages()
             return TimePassed()
-        self._watch.moved()
+        self._watch.note_progress()
         self._show_messages()
         match arrived:
             case ReplyArrived(rank):
@@ -426,20 +434,20 @@ class RunningCell:
         report = self.reports[rank] = reply.report
         caught = caught_in(report)
         if caught is not None:
-            self._after_caught.moved()
+            self._after_caught.note_progress()
         return Replied(rank, self._ranks.error_of(rank, reply), caught)
 
-    def _step(self, event: Event) -> None:
-        """Do what `event` asks for, and what comes of that."""
+    def _process(self, event: Event) -> None:
+        """Process `event`: carry out the actions that follow, and process the events that these produce."""
         for action in self._state.step(event, time.monotonic()):
-            answer = self._do(action)
+            answer = self._perform(action)
             if answer is not None:
-                self._step(answer)
-                if self._state.is_abandoned:  # by what was answered: the rest is not wanted any more
+                self._process(answer)
+                if self._state.is_abandoned:  # by this answer, which makes the remaining actions pointless
                     return
 
-    def _do(self, action: Action) -> Event | None:
-        """Returns the answer to a question."""
+    def _perform(self, action: Action) -> Event | None:
+        """Carry out `action`; return the answer if it is a question with one."""
         running = self._state.running
         match action:
             case ShowEnded(rank, failed):
@@ -449,32 +457,32 @@ class RunningCell:
             case Do.INTERRUPT:
                 self._ranks.interrupt({rank: self.replies[rank].msg_id for rank in running})
                 self._ending = self._ending or Ending(self._ranks, running)
-            case Do.RELEASE:
+            case Do.ABORT:
                 self._release()
-            case Do.KEEP_PLACES:
+            case Do.RECORD_PLACES:
                 self._places = self._ranks.places(running)
-            case Do.LOOK:
+            case Do.CHECK:
                 self._ranks.cluster.ensure_controller()
                 self._ranks.watch_memory(running)
-            case Do.TELL_WHO_RUNS:
-                self._notices.run_on(running, CellError(self.errors), self._ranks.places(running))
-            case Do.TELL_WHO_WAITS:
+            case Do.REPORT_RUNNING:
+                self._notices.report_running(running, CellError(self.errors), self._ranks.places(running))
+            case Do.REPORT_STALL:
                 finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
                 where = {**finished, **self._ranks.places(running)}
-                self._notices.nobody_moves(self._state.limits.stall_timeout, where, self._ranks.cluster.stopped())
+                self._notices.report_stall(self._state.limits.stall_timeout, where, self._ranks.cluster.stopped())
             case Ask.WHO_MOVES:
                 assert self._ending is not None
-                return Moving(self._ending.moving(running))
+                return Moving(self._ending.find_moving(running))
             case Ask.WHO_CANNOT_STOP:
-                cannot = self._ranks.without_a_stop(running)
+                cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
-            case Ask.STALL if self._watch.stands_still(running, time.monotonic()):
+            case Ask.STALL if self._watch.has_stalled(running, time.monotonic()):
                 return StandStill()
-            case Ask.STALL_AFTER_CAUGHT if self._after_caught.stands_still(running, time.monotonic()):
+            case Ask.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
                 return StandStill(after_caught=True)
         return None
 
 
 def unfinished(replies: Requests) -> list[int]:
-    """Ranks that have not answered."""
+    """Return the ranks that have not replied."""
     return [rank for rank, future in replies.items() if not future.done()]

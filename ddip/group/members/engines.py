@@ -1,4 +1,4 @@
-"""Engines for ranks: which of them stay when a group changes, and new ones where there is none."""
+"""Provide an engine for each rank: keep those that fit a changed group, and start the others."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ddip.protocol.rank_spec import backends_of, has_nccl
 from ddip.protocol.reports import Hello
 
 HELLO_SECONDS = 2.0
-"""How long a rank may take to tell what its torch can do."""
+"""How long a rank may take to report the capabilities of its torch."""
 WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on a timeout, 10 minutes as a rule, or an error: do nothing
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in CUDA is not watched itself
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an error of a kernel is the cell's, not the watchdog's
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for minutes that the others write down where they are
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on an error or a timeout (10 minutes by default): do nothing
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second watchdog for a watchdog that hangs in CUDA
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an error of a CUDA kernel belongs to the cell, not to the watchdog
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the dump would wait minutes for those of the other ranks
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Variables that have torch's watchdog end no rank; set where the user has not."""
+"""Environment variables that keep torch's watchdog from ending ranks; the user's own settings take precedence."""
 
 
 class Engines:
@@ -40,27 +40,27 @@ class Engines:
     def __init__(self, ranks: Ranks, progress: Report) -> None:
         self._ranks = ranks
         self._progress = progress
-        self._told_off: set[str] = set()
-        """Features and mechanisms of which the user knows that they are off."""
+        self._reported_off: set[str] = set()
+        """Features and mechanisms that were reported to the user as off."""
 
     def complete(self, spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
-        """All members of the group of `spec` in rank order; until `deadline` on ``time.monotonic``.
+        """Return all members of the group of `spec` in rank order, after starting the engines that it lacks.
 
-        Raises GroupError; engines that were started before stay then, for the caller to end.
+        `deadline` is on ``time.monotonic``. Raises GroupError; the caller must then end engines that it has started.
         """
         members = self._ranks.members
         kept = placement.keep([member.binding for member in members], spec)
         new = [rank for rank, index in enumerate(kept) if index is None]
         with limits.named():
-            started = dict(zip(new, self._start(new, spec, app, deadline), strict=True))
+            started = dict(zip(new, self._start_engines(new, spec, app, deadline), strict=True))
         return [members[index] if index is not None else started[rank] for rank, index in enumerate(kept)]
 
-    def replace(self, gone: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
-        """The present members with new engines for the ranks `gone`; raises as `complete` does."""
+    def replace(self, replaced: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
+        """Return the members, with new engines for the ranks `replaced`; raises as `complete` does."""
         members = list(self._ranks.members)
         with limits.named():
-            started = self._start(gone, spec, app, deadline)
-        for rank, member in zip(gone, started, strict=True):
+            started = self._start_engines(replaced, spec, app, deadline)
+        for rank, member in zip(replaced, started, strict=True):
             members[rank] = member
         return members
 
@@ -71,56 +71,56 @@ class Engines:
         if hello is not None:
             _check_torch(spec, hello)
 
-    def _start(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
-        """New engines for `ranks`."""
+    def _start_engines(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
+        """Start new engines for `ranks` and return their members."""
         folder.ensure_ready()
         if not ranks:
             self.check_torch(spec)
             return []
-        cluster, here = self._ranks.cluster, spec.size - len(ranks)
+        cluster, kept = self._ranks.cluster, spec.size - len(ranks)
         if not cluster.connected:
             self._progress("ddip: starting the controller", 0.0)
 
-        def tell(up: int) -> None:
-            self._progress(f"ddip: {here + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(ranks))
+        def report_started(up: int) -> None:
+            self._progress(f"ddip: {kept + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(ranks))
 
-        also = [apps.find(app)] if app else []
-        environments = {number: _environment(spec, number, cluster.hosts[number].facts) for number in spec.hosts}
+        preloaded = [apps.find(app)] if app else []
+        environments = {number: _rank_environment(spec, number, cluster.hosts[number].facts) for number in spec.hosts}
         wanted = [EngineSpec(spec.host(rank), environments[spec.host(rank)]) for rank in ranks]
-        hellos = cluster.start(wanted, also, deadline, tell)
+        hellos = cluster.start(wanted, preloaded, deadline, report_started)
         _check_version([*hellos.values()])
         _check_torch(spec, next(iter(hellos.values())))
-        self._note_what_is_off([*hellos.values()])
+        self._report_features_off([*hellos.values()])
         return [
-            Member(engine, hello["pid"], hello["host"], _binding(spec, rank))
+            Member(engine, hello["pid"], hello["host"], _binding_of(spec, rank))
             for rank, (engine, hello) in zip(ranks, hellos.items(), strict=True)
         ]
 
-    def _note_what_is_off(self, hellos: Sequence[Hello]) -> None:
-        """Print once what new ranks lack: mechanisms that were turned off, and features without their private names."""
+    def _report_features_off(self, hellos: Sequence[Hello]) -> None:
+        """Print once what new ranks lack: mechanisms turned off, and features without private names of torch."""
         native = [name for name in switches.LOST if any(name in hello["native_off"] for hello in hellos)]
         self._ranks.can_unblock = self._ranks.can_unblock and switches.SOCKETS not in native
-        if new := self._new_of(native):
+        if new := self._unreported(native):
             notify(f"off by DDIP_NATIVE or a self-test: {'; '.join(switches.LOST[name] for name in new)}")
-        if new := self._new_of([feature for hello in hellos for feature in hello["off"]]):
+        if new := self._unreported([feature for hello in hellos for feature in hello["off"]]):
             version = f"torch {hellos[0]['torch']} (tested: {TESTED})"
             notify(f"{version} lacks private names that ddip uses; {'; '.join(new)}. python -m ddip doctor names them")
 
-    def _new_of(self, off: Sequence[str]) -> list[str]:
-        new = [name for name in dict.fromkeys(off) if name not in self._told_off]
-        self._told_off.update(new)
+    def _unreported(self, off: Sequence[str]) -> list[str]:
+        new = [name for name in dict.fromkeys(off) if name not in self._reported_off]
+        self._reported_off.update(new)
         return new
 
 
-def _binding(spec: GroupSpec, rank: int) -> DeviceBinding:
+def _binding_of(spec: GroupSpec, rank: int) -> DeviceBinding:
     host = spec.host(rank)
     return DeviceBinding(spec.visible(host), spec.gpus[rank], host)
 
 
-def _environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
-    """Return the variables to set before torch loads on the host of this `number`.
+def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
+    """Return the environment variables to set before torch loads on the host with this `number`.
 
-    That is: threads, the GPUs that the ranks see, and the notebook's switches.
+    They set the number of threads, the GPUs that ranks see, NCCL options and the notebook's switches.
     """
     environment, ranks = switches.find_variables(), spec.ranks_on(number)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -128,33 +128,37 @@ def _environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
     visible = spec.visible(number)
     if has_nccl(spec.backend):
-        told = _nccl(shared=len(visible) < len(ranks))
-        environment.update({name: value for name, value in told.items() if name not in os.environ})
+        variables = _nccl_variables(shared=len(visible) < len(ranks))
+        environment.update({name: value for name, value in variables.items() if name not in os.environ})
     if spec.on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(facts["gpus"][gpu] for gpu in visible)
     return environment
 
 
-def _nccl(shared: bool) -> dict[str, str]:
-    """What nccl is told where the user has not: a rank that waits is freed by ddip, and its process must not be ended
-    by a watchdog of torch's meanwhile. `shared`: several ranks have the same GPU."""
-    told = dict(WATCHDOG)
-    if shared:  # as NCCL asks for
-        told |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
-    return told
+def _nccl_variables(shared: bool) -> dict[str, str]:
+    """Return the NCCL options that ddip sets unless the user has; `shared`: ranks share a GPU.
+
+    ddip itself unblocks a waiting rank, so torch's watchdog must not end its process meanwhile.
+    """
+    variables = dict(WATCHDOG)
+    if shared:  # as the NCCL documentation requires
+        variables |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
+    return variables
 
 
 def _check_version(hellos: Sequence[Hello]) -> None:
-    """Raise GroupError if the ddip of an engine is another than the notebook's."""
-    others = [hello for hello in hellos if hello.get("version", 0) != on_rank.VERSION]
-    if others:
-        where, version = f"pid {others[0]['pid']} on {others[0]['host']}", others[0].get("version", 0)
-        what = f"{where} speaks version {version} of ddip's protocol"
-        raise GroupError(f"{what}, the notebook version {on_rank.VERSION}; install the same ddip for both, and restart")
+    """Raise GroupError if an engine runs another ddip version than the notebook."""
+    mismatched = [hello for hello in hellos if hello.get("version", 0) != on_rank.VERSION]
+    if mismatched:
+        where, version = f"pid {mismatched[0]['pid']} on {mismatched[0]['host']}", mismatched[0].get("version", 0)
+        problem = f"{where} speaks version {version} of ddip's protocol"
+        raise GroupError(
+            f"{problem}, the notebook version {on_rank.VERSION}; install the same ddip for both, and restart"
+        )
 
 
 def _check_torch(spec: GroupSpec, hello: Hello) -> None:
-    """Check the torch that `hello` tells of.
+    """Check the torch that `hello` describes.
 
     Raises GroupError if ddip cannot use it, and BadInput if it cannot do what `spec` needs.
     """
@@ -163,7 +167,7 @@ def _check_torch(spec: GroupSpec, hello: Hello) -> None:
         raise GroupError(f"torch {hello['torch']} has no {names}, which ddip needs; install one of torch {TESTED}")
     for backend in backends_of(spec.backend):
         if backend not in hello["backends"]:
-            has = ", ".join(hello["backends"])
-            raise BadInput(f"-b {spec.backend}: torch {hello['torch']} has no backend {backend!r}; it has {has}")
+            available = ", ".join(hello["backends"])
+            raise BadInput(f"-b {spec.backend}: torch {hello['torch']} has no backend {backend!r}; it has {available}")
     if spec.on_gpus and not hello["cuda"]:
         raise BadInput(f"torch {hello['torch']} was built without CUDA; install a CUDA build, or type -n {spec.size}")

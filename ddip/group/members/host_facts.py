@@ -1,4 +1,4 @@
-"""What ranks are told of their host."""
+"""Host settings for ranks: CPU threads and network interfaces."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ddip.protocol.rank_spec import INTERFACE_VARIABLES
 
 
 def threads(cores: int, ranks: int) -> int:
-    """CPU threads for each of `ranks` on a host with so many `cores`."""
+    """Return the number of CPU threads for each of `ranks` on a host with `cores` cores."""
     return max(1, cores // ranks)
 
 
 def loopback() -> str:
-    """Name of the loopback interface."""
+    """Return the name of the loopback interface."""
     return "lo" if sys.platform == "linux" else "lo0"
 
 
 def tell_interfaces() -> None:
-    """Say which settings of the environment are not followed."""
+    """Tell the user which interface variables of the environment are ignored on a single host."""
     ours = loopback()
     for name in INTERFACE_VARIABLES:
         theirs = os.environ.get(name) or ours

@@ -1,4 +1,4 @@
-"""The members of a group: which of them live, where they are, and what they answer beside a running cell."""
+"""The members of a group: which of them are running, where they are, and requests answered while a cell runs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ddip.protocol.reports import CellReport
 
 V = TypeVar("V")
 ANSWER_SECONDS = 0.4
-"""How long a rank may take to answer beside its cell; one that is in C code may not answer at all."""
-AT_ONCE_SECONDS, LOOKED_AT = 0.2, 4
-"""How long it may take where a stop waits for the answer; and how many silent ranks are looked at from outside then."""
+"""How long a rank may take to answer while its cell runs; one that is in C code may not answer at all."""
+AT_ONCE_SECONDS, MOST_INSPECTED = 0.2, 4
+"""How long a rank may take to answer during a stop, and how many silent ranks are then inspected from outside."""
 NOT_STOPPABLE = frozenset({"_tensorpipe_init_backend_handler"})
-"""Functions that wait in C++ code and let no other thread run: torch makes RPC's agent there."""
+"""Functions that wait in C++ while holding the GIL: torch creates the RPC agent there."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank: the engine it lives in, and what that engine was started for."""
+    """One rank: the engine that it runs in, and the devices that this engine was started for."""
 
     engine: int
     pid: int
@@ -44,36 +44,36 @@ class Member:
 
 
 class Members:
-    """The ranks of a group in rank order, each in an engine of one cluster."""
+    """The ranks of a group in order, each in an engine of one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.members: list[Member] = []
         self._memory = HostMemory.now()
-        self._held: dict[int, int] = {}
-        """Bytes, by engine."""
+        self._memory_of_engine: dict[int, int] = {}
+        """Memory of each engine's process when it was last recorded, in bytes."""
         self._asked: dict[int, Future[Any]] = {}
-        """What each host was asked last of the memory of its ranks."""
+        """The latest request to each host for the memory of its ranks."""
         self.can_unblock = True
-        """Can ranks that wait for another in vain be unblocked?"""
+        """False if ranks that wait in a collective cannot be unblocked."""
         self.gpu_lost: dict[int, str] = {}
-        """Ranks whose process lives, but whose GPU computes nothing for it any more, and what it said."""
+        """Ranks whose process is running but whose GPU no longer works for it, each with the error that said so."""
 
     @property
     def ended(self) -> list[int]:
-        """The ranks whose process is gone, or which the controller has given up."""
-        there = self.cluster.live
-        return [rank for rank, member in enumerate(self.members) if member.engine not in there]
+        """The ranks whose process has ended, or that the controller has unregistered."""
+        live_engines = self.cluster.live
+        return [rank for rank, member in enumerate(self.members) if member.engine not in live_engines]
 
     @property
     def live(self) -> list[int]:
-        """The ranks whose process runs, as far as the controller knows."""
+        """The ranks whose process is running, as far as the controller knows."""
         ended = self.ended
         return [rank for rank in range(len(self.members)) if rank not in ended]
 
     @property
     def repair_text(self) -> str:
-        """What to say of ``%makedip --repair`` where a rank has ended; with the controller gone it cannot help."""
+        """The advice to give after the end of a rank; ``%makedip --repair`` cannot help without a controller."""
         if self.live:
             return REPAIR
         try:
@@ -83,40 +83,46 @@ class Members:
         return NONE_LEFT
 
     def with_repair(self, why: str) -> str:
-        """`why`, and what to say of ``%makedip --repair``, once."""
+        """Return `why` with the advice of `repair_text` appended, unless it is included already."""
         return why if self.repair_text in why else f"{why}; {self.repair_text}"
 
     def watch_memory(self, ranks: Sequence[int]) -> None:
-        """Remember how much memory `ranks` hold, when their hosts say it: when one has ended it is too late to ask."""
-        for host, its in self._by_host(ranks).items():
+        """Request the memory use of `ranks` from their hosts and record it, as it is gone once a rank ends."""
+        for host, on_this_host in self._by_host(ranks).items():
             if host not in self._asked or self._asked[host].done():
-                members = [self.members[rank] for rank in its]
+                members = [self.members[rank] for rank in on_this_host]
                 self._asked[host] = self.cluster.hosts[host].begin(on_host.memory, [member.pid for member in members])
-                self._asked[host].add_done_callback(functools.partial(self._hold, members))
+                self._asked[host].add_done_callback(functools.partial(self._record_memory, members))
 
-    def _hold(self, members: Sequence[Member], answer: Future[Sequence[int | None]]) -> None:
+    def _record_memory(self, members: Sequence[Member], answer: Future[Sequence[int | None]]) -> None:
         if answer.exception() is None:
-            held = zip(members, answer.result(), strict=True)
-            self._held.update({member.engine: size for member, size in held if size is not None})
+            sizes = zip(members, answer.result(), strict=True)
+            self._memory_of_engine.update({member.engine: size for member, size in sizes if size is not None})
 
     def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
-        """Seconds of CPU that the processes of `ranks` have used, and whether one runs; without those that ended."""
+        """Return the CPU seconds that each rank's processes have used, and whether one of them is runnable.
+
+        Ranks that have ended are left out.
+        """
         return {rank: use for rank, use in self._ask_hosts(on_host.uses, ranks).items() if use is not None}
 
     def _ask_hosts(
         self, function: Callable[[Sequence[int]], Sequence[V]], ranks: Sequence[int], seconds: float = ANSWER_SECONDS
     ) -> dict[int, V]:
-        """What `function` of the hosts says of the processes of `ranks`; a host that does not answer says nothing."""
+        """Call `function` on the hosts for the processes of `ranks`; return the results by rank.
+
+        Ranks on a host that does not answer within `seconds` are missing.
+        """
         by_host = self._by_host(ranks)
-        asked = {
-            host: self.cluster.hosts[host].begin(function, [self.members[rank].pid for rank in its])
-            for host, its in by_host.items()
+        requests = {
+            host: self.cluster.hosts[host].begin(function, [self.members[rank].pid for rank in on_this_host])
+            for host, on_this_host in by_host.items()
         }
-        found: dict[int, V] = {}
-        for host, its in by_host.items():
+        results: dict[int, V] = {}
+        for host, on_this_host in by_host.items():
             with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
-                found |= dict(zip(its, asked[host].result(seconds), strict=True))
-        return found
+                results |= dict(zip(on_this_host, requests[host].result(seconds), strict=True))
+        return results
 
     def _by_host(self, ranks: Sequence[int]) -> dict[int, list[int]]:
         by_host: dict[int, list[int]] = {}
@@ -125,11 +131,11 @@ class Members:
         return by_host
 
     def host(self, rank: int) -> Host:
-        """Where the process of `rank` is, or was."""
+        """Return the host on which the process of `rank` is, or was."""
         return self.cluster.host_of(self.members[rank].engine)
 
     def end_of(self, rank: int) -> RankError:
-        """What is known of the end of `rank`: its pid, how and why it ended, and the last lines of its log."""
+        """Describe the end of `rank`: its PID, how and why it ended, and the last lines of its log."""
         member, host = self.members[rank], self.host(rank)
         if member.engine not in self.cluster.exits:
             text = f"pid {member.pid} lost its heartbeat, and the controller has unregistered it"
@@ -140,34 +146,34 @@ class Members:
         now = self._memory
         with contextlib.suppress(HostLost):
             now = HostMemory(*host.ask(on_host.host_memory))
-        why = cause_text(code, self._held.get(member.engine), self._memory, now)
+        why = cause_text(code, self._memory_of_engine.get(member.engine), self._memory, now)
         log = self.cluster.log_tail(member.engine)
         text = f"pid {member.pid} ended ({exit_text(code)}): {why}"
         traceback = "\n".join(["end of its log:", *log]) if log else ""
         return RankError(RANK_ENDED, text, traceback, at=time.time(), pid=member.pid)
 
     def ensure_all(self) -> None:
-        """Raise GroupError unless every rank has its process."""
+        """Raise GroupError unless the process of every rank is running."""
         ended = self.ended
         if ended:
             texts = clauses({rank: self.end_of(rank) for rank in ended}, named=False)
             raise GroupError(f"{'; '.join(texts)}; {self.repair_text}")
 
     def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:
-        """Remember the ranks whose GPU computes nothing any more, by what they `report`, and tell the user."""
+        """Record the ranks whose `reports` say that their GPU is lost, and tell the user."""
         lost = {rank: report["gpu_lost"] for rank, report in reports.items() if report and "gpu_lost" in report}
         if lost:
             self.gpu_lost.update(lost)
-            notify(self._lost_gpus())
+            notify(self._lost_gpus_text())
 
-    def _lost_gpus(self) -> str:
+    def _lost_gpus_text(self) -> str:
         texts = [f"rank {rank} has lost its GPU ({why})" for rank, why in sorted(self.gpu_lost.items())]
         return f"{'; '.join(texts)}; %dipull still gets what it has on the CPU, and {REPAIR}"
 
     def ensure_no_gpu_lost(self) -> None:
-        """Raise GroupError if a rank can compute nothing any more on its GPU."""
+        """Raise GroupError if a rank has lost its GPU."""
         if self.gpu_lost:
-            raise GroupError(self._lost_gpus())
+            raise GroupError(self._lost_gpus_text())
 
     def call_on_control_channel(
         self,
@@ -176,9 +182,9 @@ class Members:
         seconds: float = ANSWER_SECONDS,
         button: stopping.Button | None = None,
     ) -> dict[int, R | None]:
-        """Make `call` on the control threads of `ranks`, which answer while a cell runs.
+        """Make `call` on the control threads of `ranks`, which answer even while a cell runs.
 
-        The rest is as `call_each_on_control_channel` says.
+        For the result, see `call_each_on_control_channel`.
         """
         return self.call_each_on_control_channel(dict.fromkeys(ranks, call), seconds, button)
 
@@ -188,15 +194,15 @@ class Members:
         seconds: float = ANSWER_SECONDS,
         button: stopping.Button | None = None,
     ) -> dict[int, R | None]:
-        """The same with a call by rank, all of one function.
+        """Make one call per rank, all of the same function, on the control threads.
 
-        The answers by rank; None for a rank that has ended, and for one that has not answered after `seconds`, or when
-        `button` is pressed: perhaps C code on its main thread does not let go of the interpreter.
+        Returns the answers by rank. The answer is None for a rank that has ended, and for one that has not answered
+        after `seconds` or when `button` is pressed: C code on its main thread may be holding the GIL.
         """
         futures = {}
         for rank in self.live:
             if rank in calls:
-                with contextlib.suppress(KeyError):  # it has ended just now
+                with contextlib.suppress(KeyError):  # it has just ended
                     futures[rank] = self.cluster.call_on_control_channel(self.members[rank].engine, calls[rank])
         if button is None:
             concurrent.futures.wait(futures.values(), timeout=seconds)
@@ -206,33 +212,33 @@ class Members:
         return {rank: answers[rank].get("ok") if rank in answers else None for rank in calls}
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
-        """Both ends of each TCP connection of `ranks`; those of one that does not answer are read from outside."""
+        """Return both ends of each TCP connection of `ranks`; for silent ranks, their hosts look them up."""
         answers = self.call_on_control_channel(ranks, on_rank.connections())
         missing = [rank for rank, answer in answers.items() if answer is None]
         outside = self._ask_hosts(on_host.connections, missing, ASK_SECONDS) if missing else {}
-        told = {rank: outside.get(rank, []) if answer is None else answer for rank, answer in answers.items()}
-        return {rank: [tuple(ends) for ends in its] for rank, its in told.items()}
+        tables = {rank: outside.get(rank, []) if answer is None else answer for rank, answer in answers.items()}
+        return {rank: [tuple(ends) for ends in table] for rank, table in tables.items()}
 
     def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
-        """Where the main threads of `ranks` are."""
+        """Return the stack location of the main thread of each of `ranks`."""
         answers = self.call_on_control_channel(ranks, on_rank.here(), seconds=seconds)
         return {
             rank: self.place_from_outside(rank) if answer is None else StackLocation(**answer)
             for rank, answer in answers.items()
         }
 
-    def without_a_stop(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of `ranks` that wait in C++ code which lets no thread of theirs run, so that nothing ends it.
+    def find_unstoppable(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of `ranks` that cannot be stopped, as they wait in C++ code that holds the GIL.
 
-        Each that does not answer at once is looked at from outside, for a moment: a few at most, who are enough.
+        A few of the ranks that do not answer at once are briefly inspected from outside; these are sufficient.
         """
         answers = self.call_on_control_channel(ranks, on_rank.here(), seconds=AT_ONCE_SECONDS)
-        silent = [rank for rank, answer in answers.items() if answer is None][:LOOKED_AT]
+        silent = [rank for rank, answer in answers.items() if answer is None][:MOST_INSPECTED]
         places = {rank: self.place_from_outside(rank) for rank in silent}
         return [rank for rank, place in places.items() if place is not None and place.function in NOT_STOPPABLE]
 
     def place_from_outside(self, rank: int) -> StackLocation | None:
-        """Where `rank` is, though it cannot answer; None if it does not even take a signal."""
+        """Return the stack location of a rank that cannot answer; None if it does not even handle a signal."""
         if rank in self.ended:
             return None
         host = self.host(rank)
@@ -242,36 +248,36 @@ class Members:
         return None
 
     def stopped_text(self, rank: int) -> str:
-        """What to say of a rank that a signal or a debugger has stopped; empty for one that runs, or has ended."""
+        """Describe a rank that a signal or a debugger has stopped; empty if it is running or has ended."""
         with contextlib.suppress(HostLost):
             return self.host(rank).ask(on_host.stopped_text, self.members[rank].pid)
         return ""
 
     def carry_on(self) -> None:
-        """Continue the ranks that a signal has stopped."""
+        """Continue all ranks that a signal has stopped."""
         for number, host in enumerate(self.cluster.hosts):
             live = [self.members[rank] for rank in self.live]
             with contextlib.suppress(HostLost):
                 host.ask(on_host.carry_on, [member.pid for member in live if member.binding.host == number])
 
     def interrupt(self, cells: Mapping[int, str]) -> None:
-        """Interrupt one cell on each rank, by its message id, whether it runs or is still on its way; and no other."""
+        """Interrupt the cell with the given message id on each rank, even if it has yet to arrive there."""
         self._interrupt(cells)
 
     def interrupt_what_runs(self, ranks: Sequence[int]) -> None:
-        """Interrupt the cells that `ranks` run now; those that come next are not meant."""
+        """Interrupt the cells that `ranks` are running now, but not the next ones."""
         concurrent.futures.wait(self._interrupt(dict.fromkeys(ranks)), timeout=ANSWER_SECONDS)
 
     def _interrupt(self, cells: Mapping[int, str | None]) -> list[concurrent.futures.Future[Any]]:
         live, answers = self.live, []
         for rank, cell in cells.items():
             if rank in live:
-                with contextlib.suppress(KeyError):  # it has ended just now
+                with contextlib.suppress(KeyError):  # it has just ended
                     answers.append(self.cluster.interrupt(self.members[rank].engine, cell))
         return answers
 
     def error_of(self, rank: int, reply: Reply) -> RankError | None:
-        """What `rank` raised, out of its reply to a request; None if it raised nothing."""
+        """Return the error in the reply of `rank` to a request; None if there is none."""
         if reply.ended:
             return self.end_of(rank)
         if reply.raised is None:

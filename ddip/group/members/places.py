@@ -1,4 +1,4 @@
-"""Where the hosts of a group come from, when they are not named: looked for before anything is started."""
+"""Find the hosts of a group that does not name them: in a Slurm job, another scheduler's, or a cluster."""
 
 from __future__ import annotations
 
@@ -20,74 +20,76 @@ from ddip.output.progress import Report
 
 STOPPED = "the repair was interrupted; its job was cancelled, and nothing else has changed"
 HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
-"""Variables of other schedulers, each the path of a file with a host in each line: PBS, LSF, Grid Engine."""
+"""Environment variables of PBS, LSF and Grid Engine: each is the path of a file with one host per line."""
 
 
 class Place:
-    """Where a group is; `give_back` what was found for it when it has ended."""
+    """The hosts and jobs of a group; call `give_back` when the group has ended."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._jobs = set(request.reach.jobs)
-        """Those that are to be given back."""
+        """The Slurm jobs to give back."""
         attachment = request.reach.attached
         self._file = "" if attachment is None else attachment.file
-        self._left = TimeLeft()
-        self._left.follow(self._jobs)
+        self._time_left = TimeLeft()
+        self._time_left.follow(self._jobs)
 
     def text(self) -> str:
-        """How much of its time is left; empty where it has no end."""
-        return self._left.text()
+        """Return how much time its job has left, in words; empty if there is no limit."""
+        return self._time_left.text()
 
     def notices(self, spec: GroupSpec, hosts: Sequence[Host]) -> list[str]:
-        """What is to be known of how a group lies there."""
+        """Return the notices to show to the user about a group with this placement."""
         return [*filter(None, [spec.notice, wanted.folders_notice(hosts), self._unused_gpus(spec)])]
 
     def _unused_gpus(self, spec: GroupSpec) -> str:
-        """What to say where a job has GPUs, and the ranks are on the CPU though nobody has said so."""
-        jobs, has = self.request.reach.jobs, 0
+        """Return a notice if a job has GPUs but the ranks run on the CPU unasked; otherwise an empty text."""
+        jobs, count = self.request.reach.jobs, 0
         if jobs and self.request.n is None and not spec.on_gpus:
             with contextlib.suppress(GroupError):
-                has = slurm.gpus(jobs[0], self.request.hosts[0].name)
-        if not has:
+                count = slurm.gpus(jobs[0], self.request.hosts[0].name)
+        if not count:
             return ""
-        what = f"the job has {has} GPU{'s' * (has > 1)} on {self.request.hosts[0].name}, and torch sees none there"
-        return f"{what}, so the ranks are on the CPU; is its torch built for GPUs, and does it need a --setup?"
+        notice = (
+            f"the job has {count} GPU{'s' * (count > 1)} on {self.request.hosts[0].name}, and torch sees none there"
+        )
+        return f"{notice}, so the ranks are on the CPU; is its torch built for GPUs, and does it need a --setup?"
 
     def has(self, number: int) -> bool:
-        """Is that host still a node of its job, as far as Slurm knows? Raises GroupError if it does not answer."""
+        """Return whether host `number` is still a node of its job; raise GroupError if Slurm does not answer."""
         return self.request.hosts[number].name in slurm.nodes(self.request.reach.jobs[number])
 
-    def others(self, gone: Sequence[int], progress: Report) -> tuple[int, list[str]]:
-        """As many nodes as there are hosts `gone`, and the job that they are in; `move` the group there.
+    def others(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
+        """Submit a job for one new node per host in `lost_hosts`; return the job and its nodes.
 
-        Raises GroupError or RequestInterrupted.
+        `move` then moves the group there. Raises GroupError or RequestInterrupted.
         """
         reach, names = self.request.reach, [host.name for host in self.request.hosts]
         if not reach.slurm:
-            lost = ", ".join(names[number] for number in gone)
+            lost = ", ".join(names[number] for number in lost_hosts)
             raise GroupError(
                 f"{lost}: lost, and not to be replaced: job {reach.jobs[0]} is not ddip's, and gets no other nodes; "
                 "%makedip -r starts afresh on those that Slurm still has in it"
             )
-        there = {job: slurm.nodes(job) for job in self._jobs}
-        # Slurm may take minutes to know of a loss, and a node that has room for this job, too, would be no other host.
-        without = [name for name, job in zip(names, reach.jobs, strict=True) if name in there[job]]
-        job = slurm.submit(slurm.like(reach.slurm, len(gone), without), progress, STOPPED)
+        nodes_of_job = {job: slurm.nodes(job) for job in self._jobs}
+        # Slurm may take minutes to notice a loss, and could otherwise place the new job on nodes that the group uses.
+        excluded = [name for name, job in zip(names, reach.jobs, strict=True) if name in nodes_of_job[job]]
+        job = slurm.submit(slurm.like(reach.slurm, len(lost_hosts), excluded), progress, STOPPED)
         self._jobs.add(job)
-        return job, _names(job)
+        return job, _node_names(job)
 
     def move(self, request: Request) -> None:
-        """The group is where `request` says from now on; jobs that it is not in any more are given back."""
+        """Record the hosts and jobs of `request` as the group's, and give back jobs that it has left."""
         self.request = request
         former, self._jobs = self._jobs, set(request.reach.jobs)
         for job in former - self._jobs:
             slurm.give_back(job)
-        self._left.follow(self._jobs)
+        self._time_left.follow(self._jobs)
 
     def give_back(self) -> None:
-        """The group has ended; may be called twice."""
-        self._left.follow(())
+        """Give back all jobs and clusters of a group that has ended; may be called twice."""
+        self._time_left.follow(())
         jobs, self._jobs = self._jobs, set()
         for job in jobs:
             slurm.give_back(job)
@@ -96,25 +98,25 @@ class Place:
 
 
 def found(request: Request, progress: Report) -> Place:
-    """The place of a group for `request`: with the hosts that its reach leads to, where it does not name them.
+    """Return the place of a group for `request`, after finding its hosts if `request` does not name them.
 
-    Raises BadInput, GroupError or RequestInterrupted; nothing is left of what was begun then.
+    Raises BadInput, GroupError or RequestInterrupted; jobs and clusters that it had begun to use are given back then.
     """
     reach = request.reach
     if reach.cluster or reach.engines:
-        return Place(_attached(request, progress))
+        return Place(_with_cluster_hosts(request, progress))
     if not reach.finds:
         return Place(request)
     if reach.slurm:
-        again = bool(reach.jobs) and slurm.hold(reach.jobs[0])
-        return _on_nodes(request, reach.jobs[0] if again else slurm.submit(reach.slurm, progress))
+        is_held = bool(reach.jobs) and slurm.hold(reach.jobs[0])
+        return _on_nodes(request, reach.jobs[0] if is_held else slurm.submit(reach.slurm, progress))
     if slurm.own_job():
         return _on_nodes(request, slurm.own_job())
-    return Place(replace(request, hosts=tuple(map(HostRequest, _listed()))))
+    return Place(replace(request, hosts=tuple(map(HostRequest, _hosts_in_file()))))
 
 
-def _attached(request: Request, progress: Report) -> Request:
-    """On the hosts of a cluster that somebody else has started."""
+def _with_cluster_hosts(request: Request, progress: Report) -> Request:
+    """Complete `request` with the hosts of an ipyparallel cluster, found or started by a launcher."""
     reach, former = request.reach, request.reach.attached
     n = request.n if former is None else former.n
     if reach.cluster:
@@ -130,14 +132,14 @@ def _attached(request: Request, progress: Report) -> Request:
     except BaseException:
         launcher_engines.give_back(file)
         raise
-    each = request.gpus is not None  # -g is about each host
-    hosts = tuple(HostRequest(seat.name, None if each else count) for seat, count in attachment.counts())
+    per_host = request.gpus is not None  # -g applies to each host
+    hosts = tuple(HostRequest(seat.name, None if per_host else count) for seat, count in attachment.counts())
     return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
 
 
 def _on_nodes(request: Request, job: int) -> Place:
     try:
-        names = _names(job)
+        names = _node_names(job)
     except BaseException:
         slurm.give_back(job)
         raise
@@ -145,16 +147,16 @@ def _on_nodes(request: Request, job: int) -> Place:
     return Place(replace(request, hosts=tuple(map(HostRequest, names)), reach=reach))
 
 
-def _names(job: int) -> list[str]:
-    """Of its nodes; raises GroupError if there are none."""
+def _node_names(job: int) -> list[str]:
+    """Return the names of the job's nodes; raise GroupError if there are none."""
     names = slurm.nodes(job)
     if not names:
         raise GroupError(f"job {job} of Slurm does not run, so there are no nodes to be had")
     return names
 
 
-def _listed() -> list[str]:
-    """The hosts of an allocation of another scheduler; they are reached by ssh."""
+def _hosts_in_file() -> list[str]:
+    """Return the hosts of another scheduler's allocation, to be reached by ssh; raise GroupError if none."""
     for name in HOST_FILES:
         file = os.environ.get(name)
         if file:
@@ -170,8 +172,10 @@ def _listed() -> list[str]:
 
 
 def again(request: Request, hosts: Sequence[Host]) -> Request:
-    """`request` for a group that starts afresh, and was on `hosts`: in the same job of ddip's, unless one of them is
-    lost, or it was in several jobs."""
+    """Return `request` for a restart of a group that was on `hosts`.
+
+    It keeps the Slurm job that ddip submitted, unless a host is lost or there are several jobs.
+    """
     lost = any(host.lost for host in hosts)
     if request.reach.slurm and (lost or len(set(request.reach.jobs)) > 1):
         return replace(request, hosts=(), reach=request.reach.asked)
@@ -180,18 +184,18 @@ def again(request: Request, hosts: Sequence[Host]) -> Request:
 
 @contextlib.contextmanager
 def kept(request: Request) -> Iterator[None]:
-    """Keep what was found for `request`, while the group that has it ends and another begins.
+    """Hold the jobs and cluster of `request` while one group ends and the next one starts.
 
-    Raises GroupError where a cluster cannot be had.
+    Raises GroupError if the cluster is not available.
     """
     if request.reach.cluster:
-        _attached(request, lambda text, share=None: None)
-    there = request.reach.attached
-    held = [job for job in set(request.reach.jobs) if slurm.hold(job)]
-    file = there.file if there is not None and launcher_engines.hold(there.file) else ""
+        _with_cluster_hosts(request, lambda text, share=None: None)
+    attachment = request.reach.attached
+    held_jobs = [job for job in set(request.reach.jobs) if slurm.hold(job)]
+    file = attachment.file if attachment is not None and launcher_engines.hold(attachment.file) else ""
     try:
         yield
     finally:
-        for job in held:
+        for job in held_jobs:
             slurm.give_back(job)
         launcher_engines.give_back(file)

@@ -1,4 +1,4 @@
-"""Ask ranks to do something on their main threads, where their cells run."""
+"""Make calls on the main threads of ranks, where their cells run."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from ddip.protocol.on_rank import R, RemoteCall
 log = logging.getLogger("ddip")
 
 GRACE_SECONDS = 1.0
-"""How long the others may take to answer when one rank has failed."""
+"""How long the other ranks may take to answer after one has failed."""
 STOP_GRACE_SECONDS = 0.4
-"""How long ranks may take to end by an interrupt alone, before those that wait in a collective are released."""
+"""How long ranks may take to end by an interrupt alone, before waiting collectives are aborted."""
 ASK_SECONDS = 30.0
-"""How long ranks may take to answer what only ddip's own code should hold up; a walk is given up after 20 s."""
+"""How long ranks may take for a request that runs only ddip's code; their snapshots stop after 20 s."""
 STOP_SECONDS = 0.8
-"""How long they may take after that; a rank that has not stopped by then is named and left alone."""
+"""How long ranks may take to end after collectives were aborted; a rank that takes longer is abandoned."""
 Requests: TypeAlias = Mapping[int, Request]
 
 
 @dataclass(frozen=True)
 class Abandoned:
-    """A request that a rank has not ended when it was told to."""
+    """A request that a rank did not end when it was interrupted."""
 
     request: Request
     doing: str
-    """What it is, for people."""
+    """Description for messages."""
 
 
 class Ranks(Members):
-    """The members of a group, and what they are asked."""
+    """The members of a group, with calls on their main threads."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self.abandoned: dict[int, Abandoned] = {}
-        """What ranks were asked to do, and may still do though nobody waits for it any more."""
+        """The abandoned requests by rank, some of which may still be running."""
         self._late: dict[int, Request] = {}
-        """Questions to which the answer came too late."""
+        """Requests of `try_call` that timed out, by rank."""
 
     def ask(
         self,
@@ -57,19 +57,19 @@ class Ranks(Members):
         release: Callable[[], object] | None = None,
         stoppable: bool = True,
     ) -> list[R]:
-        """Make `call` on the main thread of each of `ranks`; returns the results in order."""
+        """Make `call` on the main thread of each of `ranks`; return the results in order. See `ask_each`."""
         return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable)
 
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
-        """Do what `ask_each` does, within ASK_SECONDS: a finalizer that never ends must not hang the notebook."""
+        """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook."""
         try:
             return self.ask_each(calls, time.monotonic() + ASK_SECONDS, release=release)
         except RequestFailed as error:
             if error.by_rank or not error.late:
                 raise
             doing = next(call.label for call in calls.values())
-            what = f"{ranks_text(error.late)} did not finish {doing} within {ASK_SECONDS:g} s"
-            raise RequestFailed(what, {}, error.late) from None
+            problem = f"{ranks_text(error.late)} did not finish {doing} within {ASK_SECONDS:g} s"
+            raise RequestFailed(problem, {}, error.late) from None
 
     def ask_each(
         self,
@@ -80,56 +80,56 @@ class Ranks(Members):
         stoppable: bool = True,
         together: bool = True,
     ) -> list[R]:
-        """The same with a call by rank, all of one function, until `deadline` on ``time.monotonic``.
+        """Make one call per rank on the main threads, all of one function; return the results in order.
 
-        What ends it early (the stop button, the deadline, a rank that failed while others wait for it) ends it on the
-        ranks, too: they are interrupted, and freed by `release` if they wait in a collective; those that do not stop
-        are in `abandoned` from then on. What is not `stoppable` is left to end by itself. Of ranks that do not do it
-        `together`, one that fails ends nothing for the others.
+        The stop button, the `deadline` (on ``time.monotonic``), or a failed rank that others wait for ends the requests
+        early: ranks are interrupted, and `release` aborts the collectives of those that wait in one. Ranks that do not
+        stop are in `abandoned` from then on. If the call is not `stoppable`, ranks are left to finish by themselves. If
+        they do not act `together`, a rank that fails ends nothing for the others.
 
         Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
         doing = next((call.label for call in calls.values()), "")
         with stopping.button() as button:
-            if button.pressed and stoppable:  # when nobody looked
+            if button.pressed and stoppable:  # pressed earlier, and not handled yet
                 button.take()
                 raise RequestInterrupted(f"{doing} was interrupted before it began")
             self._ensure_none_ended(calls, doing)
             requests = {rank: self._send(rank, call) for rank, call in calls.items()}
             button.watch(requests.values())
-            self._await(requests, deadline, button, GRACE_SECONDS if together else None)
-            unfinished = _unfinished(requests)  # before the problems: a rank may answer between the two
-            problems = self._problems(requests)
+            self._wait_for_all(requests, deadline, button, GRACE_SECONDS if together else None)
+            unfinished = _unfinished(requests)  # read before the problems, as a rank may answer in between
+            problems = self._errors_of(requests)
             if unfinished and stoppable:
-                self._stop(requests, unfinished, doing, button, release)
+                self._stop_requests(requests, unfinished, doing, button, release)
             elif unfinished:
-                unfinished = self._let_end(requests, unfinished, doing, button)
-                problems = self._problems(requests)
+                unfinished = self._wait_for_end(requests, unfinished, doing, button)
+                problems = self._errors_of(requests)
         if problems or unfinished:
-            raise self._failure(doing, problems, unfinished, together)
-        # taken out: a future is a cycle, and would keep what came with it until Python looks for cycles
+            raise self._make_failure(doing, problems, unfinished, together)
+        # popped, since a future is a reference cycle and would keep the result until the garbage collector runs
         return [request.result().value.pop("ok") for request in requests.values()]
 
-    def _failure(
+    def _make_failure(
         self, doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool
     ) -> RequestFailed:
-        """What to raise where some ranks have `problems`, or are `unfinished`."""
+        """Return the error to raise if some ranks have `problems` or are `unfinished`."""
         if not problems:
-            what = f"{ranks_text(unfinished)} did not finish {doing} in time"
-            return RequestFailed(f"{what}; -t SECONDS waits longer", {}, unfinished)
+            problem = f"{ranks_text(unfinished)} did not finish {doing} in time"
+            return RequestFailed(f"{problem}; -t SECONDS waits longer", {}, unfinished)
         log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
         return RequestFailed(
             f"{doing} failed: {CellError(problems, self.repair_text)}", problems, [] if together else unfinished
         )
 
     def _ensure_none_ended(self, ranks: Collection[int], doing: str) -> None:
-        """Before anything is sent: the others would wait for one that has ended."""
+        """Raise RequestFailed before sending anything if a rank has ended, as the others would wait for it."""
         ended = {rank: self.end_of(rank) for rank in self.ended if rank in ranks}
         if ended:
             raise RequestFailed(f"{doing} failed: {CellError(ended, self.repair_text)}", ended)
 
     def tell(self, ranks: Sequence[int], call: RemoteCall[object]) -> None:
-        """Have each of `ranks` that lives do the same when it is free; nobody waits for it."""
+        """Make `call` on each of `ranks` that is running, once it is free, without waiting for the result."""
         for rank in self.live:
             if rank in ranks:
                 self._send(rank, call)
@@ -137,12 +137,14 @@ class Ranks(Members):
     def _send(self, rank: int, call: RemoteCall[object]) -> Request:
         return self.cluster.call(self.members[rank].engine, call)
 
-    def _await(self, requests: Requests, deadline: float | None, button: stopping.Button, grace: float | None) -> None:
-        """Wait until all `requests` are done; when a rank has failed, `grace` seconds for those that wait in vain."""
+    def _wait_for_all(
+        self, requests: Requests, deadline: float | None, button: stopping.Button, grace: float | None
+    ) -> None:
+        """Wait until all `requests` are done, but only `grace` seconds more once a rank has failed."""
         failed_at: float | None = None
         while _unfinished(requests) and not button.pressed:
             now = time.monotonic()
-            if failed_at is None and self._problems(requests):
+            if failed_at is None and self._errors_of(requests):
                 failed_at = now
             ends = [deadline] if deadline is not None else []
             ends += [failed_at + grace] if failed_at is not None and grace is not None else []
@@ -151,7 +153,7 @@ class Ranks(Members):
             self.cluster.ensure_controller()
             button.sleep(min([stopping.LOOK_SECONDS, *(end - now for end in ends)]))
 
-    def _stop(
+    def _stop_requests(
         self,
         requests: Requests,
         unfinished: Sequence[int],
@@ -159,55 +161,57 @@ class Ranks(Members):
         button: stopping.Button,
         release: Callable[[], object] | None,
     ) -> None:
-        """Have the `unfinished` ranks end what was asked of them, and wait for them, but not for long.
+        """Interrupt the `unfinished` requests and wait for them briefly; abandon those that do not end.
 
         Raises RequestInterrupted if the stop button was pressed.
         """
         pressed = button.pressed
         self._interrupt_again(requests, button)
-        self._settle(requests, button, STOP_GRACE_SECONDS)
+        self._wait_after_stop(requests, button, STOP_GRACE_SECONDS)
         if release is not None and _unfinished(requests):
             release()
-        self._settle(requests, button, STOP_SECONDS)
-        if not pressed:  # nobody waits for that button: a loaded machine gets the time that it needs
-            self._settle_while_moving(requests, button)
-        stuck = self._abandon(requests, doing)
+        self._wait_after_stop(requests, button, STOP_SECONDS)
+        if not pressed:  # no user is waiting for a stop, so a loaded machine gets the time that it needs
+            self._wait_while_moving(requests, button)
+        stuck = self._abandon_requests(requests, doing)
         if pressed:
             button.take()
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
 
-    def _let_end(self, requests: Requests, unfinished: Sequence[int], doing: str, button: stopping.Button) -> list[int]:
-        """Wait a while for what must not be stopped; returns the ranks that are not done then.
+    def _wait_for_end(
+        self, requests: Requests, unfinished: Sequence[int], doing: str, button: stopping.Button
+    ) -> list[int]:
+        """Wait briefly for requests that must not be stopped; return the ranks that are not done then.
 
-        Raises RequestInterrupted if there are some, and the stop button was pressed; otherwise it stays pressed.
+        Raises RequestInterrupted if there are such ranks and the stop button was pressed; otherwise it stays pressed.
         """
-        self._settle(requests, None, STOP_SECONDS)
-        stuck = self._abandon(requests, doing)
+        self._wait_after_stop(requests, None, STOP_SECONDS)
+        stuck = self._abandon_requests(requests, doing)
         if stuck and button.pressed:
             button.take()
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
         return stuck
 
-    def _abandon(self, requests: Requests, doing: str) -> list[int]:
-        """Give up the `requests` that are not done; returns their ranks."""
+    def _abandon_requests(self, requests: Requests, doing: str) -> list[int]:
+        """Abandon the `requests` that are not done; return their ranks."""
         stuck = _unfinished(requests)
         self.abandoned.update({rank: Abandoned(requests[rank], doing) for rank in stuck})
         return stuck
 
-    def _settle(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
-        """Wait until all `requests` are done, at most `seconds`; who presses again interrupts again."""
+    def _wait_after_stop(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
+        """Wait until all `requests` are done, at most `seconds`; a press of the stop button interrupts again."""
         end = time.monotonic() + seconds
         while _unfinished(requests) and time.monotonic() < end:
             concurrent.futures.wait([r for r in requests.values() if not r.done()], timeout=0.05)
             if button is not None and button.pressed:
                 self._interrupt_again(requests, button)
 
-    def _settle_while_moving(self, requests: Requests, button: stopping.Button) -> None:
-        """Wait as long as ranks are on their way to the end of their `requests`."""
+    def _wait_while_moving(self, requests: Requests, button: stopping.Button) -> None:
+        """Wait as long as ranks make progress towards the end of their `requests`."""
         if unfinished := _unfinished(requests):
             ending = Ending(self, unfinished)
-            while ending.moving(unfinished):
-                self._settle(requests, button, stopping.LOOK_SECONDS)
+            while ending.find_moving(unfinished):
+                self._wait_after_stop(requests, button, stopping.LOOK_SECONDS)
                 unfinished = _unfinished(requests)
 
     def _interrupt_again(self, requests: Requests, button: stopping.Button) -> None:
@@ -220,20 +224,20 @@ class Ranks(Members):
             lines += [f"{ranks_text(stuck)} did not stop:", places_text(self.places(stuck)), way_out(stuck)]
         return "\n".join(lines)
 
-    def _problems(self, requests: Requests) -> dict[int, RankError]:
-        """What the ranks raised that have answered."""
-        found = {}
+    def _errors_of(self, requests: Requests) -> dict[int, RankError]:
+        """Return the errors of the ranks that have answered."""
+        problems = {}
         for rank, request in requests.items():
             reply = request.result() if request.done() else Reply()
-            problem, told = self.error_of(rank, reply), reply.value or {}
-            if problem is None and "error" in told:
-                problem = RankError(told["error"], told["message"], told["traceback"])
+            problem, answer = self.error_of(rank, reply), reply.value or {}
+            if problem is None and "error" in answer:
+                problem = RankError(answer["error"], answer["message"], answer["traceback"])
             if problem is not None:
-                found[rank] = problem
-        return found
+                problems[rank] = problem
+        return problems
 
     def try_call(self, rank: int, call: RemoteCall[R], seconds: float) -> R | None:
-        """Make `call` on the main thread of `rank`; None if that fails or takes longer."""
+        """Make `call` on the main thread of `rank`; return None if it fails or takes more than `seconds`."""
         self.end_late()
         request = self._send(rank, call)
         concurrent.futures.wait([request], seconds)
@@ -243,21 +247,21 @@ class Ranks(Members):
         return (request.result().value or {}).get("ok")  # type: ignore[no-any-return]
 
     def end_late(self) -> None:
-        """Interrupt what a rank was asked by `try_call` and still does: something else is wanted of it now."""
+        """Interrupt requests of `try_call` that timed out and still run, as the ranks are needed now."""
         if self._late:
             self.interrupt({rank: self._late[rank].msg_id for rank in _unfinished(self._late)})
             self._late.clear()
 
     @property
     def busy(self) -> dict[int, str]:
-        """What ranks still do though it was given up, by rank."""
+        """The descriptions of abandoned requests that still run, by rank."""
         ended = self.ended
         self.abandoned = {
-            r: given for r, given in self.abandoned.items() if not given.request.done() and r not in ended
+            r: entry for r, entry in self.abandoned.items() if not entry.request.done() and r not in ended
         }
-        return {rank: given.doing for rank, given in sorted(self.abandoned.items())}
+        return {rank: entry.doing for rank, entry in sorted(self.abandoned.items())}
 
 
 def _unfinished(requests: Requests) -> list[int]:
-    """Ranks that have not answered."""
+    """Return the ranks that have not answered."""
     return [rank for rank, request in requests.items() if not request.done()]

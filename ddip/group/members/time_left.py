@@ -1,4 +1,4 @@
-"""How long jobs of Slurm's still have, and the lines that say so before their end."""
+"""The remaining time of Slurm jobs, and warnings before they end."""
 
 from __future__ import annotations
 
@@ -11,51 +11,53 @@ from ddip.guard import Guard
 from ddip.output.area import notify
 
 WARN_SECONDS = (600.0, 120.0)
-"""Before the end of a job, when its user is told."""
+"""Times before the end of a job at which the user is warned."""
 
 
 class TimeLeft:
-    """Of the job that ends first; the user is told when it is nearly over, at once if it is already."""
+    """Remaining time of the job that ends first, with warnings when it is nearly over."""
 
     def __init__(self) -> None:
         self._jobs: tuple[int, ...] = ()
-        self._told = 0
-        """How many of WARN_SECONDS have come."""
+        self._warnings_given = 0
+        """Number of WARN_SECONDS that have passed."""
         self._timer: threading.Timer | None = None
         self._guard = Guard("how long a job still has could not be found out")
 
     def follow(self, jobs: Iterable[int]) -> None:
-        """It is about these jobs from now on; none: it is over."""
+        """Watch these jobs from now on; none: stop watching."""
         if self._timer is not None:
             self._timer.cancel()
         self._jobs = tuple(jobs)
-        self._look(self._jobs)
+        self._check_time(self._jobs)
 
-    def _look(self, jobs: tuple[int, ...]) -> None:
-        """Tell, if the time has come; that of a job may be changed meanwhile."""
-        first = _first(jobs)
+    def _check_time(self, jobs: tuple[int, ...]) -> None:
+        """Warn the user if it is time, and set a timer to look again, as a job's time limit may change."""
+        first = _first_to_end(jobs)
         if first is None or jobs is not self._jobs:
             return
-        left, job = first
-        come = sum(left <= seconds for seconds in WARN_SECONDS)
-        if come > self._told:
-            notify(f"{_text(left, job)}; save what you need: its ranks end with it")
-        self._told = come
-        if come < len(WARN_SECONDS):
-            self._timer = threading.Timer(left - WARN_SECONDS[come], self._guard.around(self._look), [jobs])
+        remaining, job = first
+        passed = sum(remaining <= seconds for seconds in WARN_SECONDS)
+        if passed > self._warnings_given:
+            notify(f"{_remaining_text(remaining, job)}; save what you need: its ranks end with it")
+        self._warnings_given = passed
+        if passed < len(WARN_SECONDS):
+            self._timer = threading.Timer(
+                remaining - WARN_SECONDS[passed], self._guard.around(self._check_time), [jobs]
+            )
             self._timer.daemon = True
             self._timer.start()
 
     def text(self) -> str:
-        """How much of it is left; empty where there is no end."""
-        first = _first(self._jobs)
-        return "" if first is None else _text(*first)
+        """Return the remaining time in words; empty if there is no limit."""
+        first = _first_to_end(self._jobs)
+        return "" if first is None else _remaining_text(*first)
 
 
-def _first(jobs: Iterable[int]) -> tuple[float, int] | None:
-    """Seconds until the first end of a job, and which; None: no end is known."""
-    return min(((left, job) for job in jobs if (left := slurm.seconds_left(job)) is not None), default=None)
+def _first_to_end(jobs: Iterable[int]) -> tuple[float, int] | None:
+    """Return the seconds until the first of `jobs` ends, and that job; None if no end is known."""
+    return min(((remaining, job) for job in jobs if (remaining := slurm.seconds_left(job)) is not None), default=None)
 
 
-def _text(left: float, job: int) -> str:
-    return f"job {job} of Slurm ends in {timedelta(seconds=int(left))}"
+def _remaining_text(remaining: float, job: int) -> str:
+    return f"job {job} of Slurm ends in {timedelta(seconds=int(remaining))}"

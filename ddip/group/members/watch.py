@@ -1,4 +1,4 @@
-"""Do the ranks of a cell make progress? And those that were told to stop, towards their end?"""
+"""Detect whether the ranks of a cell make progress, and interrupted ranks towards their end."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ddip.group.members.members import Members
 from ddip.protocol import on_rank
 
 PULSE_SECONDS = 1.0
-"""How often ranks that are silent are asked whether they move."""
+"""How often silent ranks are asked whether they make progress."""
 IDLE_CPU = 0.05
-"""Below this share of a core a rank is taken to stand still, as a thread that waits for a socket does."""
+"""Share of a core below which a rank counts as standing still, like a thread that waits for a socket."""
 CODE_SECONDS = 2.0
-"""CPU time that a cell's own code may take to end after an interrupt; Python's and ours behind it may take any."""
+"""CPU time that a cell's own code may take to end after an interrupt; cleanup by Python and ddip has no limit."""
 ENDING_SECONDS = 30.0
-"""How long all that may take, however loaded the machine is."""
+"""How long an interrupted rank may take in all, even on a loaded machine."""
 
 
 class Watch:
-    """Asks the ranks of one cell, when they are silent."""
+    """Stall detector of one cell: asks silent ranks whether they make progress."""
 
     def __init__(self, ranks: Members, stall_timeout: float) -> None:
         self._ranks = ranks
@@ -28,12 +28,12 @@ class Watch:
         self._since = self._asked = time.monotonic()
         self._last: dict[int, tuple[int, float]] = {}
 
-    def moved(self) -> None:
-        """Something has come from the ranks: the stall timeout begins anew."""
+    def note_progress(self) -> None:
+        """Restart the stall timeout, as something has arrived from the ranks."""
         self._since = time.monotonic()
 
-    def stands_still(self, running: Sequence[int], now: float) -> bool:
-        """True when no rank has moved for as long as the stall timeout: no message, no step, no CPU time."""
+    def has_stalled(self, running: Sequence[int], now: float) -> bool:
+        """Return whether no rank has made progress (messages, steps, CPU time) during the stall timeout."""
         interval = min(PULSE_SECONDS, self._stall_timeout / 4)
         if now < self._since + interval or now < self._asked + interval:
             return False
@@ -41,7 +41,7 @@ class Watch:
         answers = self._ranks.call_on_control_channel(running, on_rank.pulse())
         pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
         if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
-            self.moved()
+            self.note_progress()
         self._last.update(pulses)
         return now >= self._since + self._stall_timeout
 
@@ -52,19 +52,19 @@ def _has_moved(before: tuple[int, float] | None, now: tuple[int, float], passed:
 
 @dataclass
 class _Use:
-    """What a rank and the processes that it has started use of the machine."""
+    """CPU use of a rank and its child processes."""
 
     seconds: float
     """CPU time so far."""
     runs: bool
-    """Would one of them go on if it had a core?"""
+    """True if one of these processes is runnable."""
 
 
 class Ending:
-    """Ranks that were told to stop: which of them are still on their way to their end?
+    """Progress of interrupted ranks towards their end.
 
-    A rank that has a twentieth of a core needs twenty times as long, so CPU time is what counts, not the time. Behind a
-    cell's own code it may also sleep, for `asleep` seconds.
+    A rank with a twentieth of a core needs twenty times as long, so CPU time counts rather than elapsed time. After the
+    end of a cell's own code, a rank may also sleep for `asleep` seconds.
     """
 
     def __init__(self, ranks: Members, running: Sequence[int], asleep: float = 0.0) -> None:
@@ -72,32 +72,35 @@ class Ending:
         self._asleep_until = time.monotonic() + asleep
         self._until = time.monotonic() + ENDING_SECONDS
         self._looked = time.monotonic()
-        self._first = self._last = self._uses(running)
+        self._first = self._last = self._cpu_use(running)
         self._phase: dict[int, str] = {}
         self._moved: set[int] = set()
 
-    def moving(self, running: Sequence[int]) -> list[int]:
-        """Those of `running` that are; ask every so often. One is left out when it has stood still twice in a row."""
+    def find_moving(self, running: Sequence[int]) -> list[int]:
+        """Return those of `running` that make progress, that is, have not stood still twice in a row.
+
+        Call it repeatedly: each call compares with the one before.
+        """
         now = time.monotonic()
         if now > self._until:
             return []
         passed, self._looked = now - self._looked, now
         answers = self._ranks.call_on_control_channel(running, on_rank.phase())
         self._phase.update({rank: answer for rank, answer in answers.items() if answer is not None})
-        uses = self._uses(running)
-        moved = {rank for rank, use in uses.items() if self._moves(rank, use, passed)}
+        uses = self._cpu_use(running)
+        moved = {rank for rank, use in uses.items() if self._makes_progress(rank, use, passed)}
         self._last = {**self._last, **uses}
         moving, self._moved = moved | self._moved, moved
         return [rank for rank in running if rank in moving]
 
-    def _moves(self, rank: int, use: _Use, passed: float) -> bool:
+    def _makes_progress(self, rank: int, use: _Use, passed: float) -> bool:
         before = self._last.get(rank, use)
         phase = self._phase.get(rank, "code")
-        if phase == "idle":  # its answer is under way
+        if phase == "idle":  # the rank has finished, and its reply is on its way
             return True
         if not use.runs and use.seconds - before.seconds <= IDLE_CPU * passed:
             return phase == "ending" and time.monotonic() < self._asleep_until
         return phase == "ending" or use.seconds - self._first.get(rank, use).seconds < CODE_SECONDS
 
-    def _uses(self, ranks: Sequence[int]) -> dict[int, _Use]:
+    def _cpu_use(self, ranks: Sequence[int]) -> dict[int, _Use]:
         return {rank: _Use(*use) for rank, use in self._ranks.uses(ranks).items()}

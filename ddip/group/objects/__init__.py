@@ -1,1 +1,1 @@
-"""Objects and modules between the notebook and its ranks."""
+"""Transfer of objects and modules between the notebook and its ranks."""

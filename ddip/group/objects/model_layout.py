@@ -1,4 +1,4 @@
-"""How a model lies on the ranks, as they tell."""
+"""Collect the layout of a sharded model across the ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from ddip.protocol.reports import ShardsReport
 
 
 def ask(ranks: Ranks, name: str) -> ShardsTable:
-    """Of the model in the variable `name`; raises BadInput if it is not there, or no module, on a rank."""
+    """Return the layout of the model in the variable `name`.
+
+    Raises BadInput if a rank has no such variable, or it is not a module.
+    """
     reports: Sequence[ShardsReport] = ranks.ask(range(len(ranks.members)), on_rank.describe_shards(name))
     lack = [rank for rank, report in enumerate(reports) if not report["is_there"]]
     if lack:
-        what = "part" if "." in name else "variable"
+        kind = "part" if "." in name else "variable"
         raise BadInput(
-            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {what} {name}; make the "
+            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {kind} {name}; make the "
             "model in a %%dip cell first"
         )
     others = [rank for rank, report in enumerate(reports) if report["tensors"] is None]

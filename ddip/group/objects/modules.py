@@ -1,4 +1,4 @@
-"""Modules of the notebook's own, for ranks on hosts that do not have its folder."""
+"""Send the user's own modules to ranks on hosts that do not have the notebook's folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ddip.output.tables.tables import size_text
 from ddip.protocol import on_rank
 
 MOST_BYTES = 16_000_000
-"""Of all files of a module."""
+"""Most bytes in all files of a module."""
 MOST_FILES = 2000
 MAGIC = "%dipush --modules"
 LEFT_OUT = re.compile(r"\..*|__pycache__|.*\.py[co]|.*\.egg-info")
-"""Names of files and folders that are not of a module's source."""
+"""Names of files and folders that do not belong to a module's source."""
 INSTALL = "install it on the hosts, in the Python that their ranks take"
 MISSING = re.compile(r"No module named '(\w+)")
 COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
@@ -42,37 +42,37 @@ class Source:
 
     name: str
     files: Mapping[str, bytes]
-    """By path, with ``/``: ``utils.py``, or ``pkg/__init__.py``."""
+    """Contents by path with ``/``: ``utils.py``, or ``pkg/__init__.py``."""
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(map(len, self.files.values()))
 
     @cached_property
     def digest(self) -> str:
-        """Of all that is in it."""
-        found = hashlib.sha256()
+        """SHA-256 digest of paths and contents."""
+        hasher = hashlib.sha256()
         for path, data in sorted(self.files.items()):
-            found.update(f"{path}\0{len(data)}\0".encode() + data)
-        return found.hexdigest()
+            hasher.update(f"{path}\0{len(data)}\0".encode() + data)
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
 class ModulesPushed:
-    """What has become of a push of modules."""
+    """The result of a push of modules."""
 
     names: tuple[str, ...]
     hosts: tuple[str, ...]
-    """Other hosts that ranks are on."""
+    """Hosts of ranks, other than the notebook's."""
     sent: tuple[str, ...]
-    """Those of `hosts` that lacked something, or had it otherwise."""
+    """The `hosts` that lacked a module or had another version of it."""
     size: int
-    """Bytes of all modules."""
+    """Total size of the modules in bytes."""
     beside: bool
-    """Are there ranks beside the notebook?"""
-    told: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    """By module what ranks say that have imported it already, and have not loaded it again."""
+    """True if some ranks are on the notebook's host."""
+    not_reloaded: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """Messages of ranks that had imported a module already and have not reloaded it, by module and rank."""
 
     def __str__(self) -> str:
         names = ", ".join(self.names)
@@ -84,45 +84,45 @@ class ModulesPushed:
 
     @property
     def notices(self) -> list[str]:
-        """What the user should know of ranks that have imported a module already."""
+        """The messages to the user about ranks that had imported a module already."""
         lines = []
-        for name, by_rank in self.told.items():
+        for name, by_rank in self.not_reloaded.items():
             for text in dict.fromkeys(by_rank.values()):
-                who = ranks_text([rank for rank, own in by_rank.items() if own == text])
-                lines.append(self._notice(name, who, text))
+                on_ranks = ranks_text([rank for rank, message in by_rank.items() if message == text])
+                lines.append(self._notice_text(name, on_ranks, text))
         return lines
 
     @staticmethod
-    def _notice(name: str, who: str, text: str) -> str:
+    def _notice_text(name: str, who: str, text: str) -> str:
         if text == on_rank.IMPORTED:
-            cure = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
+            advice = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
             return (
-                f"{name} {text} on {who}, and stays as it was there: {cure}, or turn %autoreload 2 on before the push"
+                f"{name} {text} on {who}, and stays as it was there: {advice}, or turn %autoreload 2 on before the push"
             )
         return f"{name} could not be loaded again on {who}, and stays as it was there: {text}"
 
 
-# -- here
+# -- in the notebook
 
 
 def find(names: str | Sequence[str]) -> list[Source]:
-    """The source files of modules of the notebook's own; raises BadInput."""
+    """Return the sources of the user's own modules `names`; raise BadInput if one cannot be sent."""
     given = names.split(",") if isinstance(names, str) else names
     wanted = [*dict.fromkeys(name.strip() for name in given if name.strip())]
     if not wanted:
         raise BadInput(f"{MAGIC}: type the names of modules, such as {MAGIC} utils,models")
-    importlib.invalidate_caches()  # the file may be new
-    return [_find(name) for name in wanted]
+    importlib.invalidate_caches()  # a file may be new
+    return [_find_source(name) for name in wanted]
 
 
-def _find(name: str) -> Source:
-    whole = name.removesuffix(".py").partition(".")[0]
-    if "." in name and not name.endswith(".py") and whole.isidentifier():
-        raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {whole}")
+def _find_source(name: str) -> Source:
+    package = name.removesuffix(".py").partition(".")[0]
+    if "." in name and not name.endswith(".py") and package.isidentifier():
+        raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {package}")
     if not name.isidentifier():
         better = f"; type {MAGIC} {Path(name).stem}" if Path(name).stem.isidentifier() else ""
         raise BadInput(f"{MAGIC} {name}: {name!r} is not the name of a module{better}")
-    place = _own_place(name)
+    place = _own_path(name)
     if place.is_dir():
         return Source(name, dict(_files_of(name, place)))
     data = place.read_bytes()
@@ -130,18 +130,18 @@ def _find(name: str) -> Source:
     return Source(name, {f"{name}.py": data})
 
 
-def _own_place(name: str) -> Path:
-    """The same as `_place`, of a module that is the notebook's own."""
+def _own_path(name: str) -> Path:
+    """Return the path of a module as `_path_of` does; raise BadInput if it is not the user's own."""
     if name == "__main__":
         raise BadInput(f"{MAGIC} {name}: that is the notebook; %dipush copies its variables, functions and classes")
-    place = _place(name)
+    place = _path_of(name)
     if _is_installed(name, place):
         raise BadInput(f"{MAGIC} {name}: {name} is not a module of your own, but installed; {INSTALL}")
     return place
 
 
-def _place(name: str) -> Path:
-    """The file of a module, or the folder of a package."""
+def _path_of(name: str) -> Path:
+    """Return the file of a module or the folder of a package; raise BadInput if it cannot be sent."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # such as __main__
@@ -162,21 +162,21 @@ def _place(name: str) -> Path:
 
 
 def _is_installed(name: str, place: Path) -> bool:
-    """Is it of the Python environment, and not the notebook's own?"""
+    """Return whether a module belongs to the Python environment rather than to the user."""
     if name == "ddip":
         return True
-    there = place.resolve()
+    resolved = place.resolve()
     paths = sysconfig.get_paths()
     folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
-    return any(there.is_relative_to(Path(folder).resolve()) for folder in folders)
+    return any(resolved.is_relative_to(Path(folder).resolve()) for folder in folders)
 
 
 def _files_of(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """The files of a package, by path. Raises BadInput for what cannot be sent."""
+    """Yield path and contents of each file of a package; raise BadInput if one cannot be sent."""
     size = count = 0
     root = folder.resolve()
-    for path in _walk(name, root):
+    for path in _walk_files(name, root):
         size, count = size + path.stat().st_size, count + 1
         _ensure_small(name, size, count, folder)
         yield f"{name}/{path.relative_to(root).as_posix()}", path.read_bytes()
@@ -184,7 +184,7 @@ def _files_of(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:
         raise BadInput(f"{MAGIC} {name}: the folder {folder} has no files")
 
 
-def _walk(name: str, root: Path) -> Iterator[Path]:
+def _walk_files(name: str, root: Path) -> Iterator[Path]:
     for at, folders, files in os.walk(root):
         folders[:] = sorted(folder for folder in folders if not LEFT_OUT.fullmatch(folder))
         for entry in [*folders, *sorted(files)]:
@@ -208,81 +208,86 @@ def _ensure_small(name: str, size: int, count: int, place: Path) -> None:
 
 
 def hint(text: str, ranks: Ranks) -> str:
-    """What to type where `text`, of ranks on other hosts, says that they lack modules which are the notebook's own."""
+    """Return the command to type if the ranks' error `text` is about missing modules of the user.
+
+    It is empty otherwise.
+    """
     if not _ranks_elsewhere(ranks):
         return ""
     own = []
     for name in dict.fromkeys(MISSING.findall(text)):
         with contextlib.suppress(BadInput):
-            _own_place(name)
+            _own_path(name)
             own.append(name)
     return f"{MAGIC} {','.join(own)} sends what is the notebook's own" if own else ""
 
 
-# -- there
+# -- on other hosts
 
 
 class Modules:
-    """Those that a group has on other hosts."""
+    """The modules that a group has on other hosts."""
 
     def __init__(self) -> None:
         self._sources: dict[str, Source] = {}
-        self._sent: dict[Path, dict[str, str]] = {}
-        """Digest of each module, by the run folder of the host that has it."""
+        self._digests: dict[Path, dict[str, str]] = {}
+        """Digest of each module, by the run folder of its host."""
 
     def push(self, ranks: Ranks, sources: Sequence[Source], reload: bool, progress: Report) -> ModulesPushed:
-        """Have all hosts have `sources` as they are."""
-        changed = self._send(ranks, sources, progress)
+        """Bring `sources` to all other hosts that lack them or have other versions."""
+        changed = self._send_sources(ranks, sources, progress)
         by_host = _ranks_elsewhere(ranks)
         calls = {
-            rank: on_rank.take_modules(str(_folder(ranks, host)), changed[host], reload)
-            for host, its in by_host.items()
+            rank: on_rank.take_modules(str(_modules_folder(ranks, host)), changed[host], reload)
+            for host, on_this_host in by_host.items()
             if changed[host]
-            for rank in its
+            for rank in on_this_host
         }
         answers = dict(zip(calls, ranks.ask_each(calls), strict=True)) if calls else {}
         names = tuple(source.name for source in sources)
-        told = {name: {rank: answer[name] for rank, answer in answers.items() if name in answer} for name in names}
+        not_reloaded = {
+            name: {rank: answer[name] for rank, answer in answers.items() if name in answer} for name in names
+        }
         return ModulesPushed(
             names,
             hosts=tuple(ranks.cluster.hosts[host].name for host in by_host),
             sent=tuple(ranks.cluster.hosts[host].name for host in by_host if changed[host]),
             size=sum(source.size for source in sources),
             beside=sum(map(len, by_host.values())) < len(ranks.members),
-            told={name: by_rank for name, by_rank in told.items() if by_rank},
+            not_reloaded={name: by_rank for name, by_rank in not_reloaded.items() if by_rank},
         )
 
     def send_again(self, ranks: Ranks, progress: Report) -> None:
-        """To hosts that do not have what was pushed: they were lost, and have begun anew."""
-        self._send(ranks, [*self._sources.values()], progress)
+        """Send all pushed modules to hosts that lack them, as hosts do after a restart."""
+        self._send_sources(ranks, [*self._sources.values()], progress)
 
-    def _send(self, ranks: Ranks, sources: Sequence[Source], progress: Report) -> dict[int, list[str]]:
-        """Send `sources` to where they are not; returns the names of those by the number of each host."""
+    def _send_sources(self, ranks: Ranks, sources: Sequence[Source], progress: Report) -> dict[int, list[str]]:
+        """Send `sources` to hosts that lack them; return the names of the sent modules by host number."""
         by_host = _ranks_elsewhere(ranks)
         changed: dict[int, list[str]] = {host: [] for host in by_host}
         with stopping.button():
             for source in sources:
-                lack = [host for host in by_host if self._had(ranks, host).get(source.name) != source.digest]
+                lack = [host for host in by_host if self._digests_on(ranks, host).get(source.name) != source.digest]
                 if lack:
                     progress(f"ddip: pushing {source.name}, {size_text(source.size)}", None)
                     files = dict(source.files)
                     write = {
-                        by_host[host][0]: on_rank.write_modules(str(_folder(ranks, host)), source.name, files)
+                        by_host[host][0]: on_rank.write_modules(str(_modules_folder(ranks, host)), source.name, files)
                         for host in lack
                     }
                     ranks.ask_each(write)
                 for host in lack:
-                    self._had(ranks, host)[source.name] = source.digest
+                    self._digests_on(ranks, host)[source.name] = source.digest
                     changed[host].append(source.name)
                 self._sources[source.name] = source
         return changed
 
-    def _had(self, ranks: Ranks, host: int) -> dict[str, str]:
-        return self._sent.setdefault(ranks.cluster.hosts[host].run_folder, {})
+    def _digests_on(self, ranks: Ranks, host: int) -> dict[str, str]:
+        return self._digests.setdefault(ranks.cluster.hosts[host].run_folder, {})
 
 
 def _ranks_elsewhere(ranks: Ranks) -> dict[int, list[int]]:
-    """The ranks that are not beside the notebook, by the number of their host."""
+    """Return the ranks on hosts other than the notebook's, by host number."""
     by_host: dict[int, list[int]] = {}
     for rank, member in enumerate(ranks.members):
         if not isinstance(ranks.cluster.hosts[member.binding.host], LocalHost):
@@ -290,5 +295,5 @@ def _ranks_elsewhere(ranks: Ranks) -> dict[int, list[int]]:
     return by_host
 
 
-def _folder(ranks: Ranks, host: int) -> Path:
+def _modules_folder(ranks: Ranks, host: int) -> Path:
     return on_host.modules(ranks.cluster.hosts[host].run_folder)

@@ -1,4 +1,4 @@
-"""Objects -> ranks and back: all names arrive, or none does."""
+"""Push objects to ranks and pull them back, either all of the names or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import delivery, modules
-from ddip.group.objects.delivery import LARGE_BESIDE, PART, reasons
+from ddip.group.objects.delivery import LARGE_BESIDE, PART, reasons_text
 from ddip.output.area import notify
 from ddip.output.progress import Report
 from ddip.output.tables.tables import size_text
@@ -30,18 +30,18 @@ FSDP = (
     "torch.distributed.checkpoint.state_dict, then %dipull state"
 )
 PART_OF = re.compile(r"[^\W\d]\w*[.\[].*[\w\])]")
-"""``net.module``, ``losses[0]``."""
+"""A part of a variable, such as ``net.module`` or ``losses[0]``."""
 
 
 def check_names(names: list[str], magic: str) -> None:
-    """Refuse what is not the name of a variable."""
+    """Raise BadInput if one of `names` is not the name of a variable."""
     for name in names:
         if not name.isidentifier():
             raise BadInput(f"{magic} {name}: {name!r} is not a name; {_name_instead(name, magic)}")
 
 
 def _name_instead(typed: str, magic: str) -> str:
-    """What to type instead of `typed`."""
+    """Return advice on what to type instead of `typed`."""
     if not PART_OF.fullmatch(typed):
         return f"type names of variables, such as {magic} model"
     last = typed.rpartition(".")[2]
@@ -51,62 +51,63 @@ def _name_instead(typed: str, magic: str) -> str:
 
 
 def check_own(names: Iterable[str], magic: str) -> None:
-    """Refuse to copy to a rank what is its own: rank 0's number, or device, is no other rank's."""
+    """Raise BadInput if one of `names` is each rank's own variable, such as its number or device."""
     own = [name for name in names if name in STANDING_VARIABLES]
     if own:
-        what = f"{own[0]} is each rank's own variable, which ddip sets"
+        reason = f"{own[0]} is each rank's own variable, which ddip sets"
         raise BadInput(
-            f"{magic} {own[0]}: {what}; leave it out, or copy it by another name: notebook_{own[0]} = {own[0]}"
+            f"{magic} {own[0]}: {reason}; leave it out, or copy it by another name: notebook_{own[0]} = {own[0]}"
         )
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """What a push or pull has carried."""
+    """The size and names of one push or pull."""
 
     size: int = 0
-    """Bytes that were sent to each rank, or that came from all."""
+    """Bytes sent to each rank, or received from all."""
     moved: Sequence[str] = ()
-    """Names whose tensors moved to the CPU."""
+    """Names of objects whose tensors were moved to the CPU."""
     along: Sequence[str] = ()
-    """Names that nobody has asked for: functions read them, and who got these had none."""
+    """Names that were not requested, but which functions read and the receiver lacked."""
 
 
 def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> Transferred:
-    """Put `values` into the namespaces of the ranks `to`, and what their functions read and these ranks lack.
+    """Put `values` into the namespaces of the ranks `to`, with the names that they need to run functions.
 
-    Raises TransferError that names what cannot be pickled here, or unpickled there; then nothing has changed.
+    Such names are read by functions of `values` and missing on these ranks. Raises TransferError with the names that
+    cannot be pickled in the notebook or unpickled on a rank; nothing has changed then.
     """
 
     def lacking(names: list[str]) -> list[str]:
-        there = ranks.ask(to, on_rank.lacking(names))
-        return [name for name in names if any(name in lacks for lacks in there)]
+        lacks_by_rank = ranks.ask(to, on_rank.lacking(names))
+        return [name for name in names if any(name in lacks for lacks in lacks_by_rank)]
 
-    told = pickling.dump_all(values, lacking, pickling.main_variables())
-    if told.errors:
-        raise TransferError(f"nothing was pushed: {reasons(told.errors, 'cannot be pickled')}")
+    packed = pickling.dump_all(values, lacking, pickling.main_variables())
+    if packed.errors:
+        raise TransferError(f"nothing was pushed: {reasons_text(packed.errors, 'cannot be pickled')}")
     try:
-        delivery.deliver(ranks, told.pickled, told.along, to, progress)
+        delivery.deliver(ranks, packed.pickled, packed.along, to, progress)
     except TransferError as error:
         hint = modules.hint(str(error), ranks)
         if not hint:
             raise
         raise TransferError(f"{error}; {hint}") from None
-    for own in told.own:
+    for own in packed.own:
         notify(f"{own}: on each rank that is ddip's variable, and the notebook's was not pushed")
-    notify_shares(told.shares, "pushed")
-    return Transferred(sum(pickled.size for pickled in told.pickled.values()), told.moved, told.along)
+    notify_shares(packed.shares, "pushed")
+    return Transferred(sum(pickled.size for pickled in packed.pickled.values()), packed.moved, packed.along)
 
 
 def notify_shares(shares: Iterable[str], what: str) -> None:
-    """Name objects that stay behind, and whose parts have been copied: in one line each."""
+    """Report each object that was not transferred although a part of it was copied, in one line."""
     for shared_part in dict.fromkeys(shares):
         notify(f"{shared_part}, which was not {what}")
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a rank has packed."""
+    """The objects that a rank has pickled."""
 
     rank: int
     reply: Packed
@@ -114,20 +115,20 @@ class Fetched:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return sum(pickled.size for pickled in self.values.values())
 
 
 def fetch(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: Iterable[str] = ()
 ) -> list[Fetched]:
-    """Have each of the ranks `of` pack these variables, and take what they have packed.
+    """Fetch the pickled variables `names` of each of the ranks `of`.
 
-    What their functions read comes along, unless it is `known` to who gets them.
+    Names that their functions read come along, unless the receiver knows them: `known`.
     """
     with stopping.button():
         try:
-            return _fetch(ranks, names, of, progress, known)
+            return _fetch_packed(ranks, names, of, progress, known)
         except BaseException as error:
             ranks.tell(of, on_rank.drop())
             if isinstance(error, RequestInterrupted):
@@ -135,7 +136,7 @@ def fetch(
             raise
 
 
-def _fetch(
+def _fetch_packed(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: Iterable[str]
 ) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
@@ -149,27 +150,27 @@ def _fetch(
         {name: pickling.room_of(parts) for name, parts in reply["sizes"] if name not in reply["values"]}
         for reply in replies
     ]
-    whole, done, fetched = sum(size for its in sizes for size in its.values()), 0, []
-    for rank, reply, its in zip(of, replies, sizes, strict=True):
+    total, done, fetched = sum(size for by_name in sizes for size in by_name.values()), 0, []
+    for rank, reply, by_name in zip(of, replies, sizes, strict=True):
         memories: dict[str, bytearray | mmap.mmap] = {**reply["values"]}
-        for name, size in its.items():
-            here = read(reply["paths"].get(name, ""), size)
-            if here is None:
-                here = bytearray()
-                for begin, end in _parts(size):
-                    progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / whole)
-                    here += ranks.ask([rank], on_rank.part(name, begin, end))[0]
-            memories[name] = here
+        for name, size in by_name.items():
+            memory = read_shared(reply["paths"].get(name, ""), size)
+            if memory is None:
+                memory = bytearray()
+                for begin, end in _part_bounds(size):
+                    progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / total)
+                    memory += ranks.ask([rank], on_rank.part(name, begin, end))[0]
+            memories[name] = memory
             done += size
         values = {name: Pickled.of(memories[name], parts) for name, parts in reply["sizes"]}
         fetched.append(Fetched(rank, reply, values))
-    if whole:
+    if total:
         ranks.tell(of, on_rank.drop())
     return fetched
 
 
-def read(path: str, size: int) -> bytearray | mmap.mmap | None:
-    """What a rank beside the notebook has packed, where it is; None: it cannot be read."""
+def read_shared(path: str, size: int) -> bytearray | mmap.mmap | None:
+    """Read the memory at `path` that a rank beside the notebook shares; None: it cannot be read."""
     try:
         found = shared.view(path) if path else None
     except (OSError, ValueError):
@@ -179,17 +180,17 @@ def read(path: str, size: int) -> bytearray | mmap.mmap | None:
     return bytearray(found) if size <= shared.COPIED else found
 
 
-def _parts(size: int) -> list[tuple[int, int]]:
-    """Begin and end of each part of an object of `size` bytes."""
+def _part_bounds(size: int) -> list[tuple[int, int]]:
+    """Return begin and end of each part of an object of `size` bytes."""
     return [(begin, min(size, begin + PART)) for begin in range(0, size, PART)]
 
 
 def pull(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report
 ) -> tuple[list[dict[str, Any]], Transferred]:
-    """The objects `names` of each of the ranks `of`, in order.
+    """Return the objects `names` of each of the ranks `of`, in order, and what was transferred.
 
-    What their functions read, and the notebook lacks, becomes variables of the notebook.
+    Names that their functions read, and that the notebook lacks, become variables of the notebook.
     """
     all_fetched = fetch(ranks, names, of, progress, known_names())
     values = [unpack(fetched) for fetched in all_fetched]
@@ -197,13 +198,13 @@ def pull(
 
 
 def known_names() -> list[str]:
-    """Variables of the notebook, which need not come along with functions."""
-    here = pickling.main_variables()
-    return [name for name in list(here) if not name.startswith("_") and not pickling.lacks(here, name)]
+    """Return the notebook's variables, which need not come along with functions."""
+    variables = pickling.main_variables()
+    return [name for name in list(variables) if not name.startswith("_") and not pickling.lacks(variables, name)]
 
 
 def transferred(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transferred:
-    """Return what has come, and name what stays behind."""
+    """Return what was transferred, and report objects that were not."""
     notify_shares((share for fetched in all_fetched for share in fetched.reply["shares"]), "pulled")
     moved = [name for name in names if any(name in fetched.reply["moved"] for fetched in all_fetched)]
     along = dict.fromkeys(name for fetched in all_fetched for name in fetched.reply["along"])
@@ -211,9 +212,9 @@ def transferred(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transfe
 
 
 def forward(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
-    """The pickled objects that a rank has packed; raises TransferError that names what did not come.
+    """Return the pickled objects of a rank; raise TransferError with the names that it could not pickle.
 
-    `what` says what was to be done with them: ``pulled``.
+    `what` is the participle for error messages, such as ``pulled``.
     """
     rank, reply = fetched.rank, fetched.reply
     if reply["missing"]:
@@ -226,37 +227,37 @@ def forward(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
         if sharded:
             raise TransferError(f"nothing was pulled: {'; '.join(sharded)}")
     if reply["errors"]:
-        raise TransferError(f"nothing was {what}: {reasons(reply['errors'], f'cannot be pickled on rank {rank}')}")
+        raise TransferError(f"nothing was {what}: {reasons_text(reply['errors'], f'cannot be pickled on rank {rank}')}")
     return fetched.values
 
 
 def unpack(fetched: Fetched) -> dict[str, Any]:
-    """The objects themselves; what came along with them is set in the notebook."""
+    """Unpickle the fetched objects and return them; names that came along become notebook variables."""
     pickled, values = forward(fetched, "pulled"), dict[str, Any]()
-    loader, here = Loader(pickled), pickling.main_variables()
-    before = {name: here[name] for name in fetched.reply["along"] if name in here}
+    loader, variables = Loader(pickled), pickling.main_variables()
+    before = {name: variables[name] for name in fetched.reply["along"] if name in variables}
     for name in pickled:
         try:
             values[name] = loader.load(name)
-        except (Exception, SystemExit) as error:  # a script must not end by what it pulls
+        except (Exception, SystemExit) as error:  # a pulled object must not end the script
             for brought in fetched.reply["along"]:
-                here.pop(brought, None)
-            here.update(before)
+                variables.pop(brought, None)
+            variables.update(before)
             if DDP.encode() in bytes(pickled[name].parts[0]) and "process group" in str(error):
                 is_ddp = fetched.reply["wrappers"].get(name) == DDP
-                raise TransferError(f"nothing was pulled: {_unwrap(name, is_ddp)}") from None
+                raise TransferError(f"nothing was pulled: {_unwrap_advice(name, is_ddp)}") from None
             errors = {name: f"{type(error).__name__}: {error}"}
             raise TransferError(
-                f"nothing was pulled: {reasons(errors, 'cannot be unpickled in the notebook')}"
+                f"nothing was pulled: {reasons_text(errors, 'cannot be unpickled in the notebook')}"
             ) from None
-        if name in fetched.reply["along"]:  # the next may have code that reads it
-            pickling.bring(here, {name: values.pop(name)})
+        if name in fetched.reply["along"]:  # the next object may have code that reads it
+            pickling.bring(variables, {name: values.pop(name)})
     return values
 
 
-def _unwrap(name: str, itself: bool) -> str:
-    """What to do where the notebook has no process group for the DDP that `name` is, or holds."""
-    if itself:
-        cure = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"
-        return f"{name} is a {DDP}, which lives on ranks only: {cure}"
+def _unwrap_advice(name: str, is_wrapper: bool) -> str:
+    """Return advice for an object that is or holds a DDP wrapper, which cannot live in the notebook."""
+    if is_wrapper:
+        advice = f"type `plain = {name}.module` in a %%dip cell, then %dipull plain"
+        return f"{name} is a {DDP}, which lives on ranks only: {advice}"
     return f"{name} holds a {DDP}, which lives on ranks only: put its .module there instead, in a %%dip cell"

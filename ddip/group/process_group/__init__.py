@@ -1,1 +1,1 @@
-"""The process group of all ranks: rendezvous, release and rebuild."""
+"""The process group of all ranks: rendezvous, abort and rebuild."""

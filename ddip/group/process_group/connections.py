@@ -1,4 +1,4 @@
-"""The connections between ranks, by what each rank tells of its ends."""
+"""Match the TCP connections between ranks by the two ends that each rank reports."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
-    """Has somebody else connected to a rank, by the connections of each rank, and the ports that were for other ranks?
+def has_unknown_connection(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
+    """Return whether an unknown process has connected to a rank, at a port meant for other ranks.
 
-    gloo may have taken that connection for the one of a rank: the first collective would wait for ever.
+    `made`: the connections of each rank, as pairs of ends, and its ports for other ranks. gloo may have taken such a
+    connection for a rank's, and the first collective would then wait indefinitely.
     """
     ends = {tuple(end) for connections, _ in made for end in connections}
     return any(
@@ -17,8 +18,8 @@ def is_spoilt(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -
     )
 
 
-def shared(tables: Mapping[int, list[tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
-    """Of the connections of each rank, those with a rank at both ends, and not with the same one."""
+def between_ranks(tables: Mapping[int, list[tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
+    """Return the connections of each rank that lead to another rank."""
     rank_of = {end: rank for rank, table in tables.items() for end in table}
     return {
         rank: [end for end in table if rank_of.get((*end[2:], *end[:2]), rank) != rank]

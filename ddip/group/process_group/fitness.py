@@ -1,10 +1,10 @@
-"""When a group cannot be formed: which ranks are to blame, whatever they have done to themselves.
+"""Find the ranks that are to blame when a group cannot be formed, whatever their cells did to them.
 
-What a rank raises then often tells nothing: it may be the first to notice what another does wrong. So ranks are tried:
-each alone, since most of what is wrong with a process shows there; then all but one, with a new process in its place,
-and if there are several, each with a new process.
+The errors that ranks raise then often mislead: the first rank to raise may only have noticed another's fault. So
+ranks are tried instead: first each alone, as most faults of a process show there; then all but one, with a new process
+in its place; and if several ranks are to blame, each with a new process.
 
-A rank can be good for the group, and yet for no cell.
+A rank may be fit for the group and yet unable to run a cell.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ddip.group.members.ranks import Ranks
 from ddip.group.process_group.process_group import ProcessGroupManager
 
 TRY_SECONDS = 10.0
-"""How long a rank may take for one step of a trial, which takes milliseconds; a busy machine is slower."""
+"""How long a rank may take for one step of a trial; it takes milliseconds, or longer on a loaded machine."""
 
 CELL = "assert __import__"
-"""Does nothing, and leaves nothing, but needs what every cell needs."""
+"""A cell without effect that needs everything that every cell needs."""
 
 
 class Fitness:
-    """Tries ranks; they are in no group then, and their variables are as they were."""
+    """Trials of ranks; these leave ranks without a group, and with their variables unchanged."""
 
     def __init__(self, ranks: Ranks, manager: ProcessGroupManager, engines: Engines) -> None:
         self._ranks = ranks
         self._manager = manager
         self._engines = engines
         self.unfit: set[int] = set()
-        """Ranks that were found to be fit for no group."""
+        """The ranks that were found unable to join any group."""
 
     def alone(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
-        """The ranks that live, and do nothing else, that cannot form a group of themselves alone, and why."""
+        """Return the idle ranks that cannot form even a group of one, each with its error."""
         free = [rank for rank in self._ranks.live if rank not in self._ranks.busy]
         unfit: dict[int, RankError] = {}
         while free:
@@ -49,7 +49,10 @@ class Fitness:
         return unfit
 
     def with_a_helper(self, spec: GroupSpec, collect: bool, app: str | None, deadline: float) -> list[int]:
-        """The ranks without which a group can be formed, where a new process takes part; until `deadline`."""
+        """Return the ranks to blame for a group that cannot be formed, found with the help of a new process.
+
+        `deadline` is on ``time.monotonic``.
+        """
         members = self._ranks.members
         ranks, helper = range(len(members)), len(members)
         try:
@@ -65,12 +68,14 @@ class Fitness:
                 self._ranks.cluster.stop_engines_but([member.engine for member in members])
 
     def no_cell_runs(self, seconds: float) -> list[int]:
-        """The ranks on which not even a cell that does nothing goes well within `seconds`: ``__builtins__`` may be
-        empty, or a hook of IPython may fail or hang. Raises RequestInterrupted, or GroupError if the controller ends.
+        """Return the ranks on which even an empty cell fails or takes longer than `seconds`.
+
+        ``__builtins__`` may be empty, or a hook of IPython may fail or hang. Raises RequestInterrupted, or GroupError
+        if the controller ends.
         """
         cluster = self._ranks.cluster
-        to = [Recipient(member.engine, lambda _: None) for member in self._ranks.members]
-        cells = dict(enumerate(cluster.execute(CELL, to, {}, history=False)))
+        recipients = [Recipient(member.engine, lambda _: None) for member in self._ranks.members]
+        cells = dict(enumerate(cluster.execute(CELL, recipients, {}, history=False)))
         try:
             with stopping.button("trying a cell was interrupted") as button:
                 button.wait_for(cells.values(), seconds, cluster.ensure_controller)

@@ -1,4 +1,4 @@
-"""Training iterations that failed cells have broken off, ended on all ranks before the next cell."""
+"""Reset training iterations that failed cells have interrupted, on all ranks before the next cell."""
 
 from __future__ import annotations
 
@@ -21,59 +21,63 @@ UNCHANGED = "; parameters and optimizer are unchanged"
 
 
 class Iterations:
-    """Reset what a failed cell has left inside a training iteration, on all ranks."""
+    """Resets models and wrappers that a failed cell left inside a training iteration, on all ranks."""
 
     def __init__(self, ranks: Ranks, release: Callable[[], object]) -> None:
-        """`release` has collectives fail that a shard still waits for, if the user stops that wait."""
+        """Store `release`, which aborts collectives that a shard waits for if the user interrupts a reset."""
         self._ranks = ranks
         self._release = release
         self._pending: set[int] = set()
-        """Ranks that have still to set back their wrappers."""
+        """The ranks that have yet to reset their wrappers."""
         self._is_broken = False
-        """Has a rank been within an iteration, or have ranks been in different ones?"""
+        """True if a rank was inside an iteration, or ranks were in different ones."""
 
     def note_end(self, reports: Mapping[int, CellReport | None], failed: bool) -> bool:
-        """Note how a cell has ended on the ranks of `reports`; None: it has not, or its rank has died or cannot tell.
+        """Record the end of a cell, and return whether the ranks must be reset before the next one.
 
-        Returns whether the ranks must be reset: it has trained, or may have, and has `failed`.
+        They must if it failed and trained, or may have, or if it left an iteration unfinished. A report is None if the
+        cell has not ended on that rank, or the rank has died or could not report.
         """
-        told = [report["iteration"] for report in reports.values() if report is not None and "iteration" in report]
-        if not failed and not any(one["unfinished"] for one in told):
+        iterations = [
+            report["iteration"] for report in reports.values() if report is not None and "iteration" in report
+        ]
+        if not failed and not any(report["unfinished"] for report in iterations):
             return False
         unknown = {rank for rank, report in reports.items() if report is None}
-        if unknown.issubset(self._ranks.ended) and not any(_has_trained(one) for one in told):
+        if unknown.issubset(self._ranks.ended) and not any(_has_trained(report) for report in iterations):
             return False
         self._pending = set(range(len(self._ranks.members)))
-        self._is_broken |= bool(unknown) or _is_broken(told)
+        self._is_broken |= bool(unknown) or _is_broken(iterations)
         return True
 
     def settle(self, ranks: Collection[int], is_same_group: bool) -> None:
-        """Have all of `ranks`, which are free, set back what a failed cell has broken off; tell the user of gradients.
+        """Reset interrupted iterations on `ranks`, which are free, and report cleared gradients to the user.
 
-        Raises RequestFailed or RequestInterrupted; what was stopped, or took too long, is done before the next cell.
+        Raises RequestFailed or RequestInterrupted; a reset that was stopped or took too long is repeated before the
+        next cell.
         """
-        to = sorted(self._pending.intersection(ranks))
-        if not to:
+        due = sorted(self._pending.intersection(ranks))
+        if not due:
             return
         try:
-            facts = self._ask(to, on_rank.iteration_facts())
-            self._is_broken = self._is_broken or _differ(facts)
-            models = _union(one["models"] for one in facts)
+            facts = self._ask_ranks(due, on_rank.iteration_facts())
+            self._is_broken = self._is_broken or _facts_differ(facts)
+            models = _merge_lists(fact["models"] for fact in facts)
             reset = on_rank.reset_iteration(self._is_broken, models, is_same_group)
-            cleared = _union(self._ask(to, reset))
+            cleared = _merge_lists(self._ask_ranks(due, reset))
         except RequestFailed as error:
-            if error.by_rank and not self._ranks.ended:  # it would fail before each cell from here on
-                self._forget(to)
-                notify(NOT_RESET.format(error=error))  # not every caller lets the user see what is raised
+            if error.by_rank and not self._ranks.ended:  # a repeated reset would fail before every further cell
+                self._mark_reset(due)
+                notify(NOT_RESET.format(error=error))  # not every caller shows the error to the user
             raise
-        self._forget(to)
+        self._mark_reset(due)
         if cleared:
-            notify(CLEARED.format(models=_listed(cleared)) + UNCHANGED * is_same_group)
+            notify(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_same_group)
 
-    def _ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
+    def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         return self._ranks.ask_soon(dict.fromkeys(ranks, call), release=self._release)
 
-    def _forget(self, ranks: Collection[int]) -> None:
+    def _mark_reset(self, ranks: Collection[int]) -> None:
         self._pending -= set(ranks)
         self._is_broken = self._is_broken and bool(self._pending)
 
@@ -83,7 +87,7 @@ def _has_trained(report: IterationReport) -> bool:
 
 
 def _is_broken(reports: Sequence[IterationReport]) -> bool:
-    """Was one of the ranks that ran a cell within an iteration, or has one done more of them than another?
+    """Return whether a rank ended inside an iteration, or ranks have done different numbers of them.
 
     >>> done = IterationReport(forward=False, unfinished=False, backwards=2, steps=2, in_thread=False)
     >>> behind, within = IterationReport({**done, "steps": 1}), IterationReport({**done, "forward": True})
@@ -94,20 +98,23 @@ def _is_broken(reports: Sequence[IterationReport]) -> bool:
     return within or len({(report["backwards"], report["steps"]) for report in reports}) > 1
 
 
-def _differ(facts: Sequence[IterationFacts]) -> bool:
-    """Is a rank within an iteration, or has one gradients, of a wrapper that all have, that another has not?"""
-    first, *others = (one["gradients"] for one in facts)
+def _facts_differ(facts: Sequence[IterationFacts]) -> bool:
+    """Return whether a rank is inside an iteration, or only some ranks have gradients of a shared wrapper."""
+    first, *others = (facts_of_rank["gradients"] for facts_of_rank in facts)
     shared = set(first).intersection(*others)
-    return any(one["unfinished"] for one in facts) or any(one[key] != first[key] for one in others for key in shared)
+    return any(facts_of_rank["unfinished"] for facts_of_rank in facts) or any(
+        facts_of_rank[key] != first[key] for facts_of_rank in others for key in shared
+    )
 
 
-def _union(lists: Iterable[Sequence[str]]) -> list[str]:
+def _merge_lists(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
-def _listed(models: Sequence[str]) -> str:
-    """
-    >>> _listed(["net"]), _listed(["gen", "", "disc", "learn.model"]), _listed([""])
+def _join_models(models: Sequence[str]) -> str:
+    """Join the names of models for a message.
+
+    >>> _join_models(["net"]), _join_models(["gen", "", "disc", "learn.model"]), _join_models([""])
     ('`net`', '`gen`, `disc` and `learn.model`', 'a model that no variable holds')
     """
     quoted = [f"`{name}`" for name in models if name] or ["a model that no variable holds"]

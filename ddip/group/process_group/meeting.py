@@ -1,9 +1,8 @@
-"""Where and how ranks meet to form a group: through a store, over a network, each with its `RankSpec`.
+"""Prepare the rendezvous of ranks that form a group: its store, network and MASTER_PORT, and each `RankSpec`.
 
-ranks on one host         a file in the run folder there, which only this user can open; gloo's connections are on
-                          loopback
-ranks on several hosts    a TCPStore that the first of them serves, on the address that the others reach; it listens
-                          before anybody joins, since a client that finds no server tries again until its time is over
+ranks on one host         a file in the run folder there, which only this user can open; gloo connects over loopback
+ranks on several hosts    a TCPStore served by the first rank, at an address that the other hosts reach; it listens
+                          before any rank joins, since a client that finds no server retries until its timeout
 """
 
 from __future__ import annotations
@@ -26,119 +25,124 @@ from ddip.protocol import on_rank
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec
 
 LISTEN_SECONDS = 5.0
-"""How long a rank may take to serve a store."""
+"""How long a rank may take to start serving a store."""
 
 
 @dataclass
 class Meeting:
-    """One, of some of a group's ranks."""
+    """The rendezvous of some of a group's ranks."""
 
     number: int
     ranks: tuple[int, ...]
-    """In the order of the group that they form."""
+    """The ranks, in the order of the group that they form."""
     hosts: tuple[int, ...]
-    """Numbers of their hosts, in the order of their first ranks."""
+    """Numbers of their hosts, ordered by the first rank on each."""
     networks: tuple[Network, ...]
-    """Of these hosts."""
+    """Networks of these hosts, in the same order."""
     store: str = ""
-    """Path of a file on their host, or ``tcp://address:port/number``."""
+    """Path of the store's file on their host, or ``tcp://address:port/number``."""
     master_port: int = 0
 
 
-def _bracketed(address: str) -> str:
+def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
 class Meetings:
-    """Those of one cluster."""
+    """Creates the rendezvous of one cluster, and holds the MASTER_PORT."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._networks: dict[tuple[int, ...], tuple[tuple[Host, ...], tuple[Network, ...]]] = {}
         self.held = 0
-        """What the ranks were told last as MASTER_PORT; held on the host of the first of them."""
+        """The latest MASTER_PORT given to ranks; it is held open on the host of the first of them."""
         self._holder: Host | None = None
 
     def prepare(self, number: int, ranks: Sequence[int]) -> Meeting:
-        """A place for `ranks` to meet, with its `number`, and a new MASTER_PORT. Raises GroupError."""
+        """Create the rendezvous `number` of `ranks`, with a new MASTER_PORT; raise GroupError if that fails."""
         hosts = tuple(dict.fromkeys(self._ranks.members[rank].binding.host for rank in ranks))
-        meeting = Meeting(number, tuple(ranks), hosts, self._network(hosts))
-        first = self._host(hosts[0])
+        meeting = Meeting(number, tuple(ranks), hosts, self._networks_between(hosts))
+        first = self._host_at(hosts[0])
         try:
             if len(hosts) == 1:
                 folder = str(first.run_folder)
-                first.ask(on_host.ensure_private, folder)  # a cell may have removed it, or its rights
+                first.ask(on_host.ensure_private, folder)  # a cell may have removed it or changed its permissions
                 meeting.store = f"{folder}/store-{number}"
             else:
-                port = self._serve(ranks[0], meeting.networks[0].address)
+                port = self._serve_store(ranks[0], meeting.networks[0].address)
                 self._ensure_reached(meeting, port)
-                meeting.store = f"tcp://{_bracketed(meeting.networks[0].address)}:{port}/{number}"
+                meeting.store = f"tcp://{_bracket_ipv6(meeting.networks[0].address)}:{port}/{number}"
             self.hold_port(first)
         except (HostLost, TimeoutError) as error:
             raise GroupError(str(error)) from None
         meeting.master_port = self.held
         return meeting
 
-    def _network(self, hosts: tuple[int, ...]) -> tuple[Network, ...]:
-        now = tuple(map(self._host, hosts))
+    def _networks_between(self, hosts: tuple[int, ...]) -> tuple[Network, ...]:
+        now = tuple(map(self._host_at, hosts))
         known = self._networks.get(hosts)
         if known is None or known[0] != now:
             known = self._networks[hosts] = now, tuple(network.of_hosts(now))
         return known[1]
 
-    def _host(self, number: int) -> Host:
+    def _host_at(self, number: int) -> Host:
         return self._ranks.cluster.hosts[number]
 
-    def _serve(self, rank: int, address: str) -> int:
-        """Have `rank` serve the store; returns the port."""
+    def _serve_store(self, rank: int, address: str) -> int:
+        """Let `rank` serve the store; return the port."""
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.listen(address), LISTEN_SECONDS).values()
         if answer is None:
             raise GroupError(f"rank {rank} has not served the group's store at {address} for {LISTEN_SECONDS:g} s")
         return answer
 
     def _ensure_reached(self, meeting: Meeting, port: int) -> None:
-        """Raise GroupError if a host has no way to the store: as a rule a firewall, for which torch would wait long."""
+        """Raise GroupError if a host cannot reach the store, as behind a firewall; torch would wait long."""
         others = list(zip(meeting.hosts, meeting.networks, strict=True))[1:]
-        to = meeting.networks[0]
-        asked = [(self._host(number).begin(on_host.reach, to.address, port), number, own) for number, own in others]
-        for answer, number, own in asked:
+        first = meeting.networks[0]
+        requests = [
+            (self._host_at(number).begin(on_host.reach, first.address, port), number, own) for number, own in others
+        ]
+        for answer, number, own in requests:
             why = answer.result(ASK_SECONDS)
             if why:
-                names = [self._host(which).name or "this machine" for which in (number, meeting.hosts[0])]
+                names = [self._host_at(which).name or "this machine" for which in (number, meeting.hosts[0])]
                 raise GroupError(
-                    f"{names[0]}, {own.address}, does not reach {names[1]}, {to.address}, at port {port}, where the "
+                    f"{names[0]}, {own.address}, does not reach {names[1]}, {first.address}, at port {port}, where the "
                     f"ranks meet ({why}): the hosts of a group must reach each other at all ports from 1024 on; open "
                     "the firewall between them, or name another network with GLOO_SOCKET_IFNAME in the notebook"
                 )
 
     def hold_port(self, holder: Host | None = None) -> tuple[int, int]:
-        """Hold another MASTER_PORT, on the host that is given, or the same; returns the former one and the new."""
-        former, self._holder = self._holder, holder or self._holder or self._host(0)
-        same = former is self._holder
-        was, self.held = self.held, self._holder.ask(on_host.hold_port, self.held if same else 0)
-        if former is not None and not same:
-            former.begin(on_host.release_port, was)
-        return was, self.held
+        """Hold another MASTER_PORT on `holder`, or on the same host as before.
+
+        Returns the former port and the new one.
+        """
+        former, self._holder = self._holder, holder or self._holder or self._host_at(0)
+        same_host = former is self._holder
+        former_port, self.held = self.held, self._holder.ask(on_host.hold_port, self.held if same_host else 0)
+        if former is not None and not same_host:
+            former.begin(on_host.release_port, former_port)
+        return former_port, self.held
 
     def close(self) -> None:
-        """Hold no port any more."""
+        """Release the port that is held."""
         if self._holder is not None:
             self._holder.begin(on_host.release_port, self.held)
 
     def specs(
         self, meeting: Meeting, spec: GroupSpec, *, collect: bool, groups: int, seconds: float
     ) -> dict[int, RankSpec]:
-        """What each of the ranks that meet is told; `groups` and `seconds` as in `RankSpec`."""
-        told = {}
+        """Return the `RankSpec` of each rank that meets, by rank; for `groups` and `seconds` see there."""
+        specs = {}
         hosts = {
-            number: self._host(number).facts for number in meeting.hosts
-        }  # of this one that is found out each time
+            number: self._host_at(number).facts for number in meeting.hosts
+        }  # computed at each access on this host
         for place, rank in enumerate(meeting.ranks):
             number = self._ranks.members[rank].binding.host
             beside = [other for other in meeting.ranks if self._ranks.members[other].binding.host == number]
             facts = hosts[number]
             position = meeting.hosts.index(number)
-            told[rank] = RankSpec(
+            specs[rank] = RankSpec(
                 rank=place,
                 world_size=len(meeting.ranks),
                 local_rank=beside.index(rank),
@@ -153,35 +157,38 @@ class Meetings:
                 store=meeting.store,
                 groups=groups,
                 seconds=seconds,
-                interfaces=self._interfaces(meeting.networks[position], len(meeting.hosts) > 1),
-                threads=self._threads(facts["cores"], len(spec.ranks_on(number))),
+                interfaces=self._interface_variables(meeting.networks[position], len(meeting.hosts) > 1),
+                threads=self._thread_count(facts["cores"], len(spec.ranks_on(number))),
                 notebook=preload_client.notebook(),
                 collect=collect,
                 directory=facts["directory"],
-                path=tuple(sys.path if isinstance(self._host(number), LocalHost) else facts["path"]),
+                path=tuple(sys.path if isinstance(self._host_at(number), LocalHost) else facts["path"]),
             )
-        return told
+        return specs
 
     @staticmethod
-    def _threads(cores: int, ranks: int) -> int | None:
+    def _thread_count(cores: int, ranks: int) -> int | None:
         return None if "OMP_NUM_THREADS" in os.environ else host_module.threads(cores, max(1, ranks))
 
     @staticmethod
-    def _interfaces(own: Network, several: bool) -> dict[str, str]:
-        """By variable; between hosts the user may know better than the routes."""
+    def _interface_variables(own: Network, several: bool) -> dict[str, str]:
+        """Return the interface variables; between hosts, the user's settings take precedence over the routes."""
         if not several:
             return dict.fromkeys(INTERFACE_VARIABLES, own.interface)
         return {name: os.environ.get(name) or own.interface for name in INTERFACE_VARIABLES}
 
-    def poison(self, meeting: Meeting) -> None:
-        """Have whoever waits for a key in its store raise; of a TCPStore, that is done by shutting its connections."""
-        self._in_store(meeting, on_host.poison)
+    def poison_store(self, meeting: Meeting) -> None:
+        """Make waits for a key in the store of `meeting` raise.
 
-    def over(self, meeting: Meeting) -> None:
-        """Nobody will look into its store any more."""
-        self._in_store(meeting, on_host.remove)
+        A TCPStore needs nothing here: shutting down its connections has this effect.
+        """
+        self._ask_store_host(meeting, on_host.poison)
 
-    def _in_store(self, meeting: Meeting, what: on_host.WithFile) -> None:
+    def remove_store(self, meeting: Meeting) -> None:
+        """Remove the file store of `meeting`, if it has one, as no rank needs it any longer."""
+        self._ask_store_host(meeting, on_host.remove)
+
+    def _ask_store_host(self, meeting: Meeting, what: on_host.WithFile) -> None:
         if not meeting.store.startswith("tcp:"):
             with contextlib.suppress(HostLost, TimeoutError):
-                self._host(meeting.hosts[0]).ask(what, meeting.store)
+                self._host_at(meeting.hosts[0]).ask(what, meeting.store)

@@ -1,6 +1,6 @@
-"""By which address and interface the hosts of a group talk with each other: by each host's routes, never by names.
+"""Find the address and interface by which each host of a group talks to the others, from routes, not names.
 
-A host's name may lead to 127.0.1.1, to nothing, or to another host's, and a host may have several networks.
+A host's name may resolve to 127.0.1.1, to nothing, or to another host's address, and a host may have several networks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Network:
-    """Where one host is in the network of a group."""
+    """Address and interface of one host in a group."""
 
     address: str
     interface: str
@@ -29,28 +29,28 @@ class Network:
 
 
 def of_hosts(hosts: Sequence[Host]) -> list[Network]:
-    """The network of each of `hosts`, which have ranks of one group; the first is rank 0's.
+    """Return the network of each of `hosts`, which have ranks of one group; the first is rank 0's.
 
-    Raises GroupError if one of them has no way to the first.
+    Raises GroupError if one of them has no route to the first.
     """
     if len(hosts) == 1:
         return [Network(LOOPBACK, host_module.loopback())]
     first, *others = hosts
     known = next((host.address for host in others if _is_usable(host.address)), on_host.ELSEWHERE)
-    address = first.address if _is_usable(first.address) else _route(first, known).address
-    ways = [_route(host, address) for host in others]
-    back = _route(first, ways[0].address)
-    if back.address != address:  # it has several networks, and came to the notebook by another
-        ways = [_route(host, back.address) for host in others]
+    address = first.address if _is_usable(first.address) else _find_route(first, known).address
+    ways = [_find_route(host, address) for host in others]
+    back = _find_route(first, ways[0].address)
+    if back.address != address:  # the first host has several networks, and reached the notebook by another one
+        ways = [_find_route(host, back.address) for host in others]
     return [back, *ways]
 
 
 def _is_usable(address: str) -> bool:
-    """Can other hosts reach it?"""
+    """Return whether other hosts can reach `address`, that is, it is set and not a loopback address."""
     return bool(address) and not address.startswith("127.") and address != "::1"
 
 
-def _route(host: Host, to: str) -> Network:
+def _find_route(host: Host, to: str) -> Network:
     name = host.name or "this machine"
     try:
         address, interface = host.ask(on_host.route, to)

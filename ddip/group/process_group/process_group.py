@@ -1,11 +1,11 @@
-"""The process group of the ranks: formed, released when somebody waits in it for ever, and formed again.
+"""Form the process group of the ranks, abort its collectives when a rank waits in vain, and rebuild it.
 
 a cell fails on rank 0, ranks 1-3 wait in all_reduce
-    store        :  replaced by what nobody can read               who waits for a key raises
-    connections  <- both ends of each, from every rank             those that two ranks share are the group's
-    release      -> every rank shuts them down, aborts nccl        who waits in a collective raises
+    store        :  replaced by an unreadable one                  waits for a key raise
+    connections  <- both ends of each, from every rank             those between two ranks belong to the group
+    release      -> every rank shuts them down, aborts nccl        waits in a collective raise
 the next cell
-    leave, join  -> main thread of every rank                      a new group; the variables are where they were
+    leave, join  -> main thread of every rank                      a new group; variables are unchanged
 """
 
 from __future__ import annotations
@@ -38,48 +38,49 @@ the ranks have begun different numbers of collectives in {uneven}{where}
 what is pending is given up, and the group is formed again before the next cell; if you mean it, %%dip --unmatched \
 leaves the group as it is"""
 SET_UP_SHARE = 0.15
-"""Of the time for forming the group, what gloo gets to connect the ranks."""
+"""Share of the time for forming the group that gloo gets to connect the ranks."""
 GROUPS_EACH = 1_000_000
-"""Names for the groups that cells make while one group is formed: torch makes them of a count."""
+"""Number of names reserved for the groups that cells create during the life of one process group; torch makes the
+names from a counter."""
 TELL_SECONDS = 5.0
-"""How long a rank may take to tell of collectives, where some seem to be out of step."""
+"""How long a rank may take to report its collectives when ranks seem out of step."""
 ADOPT_SECONDS = 2.0
-"""How long a rank may take to note that a group is its own."""
+"""How long a rank may take to adopt a group that a cell has formed."""
 
 
 class ProcessGroupManager:
-    """The one group that the ranks are in, one after the other."""
+    """Manages the ranks' current process group, and its successors after a rebuild."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._formed = 0
         self._meetings = Meetings(ranks)
         self._meeting: Meeting | None = None
-        """Where the ranks met last."""
-        self._made: dict[int, list[tuple[Any, ...]]] = {}
-        """Connections of each rank that were made when the group was formed: to a rank that has ended nobody can tell
-        them any more, and a process that it has forked may keep them open."""
+        """The rendezvous of the current group."""
+        self._made_connections: dict[int, list[tuple[Any, ...]]] = {}
+        """Connections of each rank from when the group was formed. A rank that has ended can no longer report them, and
+        a process that it has forked may keep them open."""
         self._steps = Steps()
         self.iterations = Iterations(ranks, self.release)
-        self._groups = 1
-        """How many groups each rank has made in the group that was formed last; it is 1 of them."""
+        self._groups_made = 1
+        """Value of torch's group counter on the ranks, as last reported."""
         self.healthy = False
-        """False if the group must be formed (again) before anything can be done with it."""
+        """False if the group must be formed or rebuilt before it is used."""
         self.generation = 0
-        """Number of the group that the ranks are in: of those that ddip or a cell has formed."""
+        """Number of the current group, counting those formed by ddip or by a cell."""
 
     def networks(self) -> dict[int, Network]:
-        """By which address and interface each host of a group on several takes part in it, by the host's number."""
+        """Return address and interface of each host by its number, if the group is on several hosts."""
         found = {} if self._meeting is None else dict(zip(self._meeting.hosts, self._meeting.networks, strict=True))
         return found if len(found) > 1 else {}
 
     def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        """Have all ranks join a new group; until `deadline` on ``time.monotonic``. Raises GroupError.
+        """Let all ranks join a new group, until `deadline` on ``time.monotonic``; raise GroupError.
 
-        It is tried twice: while gloo forms the group it takes connections of anybody, who can spoil it.
+        It is tried twice, since gloo accepts connections from any process while it forms the group.
         """
         try:
-            self._form(spec, collect, deadline)
+            self._form_group(spec, collect, deadline)
         except GroupError as error:
             if self._ranks.ended or self._ranks.abandoned or time.monotonic() > deadline:
                 raise
@@ -88,22 +89,22 @@ class ProcessGroupManager:
                 self.leave(deadline)
             except GroupError:
                 raise error from None
-            self._form(spec, collect, deadline)
+            self._form_group(spec, collect, deadline)
 
-    def _form(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        self.healthy, self._made = False, {}
+    def _form_group(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
+        self.healthy, self._made_connections = False, {}
         self._steps.forget()
         if not self._formed and len(spec.hosts) == 1:
             host_facts.tell_interfaces()
-        former, self._meeting = self._meeting, self._prepare(range(spec.size))
-        self._groups = self._first_group
-        made = self._join([self._meeting], spec, collect, deadline, SET_UP_SHARE)
-        if connections.is_spoilt(made):
+        former, self._meeting = self._meeting, self._prepare_meeting(range(spec.size))
+        self._groups_made = self._first_group
+        made = self._join_meetings([self._meeting], spec, collect, deadline, SET_UP_SHARE)
+        if connections.has_unknown_connection(made):
             self.release()
             raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
         if former is not None:
-            self._meetings.over(former)
-        self._made = connections.shared(
+            self._meetings.remove_store(former)
+        self._made_connections = connections.between_ranks(
             {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
         )
         self.healthy = True
@@ -111,14 +112,14 @@ class ProcessGroupManager:
 
     @property
     def _first_group(self) -> int:
-        """How many groups count as made when the cells begin to make some."""
+        """The value of torch's group counter in a newly formed group."""
         return (self._formed - 1) * GROUPS_EACH + 1
 
-    def _prepare(self, ranks: Sequence[int]) -> Meeting:
+    def _prepare_meeting(self, ranks: Sequence[int]) -> Meeting:
         self._formed += 1
         return self._meetings.prepare(self._formed, ranks)
 
-    def _join(
+    def _join_meetings(
         self,
         meetings: Sequence[Meeting],
         spec: GroupSpec,
@@ -127,9 +128,9 @@ class ProcessGroupManager:
         share: float = 1.0,
         together: bool = True,
     ) -> list[Any]:
-        """Have the ranks of each meeting join a group, as its ranks 0, 1 and so on.
+        """Let the ranks of each of `meetings` join a group, as its ranks 0, 1 and so on.
 
-        Connecting them gets a `share` of the time. Returns what ``process_group.join`` does, by rank.
+        gloo gets a `share` of the time to connect them. Returns the result of ``process_group.join`` by rank.
         """
         seconds = max(1.0, (deadline - time.monotonic()) * share)
         calls: dict[int, RemoteCall[object]] = {}
@@ -139,46 +140,48 @@ class ProcessGroupManager:
         return self._ranks.ask_each(
             calls,
             deadline,
-            release=(lambda: self._release(meetings)) if together else None,  # who waits for one that does not come
+            release=(lambda: self._abort_collectives(meetings))
+            if together
+            else None,  # unblocks ranks that wait for others
             together=together,
         )
 
     def attempt(self, groups: Sequence[Sequence[int]], spec: GroupSpec, collect: bool, seconds: float) -> None:
-        """Have ranks form each of `groups` for once, use it, and leave it; at most `seconds` for each of these.
+        """Let ranks form each of `groups` as a trial, use it, and leave it; at most `seconds` for each step.
 
-        Raises RequestFailed, which names all ranks that failed if each group is one rank.
+        Raises RequestFailed, which names all failed ranks if each group has one rank.
         """
         self.healthy = False
         ranks = [rank for group in groups for rank in group]
-        meetings = [self._prepare(group) for group in groups]
+        meetings = [self._prepare_meeting(group) for group in groups]
         together = len(groups) < len(ranks)
         try:
-            self._of(ranks, on_rank.leave(), seconds, together)
-            self._join(meetings, spec, collect, time.monotonic() + seconds, together=together)
-            self._of(ranks, on_rank.check(), seconds, together, meetings)
-            self._of(ranks, on_rank.leave(), seconds, together)
+            self._ask_within(ranks, on_rank.leave(), seconds, together)
+            self._join_meetings(meetings, spec, collect, time.monotonic() + seconds, together=together)
+            self._ask_within(ranks, on_rank.check(), seconds, together, meetings)
+            self._ask_within(ranks, on_rank.leave(), seconds, together)
         finally:
             for meeting in meetings:
-                self._meetings.over(meeting)
+                self._meetings.remove_store(meeting)
 
     def check(self, deadline: float) -> None:
-        """Have all ranks use the group once; raises GroupError, and then it must be formed again.
+        """Let all ranks run one collective; raise GroupError if it fails, and the group must be rebuilt then.
 
-        Nothing is done where they are out of step, and that is meant: this would meet what is pending.
+        It does nothing if ranks are deliberately out of step, as the collective would meet the pending ones.
         """
         ranks = range(len(self._ranks.members))
         answers = self._ranks.call_on_control_channel(ranks, on_rank.begun(), seconds=TELL_SECONDS)
-        now = Steps()
-        now.take({rank: begun for rank, begun in answers.items() if begun is not None})
-        if now.uneven(len(ranks)):
+        latest = Steps()
+        latest.update({rank: begun for rank, begun in answers.items() if begun is not None})
+        if latest.uneven(len(ranks)):
             return
         try:
-            self._of(ranks, on_rank.check(), deadline - time.monotonic(), True)
+            self._ask_within(ranks, on_rank.check(), deadline - time.monotonic(), True)
         except BaseException:
             self.healthy = False
             raise
 
-    def _of(
+    def _ask_within(
         self,
         ranks: Sequence[int],
         call: RemoteCall[object],
@@ -186,46 +189,46 @@ class ProcessGroupManager:
         together: bool,
         meetings: Sequence[Meeting] = (),
     ) -> None:
-        """Ask `ranks` for something, for at most `seconds`; those that wait for others are freed."""
+        """Make `call` on `ranks`, for at most `seconds`; then abort the collectives of those that still wait."""
         deadline = time.monotonic() + seconds
-        release = (lambda: self._release(meetings)) if meetings else self.release
+        release = (lambda: self._abort_collectives(meetings)) if meetings else self.release
         calls = dict.fromkeys(ranks, call)
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
     def leave(self, deadline: float) -> Going:
-        """Have all ranks leave their group, whatever state it is in; returns what goes with it."""
+        """Let all ranks leave their group, whatever its state; return the number of objects that end with it."""
         if not self.healthy:
             self.release()
         self.healthy = False
         going = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave()), deadline)
         return {
-            "wrappers": max((one["wrappers"] for one in going), default=0),
-            "meshes": max((one["meshes"] for one in going), default=0),
-            "subgroups": max((one["subgroups"] for one in going), default=0),
-            "rpc": any(one["rpc"] for one in going),
+            "wrappers": max((counts["wrappers"] for counts in going), default=0),
+            "meshes": max((counts["meshes"] for counts in going), default=0),
+            "subgroups": max((counts["subgroups"] for counts in going), default=0),
+            "rpc": any(counts["rpc"] for counts in going),
         }
 
     def close(self) -> None:
-        """There will be no group any more."""
+        """Release what the manager holds for groups; no group can be formed afterwards."""
         self._meetings.close()
 
     def release(self, ranks: Collection[int] | None = None) -> None:
-        """Make every collective that waits fail, now: on all ranks, or on these, if others run another cell."""
+        """Abort every waiting collective on all ranks, or on `ranks` only if others run another cell."""
         self.healthy = False
-        self._release([] if self._meeting is None else [self._meeting], ranks)
+        self._abort_collectives([] if self._meeting is None else [self._meeting], ranks)
 
-    def _release(self, meetings: Sequence[Meeting], ranks: Collection[int] | None = None) -> None:
-        """The same in the groups of these `meetings`."""
+    def _abort_collectives(self, meetings: Sequence[Meeting], ranks: Collection[int] | None = None) -> None:
+        """Abort waiting collectives in the groups of `meetings`, on all ranks or on `ranks` only."""
         live = self._ranks.live
         for meeting in meetings:
-            self._meetings.poison(meeting)
-        now = connections.shared(self._ranks.connections(live))
-        ours = {rank: list({*now[rank], *self._made.get(rank, ())}) for rank in live}
+            self._meetings.poison_store(meeting)
+        now = connections.between_ranks(self._ranks.connections(live))
+        ours = {rank: list({*now[rank], *self._made_connections.get(rank, ())}) for rank in live}
         cut_off: dict[int, bool] = {}
         for meeting in meetings:
             calls = {
-                rank: on_rank.release(meeting.store, its)
-                for rank, its in ours.items()
+                rank: on_rank.release(meeting.store, ends)
+                for rank, ends in ours.items()
                 if ranks is None or rank in ranks
             }
             answers = self._ranks.call_each_on_control_channel(calls)
@@ -236,26 +239,28 @@ class ProcessGroupManager:
             notify(cut_off_text(cut_off))
 
     def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
-        """Look at what the ranks that have run a cell report of their group: it may have to be formed again.
+        """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank sent no report.
 
-        The user is told if a good cell has left the ranks out of step, unless that is meant (`unmatched`).
+        The user is told if a good cell has left the ranks out of step, unless that is intended (`unmatched`).
         """
-        told = {rank: report for rank, report in reports.items() if report is not None}
+        present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)
-        if len(told) < len(reports) or any(report["released"] for report in told.values()):
+        if len(present) < len(reports) or any(report["released"] for report in present.values()):
             self.healthy = False
-        elif all(report["state"] == "ours" for report in told.values()):
-            self._level_groups([report["groups"] for report in told.values()])
-            self._take_steps({rank: report["begun"] for rank, report in told.items()}, failed, unmatched)
-            if failed and len(told) == size and _differ([report["changes"] for report in told.values()]):
-                self.healthy = False  # one rank has taken a step that another has not
+        elif all(report["state"] == "ours" for report in present.values()):
+            self._level_groups([report["groups"] for report in present.values()])
+            self._compare_steps({rank: report["begun"] for rank, report in present.items()}, failed, unmatched)
+            if failed and len(present) == size and _changes_differ([report["changes"] for report in present.values()]):
+                self.healthy = False  # one rank has taken an optimizer step that another has not
         else:
-            self.healthy = len(told) == size and all(_fits(report, rank, size) for rank, report in told.items())
+            self.healthy = len(present) == size and all(
+                _group_fits(report, rank, size) for rank, report in present.items()
+            )
             if self.healthy:
-                self._adopt()
+                self._adopt_group()
 
-    def _adopt(self) -> None:
-        """The group that a cell has formed in place of ours is ours from now on; it may listen at our port."""
+    def _adopt_group(self) -> None:
+        """Adopt the group that a cell has formed in place of ours, and hold another port, as it may use ours."""
         ranks = range(len(self._ranks.members))
         adopt = on_rank.adopt(*self._meetings.hold_port())
         answers = self._ranks.call_on_control_channel(ranks, adopt, seconds=ADOPT_SECONDS)
@@ -263,48 +268,50 @@ class ProcessGroupManager:
         self.generation += 1
         self._steps.forget()
 
-    def _take_steps(self, begun: Mapping[int, Begun], failed: bool, unmatched: bool) -> None:
-        """Compare the collectives that each rank has begun, and the messages if the cell has failed."""
+    def _compare_steps(self, begun: Mapping[int, Begun], failed: bool, unmatched: bool) -> None:
+        """Compare the collectives that each rank has begun, and also its messages if the cell has failed."""
         size = len(self._ranks.members)
         messages = failed and self._steps.are_messages_uneven(begun, size)
-        self._steps.take(begun)
+        self._steps.update(begun)
         if messages:
             self.healthy = False
         elif self.healthy and self._steps.uneven(size):
-            self._judge_steps(failed, unmatched)
+            self._handle_uneven(failed, unmatched)
 
     def _level_groups(self, made: Sequence[int]) -> None:
-        """Some ranks may have made groups without the others, which has no effect but on the name of the next one."""
-        if min(made) < max(made) or (max(made) > self._groups and len(made) < len(self._ranks.members)):
+        """Set torch's group counter equal on all ranks: some may have created groups without the others."""
+        if min(made) < max(made) or (max(made) > self._groups_made and len(made) < len(self._ranks.members)):
             self._ranks.call_on_control_channel(self._ranks.live, on_rank.set_groups_made(max(made)))
-        self._groups = max(made)
+        self._groups_made = max(made)
 
-    def _judge_steps(self, failed: bool, unmatched: bool) -> None:
-        """Act on ranks that have begun more collectives than others.
+    def _handle_uneven(self, failed: bool, unmatched: bool) -> None:
+        """Handle ranks that have begun more collectives than others.
 
-        Nothing is done about a group in which a thread may still catch up: a later cell may find it even, or prove it
-        uneven. After a failed cell, only a group that threads have used is such a one.
+        A group in which a thread may still catch up is left alone: a later cell may find it even, or prove it uneven.
+        After a failed cell, this holds only for groups that threads have used.
         """
         size = len(self._ranks.members)
-        answers = self._ask(range(size), on_rank.begun())  # ranks that were not in the cell, and threads that go on
-        self._steps.take({rank: begun for rank, begun in answers.items() if begun is not None})
+        answers = self._ask_control(
+            range(size), on_rank.begun()
+        )  # includes ranks without the cell, and threads that still run
+        self._steps.update({rank: begun for rank, begun in answers.items() if begun is not None})
         found = self._steps.uneven(size)
-        uneven = [one for one in found if one.is_sure or (failed and not one.by_threads)]
+        uneven = [group for group in found if group.is_sure or (failed and not group.by_threads)]
         if unmatched and not failed:
             self._steps.accept(uneven)
         elif failed:
             self.healthy = not uneven
         else:
-            for one in uneven:
-                self._tell_uneven(one)
+            for group in uneven:
+                self._report_uneven(group)
 
-    def _ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> dict[int, R | None]:
+    def _ask_control(self, ranks: Sequence[int], call: RemoteCall[R]) -> dict[int, R | None]:
         return self._ranks.call_on_control_channel(ranks, call, seconds=TELL_SECONDS)
 
-    def _tell_uneven(self, uneven: Uneven) -> None:
-        """Report that a good cell has left a group out of step."""
+    def _report_uneven(self, uneven: Uneven) -> None:
+        """Mark the group for a rebuild, and report that a good cell has left it out of step."""
         self.healthy = False
-        answers = self._ask(uneven.ahead, on_rank.line_of(uneven.group, uneven.least))
+        answers = self._ask_control(uneven.ahead, on_rank.line_of(uneven.group, uneven.least))
         places: dict[int, StackLocation | None] = {
             rank: StackLocation(**place) for rank, place in answers.items() if place is not None
         }
@@ -312,13 +319,13 @@ class ProcessGroupManager:
         notify(OUT_OF_STEP.format(uneven=uneven.text(), where=where))
 
 
-def _differ(changes: Sequence[Mapping[str, int]]) -> bool:
-    """Have ranks written unequally often to anything that all of them have?"""
+def _changes_differ(changes: Sequence[Mapping[str, int]]) -> bool:
+    """Return whether ranks have written unequally often to any object that all of them have."""
     first, *others = changes
     shared = set(first).intersection(*others)
-    return any(one[owner] != first[owner] for one in others for owner in shared)
+    return any(other[owner] != first[owner] for other in others for owner in shared)
 
 
-def _fits(report: CellReport, rank: int, size: int) -> bool:
-    """Has the cell formed a group in which `rank` is what it is in ours?"""
+def _group_fits(report: CellReport, rank: int, size: int) -> bool:
+    """Return whether the cell has formed a group of `size` in which `rank` keeps its number."""
     return report["state"] == "other" and (report["rank"], report["size"]) == (rank, size)

@@ -1,7 +1,7 @@
-"""What the ranks had made in their former group, when they have formed another: what goes on, and what is lost.
+"""Restore objects of the former process group after a rebuild, and report those that must be recreated.
 
-A new rank gets what cells have changed in the process of the others: directory, environment, ``sys.path``, settings of
-torch.
+New ranks also get the process settings that cells have changed on the others: directory, environment, ``sys.path``,
+settings of torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ddip.protocol.reports import Going
 
 AGAIN = "the group was formed again; "
 SAME = "unchanged"
-"""In the name of a setting that only ranks on the same host are to have."""
+"""Marks, in its name, a setting that is copied only between ranks on the same host."""
 MOST_NAMES = 12
-"""Settings that are named in the line of a repair."""
+"""Most settings to name in a repair's message."""
 RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use it again"
 KEPT = "with rank 0's parameters and buffers on every rank"
 
 
 def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
-    """Have the DDP wrappers of the former group go on in this one, and say so, and what must be made again.
+    """Revive the DDP wrappers of the former group, and report which other objects must be recreated.
 
-    Raises RequestFailed or RequestInterrupted; the group must be formed again then.
+    Raises RequestFailed or RequestInterrupted; the group must then be rebuilt.
     """
     revived = 0
     if going["wrappers"]:
@@ -38,96 +38,99 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
             manager.healthy = False
             raise
         revived = answers[0]
-    text = _text(revived, going["wrappers"] - revived, going)
+    text = _revival_text(revived, going["wrappers"] - revived, going)
     if text:
         notify(AGAIN + text)
         ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_gone())
 
 
 class NewRanks:
-    """The ranks that changes and repairs have added to a group: they lack the variables of former cells."""
+    """The ranks that were added to a running group: they lack the variables of earlier cells."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._engines: set[int] = set()
-        self._bare: set[int] = set()
-        """Engines that lack what cells have changed in the processes of the others."""
+        self._without_settings: set[int] = set()
+        """Engines that lack the process settings that cells have changed on the others."""
         self.carried = ""
-        """What the ranks that the last change or repair has added have got of that, in words."""
+        """The settings that the ranks of the last change or repair were given, in words."""
 
     def take(self, members: list[Member]) -> None:
-        """Make `members` the group's from here on; those that were not there before are new, if any were."""
+        """Set the group's members; those not in the group before count as new, unless the group was empty."""
         if self._ranks.members:
             new = {member.engine for member in members} - {member.engine for member in self._ranks.members}
             self._engines |= new
-            self._bare |= new
+            self._without_settings |= new
         self._ranks.members = members
 
     @property
     def ranks(self) -> list[int]:
-        """Their numbers."""
-        return self._numbers(self._engines)
+        """The numbers of the new ranks."""
+        return self._ranks_of(self._engines)
 
     @property
     def lack_settings(self) -> bool:
-        """Have some still to get what cells have changed in the processes of the others?"""
-        return bool(self._bare)
+        """True if some ranks have yet to be given the others' process settings."""
+        return bool(self._without_settings)
 
     def carry_settings(self) -> None:
-        """Give them what cells have changed in the processes of the others."""
-        self.carried = carry_settings(self._ranks, self._numbers(self._bare))
-        self._bare.clear()
+        """Give the new ranks the process settings that cells have changed on the others."""
+        self.carried = carry_settings(self._ranks, self._ranks_of(self._without_settings))
+        self._without_settings.clear()
 
-    def _numbers(self, engines: set[int]) -> list[int]:
+    def _ranks_of(self, engines: set[int]) -> list[int]:
         return [rank for rank, member in enumerate(self._ranks.members) if member.engine in engines]
 
 
 def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
-    """Give the ranks `new` the settings of the process that cells have changed on the others, as these agree.
+    """Copy changed process settings to the ranks `new`, as far as the other ranks agree on them.
 
-    Returns what was set, in words, and prints what was not.
+    Returns the copied settings in words, and prints those that could not be copied.
     """
     kept = [rank for rank in range(len(ranks.members)) if rank not in new]
     if not kept or not new:
         return ""
     first, *others = ranks.ask_soon(dict.fromkeys(kept, on_rank.find_changed_settings()))
     agreed = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-    differing = sorted({name for one in (first, *others) for name in one if name not in agreed and SAME not in name})
+    differing = sorted(
+        {name for settings in (first, *others) for name in settings if name not in agreed and SAME not in name}
+    )
     source = ranks.members[kept[0]].binding.host
     elsewhere = {name: value for name, value in agreed.items() if SAME not in name}
     calls = {
         rank: on_rank.take_over_settings(agreed if ranks.members[rank].binding.host == source else elsewhere)
         for rank in new
     }
-    told = dict(zip(calls, ranks.ask_soon(calls), strict=True))
-    for rank, answer in told.items():
+    failures = dict(zip(calls, ranks.ask_soon(calls), strict=True))
+    for rank, answer in failures.items():
         for what, error in answer:
             if error:
                 notify(f"rank {rank} could not take {what} from rank {kept[0]}: {error}")
     if differing:
         what = ", ".join(name.removeprefix("$") for name in differing)
         notify(f"{what}: different on {ranks_text(kept)}, and not set on {ranks_text(new)}")
-    texts = list(dict.fromkeys(what for answer in told.values() for what, error in answer if not error))
-    return f"{_listed(texts)} as on rank {kept[0]}" if texts else ""
+    texts = list(dict.fromkeys(what for answer in failures.values() for what, error in answer if not error))
+    return f"{_join_texts(texts)} as on rank {kept[0]}" if texts else ""
 
 
-def _listed(texts: Sequence[str]) -> str:
+def _join_texts(texts: Sequence[str]) -> str:
     more = [f"{len(texts) - MOST_NAMES} more"] if len(texts) > MOST_NAMES else []
     *first, last = [*texts[:MOST_NAMES], *more]
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _text(revived: int, lost: int, going: Going) -> str:
-    """
+def _revival_text(revived: int, lost: int, going: Going) -> str:
+    """Describe revived wrappers, and objects that must be recreated, for a message.
+
     >>> nothing = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
-    >>> _text(0, 1, nothing)
+    >>> _revival_text(0, 1, nothing)
     'the wrapper (DDP, FSDP) that was made before must be made again'
-    >>> _text(2, 0, {**nothing, "subgroups": 1})
+    >>> _revival_text(2, 0, {**nothing, "subgroups": 1})
     "2 DDP wrappers go on, with rank 0's parameters and buffers on every rank; subgroups that were made before must be \
 made again"
-    >>> _text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
+    >>> _revival_text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
     'wrappers (DDP, FSDP), device meshes and subgroups that were made before must be made again'
-    >>> _text(0, 0, {**nothing, "rpc": True})
+    >>> _revival_text(0, 0, {**nothing, "rpc": True})
     'RPC still knows the former ranks: type %makedip -r before you use it again'
     """
     parts = []

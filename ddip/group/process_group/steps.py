@@ -1,7 +1,7 @@
-"""Compare how many collectives the ranks have begun in each group.
+"""Compare the numbers of collectives that the ranks have begun in each group.
 
 The numbers must be equal, since the n-th collective of one rank meets the n-th of the others, whichever cells began
-them. They cannot be compared while a thread of a rank that is behind may still catch up.
+them. They cannot be compared while a thread may still catch up on a rank that is behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ddip.protocol.rank_spec import DEFAULT_GROUP
 from ddip.protocol.reports import Begun, GroupUse
 
 Numbers: TypeAlias = dict[int, int]
-"""Of collectives, by rank."""
+"""Numbers of collectives, by rank."""
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,25 @@ class Uneven:
     """A group whose ranks have begun different numbers of collectives."""
 
     group: str
-    """As the ranks name it, and the device."""
+    """The group's name on the ranks, and the device."""
     begun: Numbers
     is_sure: bool = True
     """False if a thread of a rank that is behind may still begin more."""
     by_threads: bool = False
-    """Whether threads besides the main ones have begun operations there."""
+    """True if threads other than main threads have begun operations in the group."""
 
     @property
     def ahead(self) -> list[int]:
-        """Ranks that have begun more than others."""
+        """The ranks that have begun more collectives than others."""
         return [rank for rank, n in self.begun.items() if n > self.least]
 
     @property
     def least(self) -> int:
-        """What all of them have begun."""
+        """The number of collectives that all of them have begun."""
         return min(self.begun.values())
 
     def text(self) -> str:
-        """Which group, and how many each rank has begun."""
+        """Return the name of the group, and how many collectives each rank has begun."""
         by_number: dict[int, list[int]] = {}
         for rank, n in self.begun.items():
             by_number.setdefault(n, []).append(rank)
@@ -55,34 +55,34 @@ class Uneven:
 
 
 class Steps:
-    """What the ranks have begun since their group was formed, as far as they have told."""
+    """The operations that each rank has begun since its group was formed, as last reported."""
 
     def __init__(self) -> None:
         self._known: dict[int, Begun] = {}
-        self._meant: dict[str, Numbers] = {}
-        """Differences that are left alone."""
+        self._accepted: dict[str, Numbers] = {}
+        """Intended differences, by group."""
 
     def forget(self) -> None:
-        """The ranks are in a new group."""
+        """Discard all numbers, as the ranks are in a new group."""
         self._known.clear()
-        self._meant.clear()
+        self._accepted.clear()
 
     def are_messages_uneven(self, reports: Mapping[int, Begun], size: int) -> bool:
-        """Tell if a message was sent and not received, or awaited and not sent, since the ranks last reported.
+        """Return whether a message was sent but not received, or the reverse, since the ranks' last reports.
 
-        After a failed cell the next send or receive would meet it. Groups that other threads still use are left out.
+        After a failed cell, the next send or receive would meet it. Groups that other threads still use are left out.
         """
         groups: dict[str, list[int]] = {}
         for report in reports.values():
             for group, use in report.items():
-                groups.setdefault(group, self._members(use, size))
+                groups.setdefault(group, self._group_members(use, size))
         return any(self._is_uneven_in(group, members, reports) for group, members in groups.items())
 
     def _is_uneven_in(self, group: str, members: Sequence[int], reports: Mapping[int, Begun]) -> bool:
         pending: dict[tuple[int, int], int] = {}
-        """Messages sent but not received from one rank to another, ranks of the group."""
+        """Messages sent but not received, by sender and receiver as ranks of the group."""
         from_any = dict.fromkeys(range(len(members)), 0)
-        for mine, rank in enumerate(members):
+        for own_index, rank in enumerate(members):
             use = reports.get(rank, {}).get(group)
             if use is None:
                 continue
@@ -93,55 +93,55 @@ class Steps:
                 towards, _, peer = direction.partition(" ")
                 new = number - former.get(direction, 0)
                 if peer == "any":
-                    from_any[mine] = new
+                    from_any[own_index] = new
                 else:
-                    ends = (mine, int(peer)) if towards == "to" else (int(peer), mine)
-                    pending[ends] = pending.get(ends, 0) + (new if towards == "to" else -new)
-        for to, awaited in from_any.items():
-            arriving = [n for (_, end), n in pending.items() if end == to]
+                    endpoints = (own_index, int(peer)) if towards == "to" else (int(peer), own_index)
+                    pending[endpoints] = pending.get(endpoints, 0) + (new if towards == "to" else -new)
+        for receiver, awaited in from_any.items():
+            arriving = [n for (_, end), n in pending.items() if end == receiver]
             if sum(arriving) != awaited or min(arriving, default=0) < 0:
                 return True
         return False
 
-    def take(self, reports: Mapping[int, Begun]) -> None:
-        """What these ranks have begun so far."""
+    def update(self, reports: Mapping[int, Begun]) -> None:
+        """Store the latest reports of these ranks."""
         self._known.update(reports)
 
     def uneven(self, size: int) -> list[Uneven]:
-        """List the groups whose ranks have begun different numbers, without accepted differences.
+        """Return the groups whose ranks have begun different numbers, except for accepted differences.
 
-        `size`: of the default group. A rank that has reported nothing yet has begun nothing; one that does not report a
-        group has left it, or cannot know.
+        `size`: number of ranks in the default group. A rank without any report has begun nothing; one that does not
+        report a group has left it, or cannot know.
         """
         groups: dict[str, list[int]] = {}
         for report in self._known.values():
             for group, use in report.items():
-                groups.setdefault(group, self._members(use, size))
+                groups.setdefault(group, self._group_members(use, size))
         found = []
         for group, members in sorted(groups.items()):
-            begun = {rank: self._begun(rank, group) for rank in members if self._is_in(rank, group, members, size)}
-            if len(set(begun.values())) > 1 and begun != self._meant.get(group):
+            begun = {rank: self._begun_by(rank, group) for rank in members if self._is_in(rank, group, members, size)}
+            if len(set(begun.values())) > 1 and begun != self._accepted.get(group):
                 by_threads = any(self._known[rank][group]["by_threads"] for rank in begun if rank in self._known)
                 found.append(Uneven(group, begun, self._is_sure(group, begun), by_threads))
         return found
 
     @staticmethod
-    def _members(use: GroupUse, size: int) -> list[int]:
+    def _group_members(use: GroupUse, size: int) -> list[int]:
         return list(range(size)) if use["ranks"] is None else use["ranks"]
 
     def _is_in(self, rank: int, group: str, members: Sequence[int], size: int) -> bool:
         if rank not in self._known:
             return True
         use = self._known[rank].get(group)
-        return use is not None and self._members(use, size) == members
+        return use is not None and self._group_members(use, size) == members
 
-    def _begun(self, rank: int, group: str) -> int:
+    def _begun_by(self, rank: int, group: str) -> int:
         return self._known[rank][group]["collectives"] if rank in self._known else 0
 
     def _is_sure(self, group: str, begun: Numbers) -> bool:
-        """Tell if no rank that is behind may catch up.
+        """Return whether no rank that is behind can catch up.
 
-        A thread that has not used the group so far counts unless the main threads have begun all collectives there.
+        A thread that has not used the group so far might, unless main threads have begun all collectives there.
         """
         most = max(begun.values())
         uses = {rank: self._known[rank][group] for rank in begun if rank in self._known}
@@ -150,5 +150,5 @@ class Steps:
         return "yes" not in behind and (by_main or "maybe" not in behind)
 
     def accept(self, uneven: list[Uneven]) -> None:
-        """They are meant; what is begun from here on is news again."""
-        self._meant.update({one.group: one.begun for one in uneven})
+        """Accept these differences as intended; only further ones are found from now on."""
+        self._accepted.update({group.group: group.begun for group in uneven})

@@ -1,1 +1,1 @@
-"""Profiles of all ranks, merged."""
+"""Profiles of all ranks, merged into one."""

@@ -1,4 +1,4 @@
-"""A cell that is profiled: what ranks are told before it, and what is collected, written and shown after it."""
+"""Profile a cell: prepare the ranks before it, and collect, write and show their results after it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ddip.protocol import on_rank
 from ddip.protocol.reports import ProfileReport
 
 DEFAULT = "ddip_profile/%Y%m%d-%H%M%S"
-"""The folder where none is given."""
+"""Default folder, as a format of ``time.strftime``."""
 TRACE = "rank_{}.pt.trace.json.gz"
-"""As TensorBoard knows them. Holistic Trace Analysis takes any file named ``*.json`` or ``*.gz`` for a rank's."""
+"""File name that TensorBoard expects. Holistic Trace Analysis takes any ``*.json`` or ``*.gz`` file for a rank's."""
 MERGED = "all_ranks.perfetto-trace"
 PINGS = 8
 PART = 1 << 24
-"""Bytes of a trace that travel at once."""
+"""Most bytes of a trace to send in one message."""
 
 
 def folder_for(typed: str) -> Path:
-    """The folder of the traces, which is made if it is not there; what a former profile has left there goes.
+    """Return the folder for the traces, created if missing, without the files of an earlier profile.
 
-    Empty: a new one beside the notebook. Raises BadInput if nothing can be written there.
+    `typed` empty: a new folder in the current directory. Raises BadInput if nothing can be written there.
     """
     folder = Path(typed or time.strftime(DEFAULT)).expanduser().absolute()
     try:
@@ -46,7 +46,7 @@ def folder_for(typed: str) -> Path:
 
 
 class Profiling:
-    """Of one cell; `result` is there when it has ended."""
+    """The profile of one cell; `result` is set when the cell has ended."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.result: Profile | None = None
@@ -55,13 +55,16 @@ class Profiling:
 
     @contextlib.contextmanager
     def around(self, ranks: Sequence[int], stuck: Callable[[], Sequence[int]]) -> Iterator[None]:
-        """While this lasts, the cell runs on `ranks`. However it ends, what they have recorded is collected, but for
-        those that are `stuck` then, and shown below the notebook's cell."""
+        """Profile the cell that runs on `ranks` inside this context.
+
+        However the cell ends, the records of its ranks are collected and shown below the notebook's cell, except for
+        ranks that are `stuck` then.
+        """
         self.prepare(ranks)
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RequestInterrupted, Exception):  # the error of the cell counts
+            with contextlib.suppress(RequestInterrupted, Exception):  # the cell's own error takes precedence
                 self.finish(ranks, stuck())
             raise
         self.finish(ranks, stuck())
@@ -69,7 +72,7 @@ class Profiling:
     def prepare(self, ranks: Sequence[int]) -> None:
         try:
             self._ranks.ask(ranks, on_rank.prepare_profile())
-        except RequestFailed:  # the cell will fail, too, or the profile tells why there is none
+        except RequestFailed:  # the cell will also fail, or the profile will say why it lacks a rank
             return
         except BaseException:
             self._remove_empty()
@@ -78,10 +81,10 @@ class Profiling:
     def finish(
         self, ranks: Sequence[int], stuck: Sequence[int], show: Callable[[dict[str, str]], object] | None = None
     ) -> None:
-        """Collect, write and show: by `show`, or below the notebook's cell."""
-        reports, missing = self._collect(ranks, stuck)
-        offsets = self._offsets(list(reports))
-        merged = self._merge(reports, offsets)
+        """Collect and write the profile, and show it with `show` or below the notebook's cell."""
+        reports, missing = self._collect_reports(ranks, stuck)
+        offsets = self._clock_offsets(list(reports))
+        merged = self._merge_traces(reports, offsets)
         found = stragglers.find(reports, offsets, len(self._ranks.members))
         self.result = Profile(
             found.ranks, found.collectives, found.waited_for, missing, self.folder if reports else None, merged
@@ -90,15 +93,17 @@ class Profiling:
             self._remove_empty()
         (show or CellOutputArea().show)(self.result._repr_mimebundle_())
 
-    def _path(self, rank: int) -> Path:
+    def _trace_path(self, rank: int) -> Path:
         return self.folder / TRACE.format(rank)
 
     def _is_beside(self, rank: int) -> bool:
-        """Does the rank write where the notebook reads?"""
+        """Return whether the rank is on the notebook's host, so that the notebook can read its files."""
         return isinstance(self._ranks.host(rank), LocalHost)
 
-    def _collect(self, ranks: Sequence[int], stuck: Sequence[int]) -> tuple[dict[int, ProfileReport], dict[int, str]]:
-        """The reports of those that have one, and why others have none."""
+    def _collect_reports(
+        self, ranks: Sequence[int], stuck: Sequence[int]
+    ) -> tuple[dict[int, ProfileReport], dict[int, str]]:
+        """Return the reports of the ranks, and the reason for each rank without one."""
         missing: dict[int, str] = {}
         for rank in ranks:
             if rank in self._ranks.ended:
@@ -106,78 +111,81 @@ class Profiling:
             elif rank in stuck:
                 missing[rank] = "it still runs the cell"
         reports: dict[int, ProfileReport] = {}
-        left = [rank for rank in ranks if rank not in missing]
-        while left:
+        waiting = [rank for rank in ranks if rank not in missing]
+        while waiting:
             calls = {
-                rank: on_rank.collect_profile(str(self._path(rank)) if self._is_beside(rank) else "") for rank in left
+                rank: on_rank.collect_profile(str(self._trace_path(rank)) if self._is_beside(rank) else "")
+                for rank in waiting
             }
             try:
-                reports = dict(zip(left, self._ranks.ask_each(calls, together=False), strict=True))
+                reports = dict(zip(waiting, self._ranks.ask_each(calls, together=False), strict=True))
                 break
             except RequestFailed as error:
-                lost = {rank: str(why) for rank, why in error.by_rank.items()} or dict.fromkeys(left, str(error))
-                missing |= lost
-                left = [rank for rank in left if rank not in lost]
+                failed = {rank: str(why) for rank, why in error.by_rank.items()} or dict.fromkeys(waiting, str(error))
+                missing |= failed
+                waiting = [rank for rank in waiting if rank not in failed]
         faults = {rank: report["fault"] for rank, report in reports.items() if report["fault"]}
         good = {rank: report for rank, report in reports.items() if not report["fault"]}
         for rank in [rank for rank in good if not self._is_beside(rank)]:
             try:
-                self._fetch(rank, good[rank]["size"])
+                self._fetch_trace(rank, good[rank]["size"])
             except (OSError, RequestFailed) as error:
                 faults[rank] = f"its trace did not come: {error}"
                 del good[rank]
         return good, dict(sorted({**missing, **faults}.items()))
 
-    def _fetch(self, rank: int, size: int) -> None:
-        """The trace of a rank that is elsewhere."""
-        with self._path(rank).open("wb") as file:
+    def _fetch_trace(self, rank: int, size: int) -> None:
+        """Fetch the trace of a rank on another host, `size` bytes, and write it to the folder."""
+        with self._trace_path(rank).open("wb") as file:
             for begin in range(0, size, PART):
                 file.write(self._ranks.ask([rank], on_rank.trace_part(begin, min(size, begin + PART)))[0])
         self._ranks.ask([rank], on_rank.trace_part(0, 0))
 
-    def _offsets(self, ranks: Sequence[int]) -> dict[int, int]:
-        """How far the clock of each rank is ahead of the notebook's, nanoseconds: 0 for those beside it."""
+    def _clock_offsets(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Return how far each rank's clock is ahead of the notebook's, in nanoseconds; 0 on the same host."""
         of_hosts: dict[int, int] = {}
         for rank in ranks:
             host = self._ranks.members[rank].binding.host
             if host not in of_hosts:
-                of_hosts[host] = 0 if self._is_beside(rank) else offset(self._pings(rank))
+                of_hosts[host] = 0 if self._is_beside(rank) else offset(self._ping_clock(rank))
         return {rank: of_hosts[self._ranks.members[rank].binding.host] for rank in ranks}
 
-    def _pings(self, rank: int) -> list[tuple[int, int, int]]:
+    def _ping_clock(self, rank: int) -> list[tuple[int, int, int]]:
         found = []
         for _ in range(PINGS):
             sent = time.time_ns()
-            there = self._ranks.call_on_control_channel([rank], on_rank.clock(), seconds=1.0)[rank]
-            if there is not None:
-                found.append((sent, there, time.time_ns()))
+            clock = self._ranks.call_on_control_channel([rank], on_rank.clock(), seconds=1.0)[rank]
+            if clock is not None:
+                found.append((sent, clock, time.time_ns()))
         return found
 
-    def _merge(self, reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> Path | None:
+    def _merge_traces(self, reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> Path | None:
         if not reports:
             return None
         begin = min(report["begin"] - offsets[rank] for rank, report in reports.items())
-        to = self.folder / MERGED
+        merged = self.folder / MERGED
         try:
-            traces.merge({rank: self._path(rank) for rank in reports}, offsets, begin, to)
+            traces.merge({rank: self._trace_path(rank) for rank in reports}, offsets, begin, merged)
         except (OSError, ValueError) as error:
-            notify(f"the traces could not be put together in {to}: {error}")
+            notify(f"the traces could not be put together in {merged}: {error}")
             return None
-        return to
+        return merged
 
     def _remove_empty(self) -> None:
-        """The folder, if nobody has put anything there."""
+        """Remove the folder if it is empty."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
 
 def offset(pings: Sequence[tuple[int, int, int]]) -> int:
-    """How far another clock is ahead, by what it said between two moments of this one: the quickest answer counts.
+    """Return how far another clock is ahead, estimated from the fastest of `pings`.
+
+    Each ping has our clock before, the other clock, and our clock after, in the same unit.
 
     >>> offset([(0, 5_100, 200), (1_000, 6_050, 1_010)])
     5045
     """
     if not pings:
         return 0
-    sent, there, came = min(pings, key=lambda ping: ping[2] - ping[0])
-    return there - (sent + came) // 2
+    sent, clock, received = min(pings, key=lambda ping: ping[2] - ping[0])
+    return clock - (sent + received) // 2

@@ -1,8 +1,8 @@
-"""Which rank has kept which waiting: pure functions of what the ranks report of a profiled cell.
+"""Find which rank kept which others waiting: pure functions on the ranks' reports of a profiled cell.
 
-A rank waits in a collective from when it has begun it until the last rank of its group has, as far as it does nothing
-else meanwhile. Of collectives that it has begun one after the other without waiting for their results (DDP's buckets),
-a moment counts for the first of them.
+A rank waits in a collective from when it has begun it until the last rank of its group has, unless it does other work
+meanwhile. Of collectives begun in a row without waiting for their results (DDP's buckets), a moment counts only for the
+first.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ddip.protocol.collective import group_text
 from ddip.protocol.reports import CollectiveRow, ProfileReport
 
 Key: TypeAlias = "tuple[str, int, int]"
-"""Name of a group, number in it, and how many of that number came before: a cell may form its group anew."""
+"""Name of the group, number in it, and count of earlier collectives with both, as a cell may rebuild its group."""
 
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """One collective, on the clock of the notebook, nanoseconds."""
+    """One collective, with times in nanoseconds on the notebook's clock."""
 
     rows: Mapping[int, CollectiveRow]
     begun: Mapping[int, int]
     last: int | None
-    """The rank that came last; None: not all came."""
+    """The rank that began it last; None: not all ranks began it."""
     complete: int | None
-    """When it had come; None: that is not known."""
+    """Time until which ranks waited: the last one began it, or their cell ended; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What becomes of the reports."""
+    """The profile of each rank and collective, and the seconds that others waited for each rank."""
 
     ranks: dict[int, RankProfile]
     collectives: list[Collective]
@@ -44,16 +44,19 @@ class Found:
 
 
 def find(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world_size: int) -> Found:
-    """Of the `reports` of ranks; the clock of a rank is ahead of the notebook's by its offset, nanoseconds."""
-    arrivals = _arrivals(reports, offsets)
+    """Compute the waiting times of ranks from their `reports`.
+
+    `offsets`: how far each rank's clock is ahead of the notebook's, in nanoseconds.
+    """
+    arrivals = _find_arrivals(reports, offsets)
     waits: dict[int, float] = {}
     waited_for: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     in_collective: dict[Key, float] = defaultdict(float)
     for rank, report in reports.items():
         exposed = _Exposed(report["communication"], offsets[rank])
         waits[rank], covered = 0.0, 0
-        mine = sorted((arrival.begun[rank], key) for key, arrival in arrivals.items() if rank in arrival.begun)
-        for begun, key in mine:
+        own = sorted((arrival.begun[rank], key) for key, arrival in arrivals.items() if rank in arrival.begun)
+        for begun, key in own:
             arrival = arrivals[key]
             if arrival.complete is None or arrival.complete <= max(begun, covered):
                 continue
@@ -64,21 +67,21 @@ def find(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world
             for other in _waited_for(arrival):
                 waited_for[other][rank] += seconds
     return Found(
-        {rank: _profile(rank, report, waits[rank]) for rank, report in sorted(reports.items())},
-        _collectives(arrivals, in_collective, world_size),
+        {rank: _rank_profile(rank, report, waits[rank]) for rank, report in sorted(reports.items())},
+        _collective_rows(arrivals, in_collective, world_size),
         {rank: max(by.values()) for rank, by in waited_for.items()},
     )
 
 
 def _waited_for(arrival: _Arrivals) -> list[int]:
-    """The last rank, or those that never came."""
+    """Return the rank that began the collective last, or those that never began it."""
     if arrival.last is not None:
         return [arrival.last]
     group = next(iter(arrival.rows.values()))[1]
     return [rank for rank in group if rank not in arrival.rows]
 
 
-def _arrivals(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> dict[Key, _Arrivals]:
+def _find_arrivals(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) -> dict[Key, _Arrivals]:
     rows: dict[Key, dict[int, CollectiveRow]] = defaultdict(dict)
     for rank, report in reports.items():
         seen: dict[tuple[str, int], int] = defaultdict(int)
@@ -86,31 +89,31 @@ def _arrivals(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int]) 
             rows[row[0], row[2], seen[row[0], row[2]]][rank] = row
             seen[row[0], row[2]] += 1
     ends = {rank: report["end"] - offsets[rank] for rank, report in reports.items()}
-    whole = {rank for rank, report in reports.items() if not report["note"]}
+    complete_reports = {rank for rank, report in reports.items() if not report["note"]}
     found = {}
-    for key, its in rows.items():
-        begun = {rank: row[6] - offsets[rank] for rank, row in its.items()}
-        group = next(iter(its.values()))[1]
-        ops = {row[3] for row in its.values()}
+    for key, row_of in rows.items():
+        begun = {rank: row[6] - offsets[rank] for rank, row in row_of.items()}
+        group = next(iter(row_of.values()))[1]
+        ops = {row[3] for row in row_of.values()}
         last, complete = None, None
-        if len(ops) == 1 and set(group) <= set(its):
+        if len(ops) == 1 and set(group) <= set(row_of):
             last = max(begun, key=lambda rank: begun[rank])
             complete = begun[last]
-        elif len(ops) == 1 and all(rank in whole for rank in group if rank not in its):
-            complete = max(ends[rank] for rank in its)  # those that are missing have never begun it
-        found[key] = _Arrivals(its, begun, last, complete)
+        elif len(ops) == 1 and all(rank in complete_reports for rank in group if rank not in row_of):
+            complete = max(ends[rank] for rank in row_of)  # the missing ranks never began it
+        found[key] = _Arrivals(row_of, begun, last, complete)
     return found
 
 
 class _Exposed:
-    """When a rank did nothing but communicate, on the clock of the notebook."""
+    """The times when a rank only communicated, on the notebook's clock."""
 
     def __init__(self, pieces: Sequence[tuple[int, int, float]], offset: int) -> None:
         self._pieces = [(a - offset, b - offset, share) for a, b, share in pieces]
         self._begins = [a for a, _, _ in self._pieces]
         self._before = [0.0, *itertools.accumulate((b - a) * share for a, b, share in self._pieces)]
 
-    def _until(self, moment: int) -> float:
+    def _exposed_until(self, moment: int) -> float:
         i = bisect.bisect_right(self._begins, moment)
         if i == 0:
             return 0.0
@@ -118,11 +121,11 @@ class _Exposed:
         return self._before[i - 1] + (min(moment, b) - a) * share
 
     def between(self, begin: int, end: int) -> float:
-        """Seconds."""
-        return (self._until(end) - self._until(begin)) / 1e9
+        """Return the seconds of communication only between two times."""
+        return (self._exposed_until(end) - self._exposed_until(begin)) / 1e9
 
 
-def _profile(rank: int, report: ProfileReport, waiting: float) -> RankProfile:
+def _rank_profile(rank: int, report: ProfileReport, waiting: float) -> RankProfile:
     communication = sum((b - a) * share for a, b, share in report["communication"]) / 1e9
     return RankProfile(
         rank=rank,
@@ -137,7 +140,9 @@ def _profile(rank: int, report: ProfileReport, waiting: float) -> RankProfile:
     )
 
 
-def _collectives(arrivals: Mapping[Key, _Arrivals], waits: Mapping[Key, float], world_size: int) -> list[Collective]:
+def _collective_rows(
+    arrivals: Mapping[Key, _Arrivals], waits: Mapping[Key, float], world_size: int
+) -> list[Collective]:
     found = []
     for key, arrival in sorted(arrivals.items(), key=lambda item: min(item[1].begun.values())):
         _, group, number, op, shapes, dtypes, _, _ = next(iter(arrival.rows.values()))

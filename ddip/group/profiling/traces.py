@@ -1,6 +1,6 @@
-"""The traces of all ranks as one file for Perfetto: a process each rank, all on the clock of the notebook.
+"""Merge the traces of all ranks into one file for Perfetto: one process per rank, all on the notebook's clock.
 
-The events of a trace are read and written one by one: a trace may have gigabytes.
+Events are read and written one at a time, since a trace may have gigabytes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from typing import Any, TypeAlias
 
 Event: TypeAlias = dict[str, Any]
 PIECE = 1 << 20
-"""Characters that are read at once."""
+"""Number of characters to read at once."""
 EVENTS = '"traceEvents"'
 BASE = "baseTimeNanoseconds"
 OTHERS_APART = 10_000_000
-"""Tracks of a GPU have numbers of their own, which may be those of threads."""
+"""Offset for the numbers of GPU tracks, which may coincide with those of threads."""
 OF_KINETO = ("Spans", "Traces", "")
-"""Processes of a trace that are none."""
+"""Process IDs in a trace that do not stand for processes."""
 
 
 def merge(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to: Path) -> None:
-    """Write the traces of ranks as one. The clock of a rank is ahead of the notebook's by its offset, and on that the
-    cell has begun at `begin`; nanoseconds."""
+    """Merge the trace files of ranks into the file `to`.
+
+    `offsets`: how far each rank's clock is ahead of the notebook's; `begin`: when the cell began on the notebook's
+    clock; both in nanoseconds.
+    """
     part = to.with_name(f"{to.name}.part")
     try:
         with gzip.open(part, "wt", compresslevel=3, encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for rank in traces for event in _names(rank)))
+            file.write(",\n".join(json.dumps(event) for rank in traces for event in _name_events(rank)))
             for rank, path in traces.items():
                 with gzip.open(path, "rt", encoding="utf-8") as trace:
                     for event in of_rank(rank, trace, offsets[rank] + begin):
@@ -43,7 +46,7 @@ def merge(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to
         raise
 
 
-def _names(rank: int) -> list[Event]:
+def _name_events(rank: int) -> list[Event]:
     named = {"ph": "M", "pid": rank + 1, "tid": 0, "ts": 0}
     return [
         {**named, "name": "process_name", "args": {"name": f"rank {rank}"}},
@@ -52,33 +55,33 @@ def _names(rank: int) -> list[Event]:
 
 
 def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event]:
-    """The events of the trace of `rank`, as they are in the file of all; there it begins at `begin` on its clock."""
-    head, events = _parts(trace)
+    """Yield the events of a rank's trace for the merged file, whose time 0 is `begin` on the rank's clock."""
+    head, events = _split_trace(trace)
     shift = (begin - int(head.get(BASE, 0))) / 1000
     pid: Any = None
     for event in events:
-        its = event.get("pid")
-        if its in OF_KINETO:
+        event_pid = event.get("pid")
+        if event_pid in OF_KINETO:
             continue
         if event.get("ph") == "M" and str(event.get("name", "")).startswith("process_"):
             labels = event.get("args", {}).get("labels", "")
             if pid is None and labels == "CPU":
-                pid = its
+                pid = event_pid
             continue
-        if isinstance(its, int) and its != pid and pid is not None and isinstance(event.get("tid"), int):
-            event["tid"] += OTHERS_APART * (its + 1)
+        if isinstance(event_pid, int) and event_pid != pid and pid is not None and isinstance(event.get("tid"), int):
+            event["tid"] += OTHERS_APART * (event_pid + 1)
             if event.get("name") == "thread_name":
-                event["args"] = {"name": f"GPU {its}, {event.get('args', {}).get('name', '')}"}
+                event["args"] = {"name": f"GPU {event_pid}, {event.get('args', {}).get('name', '')}"}
         event["pid"] = rank + 1
         if "ts" in event:
             event["ts"] = round(float(event["ts"]) - shift, 3)
-        if "id" in event:  # arrows: each rank counts its own
+        if "id" in event:  # of flow arrows, which each rank numbers separately
             event["id"] = f"{rank}.{event['id']}"
         yield event
 
 
-def _parts(trace: Any) -> tuple[Event, Iterator[Event]]:
-    """What stands before the events of a trace, and the events."""
+def _split_trace(trace: Any) -> tuple[Event, Iterator[Event]]:
+    """Return the header of a trace and an iterator of its events."""
     text = ""
     while EVENTS not in text:
         piece = trace.read(PIECE)
@@ -86,10 +89,10 @@ def _parts(trace: Any) -> tuple[Event, Iterator[Event]]:
             raise ValueError("the file is no trace of torch's profiler")
         text += piece
     head, _, rest = text.partition(EVENTS)
-    return json.loads(f"{head.rstrip().rstrip(',')}}}"), _events(trace, rest[rest.index("[") + 1 :])
+    return json.loads(f"{head.rstrip().rstrip(',')}}}"), _read_events(trace, rest[rest.index("[") + 1 :])
 
 
-def _events(trace: Any, text: str) -> Iterator[Event]:
+def _read_events(trace: Any, text: str) -> Iterator[Event]:
     decoder, at = json.JSONDecoder(), 0
     while True:
         while at < len(text) and text[at] in " \r\n\t,":
@@ -98,7 +101,7 @@ def _events(trace: Any, text: str) -> Iterator[Event]:
             return
         try:
             event, at = decoder.raw_decode(text, at)
-        except ValueError:  # the rest of it has not been read
+        except ValueError:  # the rest of the event has not been read
             piece = trace.read(PIECE)
             if not piece:
                 raise

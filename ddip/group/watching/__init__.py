@@ -1,1 +1,1 @@
-"""What ranks do and hold while their cells run."""
+"""Observation of ranks while their cells run: values of variables, and activity."""

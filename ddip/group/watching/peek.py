@@ -1,11 +1,11 @@
-"""What ranks hold at this moment, while their cells run: asked beside these, so that nothing waits for a cell to end.
+"""Read current values of variables on ranks without waiting for their cells.
 
-notebook                    rank
-take, on the control  -->   pickled in a thread of its own   rank/objects/rank_peek.py
-channel
-                      <--   what is small
-read, or ask for part       what is large: memory that a rank beside the notebook shares, else in parts
-drop                  -->   what it still has; where it is, if it was given up
+notebook                      rank
+take_peek, on the       -->   pickled in a separate thread   rank/objects/rank_peek.py
+control channel
+                        <--   small objects
+read, or part_of_peek         large objects: memory that a rank beside the notebook shares, else in parts
+drop_peek               -->   drops the pickled objects; says where it is if it was too slow
 """
 
 from __future__ import annotations
@@ -33,67 +33,70 @@ from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import Peeked
 
 SECONDS = 5.0
-"""How long a rank may take, if nobody says so: to pickle, and to send a part of what is large."""
+"""Default limit of the time that a rank may take to pickle, and to send a part of a large object."""
 WHERE_SECONDS = 1.0
-"""How long it may take to tell where it is, when it was too late."""
+"""How long a rank that was too slow may take to report where it is."""
 INSIDE = "inside {inside} meanwhile: a tensor that this writes to may have arrived half written"
 PART = 1 << 22
-"""Bytes that travel at once; answers of others wait behind them."""
+"""Most bytes to send in one message; other answers wait behind it."""
 _numbers = itertools.count(1)
 
 
 def peek(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], seconds: float, progress: Report
 ) -> tuple[list[dict[str, Any]], Transferred]:
-    """Do what ``Group.peek_all`` says: the objects `names` of each of the ranks `of`, and what was carried."""
+    """Return the objects `names` of each of the ranks `of`, and what was transferred.
+
+    See ``Group.peek_all``.
+    """
     with stopping.button():
-        one = _Peek(ranks, names, seconds, progress)
+        request = _Peek(ranks, names, seconds, progress)
         try:
-            all_fetched = one.fetch(of)
+            all_fetched = request.fetch(of)
         finally:
-            one.drop()
+            request.drop()
     values = [transfer.unpack(fetched) for fetched in all_fetched]
     return values, transfer.transferred(names, all_fetched)
 
 
 class _Peek:
-    """One."""
+    """One request for current values."""
 
     def __init__(self, ranks: Ranks, names: Sequence[str], seconds: float, progress: Report) -> None:
         self._ranks, self._names, self._seconds, self._progress = ranks, list(names), seconds, progress
         self._number = next(_numbers)
         self._pending: set[int] = set()
-        """Ranks that may have something of it."""
+        """The ranks that may still hold pickled objects of this request."""
 
     def fetch(self, of: Sequence[int]) -> list[Fetched]:
-        """Have each of the ranks `of` pickle the names, and take what they have pickled."""
+        """Fetch the names as pickled by each of the ranks `of`, and report tensors that may be half written."""
         self._progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(self._names)}")
         self._pending.update(of)
         known = transfer.known_names()
-        replies = self._ask(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, LARGE, known)))
+        replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, LARGE, known)))
         for rank, reply in replies.items():
             if not dict(reply["sizes"]).keys() - reply["values"].keys():
                 self._pending.discard(rank)
-            self._ensure_there(rank, reply)
+            self._ensure_defined(rank, reply)
             if reply["inside"]:
                 notify(f"rank {rank} was {INSIDE.format(inside=reply['inside'])}")
-        return [Fetched(rank, replies[rank], self._values(rank, replies[rank])) for rank in of]
+        return [Fetched(rank, replies[rank], self._receive_values(rank, replies[rank])) for rank in of]
 
     def drop(self) -> dict[int, dict[str, Any] | None]:
-        """Have the ranks let go of what they still have; returns where those are that still pickle."""
+        """Let the ranks drop their pickled objects; return the locations of those that are still pickling."""
         pending, self._pending = self._pending, set()
         live = [rank for rank in self._ranks.live if rank in pending]
         call = on_rank.drop_peek(self._number)
         return self._ranks.call_on_control_channel(live, call, WHERE_SECONDS) if live else {}
 
-    def _ask(self, calls: Mapping[int, RemoteCall[R]]) -> dict[int, R]:
-        """Make a call beside the cell of each rank; raises what ``Group.peek`` does."""
+    def _ask_ranks(self, calls: Mapping[int, RemoteCall[R]]) -> dict[int, R]:
+        """Make a call on the control channel of each rank; raise the errors that ``Group.peek`` documents."""
         self._ensure_none_ended(calls)
         members, futures = self._ranks.members, {}
         for rank, call in calls.items():
             try:
                 futures[rank] = self._ranks.cluster.call_on_control_channel(members[rank].engine, call)
-            except KeyError:  # it has ended just now
+            except KeyError:  # it has just ended
                 self._ensure_none_ended(calls)
                 raise
         with stopping.button() as button:
@@ -103,7 +106,7 @@ class _Peek:
                 raise RequestInterrupted("nothing was pulled: pulling was interrupted")
         late = [rank for rank, future in futures.items() if not future.done()]
         if late:
-            raise self._too_late(late)
+            raise self._late_error(late)
         answers = {rank: future.result() for rank, future in futures.items()}
         failed = {rank: answer for rank, answer in answers.items() if "ok" not in answer}
         if failed:
@@ -120,20 +123,20 @@ class _Peek:
         if ended:
             raise RequestFailed(f"pulling failed: {CellError(ended, self._ranks.repair_text)}", ended)
 
-    def _too_late(self, late: Sequence[int]) -> Exception:
-        """What to raise when the ranks `late` have not answered in time: it says where they are."""
-        here = self.drop()
-        places = {rank: self._place(rank, here.get(rank)) for rank in late}
+    def _late_error(self, late: Sequence[int]) -> Exception:
+        """Return the error for ranks `late`, which have not answered in time; it says where they are."""
+        locations = self.drop()
+        places = {rank: self._place_text(rank, locations.get(rank)) for rank in late}
         self._ensure_none_ended(late)
         if stopped := self._ranks.cluster.stopped():
             return TransferError(f"nothing was pulled: {stopped}")
         texts = [f"rank {rank} has not answered within {self._seconds:g} s: {places[rank]}" for rank in late]
         return TransferError(f"nothing was pulled: {'; '.join(texts)}; -t SECONDS waits longer")
 
-    def _place(self, rank: int, pickles: dict[str, Any] | None) -> str:
-        """Where it is: what it pickles with, as it tells; or its main thread, as it looks from outside."""
+    def _place_text(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
+        """Describe where a rank is: by its own report of pickling, or its main thread as seen from outside."""
         names = ", ".join(self._names)
-        place = self._ranks.place_from_outside(rank) if pickles is None else StackLocation(**pickles)
+        place = self._ranks.place_from_outside(rank) if pickling_at is None else StackLocation(**pickling_at)
         if place is None:
             return "it does not even take a signal"
         if place.state == "finished":
@@ -141,32 +144,32 @@ class _Peek:
         if place == StackLocation():
             return f"it still pickles {names}"
         where = f"{place}: {place.source}" if place.source else str(place)
-        return where if pickles is None else f"it pickles {names}, in {where}"
+        return where if pickling_at is None else f"it pickles {names}, in {where}"
 
-    def _ensure_there(self, rank: int, reply: Peeked) -> None:
+    def _ensure_defined(self, rank: int, reply: Peeked) -> None:
         if reply["missing"] and reply["busy"]:
-            what = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
+            lack = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
             raise TransferError(
-                f"nothing was pulled: {what}; it has one as soon as its cell has assigned it, unless that is a local "
+                f"nothing was pulled: {lack}; it has one as soon as its cell has assigned it, unless that is a local "
                 "variable of a function"
             )
 
-    def _values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:
+    def _receive_values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:
         beside = isinstance(self._ranks.host(rank), LocalHost)
         values = {}
         for name, parts in reply["sizes"]:
             memory: bytearray | mmap.mmap | None = reply["values"].get(name)
             size = pickling.room_of(parts)
             if memory is None and beside:
-                memory = transfer.read(reply["paths"].get(name, ""), size)
-            values[name] = Pickled.of(self._parts(rank, name, size) if memory is None else memory, parts)
+                memory = transfer.read_shared(reply["paths"].get(name, ""), size)
+            values[name] = Pickled.of(self._fetch_parts(rank, name, size) if memory is None else memory, parts)
         return values
 
-    def _parts(self, rank: int, name: str, size: int) -> bytearray:
-        """What it has, one part after the other."""
-        here = bytearray()
-        while len(here) < size:
-            self._progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", len(here) / size)
-            call = on_rank.part_of_peek(self._number, name, len(here), min(size, len(here) + PART))
-            here += self._ask({rank: call})[rank]
-        return here
+    def _fetch_parts(self, rank: int, name: str, size: int) -> bytearray:
+        """Fetch a pickled object of `size` bytes from a rank, one part at a time."""
+        memory = bytearray()
+        while len(memory) < size:
+            self._progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", len(memory) / size)
+            call = on_rank.part_of_peek(self._number, name, len(memory), min(size, len(memory) + PART))
+            memory += self._ask_ranks({rank: call})[rank]
+        return memory

@@ -1,10 +1,10 @@
-"""What each rank does just now, and has done in the last seconds: asked beside its cell, with one call a rank.
+"""Sample the activity of each rank, and its rates over the last seconds, while its cell runs.
 
-    Sampler.look  --vitals.now-->  control thread of each rank       an answer that is late is taken at the next look
-                  <--Vitals------  rates: what has changed since an earlier answer of the same cell
+    Sampler.look  --on_rank.vitals-->  control thread of each rank    a late answer is read at the next sample
+                  <-----Vitals-------  rates: changes since an earlier answer in the same cell
 
-It may be called on any thread, and never waits for a rank that stands still; such a rank is not asked again before it
-has answered.
+Callable on any thread. It never waits for a rank that stands still; such a rank is not asked again before it has
+answered.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from ddip.protocol.reports import Vitals
 log = logging.getLogger("ddip")
 
 WINDOW_SECONDS = 10.0
-"""Of what is called the last seconds."""
+"""Length of the window for rates."""
 LATE_SECONDS = 3.0
-"""For which what a rank has told stands in for an answer that is late."""
+"""How long a rank's last answer stands in for a late one."""
 SAME_BEGIN = 0.1
-"""Seconds by which two answers may differ on when the cell has begun."""
+"""Most seconds by which two answers in the same cell may differ on when it began."""
 LEAST_SECONDS = 0.5
-"""Of a cell, to tell a rate."""
+"""Least seconds of a cell that give a rate."""
 PERIOD, PERIOD_OF_A_RANK, LONGEST_PERIOD = 1.0, 0.4, 10.0
-"""Seconds from one look to the next, so that all processes together take less than a hundredth of a core: a question
-costs them about a millisecond."""
+"""Seconds between samples: at least, per rank of the group, and at most. A sample costs each process about a
+millisecond, so all processes together take less than a hundredth of a core."""
 LOOK_OF_A_RANK, LONGEST_LOOK = 0.05, 1.0
-"""Seconds from one look of a rank whether it waits for others to the next, which all ranks do."""
+"""Seconds between a rank's checks whether it waits for others: per rank of the group, and at most."""
 IDLE_CORES = 0.1
-"""What an idle rank uses is not worth a word below that."""
+"""CPU use of an idle rank, in cores, below which it is not shown."""
 
 
 def period(size: int) -> float:
-    """Seconds from one look at `size` ranks to the next."""
+    """Return the seconds between samples of `size` ranks."""
     return min(LONGEST_PERIOD, max(PERIOD, PERIOD_OF_A_RANK * size))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What has changed between two answers of a rank, by second or as a share; None: too little time has passed."""
+    """Rates between two answers of a rank, per second or as a share; None: too little time between them."""
 
     steps: float | None = None
     collectives: float | None = None
@@ -65,15 +65,14 @@ class Rates:
 
 
 def rates(answers: Sequence[Vitals]) -> Rates:
-    """Of a rank in the last seconds before the newest of its `answers`, which come last; and no longer than its cell
-    has run."""
+    """Compute a rank's rates up to the last of its `answers`: over the window, or since its cell began."""
     *former, now = answers
-    recent = [one for one in former if one["at"] >= now["at"] - WINDOW_SECONDS] or former[-1:]
+    recent = [answer for answer in former if answer["at"] >= now["at"] - WINDOW_SECONDS] or former[-1:]
     cores = (now["cpu"] - recent[0]["cpu"]) / (now["at"] - recent[0]["at"]) if recent else None
-    same = [one for one in recent if _begin(one) is not None and _is_same(one, now)]
-    if not same or now["at"] - same[0]["at"] < LEAST_SECONDS:
+    same_cell = [answer for answer in recent if _cell_began(answer) is not None and _is_same_cell(answer, now)]
+    if not same_cell or now["at"] - same_cell[0]["at"] < LEAST_SECONDS:
         return Rates(cores=cores)
-    first, seconds = same[0], now["at"] - same[0]["at"]
+    first, seconds = same_cell[0], now["at"] - same_cell[0]["at"]
     looked = now["looked"] - first["looked"]
     waited = None
     if now["waited"] is not None and first["waited"] is not None and looked >= LEAST_SECONDS:
@@ -82,107 +81,115 @@ def rates(answers: Sequence[Vitals]) -> Rates:
     return Rates(steps / seconds, max(0, begun) / seconds, waited, cores)
 
 
-def _begin(answer: Vitals) -> float | None:
+def _cell_began(answer: Vitals) -> float | None:
     return None if answer["busy_for"] is None else answer["at"] - answer["busy_for"]
 
 
-def _is_same(one: Vitals, other: Vitals) -> bool:
-    """Are they of the same cell?"""
-    begun, its = _begin(one), _begin(other)
-    return begun is not None and its is not None and abs(begun - its) < SAME_BEGIN
+def _is_same_cell(answer: Vitals, other: Vitals) -> bool:
+    """Return whether two answers were given during the same cell."""
+    begun, other_begun = _cell_began(answer), _cell_began(other)
+    return begun is not None and other_begun is not None and abs(begun - other_begun) < SAME_BEGIN
 
 
 class Sampler:
-    """Looks at the ranks of a group again and again."""
+    """Samples the ranks of a group repeatedly."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._ranks: Ranks | None = None
         self._asked: dict[int, Future[dict[str, Any]]] = {}
-        """Questions without an answer, by engine."""
+        """Requests without an answer, by engine."""
         self._answers: dict[int, collections.deque[Vitals]] = {}
-        self._heard: dict[int, float] = {}
-        """When an engine has answered last."""
+        self._answered_at: dict[int, float] = {}
+        """Time of the last answer of each engine, on ``time.monotonic``."""
 
     def look(self) -> list[RankVitals]:
-        """Each rank in order; waits ANSWER_SECONDS at most. Raises GroupError if the group has ended."""
+        """Return the vitals of all ranks in order, within ANSWER_SECONDS.
+
+        Raises GroupError if the group has ended.
+        """
         ranks, spec = self._lifecycle.parts.ranks, self._lifecycle.spec
-        if not ranks.cluster.connected:  # it starts just now
+        if not ranks.cluster.connected:  # it is still starting
             return []
         members, live = list(ranks.members), ranks.cluster.live
-        there = [member.engine for member in members if member.engine in live]
-        self._forget([] if ranks is not self._ranks else there)
+        engines = [member.engine for member in members if member.engine in live]
+        self._drop_others([] if ranks is not self._ranks else engines)
         self._ranks = ranks
-        self._take()
-        self._ask(ranks, there, len(members))
-        self._take()
+        self._collect_answers()
+        self._send_requests(ranks, engines, len(members))
+        self._collect_answers()
         found = []
         for rank, member in enumerate(members):
-            device = spec.device_name(rank) if rank < spec.size else ""  # the group changes just now
+            device = spec.device_name(rank) if rank < spec.size else ""  # the group is changing
             known = RankVitals(rank, member.host, member.pid, device, "no answer")
             found.append(
-                self._of(ranks, known, member.engine) if member.engine in there else replace(known, state="ended")
+                self._vitals_of(ranks, known, member.engine)
+                if member.engine in engines
+                else replace(known, state="ended")
             )
         return found
 
-    def _forget(self, there: Sequence[int]) -> None:
-        """What is known of engines that are gone."""
-        known: list[dict[int, Any]] = [self._asked, self._answers, self._heard]
+    def _drop_others(self, engines: Sequence[int]) -> None:
+        """Drop all records of engines other than these."""
+        known: list[dict[int, Any]] = [self._asked, self._answers, self._answered_at]
         for table in known:
-            for engine in table.keys() - set(there):
+            for engine in table.keys() - set(engines):
                 del table[engine]
 
-    def _ask(self, ranks: Ranks, engines: Sequence[int], size: int) -> None:
+    def _send_requests(self, ranks: Ranks, engines: Sequence[int], size: int) -> None:
         call = on_rank.vitals(min(LONGEST_LOOK, LOOK_OF_A_RANK * size), 2 * period(size) + 1)
         new = []
         for engine in engines:
             if engine not in self._asked:
-                with contextlib.suppress(KeyError):  # it has ended just now
+                with contextlib.suppress(KeyError):  # it has just ended
                     self._asked[engine] = ranks.cluster.call_on_control_channel(engine, call)
                     new.append(self._asked[engine])
         concurrent.futures.wait(new, timeout=ANSWER_SECONDS)
 
-    def _take(self) -> None:
-        """The answers that have come."""
+    def _collect_answers(self) -> None:
+        """Store the answers that have arrived."""
         for engine in [engine for engine, asked in self._asked.items() if asked.done()]:
             answer: Mapping[str, Any] = self._asked.pop(engine).result()
-            self._heard[engine] = time.monotonic()
+            self._answered_at[engine] = time.monotonic()
             if "ok" in answer:
                 self._answers.setdefault(engine, collections.deque(maxlen=32)).append(answer["ok"])
             else:
                 log.debug("engine %d could not tell what it does: %s", engine, answer.get("traceback", answer))
                 self._answers.pop(engine, None)
 
-    def _of(self, ranks: Ranks, rank: RankVitals, engine: int) -> RankVitals:
-        """What is known of a `rank` that lives."""
+    def _vitals_of(self, ranks: Ranks, rank: RankVitals, engine: int) -> RankVitals:
+        """Return the vitals of a running `rank` from its answers, unless the last one is too old."""
         answers = self._answers.get(engine)
-        is_late = engine in self._asked and time.monotonic() > self._heard.get(engine, 0.0) + LATE_SECONDS
+        is_late = engine in self._asked and time.monotonic() > self._answered_at.get(engine, 0.0) + LATE_SECONDS
         if answers and not is_late:
             lost = rank.rank in ranks.gpu_lost
-            return told(rank, answers[-1], rates(list(answers)), "GPU lost" if lost else "idle")
+            return with_answer(rank, answers[-1], rates(list(answers)), "GPU lost" if lost else "idle")
         stopped = _stopped_text(ranks, rank) if is_late else ""
         return replace(rank, state="stopped", doing=stopped) if stopped else rank
 
 
 def _stopped_text(ranks: Ranks, rank: RankVitals) -> str:
-    """Has a signal or a debugger stopped it? Its host is not waited for longer than a rank."""
+    """Return the text about a rank that a signal or a debugger has stopped; empty if it has not.
+
+    It waits for the rank's host no longer than for a rank.
+    """
     with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
         return ranks.host(rank.rank).begin(on_host.stopped_text, rank.pid).result(ANSWER_SECONDS)
     return ""
 
 
-def told(rank: RankVitals, now: Vitals, its: Rates, otherwise: RankState) -> RankVitals:
-    """`rank`, with its answer and its rates; the state `otherwise` if it is not busy."""
+def with_answer(rank: RankVitals, now: Vitals, measured: Rates, idle_state: RankState) -> RankVitals:
+    """Return `rank` with its answer and its rates; `idle_state` is its state if it is not busy."""
     device = now["device"]
     rank = replace(
         rank,
-        state="busy" if now["busy"] else otherwise,
+        state="busy" if now["busy"] else idle_state,
         doing=now["doing"],
         cell=now["cell"],
         seconds=now["busy_for"] if now["busy"] else now["seconds"],
         steps=now["steps"],
         collectives=now["collectives"],
-        cores=its.cores if now["busy"] or (its.cores or 0.0) >= IDLE_CORES else None,
+        cores=measured.cores if now["busy"] or (measured.cores or 0.0) >= IDLE_CORES else None,
         memory=now["memory"],
         gpu_use=device and device["use"],
         gpu_memory=device and device["memory"],
@@ -195,14 +202,14 @@ def told(rank: RankVitals, now: Vitals, its: Rates, otherwise: RankState) -> Ran
         rank,
         place=StackLocation(**now["place"]),
         bars=tuple((done, total) for done, total in now["bars"]),
-        waited=its.waited,
-        steps_per_second=its.steps,
-        collectives_per_second=its.collectives,
+        waited=measured.waited,
+        steps_per_second=measured.steps,
+        collectives_per_second=measured.collectives,
     )
 
 
 def look(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
-    """Do what ``Group.vitals`` says."""
+    """Return the vitals of all ranks, from a second sample after `seconds` if any is busy, for its rates."""
     sampler = Sampler(lifecycle)
     with stopping.button("looking at the ranks was interrupted") as button:
         found = sampler.look()
