@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from ddip.errors import BadInput
 from ddip.group.members.placement import (
     DeviceBinding,
     GroupSpec,
+    HostRequest,
     Request,
     check_ranks,
     keep,
@@ -88,7 +91,8 @@ def test_ranks_keep_the_order_typed_each_once() -> None:
         (["2-9"], "-r 2-9: there is no rank 4"),
         (["x"], "-r x: 'x' is no rank; this group has ranks 0 to 3: type -r 0, -r 0,1 or -r all"),
         (["1-"], "-r 1-: '1-' is no rank"),
-        (["3-1"], "-r 3-1: no rank"),
+        (["3-1"], "-r 3-1: '3-1' is no rank"),
+        (["3-1,0"], "-r 3-1,0: '3-1' is no rank"),
         (["-1"], "-r -1: '-1' is no rank"),
     ],
 )
@@ -217,6 +221,12 @@ def test_ranks_of_a_program_that_are_none_are_named(given: object, said: str) ->
 def test_what_follows_the_colon_of_a_host_is_a_number(typed: str) -> None:
     with pytest.raises(BadInput, match="after the colon comes the number of ranks, such as (me@)?h1:4"):
         parse_hosts(typed)
+
+
+@pytest.mark.parametrize("make", [lambda: parse_hosts("h1:00"), lambda: HostRequest("h1", 0)])
+def test_a_host_has_at_least_one_rank(make: Callable[[], object]) -> None:
+    with pytest.raises(BadInput, match="h1:0"):
+        make()
 
 
 def test_hosts_are_named_as_ssh_knows_them() -> None:

@@ -91,6 +91,13 @@ def test_a_group_that_was_released_is_not_good_again_after_a_good_cell() -> None
     assert not manager.healthy
 
 
+def test_a_group_of_which_no_rank_has_reported_is_not_good() -> None:
+    manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
+    manager.healthy = True
+    manager.update_health({}, True)
+    assert not manager.healthy
+
+
 def test_what_is_meant_leaves_the_group_good_until_ranks_begin_more() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
     manager.healthy = True

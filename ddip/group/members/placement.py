@@ -25,6 +25,10 @@ class HostRequest:
     count: int | None = None
     """Number of ranks on it; None: unspecified."""
 
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise BadInput(f"{self}: type a number of ranks, 1 or more, such as {self.name}:4")
+
     def __str__(self) -> str:
         return self.name if self.count is None else f"{self.name}:{self.count}"
 
@@ -170,7 +174,7 @@ def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]
         first, _, end = item.partition("-")
         if item == "all":
             ranks |= dict.fromkeys(range(world_size))
-        elif first.isdecimal() and (not end or end.isdecimal()) and not item.endswith("-"):
+        elif re.fullmatch(r"\d+(-\d+)?", item, re.ASCII) and int(first) <= int(end or first):
             for rank in range(int(first), int(end or first) + 1):
                 if rank > last:
                     raise BadInput(f"{typed}: there is no rank {rank}; {range_text}")
@@ -211,7 +215,7 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
             raise BadInput(f"--hosts {typed}: {item!r}: after the colon comes the number of ranks, such as {name}:4")
         if not colon or not count.isdecimal():
             name, count = item, ""
-        if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-") or count == "0":
+        if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-") or (count and not int(count)):
             raise BadInput(
                 f"--hosts {typed}: {item!r} is no host; type names as ssh knows them, such as --hosts h1:4,h2:4"
             )

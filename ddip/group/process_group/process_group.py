@@ -245,7 +245,8 @@ class ProcessGroupManager:
         """
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)
-        if len(present) < len(reports) or any(report["released"] for report in present.values()):
+        is_unknown = not present or len(present) < len(reports)
+        if is_unknown or any(report["released"] for report in present.values()):
             self.healthy = False
         elif all(report["state"] == "ours" for report in present.values()):
             self._level_groups([report["groups"] for report in present.values()])
