@@ -1,0 +1,28 @@
+"""The examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import ddip
+
+ROOT = Path(ddip.__file__).parents[1]
+MODULES = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in sorted((ROOT / "ddip").rglob("*.py"))
+    if ">>> " in file.read_text()
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module_are_true(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed")
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
