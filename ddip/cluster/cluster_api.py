@@ -103,6 +103,10 @@ class Cluster(Protocol):
         once more. Raises GroupError; nothing has changed then."""
 
     @property
+    def off(self) -> Mapping[str, Mapping[str, Sequence[str]]]:
+        """By library and version: features that are off in this process, with the private names that they lack."""
+
+    @property
     def spawned(self) -> str:
         """Why engines were not forked, though they should be; empty if they were, or should not be."""
 

@@ -10,14 +10,16 @@ import json
 import os
 import subprocess
 import warnings
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ddip.cluster.processes import boot, preload_client
 from ddip.doctor.doctor_report import Check, failed, ok, warning
+from ddip.doctor.private_names import judge_names
 from ddip.protocol import compat_torch
+from ddip.protocol.compat import NamesReport
 
 IMPORT_SECONDS = 120.0
-"""Time limit of ``import torch``: the first one after an installation reads gigabytes."""
+"""Time limit of an import: the first one after an installation reads gigabytes."""
 LAST_LINES = 6
 """Lines of a failed process that are shown."""
 
@@ -35,10 +37,8 @@ class Facts(TypedDict):
     why_no_gpu: str
     """The error with which torch failed to use them, or empty."""
     warnings: list[str]
-    lacks: list[str]
-    """Private names without which there is no group."""
-    off: dict[str, list[str]]
-    """Features without private names that they need, with these names."""
+    names: NamesReport
+    """Its private names."""
 
 
 def main() -> None:
@@ -65,8 +65,7 @@ def main() -> None:
         "gpus": gpus,
         "why_no_gpu": why,
         "warnings": [_one_line(one.message) for one in caught if one.category is UserWarning],
-        "lacks": compat_torch.find_missing(compat_torch.CORE),
-        "off": compat_torch.find_off(),
+        "names": compat_torch.NAMES.report(),
     }
     print(json.dumps(facts))
 
@@ -76,13 +75,14 @@ def _one_line(message: object) -> str:
 
 
 class Probe:
-    """The process in which torch is imported, while other checks run."""
+    """The process in which a module of the doctor imports a library, while other checks run."""
 
-    def __init__(self) -> None:
-        self.has_torch = False
+    def __init__(self, module: str, library: str) -> None:
+        self._library = library
+        self.has_library = False
         """Has the import succeeded?"""
         self._process = subprocess.Popen(
-            preload_client.command("ddip.doctor.torch_build"),
+            preload_client.command(module),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,26 +96,25 @@ class Probe:
         self._process.kill()
         self._process.communicate()
 
-    def result(self) -> tuple[Facts | None, str]:
-        """Return the facts, or None and the reason why there are none."""
+    def result(self) -> tuple[Any, str]:
+        """Return what the process has found, or None and the reason why there is nothing."""
         try:
             out, errors = self._process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
-            return None, f"import torch did not end within {IMPORT_SECONDS:.0f} s"
-        facts, why = read(self._process.returncode, out, errors)
-        self.has_torch = facts is not None
-        return facts, why
+            return None, f"import {self._library} did not end within {IMPORT_SECONDS:.0f} s"
+        found, why = read(self._process.returncode, out, errors, self._library)
+        self.has_library = found is not None
+        return found, why
 
 
-def read(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
-    """Return the facts that a process with exit code `code` has printed, or None and the reason."""
+def read(code: int, out: str, errors: str, library: str = "torch") -> tuple[Any, str]:
+    """Return the value that a process with exit code `code` has printed, or None and the reason."""
     if not code:
         with contextlib.suppress(ValueError, IndexError):
-            facts: Facts = json.loads(out.splitlines()[-1])
-            return facts, ""
+            return json.loads(out.splitlines()[-1]), ""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     lines = [line for line in errors.splitlines() if line.strip()][-LAST_LINES:]
-    return None, "\n".join([f"import torch failed ({how})", *lines])
+    return None, "\n".join([f"import {library} failed ({how})", *lines])
 
 
 def check_torch(probe: Probe) -> list[Check]:
@@ -135,12 +134,13 @@ def judge_torch(facts: Facts | None, why: str, gpus: int) -> list[Check]:
             return [failed("torch", why, "rename the file that the last line names, or take its folder off PYTHONPATH")]
         return [failed("torch", why, "install torch again: python -m pip install --force-reinstall torch")]
     found, missing = ", ".join(facts["backends"]) or "none", {"gloo"} - {*facts["backends"]}
+    names = judge_names("torch-names", [facts["names"]])
     if gpus:
         missing = {"gloo", "nccl"} - {*facts["backends"]}
     if missing:
         text, advice = f"{found}; missing: {', '.join(sorted(missing))}", "install a torch build from pytorch.org"
-        return [_judge_build(facts, gpus), failed("backends", text, advice), _judge_names(facts)]
-    return [_judge_build(facts, gpus), ok("backends", found), _judge_names(facts)]
+        return [_judge_build(facts, gpus), failed("backends", text, advice), names]
+    return [_judge_build(facts, gpus), ok("backends", found), names]
 
 
 def _judge_build(facts: Facts, gpus: int) -> Check:
@@ -157,20 +157,3 @@ def _judge_build(facts: Facts, gpus: int) -> Check:
         text = "\n".join([f"{found}; torch warns:", *facts["warnings"]])
         return warning("torch", text, "install a torch that was built for these GPUs and this driver")
     return ok("torch", found)
-
-
-def _judge_names(facts: Facts) -> Check:
-    advice = f"install torch {compat_torch.TESTED}, which ddip is tested with"
-    if facts["lacks"]:
-        return failed("torch-names", f"missing: {', '.join(facts['lacks'])}", advice)
-    if facts["off"]:
-        lines = [f"{feature} (missing: {', '.join(names)})" for feature, names in facts["off"].items()]
-        return warning("torch-names", "\n".join(lines), advice)
-    newest = compat_torch.TESTED.split()[-1]
-    if _numbers(facts["version"]) > _numbers(newest):
-        return warning("torch-names", f"all are there, but torch is newer than {newest}", advice)
-    return ok("torch-names", "all private names that ddip uses are there")
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]

@@ -11,23 +11,17 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
-
 from ddip.errors import CellError, RankError, ranks_text
 from ddip.output.area import notify, notify_late
+from ddip.protocol import compat_ipython
 
 if TYPE_CHECKING:
+    from IPython.core.completer import CompletionContext
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
     from ddip.notebook.autodip import Autodip
     from ddip.protocol.on_rank import RemoteCall
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from ddip.group.group import Group
-
 
 ANSWER_SECONDS = 0.2
 """How long a person waits for rank 0's answer; then the notebook answers alone."""
@@ -61,8 +55,13 @@ class Hints:
         self._group = group
         self._autodipper = autodipper
         self.autoreload = Autoreload(shell)
-        self._matcher = context_matcher(identifier="ddip", priority=1e6)(lambda context: self._match(context))
-        shell.Completer.custom_matchers.append(self._matcher)
+        self._matchers: list[Any] = []
+        """Ours in IPython's list, if it has one."""
+        if compat_ipython.NOTEBOOK.is_on(compat_ipython.COMPLETION):
+            from IPython.core.completer import context_matcher
+
+            self._matchers = [context_matcher(identifier="ddip", priority=1e6)(lambda context: self._match(context))]
+            shell.Completer.custom_matchers += self._matchers
         shell.events.register("post_run_cell", self._after_cell)
         shell.events.register("pre_run_cell", self._before_cell)
         self._kernel = getattr(shell, "kernel", None)
@@ -72,8 +71,9 @@ class Hints:
 
     def close(self) -> None:
         """Leave IPython as it was."""
-        if self._matcher in self._shell.Completer.custom_matchers:
-            self._shell.Completer.custom_matchers.remove(self._matcher)
+        for matcher in self._matchers:
+            if matcher in self._shell.Completer.custom_matchers:
+                self._shell.Completer.custom_matchers.remove(matcher)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         if self._kernel is not None:
@@ -100,6 +100,8 @@ class Hints:
         return None if answer is None else (begin, answer)
 
     def _match(self, context: CompletionContext) -> dict[str, Any]:
+        from IPython.core.completer import SimpleCompletion
+
         from ddip.protocol import on_rank  # no part of %load_ext
 
         lines = context.full_text.split("\n")

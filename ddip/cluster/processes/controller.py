@@ -25,6 +25,7 @@ from ipyparallel.controller import app, hub
 
 from ddip.cluster.processes.ownership import clear_up
 from ddip.cluster.processes.processes import Proc, end_processes
+from ddip.protocol import compat_ipyparallel
 
 MOST_FILES = 10_240
 """Enough for a thousand engines, and what macOS allows."""
@@ -122,6 +123,8 @@ def main() -> None:
     setproctitle.setproctitle(f"ddip controller ({os.environ.pop('DDIP_NOTEBOOK')})")
     owner, folder = int(os.environ.pop("DDIP_OWNER")), Path(os.environ.pop("DDIP_RUN_FOLDER"))
     threading.Thread(target=_watch, args=(owner, folder), name="ddip-owner", daemon=True).start()
+    if refusal := compat_ipyparallel.CONTROLLER.find_refusal():
+        sys.exit(refusal)
     _open_more_files()
     _schedulers_die_with_us()
     Controller.launch_instance(sys.argv[1:])
