@@ -42,7 +42,7 @@ def judge_names(check: str, reports: Sequence[NamesReport]) -> Check:
             found.append(f"missing: {', '.join(report['lacks'])}")
         newest = report["tested"].split()[-1]
         if not found and _numbers(report["version"]) > _numbers(newest):
-            found.append(f"newer than {newest}, and has all names")
+            found.append(f"newer than {newest}, and has all private names")
         lines += [f"{title}: {line}" for line in found]
         if found:
             tested[report["library"]] = report["tested"]

@@ -14,6 +14,9 @@ from ddip.output.progress import Report
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
 
+WITHOUT = "; the group is there without the app"
+"""End of the error of an app that cannot be prepared in a group that is there."""
+
 
 class App:
     """The app of a group that runs, if it has one."""
@@ -31,10 +34,10 @@ class App:
         self.name = name
         self._unprepared = set(self._everyone)
 
-    def prepare(self) -> None:
-        """Prepare it on all ranks, for the process group that they are in."""
+    def prepare(self, *, is_start: bool) -> None:
+        """Prepare it on all ranks, for the process group that they are in; `is_start`: else there is no group."""
         self._generation = self._manager.generation
-        self._prepare(self._everyone)
+        self._prepare(self._everyone, "" if is_start else WITHOUT)
 
     def catch_up(self, form_again: Callable[[], None]) -> None:
         """Prepare it where that has still to be done, and tell it if the process group is another.
@@ -60,7 +63,7 @@ class App:
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
         """Give it up, and raise GroupError, if ranks that were `replaced` cannot prepare it either."""
         if self._fitness.unfit.intersection(replaced) and self._unprepared:
-            raise self._dropped(f"{self.name} cannot be prepared in a new process either")
+            raise self._dropped(f"{self.name} cannot be prepared in a new process either{WITHOUT}")
 
     def ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         """Have it do something; if only some ranks did it they are out of step, and the group is formed again."""
@@ -77,7 +80,7 @@ class App:
     def _everyone(self) -> range:
         return range(len(self._ranks.members))
 
-    def _prepare(self, ranks: Sequence[int]) -> None:
+    def _prepare(self, ranks: Sequence[int], remark: str = WITHOUT) -> None:
         """Prepare it on `ranks`; if that fails it is tried again before the next cell."""
         if self.name is not None:
             self._progress(f"ddip: preparing {self.name}", 0.95)
@@ -85,7 +88,7 @@ class App:
                 self.ask(ranks, on_rank.prepare_app(apps.find(self.name)))
             except RequestFailed as error:
                 if len(error.by_rank) == len(self._everyone):
-                    raise self._dropped(str(error)) from None
+                    raise self._dropped(f"{error}{remark}") from None
                 self._fitness.unfit.update(error.by_rank)
                 raise GroupError(self._ranks.with_repair(str(error))) from None
         self._unprepared -= set(ranks)
@@ -95,7 +98,7 @@ class App:
         self.name = None
         self._unprepared.clear()
         self._fitness.unfit.clear()
-        return GroupError(f"{why}; the group is there without the app")
+        return GroupError(why)
 
     def _tell(self, name: str, form_again: Callable[[], None]) -> None:
         """Tell it on every rank that the group was formed again; ranks that are new have prepared it before.

@@ -39,6 +39,7 @@ NAMES = [
     "backends",
     "torch-names",
     "start-gloo",
+    "names",
 ]
 
 
