@@ -20,7 +20,6 @@ FASTAI = Names(
         f"{_LEARNER}._do_epoch_validate",
         f"{_LEARNER}._end_cleanup",
         f"{_LEARNER}._set_device",
-        f"{_LEARNER}.distrib_ctx",
         "fastai.learner.Recorder._stateattrs",
         "fastai.learner.Recorder._train_mets",
         "fastai.learner.Recorder._valid_mets",
@@ -29,4 +28,4 @@ FASTAI = Names(
         "fastai.torch_core.num_distrib",
     ),
 )
-FASTCORE = Names("fastcore", "2.2", core=("fastcore.foundation.defaults", "fastcore.xtras.save_config_file"))
+FASTCORE = Names("fastcore", "2.2", core=("fastcore.xtras.save_config_file",))

@@ -28,6 +28,7 @@ ENDING = "Exit code: 0 if no check failed, else 1."
 CHECKS = [
     ("platform", "machine", "check_platform"),
     ("packages", "software", "check_packages"),
+    ("names", "private_names", "check_names"),
     ("folder", "software", "check_folder"),
     ("environment", "software", "check_environment"),
     ("memory", "machine", "check_memory"),
@@ -74,7 +75,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def look(*, start: bool) -> Iterator[Check]:
     """Yield every check as soon as it is done; with `start`, start ranks at the end."""
     yield from guarded("python", _check("software", "check_python"))
-    probe = _begin_probe("ddip.doctor.torch_build", "torch")
+    probe = _begin_probe()
     try:
         for name, module, function in CHECKS:
             yield from guarded(name, _check(module, function))
@@ -82,14 +83,8 @@ def look(*, start: bool) -> Iterator[Check]:
     finally:
         if probe is not None:
             probe.end()
-    others = _begin_probe("ddip.doctor.private_names", "libraries")
-    try:
-        if start:
-            yield from guarded("start", lambda: _starts(probe is not None and probe.has_library))
-        yield from guarded("names", lambda: _names(others))
-    finally:
-        if others is not None:
-            others.end()
+    if start:
+        yield from guarded("start", lambda: _starts(probe is not None and probe.has_torch))
 
 
 def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
@@ -97,28 +92,19 @@ def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
     return lambda: getattr(importlib.import_module(f"ddip.doctor.{module}"), function)()
 
 
-def _begin_probe(module: str, library: str) -> Probe | None:
-    """Have `module` import `library` while the other checks run; None if ddip cannot start the process."""
+def _begin_probe() -> Probe | None:
+    """Have torch imported while the other checks run; None if ddip cannot start the process."""
     try:
         from ddip.doctor import torch_build
     except ImportError:
         return None
-    return torch_build.Probe(module, library)
+    return torch_build.Probe()
 
 
 def _torch(probe: Probe | None) -> list[Check]:
     from ddip.doctor import torch_build
 
-    return torch_build.check_torch(probe or torch_build.Probe("ddip.doctor.torch_build", "torch"))
-
-
-def _names(probe: Probe | None) -> Check:
-    from ddip.doctor import private_names
-
-    reports, why = (None, "the check could not be started") if probe is None else probe.result()
-    if reports is None:
-        return failed("names", why, "install that library again")
-    return private_names.judge_names("names", reports)
+    return torch_build.check_torch(probe or torch_build.Probe())
 
 
 def _starts(has_torch: bool) -> Iterator[Check]:

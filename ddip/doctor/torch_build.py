@@ -10,16 +10,16 @@ import json
 import os
 import subprocess
 import warnings
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from ddip.cluster.processes import boot, preload_client
+from ddip.doctor import private_names
 from ddip.doctor.doctor_report import Check, failed, ok, warning
-from ddip.doctor.private_names import judge_names
+from ddip.doctor.private_names import NamesReport
 from ddip.protocol import compat_torch
-from ddip.protocol.compat import NamesReport
 
 IMPORT_SECONDS = 120.0
-"""Time limit of an import: the first one after an installation reads gigabytes."""
+"""Time limit of ``import torch``: the first one after an installation reads gigabytes."""
 LAST_LINES = 6
 """Lines of a failed process that are shown."""
 
@@ -65,7 +65,7 @@ def main() -> None:
         "gpus": gpus,
         "why_no_gpu": why,
         "warnings": [_one_line(one.message) for one in caught if one.category is UserWarning],
-        "names": compat_torch.NAMES.report(),
+        "names": private_names.report(compat_torch.NAMES, compat_torch.NAMES.has),
     }
     print(json.dumps(facts))
 
@@ -75,14 +75,13 @@ def _one_line(message: object) -> str:
 
 
 class Probe:
-    """The process in which a module of the doctor imports a library, while other checks run."""
+    """The process in which torch is imported, while other checks run."""
 
-    def __init__(self, module: str, library: str) -> None:
-        self._library = library
-        self.has_library = False
+    def __init__(self) -> None:
+        self.has_torch = False
         """Has the import succeeded?"""
         self._process = subprocess.Popen(
-            preload_client.command(module),
+            preload_client.command("ddip.doctor.torch_build"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,25 +95,26 @@ class Probe:
         self._process.kill()
         self._process.communicate()
 
-    def result(self) -> tuple[Any, str]:
-        """Return what the process has found, or None and the reason why there is nothing."""
+    def result(self) -> tuple[Facts | None, str]:
+        """Return the facts, or None and the reason why there are none."""
         try:
             out, errors = self._process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
-            return None, f"import {self._library} did not end within {IMPORT_SECONDS:.0f} s"
-        found, why = read(self._process.returncode, out, errors, self._library)
-        self.has_library = found is not None
-        return found, why
+            return None, f"import torch did not end within {IMPORT_SECONDS:.0f} s"
+        facts, why = read(self._process.returncode, out, errors)
+        self.has_torch = facts is not None
+        return facts, why
 
 
-def read(code: int, out: str, errors: str, library: str = "torch") -> tuple[Any, str]:
-    """Return the value that a process with exit code `code` has printed, or None and the reason."""
+def read(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
+    """Return the facts that a process with exit code `code` has printed, or None and the reason."""
     if not code:
         with contextlib.suppress(ValueError, IndexError):
-            return json.loads(out.splitlines()[-1]), ""
+            facts: Facts = json.loads(out.splitlines()[-1])
+            return facts, ""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     lines = [line for line in errors.splitlines() if line.strip()][-LAST_LINES:]
-    return None, "\n".join([f"import {library} failed ({how})", *lines])
+    return None, "\n".join([f"import torch failed ({how})", *lines])
 
 
 def check_torch(probe: Probe) -> list[Check]:
@@ -134,7 +134,7 @@ def judge_torch(facts: Facts | None, why: str, gpus: int) -> list[Check]:
             return [failed("torch", why, "rename the file that the last line names, or take its folder off PYTHONPATH")]
         return [failed("torch", why, "install torch again: python -m pip install --force-reinstall torch")]
     found, missing = ", ".join(facts["backends"]) or "none", {"gloo"} - {*facts["backends"]}
-    names = judge_names("torch-names", [facts["names"]])
+    names = private_names.judge_names("torch-names", [facts["names"]])
     if gpus:
         missing = {"gloo", "nccl"} - {*facts["backends"]}
     if missing:

@@ -15,22 +15,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any, TypedDict
+from typing import Any
 
 REFUSAL = re.compile(r"\S+ \S+ has no \S.*, which ddip needs; install .*")
 """Matches the text of `Names.find_refusal`, also in a log."""
-
-
-class NamesReport(TypedDict):
-    """Results of the search for the names of one library, for the doctor."""
-
-    library: str
-    version: str
-    tested: str
-    lacks: list[str]
-    """Names without which there is no group, or no app."""
-    off: dict[str, list[str]]
-    """Features without private names that they need, with these names."""
 
 
 def find_object(path: str) -> Any:
@@ -76,17 +64,19 @@ class Names:
         """Return whether the library is there; this does not import it."""
         return find_spec(self.library) is not None
 
+    def has(self, name: str) -> bool:
+        """Return whether the library has this name, or may lack it; this imports the name's module."""
+        try:
+            find_object(name)
+        except AttributeError:
+            return False
+        except ImportError:
+            return name in self.optional
+        return True
+
     def find_missing(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that the library lacks."""
-        lacking = []
-        for name in names:
-            try:
-                find_object(name)
-            except AttributeError:
-                lacking.append(name)
-            except ImportError:
-                lacking += [name] * (name not in self.optional)
-        return lacking
+        return [name for name in names if not self.has(name)]
 
     def find_off(self) -> dict[str, list[str]]:
         """Return the features that are off, each with the missing names."""
@@ -106,11 +96,6 @@ class Names:
         missing = ", ".join(self.find_missing(self.core))
         where = f"{self.library} {self.version} has no {missing}, which ddip needs" if missing else ""
         return where and f"{where}; install {self.library} {self.tested}"
-
-    def report(self) -> NamesReport:
-        """Search for all names, and return the result."""
-        lacks, off = self.find_missing(self.core), self.find_off()
-        return {"library": self.library, "version": self.version, "tested": self.tested, "lacks": lacks, "off": off}
 
 
 def find_refusal(*tables: Names) -> str:

@@ -116,7 +116,7 @@ def test_without_what_a_feature_needs_of_ipython_the_rest_works(
         group.run(TRAINS)
         group.run(CELLS)
         assert "seen by rank 0" in capsys.readouterr().out
-        with pytest.raises(ddip.CellError, match="rank 1: ValueError: on purpose$"):
+        with pytest.raises(ddip.CellError, match="^rank 1: ValueError: on purpose; rank 0 was blocked in barrier"):
             group.run("kept = rank\nif rank == 1: raise ValueError('on purpose')\ndist.barrier()")
         group.run(f"{TRAINS}\nassert kept == rank")
 
@@ -165,7 +165,7 @@ def test_without_a_name_of_fastai_the_app_is_refused_and_the_group_stays(
     pytest.importorskip("fastai")
     rename(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
     with ddip.Group(2, spawn=True, timeout=120) as group:
-        text = r"ImportError: fastai [\d.]+ has no fastai.text.core._tokenize_files, which ddip needs; install fastai [\d.]+"
-        with pytest.raises(GroupError, match=f"{text}; the group is there without the app$"):
+        text = r"ImportError: fastai [\d.]+ has no fastai\.text\.core\._tokenize_files, which .* install fastai"
+        with pytest.raises(GroupError, match=rf"{text} [\d.]+; the group is there without the app$"):
             group.change(ddip.Request(app="fastai"))
         group.run(TRAINS)

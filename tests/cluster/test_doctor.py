@@ -25,6 +25,7 @@ NAMES = [
     "python",
     "platform",
     "packages",
+    "names",
     "folder",
     "environment",
     "memory",
@@ -39,7 +40,6 @@ NAMES = [
     "backends",
     "torch-names",
     "start-gloo",
-    "names",
 ]
 
 

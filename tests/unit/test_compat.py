@@ -61,6 +61,16 @@ def test_a_name_without_which_there_is_no_group_is_named(
     assert compat.REFUSAL.search(f"Traceback\n{refusal}\n")[0] == refusal  # type: ignore[index]
 
 
+def test_the_doctor_finds_names_without_an_import() -> None:
+    installed = [names for names in private_names.tables() if names.is_installed]
+    reports = [private_names.report(names, private_names.is_in_source) for names in installed]
+    assert [one for one in reports if one["lacks"] or one["off"]] == []
+    missing = ["IPython.no_module.x", "IPython.core.completer.no_name", "IPython.core.completer.no_class.name"]
+    assert [private_names.is_in_source(name) for name in (*missing, "IPython.core.completer.Completer")] == [
+        *(False, False, False, True)
+    ]
+
+
 def test_a_module_that_a_build_leaves_out_is_not_missed() -> None:
     needed = ("json.no_module.name", "json.no_name")
     assert Names("json", "1", optional=needed).find_missing(needed) == ["json.no_name"]

@@ -16,9 +16,9 @@ from ddip.cluster.processes.processes import Proc
 from ddip.doctor import command, doctor_report, gpus, machine, private_names, software, torch_build, trial
 from ddip.doctor.doctor_report import Check, failed, ok, warning
 from ddip.doctor.gpus import Gpu
+from ddip.doctor.private_names import NamesReport
 from ddip.doctor.torch_build import Facts
 from ddip.group.members.engines import WATCHDOG
-from ddip.protocol.compat import NamesReport
 
 GB, NO_LIMIT = 10**9, float("inf")
 
