@@ -106,7 +106,8 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("feature", few(OF_RANKS, compat_ipython.QUICK))
+@pytest.mark.grid
+@pytest.mark.parametrize("feature", OF_RANKS)
 def test_without_what_a_feature_needs_of_ipython_the_rest_works(
     feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +160,7 @@ def test_without_what_a_notebooks_features_need_the_rest_works(tmp_path: Path, m
     assert len(lines) == 2 and [feature for feature in features if feature not in "".join(lines)] == []
 
 
+@pytest.mark.grid
 def test_without_a_name_of_fastai_the_app_is_refused_and_the_group_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
