@@ -106,6 +106,10 @@ class Cluster(Protocol):
         """
 
     @property
+    def off(self) -> Mapping[str, Mapping[str, Sequence[str]]]:
+        """By library and version: features that are off in this process, with the private names that they lack."""
+
+    @property
     def spawned(self) -> str:
         """Reason why engines were spawned although they should be forked; empty if there is none."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,7 +13,6 @@ from typing import Any
 
 import zmq
 from ipyparallel import Client
-from ipyparallel.client.client import unpack_message
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.error import EngineError, RemoteError
 from ipyparallel.serialize import can
@@ -30,6 +30,17 @@ def import_numpy() -> None:
     """What ipyparallel imports with the first request, which takes a tenth of a second; for a better moment."""
     with folder.left_out():
         can(None)
+
+
+def _of_message(take: Callable[[Any, Message], None]) -> Callable[[Any, Sequence[Any]], None]:
+    """Have a method of a client that takes a message called with its frames."""
+
+    @functools.wraps(take)
+    def take_frames(self: Any, frames: Sequence[Any]) -> None:
+        _, parts = self.session.feed_identities(frames, copy=False)
+        take(self, self.session.deserialize(parts, content=True, copy=False))
+
+    return take_frames
 
 
 class RankClient(Client):  # type: ignore[misc]
@@ -73,7 +84,7 @@ class RankClient(Client):  # type: ignore[misc]
         with self._guard:  # the notebook may be shutting down; the next message must not be lost
             self._take_output(frames)
 
-    @unpack_message  # type: ignore[untyped-decorator]
+    @_of_message
     def _take_output(self, message: Message) -> None:
         parent = message["parent_header"]
         kind = message["header"]["msg_type"]
@@ -116,7 +127,7 @@ class RankClient(Client):  # type: ignore[misc]
             with self._guard:
                 self._take_reply(socket.recv_multipart(zmq.NOBLOCK, copy=False))
 
-    @unpack_message  # type: ignore[untyped-decorator]
+    @_of_message
     def _take_reply(self, message: Message) -> None:
         if message["header"]["msg_type"] != cell_messages.REPLY:
             Client._dispatch_reply.__wrapped__(self, message)
@@ -292,7 +303,7 @@ class LinkClient(Client):  # type: ignore[misc]
         self._guard = Guard("a message of an engine could not be used")
         super().__init__(file, timeout=seconds)
 
-    @unpack_message  # type: ignore[untyped-decorator]
+    @_of_message
     def _dispatch_single_reply(self, msg: dict[str, Any]) -> None:
         future = self._futures.get(msg["parent_header"].get("msg_id"))
         if future is None:

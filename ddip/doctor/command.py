@@ -28,6 +28,7 @@ ENDING = "Exit code: 0 if no check failed, else 1."
 CHECKS = [
     ("platform", "machine", "check_platform"),
     ("packages", "software", "check_packages"),
+    ("names", "private_names", "check_names"),
     ("folder", "software", "check_folder"),
     ("environment", "software", "check_environment"),
     ("memory", "machine", "check_memory"),

@@ -13,7 +13,9 @@ import warnings
 from typing import TypedDict
 
 from ddip.cluster.processes import boot, preload_client
+from ddip.doctor import private_names
 from ddip.doctor.doctor_report import Check, failed, ok, warning
+from ddip.doctor.private_names import NamesReport
 from ddip.protocol import compat_torch
 
 IMPORT_SECONDS = 120.0
@@ -35,10 +37,8 @@ class Facts(TypedDict):
     why_no_gpu: str
     """The error with which torch failed to use them, or empty."""
     warnings: list[str]
-    lacks: list[str]
-    """Private names without which there is no group."""
-    off: dict[str, list[str]]
-    """Features without private names that they need, with these names."""
+    names: NamesReport
+    """Its private names."""
 
 
 def main() -> None:
@@ -65,8 +65,7 @@ def main() -> None:
         "gpus": gpus,
         "why_no_gpu": why,
         "warnings": [_one_line(one.message) for one in caught if one.category is UserWarning],
-        "lacks": compat_torch.find_missing(compat_torch.CORE),
-        "off": compat_torch.find_off(),
+        "names": private_names.report(compat_torch.NAMES, compat_torch.NAMES.has),
     }
     print(json.dumps(facts))
 
@@ -135,12 +134,13 @@ def judge_torch(facts: Facts | None, why: str, gpus: int) -> list[Check]:
             return [failed("torch", why, "rename the file that the last line names, or take its folder off PYTHONPATH")]
         return [failed("torch", why, "install torch again: python -m pip install --force-reinstall torch")]
     found, missing = ", ".join(facts["backends"]) or "none", {"gloo"} - {*facts["backends"]}
+    names = private_names.judge_names("torch-names", [facts["names"]])
     if gpus:
         missing = {"gloo", "nccl"} - {*facts["backends"]}
     if missing:
         text, advice = f"{found}; missing: {', '.join(sorted(missing))}", "install a torch build from pytorch.org"
-        return [_judge_build(facts, gpus), failed("backends", text, advice), _judge_names(facts)]
-    return [_judge_build(facts, gpus), ok("backends", found), _judge_names(facts)]
+        return [_judge_build(facts, gpus), failed("backends", text, advice), names]
+    return [_judge_build(facts, gpus), ok("backends", found), names]
 
 
 def _judge_build(facts: Facts, gpus: int) -> Check:
@@ -157,20 +157,3 @@ def _judge_build(facts: Facts, gpus: int) -> Check:
         text = "\n".join([f"{found}; torch warns:", *facts["warnings"]])
         return warning("torch", text, "install a torch that was built for these GPUs and this driver")
     return ok("torch", found)
-
-
-def _judge_names(facts: Facts) -> Check:
-    advice = f"install torch {compat_torch.TESTED}, which ddip is tested with"
-    if facts["lacks"]:
-        return failed("torch-names", f"missing: {', '.join(facts['lacks'])}", advice)
-    if facts["off"]:
-        lines = [f"{feature} (missing: {', '.join(names)})" for feature, names in facts["off"].items()]
-        return warning("torch-names", "\n".join(lines), advice)
-    newest = compat_torch.TESTED.split()[-1]
-    if _numbers(facts["version"]) > _numbers(newest):
-        return warning("torch-names", f"all are there, but torch is newer than {newest}", advice)
-    return ok("torch-names", "all private names that ddip uses are there")
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]

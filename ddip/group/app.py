@@ -14,6 +14,9 @@ from ddip.output.progress import Report
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
 
+WITHOUT = "; the group is there without the app"
+"""End of the error of an app that cannot be prepared in a group that is there."""
+
 
 class App:
     """The app of a running group, if it has one."""
@@ -31,10 +34,10 @@ class App:
         self.name = name
         self._unprepared = set(self._everyone)
 
-    def prepare(self) -> None:
-        """Prepare the app on all ranks, for their current process group."""
+    def prepare(self, *, is_start: bool) -> None:
+        """Prepare the app on all ranks, for their current process group; `is_start`: the group is not complete yet."""
         self._generation = self._manager.generation
-        self._prepare(self._everyone)
+        self._prepare(self._everyone, "" if is_start else WITHOUT)
 
     def catch_up(self, rebuild: Callable[[], None]) -> None:
         """Prepare the app on ranks that lack it, and notify it of a new process group.
@@ -60,7 +63,7 @@ class App:
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
         """Drop the app and raise GroupError if `replaced` ranks cannot prepare it either."""
         if self._fitness.unfit.intersection(replaced) and self._unprepared:
-            raise self._dropped(f"{self.name} cannot be prepared in a new process either")
+            raise self._dropped(f"{self.name} cannot be prepared in a new process either{WITHOUT}")
 
     def ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         """Call a function of the app on `ranks`.
@@ -80,15 +83,15 @@ class App:
     def _everyone(self) -> range:
         return range(len(self._ranks.members))
 
-    def _prepare(self, ranks: Sequence[int]) -> None:
-        """Prepare the app on `ranks`. After a failure, the next cell tries again."""
+    def _prepare(self, ranks: Sequence[int], remark: str = WITHOUT) -> None:
+        """Prepare the app on `ranks`. After a failure, the next cell tries again; `remark` ends its message."""
         if self.name is not None:
             self._progress(f"ddip: preparing {self.name}", 0.95)
             try:
                 self.ask(ranks, on_rank.prepare_app(apps.find(self.name)))
             except RequestFailed as error:
                 if len(error.by_rank) == len(self._everyone):
-                    raise self._dropped(str(error)) from None
+                    raise self._dropped(f"{error}{remark}") from None
                 self._fitness.unfit.update(error.by_rank)
                 raise GroupError(self._ranks.with_repair(str(error))) from None
         self._unprepared -= set(ranks)
@@ -98,7 +101,7 @@ class App:
         self.name = None
         self._unprepared.clear()
         self._fitness.unfit.clear()
-        return GroupError(f"{why}; the group is there without the app")
+        return GroupError(why)
 
     def _notify_rebuilt(self, name: str, rebuild: Callable[[], None]) -> None:
         """Notify the app on every rank of the rebuilt process group; new ranks have prepared the app before.

@@ -322,7 +322,7 @@ class Lifecycle:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
                 if going is not None:
                     revival.go_on(ranks, manager, going)
-                parts.app.prepare()
+                parts.app.prepare(is_start=new)
         except BaseException:
             if new:
                 raise

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
-
 from ddip.errors import CellError, RankError, ranks_text
 from ddip.output.area import notify, notify_late
+from ddip.protocol import compat_ipython
 
 if TYPE_CHECKING:
+    from IPython.core.completer import CompletionContext
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
@@ -56,8 +56,13 @@ class Hints:
         self._group = group
         self._autodipper = autodipper
         self.autoreload = Autoreload(shell)
-        self._matcher = context_matcher(identifier="ddip", priority=1e6)(lambda context: self._complete(context))
-        shell.Completer.custom_matchers.append(self._matcher)
+        self._matchers: list[Any] = []
+        """ddip's entry in IPython's list of matchers, if IPython has such a list."""
+        if compat_ipython.NOTEBOOK.is_on(compat_ipython.COMPLETION):
+            from IPython.core.completer import context_matcher
+
+            self._matchers = [context_matcher(identifier="ddip", priority=1e6)(lambda context: self._complete(context))]
+            shell.Completer.custom_matchers += self._matchers
         shell.events.register("post_run_cell", self._after_cell)
         shell.events.register("pre_run_cell", self._before_cell)
         self._kernel = getattr(shell, "kernel", None)
@@ -67,8 +72,9 @@ class Hints:
 
     def close(self) -> None:
         """Remove all hooks from IPython."""
-        if self._matcher in self._shell.Completer.custom_matchers:
-            self._shell.Completer.custom_matchers.remove(self._matcher)
+        for matcher in self._matchers:
+            if matcher in self._shell.Completer.custom_matchers:
+                self._shell.Completer.custom_matchers.remove(matcher)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         if self._kernel is not None:
@@ -95,6 +101,8 @@ class Hints:
         return None if answer is None else (begin, answer)
 
     def _complete(self, context: CompletionContext) -> dict[str, Any]:
+        from IPython.core.completer import SimpleCompletion
+
         from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
         lines = context.full_text.split("\n")

@@ -17,6 +17,7 @@ from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
 from ddip.output import area
+from ddip.protocol import compat, compat_ipython
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -41,6 +42,8 @@ def load(shell: InteractiveShell) -> None:
     shell.register_magics(TrainingMagics(magics), Misplaced(shell))
     area.watch_front_end(getattr(shell, "kernel", None))
     session.begin(magics)
+    for library, features in compat.find_off(compat_ipython.NOTEBOOK).items():
+        area.notify(compat.describe_off(library, features))
     if magics.warm and not magics.spawn and preload_client.possible():
         preload_client.begin(modules)
 

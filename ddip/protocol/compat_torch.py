@@ -1,15 +1,8 @@
-"""List the private names of torch without which a rank, or a feature of it, fails as a whole.
-
-A rank looks for them once, when it starts, and turns off the features whose names are missing; the notebook prints
-which. Attributes of objects, such as those of an FSDP model, are looked up where they are used: a model that lacks one
-refuses its next use after a fault.
-"""
+"""List the private names of torch without which a rank, or a feature of it, fails as a whole; see ``compat.py``."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import Any
+from ddip.protocol.compat import Names
 
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
@@ -62,42 +55,5 @@ FEATURES = {
     ),
 }
 """By what the user loses: the names that it needs."""
-
-
-def find_object(path: str) -> Any:
-    """Return the object with this dotted name, and import modules on the way.
-
-    Raises AttributeError if there is none, and ImportError if torch was built without a module of it.
-    """
-    parent, _, name = path.rpartition(".")
-    if not parent:
-        return importlib.import_module(name)
-    try:
-        owner = find_object(parent)
-    except AttributeError:
-        owner = importlib.import_module(parent)
-    return getattr(owner, name)
-
-
-def find_missing(names: tuple[str, ...]) -> list[str]:
-    """Return those of `names` that this torch lacks. RPC is not missed in a torch that was built without it."""
-    lacking = []
-    for name in names:
-        try:
-            find_object(name)
-        except AttributeError:
-            lacking.append(name)
-        except ImportError:
-            lacking += [name] * (name not in FEATURES[RPC])
-    return lacking
-
-
-@functools.cache
-def find_off() -> dict[str, list[str]]:
-    """Return the features that are off, each with the names that this torch lacks."""
-    return {feature: found for feature, names in FEATURES.items() if (found := find_missing(names))}
-
-
-def is_on(feature: str) -> bool:
-    """Return whether this torch has all names that `feature` needs."""
-    return feature not in find_off()
+NAMES = Names("torch", TESTED, CORE, FEATURES, optional=FEATURES[RPC])
+is_on = NAMES.is_on

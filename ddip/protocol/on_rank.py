@@ -38,7 +38,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 18
+VERSION = 19
 """Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
 another."""
 IMPORTED = "is imported already"

@@ -42,10 +42,8 @@ class Hello(TypedDict):
     cuda: bool
     """Was it built for GPUs?"""
     backends: list[str]
-    lacks: list[str]
-    """Private names without which there is no group."""
-    off: dict[str, list[str]]
-    """Features that are off, as a line tells them, with the private names that they lack."""
+    off: dict[str, dict[str, list[str]]]
+    """By library and version: features that are off, as a line tells them, with the private names that they lack."""
     native_off: list[str]
     """Names of ``switches.py`` that are off."""
 

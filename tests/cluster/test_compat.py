@@ -1,7 +1,9 @@
-"""Groups with a torch in which private names have other names: what does not need them works."""
+"""Groups with libraries in which private names have other names: what does not need them works."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,19 +11,22 @@ import pytest
 
 import ddip
 from ddip.errors import GroupError
-from ddip.protocol import compat_torch
+from ddip.protocol import compat_ipyparallel, compat_ipython, compat_torch
+
+from .variants import few
 
 RENAME = '''
 import importlib.machinery, os, re, sys
 
 NAMES = {names!r}
+FOLDERS = {folders!r}
 AT_END = {at_end!r}
 PATTERN = re.compile(rb"\\b(" + b"|".join(name.encode() for name in NAMES) + rb")\\b")
 read = importlib.machinery.SourceFileLoader.get_data
 
 def get_data(self, path):
-    """torch's sources with other names, and none of their bytecode."""
-    if "/torch/" not in path:
+    """Sources with other names, and none of their bytecode."""
+    if not any(folder in path for folder in FOLDERS):
         return read(self, path)
     if path.endswith(".pyc"):
         raise OSError(path)
@@ -56,10 +61,17 @@ net(x).sum().backward()
 """
 
 
-def rename(paths: Sequence[str], at_end: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have processes that start from here on find other names in torch's sources."""
+def rename(
+    paths: Sequence[str],
+    at_end: bytes,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    packages: Sequence[str] = ("torch",),
+) -> None:
+    """Have processes that start from here on find other names in the sources of these packages."""
     names = sorted({path.rpartition(".")[2] for path in paths} - IN_C) or ["no_name_of_torchs"]
-    (folder / "sitecustomize.py").write_text(RENAME.format(names=names, at_end=at_end))
+    folders = [f"/{package}/" for package in packages]
+    (folder / "sitecustomize.py").write_text(RENAME.format(names=names, at_end=at_end, folders=folders))
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(ddip.__file__).parents[1]}")
 
 
@@ -80,5 +92,82 @@ def test_without_a_features_names_the_rest_works(
 @pytest.mark.grid
 def test_without_a_name_that_a_group_needs_the_start_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename(compat_torch.CORE, b"", tmp_path, monkeypatch)
-    with pytest.raises(GroupError, match=r"^torch .* has no torch\.distributed\.distributed_c10d\._world, .*install"):
+    with pytest.raises(GroupError, match=r"^torch \S+ has no torch\.distributed\.distributed_c10d\._world, .*install"):
         ddip.Group(2, spawn=True)
+
+
+FOR_CELLS = ("ipyparallel", "ipykernel", "IPython")
+OF_RANKS = {**compat_ipython.RANK_KERNEL.features, **compat_ipython.RANK_SHELL.features}
+CELLS = """
+import asyncio
+print("seen by rank", rank)
+await asyncio.sleep(0)
+dist.barrier()
+"""
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("feature", OF_RANKS)
+def test_without_what_a_feature_needs_of_ipython_the_rest_works(
+    feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rename(OF_RANKS[feature], b"", tmp_path, monkeypatch, FOR_CELLS)
+    with ddip.Group(2, failure_grace=0.1, spawn=True) as group:
+        assert feature in capsys.readouterr().err
+        group.run(TRAINS)
+        group.run(CELLS)
+        assert "seen by rank 0" in capsys.readouterr().out
+        with pytest.raises(ddip.CellError, match="^rank 1: ValueError: on purpose; rank 0 was blocked in barrier"):
+            group.run("kept = rank\nif rank == 1: raise ValueError('on purpose')\ndist.barrier()")
+        group.run(f"{TRAINS}\nassert kept == rank")
+
+
+OF_PROCESSES = (
+    "ipykernel.iostream.OutStream._schedule_flush",
+    "ipyparallel.engine.app.IPEngine.complete_registration",
+    "ipyparallel.controller.app.IPController.next_port",
+)
+
+
+@pytest.mark.parametrize("name", few(OF_PROCESSES, OF_PROCESSES[0]))
+def test_without_a_name_that_a_process_needs_the_start_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename([name], b"", tmp_path, monkeypatch, FOR_CELLS)
+    library = name.partition(".")[0]
+    with pytest.raises(
+        GroupError, match=rf"^{library} [\d.]+ has no {name}, which ddip needs; install {library} [\d.]+$"
+    ):
+        ddip.Group(2, spawn=True)
+
+
+IN_NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "ddip")
+shell.run_line_magic("makedip", "-n 2")
+shell.run_cell_magic("dip", "", "import torch; x = torch.ones(1); torch.distributed.all_reduce(x); print(x)")
+shell.run_line_magic("makedip", "-k")
+"""
+
+
+def test_without_what_a_notebooks_features_need_the_rest_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {**compat_ipython.NOTEBOOK.features, **compat_ipyparallel.NOTEBOOK.features}
+    rename([name for names in features.values() for name in names], b"", tmp_path, monkeypatch, FOR_CELLS)
+    done = subprocess.run([sys.executable, "-c", IN_NOTEBOOK], capture_output=True, text=True)
+    assert done.returncode == 0 and "tensor([2.])" in done.stdout, done
+    lines = [line for line in done.stderr.splitlines() if " lacks private names that ddip uses; " in line]
+    assert len(lines) == 2 and [feature for feature in features if feature not in "".join(lines)] == []
+
+
+@pytest.mark.grid
+def test_without_a_name_of_fastai_the_app_is_refused_and_the_group_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fastai")
+    rename(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
+    with ddip.Group(2, spawn=True, timeout=120) as group:
+        text = r"ImportError: fastai [\d.]+ has no fastai\.text\.core\._tokenize_files, which .* install fastai"
+        with pytest.raises(GroupError, match=rf"{text} [\d.]+; the group is there without the app$"):
+            group.change(ddip.Request(app="fastai"))
+        group.run(TRAINS)

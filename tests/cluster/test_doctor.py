@@ -25,6 +25,7 @@ NAMES = [
     "python",
     "platform",
     "packages",
+    "names",
     "folder",
     "environment",
     "memory",

@@ -84,7 +84,6 @@ class ScriptedEngine:
             "host": "here",
             "torch": "2.15",
             "cuda": True,
-            "lacks": [],
             "off": {},
             "native_off": [],
             "backends": ["gloo", "nccl"],
@@ -360,6 +359,7 @@ class ScriptedCluster:
         self.run_folder = Path(self._folder.name)
         self.hosts = [LocalHost(self.run_folder)]
         self.spawned = ""
+        self.off: dict[str, dict[str, list[str]]] = {}
         self.exits: dict[int, int | None] = {}
         self.engines: dict[int, ScriptedEngine] = {}
         self.connected = False

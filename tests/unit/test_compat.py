@@ -1,51 +1,131 @@
-"""Private names of torch that a release lacks: what is off then, and what is said."""
+"""Private names that a release of a library lacks: what is off then, and what is said."""
 
 from __future__ import annotations
 
-import pytest
+import inspect
+import logging
+import re
+from pathlib import Path
 
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from ddip.cluster.attach import attached
+from ddip.cluster.ipyparallel import own_cluster
+from ddip.doctor import private_names
 from ddip.errors import GroupError
-from ddip.protocol import compat_torch
+from ddip.notebook import hints
+from ddip.notebook.autodip import Autodip
+from ddip.protocol import compat, compat_ipyparallel, compat_ipython, compat_torch
+from ddip.protocol.compat import Names
 
 from .conftest import NewGroup
 from .scripted import ScriptedEngine
 
-NAMES = [(feature, name) for feature, names in compat_torch.FEATURES.items() for name in names]
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+APPS = {"fastai", "fastcore", "accelerate", "transformers", "lightning", "pytorch_lightning", "torchmetrics"}
+"""Libraries that take seconds to import: ``tests/frameworks/test_names.py``."""
+TABLES = [compat_torch.NAMES, *(names for names in private_names.tables() if names.library not in APPS)]
+FEATURES = [(names, feature, name) for names in TABLES for feature, needed in names.features.items() for name in needed]
+CORES = [(names, name) for names in TABLES for name in names.core]
 
 
-def test_this_torch_has_all_names() -> None:
-    assert compat_torch.find_off() == {} and compat_torch.find_missing(compat_torch.CORE) == []
-
-
-@pytest.mark.parametrize(("feature", "name"), NAMES, ids=[name for _, name in NAMES])
-def test_a_name_that_is_missing_turns_off_its_feature(feature: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def delete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parent, _, attribute = name.rpartition(".")
-    monkeypatch.delattr(compat_torch.find_object(parent), attribute)
-    assert compat_torch.find_off.__wrapped__() == {feature: [name]}
+    owner = compat.find_object(parent)
+    for kind in inspect.getmro(owner) if inspect.isclass(owner) else [owner]:
+        if attribute in vars(kind):
+            monkeypatch.delattr(kind, attribute)
 
 
-@pytest.mark.parametrize("name", compat_torch.CORE)
-def test_a_name_without_which_there_is_no_group_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parent, _, attribute = name.rpartition(".")
-    monkeypatch.delattr(compat_torch.find_object(parent), attribute)
-    assert compat_torch.find_missing(compat_torch.CORE) == [name]
+def test_these_versions_have_all_names() -> None:
+    assert [str(names) for names in TABLES if names.find_off() or names.find_refusal()] == []
 
 
-def test_what_is_off_is_said_once(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("names", "feature", "name"), FEATURES, ids=[name for *_, name in FEATURES])
+def test_a_name_that_is_missing_turns_off_its_feature(
+    names: Names, feature: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete(name, monkeypatch)
+    assert names.find_off() == {feature: [name]}
+
+
+@pytest.mark.parametrize(("names", "name"), CORES, ids=[name for _, name in CORES])
+def test_a_name_without_which_there_is_no_group_is_named(
+    names: Names, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete(name, monkeypatch)
+    refusal = compat.find_refusal(names)
+    version = re.escape(f"{names.library} {names.version}")
+    assert re.fullmatch(f"{version} has no {name}, which ddip needs; install {names.library} {names.tested}", refusal)
+    assert compat.REFUSAL.search(f"Traceback\n{refusal}\n")[0] == refusal  # type: ignore[index]
+
+
+def test_the_doctor_finds_names_without_an_import() -> None:
+    installed = [names for names in private_names.tables() if names.is_installed]
+    reports = [private_names.report(names, private_names.is_in_source) for names in installed]
+    assert [one for one in reports if one["lacks"] or one["off"]] == []
+    missing = ["IPython.no_module.x", "IPython.core.completer.no_name", "IPython.core.completer.no_class.name"]
+    assert [private_names.is_in_source(name) for name in (*missing, "IPython.core.completer.Completer")] == [
+        *(False, False, False, True)
+    ]
+
+
+def test_a_module_that_a_build_leaves_out_is_not_missed() -> None:
+    needed = ("json.no_module.name", "json.no_name")
+    assert Names("json", "1", optional=needed).find_missing(needed) == ["json.no_name"]
+    assert Names("json", "1").find_missing(needed) == [*needed]
+
+
+def test_what_is_off_is_said_once_for_each_library(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     def script(engine: ScriptedEngine) -> None:
-        engine.hello["off"] = {compat_torch.WRAPPERS: ["torch.x"], compat_torch.RPC: ["torch.y"]}
+        engine.hello["off"] = {
+            "torch 2.16 (tested: 2.15)": {compat_torch.WRAPPERS: ["torch.x"], compat_torch.RPC: ["torch.y"]},
+            "ipykernel 8.1 (tested: 7.4)": {compat_ipython.STATES: ["ipykernel.x"]},
+        }
 
     group = new_group(2, script=script)
     said = capsys.readouterr().err
-    assert said.count("DDP wrappers must be made again after a fault") == 1 and "torch 2.15 (tested: " in said
+    assert said.count("DDP wrappers must be made again after a fault") == 1
+    assert "ddip: torch 2.16 (tested: 2.15) lacks private names that ddip uses; DDP" in said
+    assert "ddip: ipykernel 8.1 (tested: 7.4) lacks private names that ddip uses; each cell costs" in said
     group.scripted.end_engine(group.members[1].engine, -9)
     group.repair()
-    assert "wrappers" not in capsys.readouterr().err
+    assert "lacks" not in capsys.readouterr().err
 
 
-def test_a_torch_that_ddip_cannot_use_is_an_error_that_names_others(new_group: NewGroup) -> None:
-    def script(engine: ScriptedEngine) -> None:
-        engine.hello["lacks"] = ["torch.z"]
+@pytest.mark.parametrize("log", ["ipykernel 8 has no ipykernel.x, which ddip needs; install ipykernel 7\n", "other\n"])
+def test_a_process_that_lacks_a_name_says_so_in_its_log(log: str) -> None:
+    if "other" in log:
+        own_cluster._check_names(log)
+        return
+    with pytest.raises(GroupError, match="^ipykernel 8 has no ipykernel.x, which ddip needs; install ipykernel 7$"):
+        own_cluster._check_names(f"\nend of its log:\n  {log}")
 
-    with pytest.raises(GroupError, match=r"^torch 2\.15 has no torch\.z, which ddip needs; install one of torch 2"):
-        new_group(2, script=script)
+
+def test_without_a_name_that_the_notebook_needs_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    delete("ipyparallel.client.client.Client._update_engines", monkeypatch)
+    with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ has no ipyparallel\.client\.\S+\._update_engines, "):
+        own_cluster.OwnCluster(logging.getLogger(), False)
+
+
+def test_without_their_names_other_clusters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat_ipyparallel.NOTEBOOK.off, compat_ipyparallel.ATTACH, ["ipyparallel.x"])
+    with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ \(tested: [\d.]+\): %makedip -c and --engines cannot"):
+        attached.connect("no such file")
+
+
+def test_without_their_names_there_are_no_completions(
+    ipython_of_the_module: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = ipython_of_the_module
+    monkeypatch.setitem(compat_ipython.NOTEBOOK.off, compat_ipython.COMPLETION, ["IPython.x"])
+    there = hints.Hints(shell, lambda: None, Autodip(shell))
+    assert shell.Completer.custom_matchers == []
+    there.close()
+
+
+def test_the_page_says_which_versions_are_tested() -> None:
+    rows = {tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in PAGE.read_text().splitlines()}
+    wanted = {(names.library, names.tested) for names in [compat_torch.NAMES, *private_names.tables()]}
+    assert wanted <= rows

@@ -13,9 +13,10 @@ import ddip
 from ddip.cluster.processes import boot
 from ddip.cluster.processes.ownership import Run
 from ddip.cluster.processes.processes import Proc
-from ddip.doctor import command, doctor_report, gpus, machine, software, torch_build, trial
+from ddip.doctor import command, doctor_report, gpus, machine, private_names, software, torch_build, trial
 from ddip.doctor.doctor_report import Check, failed, ok, warning
 from ddip.doctor.gpus import Gpu
+from ddip.doctor.private_names import NamesReport
 from ddip.doctor.torch_build import Facts
 from ddip.group.members.engines import WATCHDOG
 
@@ -247,6 +248,11 @@ def test_gpus_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
 # -- torch
 
 
+def names(**changes: object) -> NamesReport:
+    base = {"library": "torch", "version": "2.15.0", "tested": "2.4 to 2.15", "lacks": [], "off": {}}
+    return {**base, **changes}  # type: ignore[typeddict-item, return-value]
+
+
 def facts(**changes: object) -> Facts:
     base = {
         "version": "2.15.0+cu132",
@@ -256,8 +262,7 @@ def facts(**changes: object) -> Facts:
         "gpus": 0,
         "why_no_gpu": "",
         "warnings": [],
-        "lacks": [],
-        "off": {},
+        "names": names(),
     }
     return {**base, **changes}  # type: ignore[typeddict-item, return-value]
 
@@ -272,9 +277,9 @@ def facts(**changes: object) -> Facts:
         ({"why_no_gpu": "the driver is too old"}, 2, ["failed", "ok", "ok"], "the driver is too old"),
         ({"gpus": 1, "warnings": ["sm_120 is not compatible"]}, 1, ["warning", "ok", "ok"], "sm_120 is not compatible"),
         ({"backends": []}, 0, ["ok", "failed", "ok"], "missing: gloo"),
-        ({"lacks": ["torch.x"]}, 0, ["ok", "ok", "failed"], "missing: torch.x"),
-        ({"off": {"no y": ["torch.y"]}}, 0, ["ok", "ok", "warning"], "no y (missing: torch.y)"),
-        ({"version": "2.99.1"}, 0, ["ok", "ok", "warning"], "torch is newer than 2."),
+        ({"names": names(lacks=["torch.x"])}, 0, ["ok", "ok", "failed"], "torch 2.15.0: missing: torch.x"),
+        ({"names": names(off={"no y": ["torch.y"]})}, 0, ["ok", "ok", "warning"], "no y (missing: torch.y)"),
+        ({"names": names(version="2.99.1")}, 0, ["ok", "ok", "warning"], "torch 2.99.1: newer than 2.15"),
     ],
 )
 def test_the_build_of_torch(changes: dict[str, object], count: int, statuses: list[str], said: str) -> None:
@@ -282,6 +287,17 @@ def test_the_build_of_torch(changes: dict[str, object], count: int, statuses: li
     assert [check.name for check in checks] == ["torch", "backends", "torch-names"]
     assert [check.status for check in checks] == statuses
     assert said in "\n".join(map(str, checks))
+
+
+def test_names_of_several_libraries_are_one_check() -> None:
+    kernel = names(library="ipykernel", version="8.0", tested="7.4", off={"no x": ["ipykernel.x"]})
+    check = private_names.judge_names("names", [names(), kernel, kernel, names(version="2.16")])
+    assert check.status == "warning" and check.advice == "ddip is tested with ipykernel 7.4, torch 2.4 to 2.15"
+    assert check.found == (
+        "ipykernel 8.0: no x (missing: ipykernel.x)\ntorch 2.16: newer than 2.15, and has all private names"
+    )
+    fine = private_names.judge_names("names", [names(), names(library="fastai", version="2.8.12", tested="2.8")])
+    assert (fine.status, fine.found) == ("ok", "torch, fastai: all private names that ddip uses are there")
 
 
 @pytest.mark.parametrize(

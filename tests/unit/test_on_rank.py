@@ -51,7 +51,7 @@ def test_a_call_travels_as_its_target_and_arguments() -> None:
 
 def test_an_engine_with_another_ddip_is_refused() -> None:
     def hello(version: int) -> Hello:
-        torch = {"torch": "2", "cuda": False, "backends": [], "lacks": [], "off": {}, "native_off": []}
+        torch = {"torch": "2", "cuda": False, "backends": [], "off": {}, "native_off": []}
         return {"version": version, "pid": 7, "host": "b", **torch}  # type: ignore[typeddict-item]
 
     engines._check_version([hello(on_rank.VERSION)])

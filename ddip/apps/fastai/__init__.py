@@ -16,7 +16,13 @@ import fastai.text.all
 from fastcore.foundation import defaults
 from IPython.core.getipython import get_ipython
 
-from ddip.apps import launcher, patches
+from ddip.apps import compat_fastai, compat_hf, patches
+from ddip.protocol import compat
+
+if refusal := compat.find_refusal(compat_fastai.FASTAI, compat_fastai.FASTCORE, compat_hf.ACCELERATE):
+    raise ImportError(refusal)
+
+from ddip.apps import launcher
 from ddip.apps.fastai import contexts, evaluate, fastai_files, fastai_show, finder, fit, precision
 from ddip.apps.fastai.distribution import randomness
 

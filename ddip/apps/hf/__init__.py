@@ -7,6 +7,7 @@ While the app is there, these libraries are changed in the places that ``PATCHES
 from __future__ import annotations
 
 import contextlib
+import sys
 
 with contextlib.suppress(ImportError):
     import accelerate  # noqa: F401
@@ -16,7 +17,12 @@ with contextlib.suppress(ImportError):
 with contextlib.suppress(ImportError):
     import datasets  # noqa: F401
 
-from ddip.apps import once, patches
+from ddip.apps import compat_hf, once, patches
+from ddip.protocol import compat
+
+if refusal := compat.find_refusal(*(names for module, names in compat_hf.BY_MODULE.items() if module in sys.modules)):
+    raise ImportError(refusal)
+
 from ddip.apps.hf import device_map, hf_files, hf_show, living, place, trainer_faults
 
 PATCHES = (place, living, trainer_faults, hf_show, hf_files, device_map)

@@ -10,7 +10,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from ddip.apps import patches
+from ddip.apps import compat_lightning, patches
+from ddip.protocol import compat
+
+if refusal := compat.find_refusal(*(names for names in compat_lightning.TABLES if names.is_installed)):
+    raise ImportError(refusal)
+
 from ddip.apps.lightning import faults, runs, trainers, tuner
 from ddip.rank.runtime import current
 

@@ -39,7 +39,10 @@ def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message:
     """
     with folder.left_out():
         from ddip.cluster import ipp_private
+        from ddip.protocol import compat_ipyparallel
 
+    if not compat_ipyparallel.NOTEBOOK.is_on(compat_ipyparallel.ATTACH):
+        raise GroupError(f"{compat_ipyparallel.NOTEBOOK}: {compat_ipyparallel.ATTACH}; python -m ddip doctor says why")
     try:
         return ipp_private.LinkClient(file, heard, ANSWER_SECONDS)
     except (OSError, ValueError, KeyError, TimeoutError, NoAnswer) as error:

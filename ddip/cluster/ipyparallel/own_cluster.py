@@ -46,6 +46,7 @@ from ddip.cluster.processes.host import environment
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 from ddip.guard import Guard
+from ddip.protocol import compat, compat_ipyparallel
 from ddip.protocol.reports import Hello
 
 T = TypeVar("T")
@@ -59,6 +60,9 @@ class OwnCluster(OnHosts, Channels):
 
     def __init__(self, log: logging.Logger, fork: bool, hosts: Sequence[str] = (), reach: Reach | None = None) -> None:
         super().__init__()
+        if refusal := compat_ipyparallel.NOTEBOOK.find_refusal():
+            raise GroupError(refusal)
+        self.off = compat.find_off(compat_ipyparallel.NOTEBOOK)
         self._fork = fork and preload_client.possible()
         if self._fork:
             preload_client.begin()
@@ -236,6 +240,7 @@ class OwnCluster(OnHosts, Channels):
             raise GroupError("the controller did not answer in time; -t SECONDS waits longer") from None
         except RuntimeError as error:
             log = "\n  ".join(self._ipp.controller.get_output().splitlines()[-LOG_LINES:])
+            _check_names(log)
             raise GroupError(f"the controller did not start: {error}\nend of its log:\n  {log}") from None
 
     async def _make_client(self, timeout: float) -> None:
@@ -265,11 +270,12 @@ class OwnCluster(OnHosts, Channels):
     def _check_start(self, engines: list[int], waiting: set[int], deadline: float) -> None:
         ended = [engine for engine in engines if engine in self.exits]
         if ended:
-            code = self.exits[ended[0]]
+            code, log = self.exits[ended[0]], self._logs.text(ended[0])
+            _check_names(log)
             host = self.host_of(ended[0])
             where = f" on {host.name}" if host.name else ""
             why = host.lost or exit_text(code)
-            raise GroupError(f"an engine ended while it started{where} ({why}){self._logs.text(ended[0])}")
+            raise GroupError(f"an engine ended while it started{where} ({why}){log}")
         self.ensure_controller()
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
@@ -345,6 +351,12 @@ class OwnCluster(OnHosts, Channels):
         ownership.remove_files(self.run_folder, self._profile, self._name)
         self._loop.close()
         self._disconnect()  # until now, a late start may have connected the client
+
+
+def _check_names(log: str) -> None:
+    """Raise GroupError if a process has ended because a library lacks a name that ddip needs, as its `log` says."""
+    if found := compat.REFUSAL.search(log):
+        raise GroupError(found[0])
 
 
 def _set_name(engine: int) -> str:

@@ -25,6 +25,7 @@ from ipyparallel.controller import app, hub
 
 from ddip.cluster.processes.ownership import clear_up
 from ddip.cluster.processes.processes import Proc, end_processes
+from ddip.protocol import compat_ipyparallel
 
 MOST_FILES = 10_240
 """Limit on open files: enough for a thousand engines, and allowed on macOS."""
@@ -137,6 +138,8 @@ def main() -> None:
     setproctitle.setproctitle(f"ddip controller ({os.environ.pop('DDIP_NOTEBOOK')})")
     owner, folder = int(os.environ.pop("DDIP_OWNER")), Path(os.environ.pop("DDIP_RUN_FOLDER"))
     threading.Thread(target=_clean_up_after_owner, args=(owner, folder), name="ddip-owner", daemon=True).start()
+    if refusal := compat_ipyparallel.CONTROLLER.find_refusal():
+        sys.exit(refusal)
     _open_more_files()
     _end_schedulers_with_controller()
     Controller.launch_instance(sys.argv[1:])

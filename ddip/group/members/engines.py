@@ -17,8 +17,7 @@ from ddip.group.members.placement import DeviceBinding, GroupSpec
 from ddip.group.members.ranks import Ranks
 from ddip.output.area import notify
 from ddip.output.progress import Report
-from ddip.protocol import on_rank, switches
-from ddip.protocol.compat_torch import TESTED
+from ddip.protocol import compat, on_rank, switches
 from ddip.protocol.rank_spec import backends_of, has_nccl
 from ddip.protocol.reports import Hello
 
@@ -102,9 +101,13 @@ class Engines:
         self._ranks.can_unblock = self._ranks.can_unblock and switches.SOCKETS not in native
         if new := self._unreported(native):
             notify(f"off by DDIP_NATIVE or a self-test: {'; '.join(switches.LOST[name] for name in new)}")
-        if new := self._unreported([feature for hello in hellos for feature in hello["off"]]):
-            version = f"torch {hellos[0]['torch']} (tested: {TESTED})"
-            notify(f"{version} lacks private names that ddip uses; {'; '.join(new)}. python -m ddip doctor names them")
+        off: dict[str, list[str]] = {}
+        for by_library in (self._ranks.cluster.off, *(hello["off"] for hello in hellos)):
+            for library, features in by_library.items():
+                off.setdefault(library, []).extend(features)
+        for library, names in off.items():
+            if new := self._unreported(names):
+                notify(compat.describe_off(library, new))
 
     def _unreported(self, off: Sequence[str]) -> list[str]:
         new = [name for name in dict.fromkeys(off) if name not in self._reported_off]
@@ -158,13 +161,7 @@ def _check_version(hellos: Sequence[Hello]) -> None:
 
 
 def _check_torch(spec: GroupSpec, hello: Hello) -> None:
-    """Check the torch that `hello` describes.
-
-    Raises GroupError if ddip cannot use it, and BadInput if it cannot do what `spec` needs.
-    """
-    if hello["lacks"]:
-        names = ", ".join(hello["lacks"])
-        raise GroupError(f"torch {hello['torch']} has no {names}, which ddip needs; install one of torch {TESTED}")
+    """Raise BadInput if the torch that `hello` describes cannot do what `spec` needs."""
     for backend in backends_of(spec.backend):
         if backend not in hello["backends"]:
             available = ", ".join(hello["backends"])

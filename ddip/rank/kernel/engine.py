@@ -64,7 +64,11 @@ def main() -> None:
     gc.disable()  # imports make no garbage worth a collection
     import torch.distributed  # noqa: F401
 
-    from ddip.protocol import dump
+    from ddip.protocol import compat, compat_ipyparallel, compat_ipython, compat_torch, dump
+
+    if refusal := compat.find_refusal(compat_torch.NAMES, compat_ipyparallel.ENGINE, compat_ipython.RANK_KERNEL):
+        print(refusal, file=sys.stderr)  # the log, in which the notebook finds it
+        _leave(1)
     from ddip.rank.kernel import needed  # noqa: F401
     from ddip.rank.kernel.engine_app import RankEngine
     from ddip.rank.native import freed

@@ -30,7 +30,7 @@ from ipyparallel.engine.kernel import IPythonParallelKernel
 from IPython.core.error import StdinNotImplementedError
 from traitlets import Type
 
-from ddip.protocol import cell_messages
+from ddip.protocol import cell_messages, compat_ipython
 from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
 from ddip.protocol.text import packing
 from ddip.rank.inspection.state_history import history, paused
@@ -144,7 +144,8 @@ class CellKernel(SilentKernel):
 
     async def have_run(self, code: str, silent: bool, history: bool) -> dict[str, Any]:
         """Have IPython run it: without an event loop, if it cannot await; returns the beginning of a `CellReply`."""
-        if "await" in code or "async" in code or self._transformers != self._transformers_now():
+        is_slow = not compat_ipython.RANK_KERNEL.is_on(compat_ipython.QUICK)
+        if is_slow or "await" in code or "async" in code or self._transformers != self._transformers_now():
             reply: dict[str, Any] = await super().do_execute(code, silent, history, {}, False)
             return reply
         self._forward_input()
@@ -157,7 +158,7 @@ class CellKernel(SilentKernel):
         if result.success and not getattr(self.shell, "_last_traceback_during_displayhook", False):
             return {"status": "ok", "payload": json_clean(payload)}
         error = result.error_in_exec if result.error_before_exec is None else result.error_before_exec
-        traceback = self.shell._last_traceback or []
+        traceback = getattr(self.shell, "_last_traceback", None) or []
         return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": traceback}
 
 

@@ -7,14 +7,14 @@ By then the notebook's folder is on its path, and a file there may have any name
 
 from __future__ import annotations
 
+import contextlib
+
 import cloudpickle
-import IPython.core.guarded_eval
-import IPython.core.latex_symbols
 import pygments.formatters.terminal256  # type: ignore[import-untyped]
 import stack_data
 import torch.distributed as dist
 
-from ddip.protocol import dump
+from ddip.protocol import compat_ipyparallel, dump
 from ddip.protocol.objects import pickling
 from ddip.rank.kernel import app_hooks, call_runner
 from ddip.rank.native import sockets
@@ -22,5 +22,10 @@ from ddip.rank.objects import names, rank_transfer
 from ddip.rank.process_group import collectives, membership, setup
 from ddip.rank.runtime import c10d, current, housekeeping, process_settings, stacks
 from ddip.rank.streams import streams
+
+with contextlib.suppress(ImportError):  # another IPython may have them elsewhere
+    import IPython.core.guarded_eval
+    import IPython.core.latex_symbols
+    import IPython.extensions.autoreload
 
 dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl"))  # torch looks for each among all packages that are installed

@@ -89,7 +89,7 @@ def _of_tqdm() -> list[tuple[int, int | None]]:
     """Of tqdm's bars, also those that are widgets; tqdm itself looks through them to place a new one."""
     kind = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     with contextlib.suppress(Exception):  # one that begins or ends just now, or a class made of tqdm's
-        there = sorted(kind._instances, key=lambda bar: abs(bar.pos)) if kind is not None else []
+        there = sorted(getattr(kind, "_instances", ()), key=lambda bar: abs(bar.pos)) if kind is not None else []
         return [(int(bar.n), None if bar.total is None else int(bar.total)) for bar in there if not bar.disable]
     return []
 

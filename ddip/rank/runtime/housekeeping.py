@@ -25,7 +25,7 @@ from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import ExecutionResult
 from torch.multiprocessing import get_sharing_strategy
 
-from ddip.protocol import compat_torch, switches
+from ddip.protocol import compat, compat_ipython, compat_torch, switches
 from ddip.protocol.on_rank import VERSION
 from ddip.protocol.reports import Figures, Hello
 from ddip.rank.native import freed, self_tests
@@ -257,8 +257,7 @@ def hello() -> Hello:
         "host": socket.gethostname(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda is not None or torch.version.hip is not None,
-        "lacks": compat_torch.find_missing(compat_torch.CORE),
-        "off": compat_torch.find_off(),
+        "off": compat.find_off(compat_torch.NAMES, compat_ipython.RANK_KERNEL, compat_ipython.RANK_SHELL),
         "native_off": switches.find_off(),
         "backends": [
             name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and available(name)

@@ -1,0 +1,51 @@
+"""Private names of the apps' libraries: each that is missing is found, and ends nothing but its app."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+import ddip
+from ddip.apps import compat_fastai, compat_hf, compat_lightning
+from ddip.errors import GroupError
+from ddip.protocol import compat
+
+from ..cluster.test_compat import rename
+from ..unit.test_compat import delete
+
+TABLES = [compat_fastai.FASTAI, compat_fastai.FASTCORE, *compat_hf.BY_MODULE.values(), *compat_lightning.TABLES]
+ALL = [(names, name) for names in TABLES for name in names.core]
+
+
+@pytest.mark.parametrize(("names", "name"), ALL, ids=[name for _, name in ALL])
+def test_a_name_without_which_there_is_no_app_is_named(
+    names: compat.Names, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(names.library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        assert names.find_refusal() == ""
+        delete(name, monkeypatch)
+        assert f"has no {name}, which ddip needs; install {names.library}" in names.find_refusal()
+
+
+@pytest.mark.parametrize(
+    ("app", "library", "name"),
+    [
+        ("hf", "transformers", "transformers.training_args.TrainingArguments._setup_devices"),
+        ("lightning", "lightning", "lightning.pytorch.trainer.call._interrupt"),
+    ],
+)
+def test_without_a_name_of_the_core_the_app_is_refused_and_the_group_stays(
+    app: str, library: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(library)
+    rename([name], b"", tmp_path, monkeypatch, (library,))
+    refused = re.escape(f"has no {name}, which ddip needs; install {library}")
+    with ddip.Group(2, spawn=True, timeout=120) as group:
+        with pytest.raises(GroupError, match=f"ImportError: {library} [0-9.]+ {refused} [0-9.]+; the group is there"):
+            group.change(ddip.Request(app=app))
+        group.run("import torch.distributed as dist\ndist.barrier()")
