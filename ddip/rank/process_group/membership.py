@@ -245,7 +245,7 @@ def _interrupt() -> None:
     _is_cut_off = True
     shell: Any = get_ipython()
     if shell is not None:
-        shell.kernel.interrupt_what_runs()
+        shell.kernel.interrupt_running_cell()
 
 
 def _end_release(store: str, connections: list[Ends] | None) -> None:
