@@ -64,7 +64,7 @@ calls.runner = run
 
 
 def _unpack_call(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Add the imports, references and values of `call` to `names`; return the function, its arguments and keywords.
+    """Add the names that `call` carries to `names`; return its function, arguments and keyword arguments.
 
     Names of ``need`` and of the notebook's own functions win over imports, imports over other values of the notebook,
     and these over the rank's variables, which are already in `names`.
@@ -100,7 +100,7 @@ def _unpack_call(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any],
 
 
 def _is_different(local: Any, sent: Any) -> bool:
-    """Return whether a variable of this rank differs from the value that the notebook sent under the same name.
+    """Return whether this rank's value of a variable differs from the one that the notebook sent.
 
     Functions and classes are compared by their definitions, other values by their pickles, then with ``==``. Returns
     True if they cannot be compared.
@@ -127,7 +127,7 @@ def _explain_name_error(call: Call, error: NameError) -> None:
 
 
 class _Pickler(pickling.Pickler):
-    """A pickler that writes functions and classes from the notebook as the numbers that the notebook gave them."""
+    """A pickler that replaces functions and classes of the notebook with the notebook's numbers for them."""
 
     def reducer_override(self, obj: Any) -> Any:
         number = number_of(obj)
@@ -156,7 +156,7 @@ def forget() -> CallNotes:
 
 @contextlib.contextmanager
 def _temporary_main(variables: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Install a temporary ``__main__`` with a copy of `variables`, so that pickle finds the call's names in it.
+    """Install a temporary ``__main__`` with a copy of `variables`, in which pickle finds the call's names.
 
     Yields the variables of that module.
     """

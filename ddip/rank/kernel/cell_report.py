@@ -15,11 +15,11 @@ from ddip.rank.runtime.gpu import gpu
 UNKNOWN: IterationReport = {"forward": True, "unfinished": True, "backwards": 0, "steps": 0, "in_thread": False}
 """The most pessimistic report: the cell may have ended anywhere in a training iteration."""
 _unchecked: list[str] = []
-"""Errors of `_check` since the cell began."""
+"""Errors of `_call_checked` since the cell began."""
 
 
-def _check(target: str, *args: Any) -> Any:
-    """Run ``call(target, *args)`` and return its result, or None after an error, which is added to the report."""
+def _call_checked(target: str, *args: Any) -> Any:
+    """Return the result of ``call(target, *args)``, or None after an error, which is then reported."""
     reply = call(target, *args)
     if "error" in reply:
         _unchecked.append(f"{target}: {reply['error']}: {reply['message']}")
@@ -29,10 +29,10 @@ def _check(target: str, *args: Any) -> Any:
 def begin_cell(asked: Asked) -> None:
     """Record the state that the cell may change."""
     _unchecked.clear()
-    _check("process_group.membership.begin_cell")
-    _check("objects.iteration.begin_cell")
-    _check("runtime.process_settings.begin_cell")
-    _check("runtime.current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+    _call_checked("process_group.membership.begin_cell")
+    _call_checked("objects.iteration.begin_cell")
+    _call_checked("runtime.process_settings.begin_cell")
+    _call_checked("runtime.current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
 
 
 def of_the_cell(shell: RankShell) -> CellReport:
@@ -47,17 +47,17 @@ def of_the_cell(shell: RankShell) -> CellReport:
         report["released"] = report["released"] or c10d.is_connection_lost(shell.raised)
     else:
         report["fault"] = f"{reply['error']}: {reply['message']}"
-    report["iteration"] = _check("objects.iteration.report") or UNKNOWN
-    report["gpu"] = _check("runtime.gpu.settle") or "under way"
+    report["iteration"] = _call_checked("objects.iteration.report") or UNKNOWN
+    report["gpu"] = _call_checked("runtime.gpu.settle") or "under way"
     if report["gpu"] == "lost":
         report["gpu_lost"] = gpu.lost
-    replaced = _check("process_group.membership.replaced")
+    replaced = _call_checked("process_group.membership.replaced")
     if replaced:
         report["replaced"] = replaced
-    aborted = _check("process_group.aborted_tensors.take")
+    aborted = _call_checked("process_group.aborted_tensors.take")
     if aborted:
         report["aborted"] = aborted
-    settings = _check("runtime.process_settings.end_cell", shell.raised)
+    settings = _call_checked("runtime.process_settings.end_cell", shell.raised)
     if settings:
         report["settings"] = settings
     if _unchecked:

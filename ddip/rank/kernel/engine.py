@@ -24,7 +24,7 @@ import setproctitle
 
 
 def die_with(owner: int) -> None:
-    """End this process as soon as its parent, the process `owner`, has ended, even if the main thread is busy."""
+    """End this process once its parent, the process `owner`, has ended, even if the main thread is busy."""
     if sys.platform == "linux":
         import ctypes
 
@@ -43,7 +43,7 @@ def die_with(owner: int) -> None:
 
 
 def _exit_quickly(code: int) -> NoReturn:
-    """Exit without destroying every object, which would copy each page that is shared with the preload process."""
+    """Exit without destroying every object, which would copy the pages shared with the preload process."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -37,7 +37,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
     """Becomes True when this engine is asked to end."""
 
     def start(self) -> None:
-        """Run the event loop until this engine is asked to end, restarting it if a cell stops it or a callback raises.
+        """Run the event loop until this engine is asked to end; restart it if a cell or a callback stops it.
 
         Raises RuntimeError if a cell or a library has closed the loop.
         """
@@ -71,7 +71,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         self.log.setLevel(self.log_level)  # else traitlets builds records of messages that no handler wants
 
     def parse_command_line(self, argv: Sequence[str] | None = None) -> None:
-        """Parse ``--Class.trait=value``, the only form that the notebook sends (``cluster/ipyparallel/launchers.py``).
+        """Parse ``--Class.trait=value``, the only form that ``cluster/ipyparallel/launchers.py`` uses.
 
         The method of traitlets builds a parser for every trait of every class, a tenth of a rank's startup time.
         """
@@ -95,7 +95,10 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
             time.sleep(POLL_SECONDS)
 
     def init_signal(self) -> None:
-        """Reset SIGTERM in processes that cells fork, so that it ends them instead of calling ipyparallel's handler."""
+        """Install the signal handlers, and reset SIGTERM in forked processes so that it ends them.
+
+        The inherited handler of ipyparallel would only wake up the child's copy of the event loop.
+        """
         super().init_signal()
         blocked_here = [signal.SIGTERM]
         unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, blocked_here)  # C code: cannot be interrupted

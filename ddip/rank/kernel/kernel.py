@@ -52,7 +52,7 @@ from ddip.rank.streams.streams import RankStream, tag_threads_with_cells
 
 
 class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
-    """An ipyparallel kernel that publishes fewer status messages for ddip's requests than for those of others."""
+    """An ipyparallel kernel that publishes fewer status messages for requests of ddip."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -144,7 +144,7 @@ class CellKernel(SilentKernel):
         raise NotImplementedError
 
     async def run_in_shell(self, code: str, silent: bool, history: bool) -> dict[str, Any]:
-        """Run `code` in IPython, without an event loop if it cannot await, and return the first part of a `CellReply`.
+        """Run `code` in IPython, without the event loop if possible, and return the start of a `CellReply`.
 
         Code that contains "await" or "async" or meets a new input transformer goes through ipykernel.
         """
@@ -245,7 +245,7 @@ class RankKernel(CellKernel):
 
     @never_interrupted
     def _retry_swallowed_interrupt(self, unraisable: Any) -> None:
-        """Retry an interrupt that a callback of ``os.fork`` or the like swallowed; Python's ``sys.unraisablehook``."""
+        """Retry an interrupt that an ``os.fork`` callback or the like swallowed (``sys.unraisablehook``)."""
         if unraisable.exc_type is KeyboardInterrupt and self._cell is not None:
             self._retry_interrupt()
         elif unraisable.exc_type is not KeyboardInterrupt or cells.tidying_since is None:
@@ -253,7 +253,7 @@ class RankKernel(CellKernel):
 
     @contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
-        """Handle SIGINT in a cell that awaits: cancel it while it waits, and raise in its own code while it computes.
+        """Handle SIGINT in a cell that awaits: cancel it while it waits, raise in its code while it computes.
 
         The method of ipykernel only cancels, which has no effect while the cell computes.
         """
@@ -333,7 +333,7 @@ class RankKernel(CellKernel):
         return header
 
     async def _run_interruptibly(self, silent: bool, run: Run) -> dict[str, Any]:
-        """Run the cell's code with interrupts, and with the signal handlers and trace functions of former cells."""
+        """Run the cell's code with interrupts, and with signal handlers and trace functions of former cells."""
         assert self._aside is not None
         self._cell = self._request_id()
         try:
@@ -400,7 +400,7 @@ class RankKernel(CellKernel):
         return super().do_shutdown(restart)  # type: ignore[no-any-return]
 
     def _number_cell(self, number: int | None) -> None:
-        """Take over the notebook's cell `number`, so that tracebacks and results show the number that the user sees."""
+        """Use the notebook's cell `number`, so that tracebacks and results show the one that the user sees."""
         if number is not None:
             self.shell.execution_count = number
             inputs = self.shell.user_ns.get("In")
@@ -421,7 +421,7 @@ class RankKernel(CellKernel):
         }
 
     def restore_streams(self) -> None:
-        """Put back stdout and stderr if a cell has broken them: ipykernel flushes both before and after the reply."""
+        """Put back stdout and stderr if a cell has broken them, since ipykernel flushes them for the reply."""
         restore_streams(*self._streams)
 
     def raw_input(self, prompt: str = "") -> str:

@@ -75,7 +75,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     """The exception that the running magic has caught."""
 
     def init_prompts(self) -> None:
-        """Leave out ``sys.ps1``: libraries take it as a sign of interactive use, which the ranks must not show."""
+        """Leave ``sys.ps1`` unset, since libraries that see it assume an interactive session."""
 
     def init_magics(self) -> None:
         """Register IPython's magics and those of `refusals`, and turn off automagic.
@@ -103,12 +103,12 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
             getattr(self.history_manager, record, {}).clear()
 
     def forget(self) -> None:
-        """Drop the errors of the last cell and the sources that were parsed for their tracebacks, to free memory."""
+        """Drop the errors of the last cell and the sources that were parsed for their tracebacks."""
         self.begin_cell()
         tracebacks.forget_sources()
 
     def find_formatted(self, error: BaseException | None) -> Told | None:
-        """Return the text of `error` if it was formatted last; for None, return the last text, whatever its error."""
+        """Return the text of `error` if that was formatted last; for None, return the last text in any case."""
         last = self._last_formatted
         return last[1] if last and (error is None or error is last[0]) else None
 
@@ -159,7 +159,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         exception_only: bool = False,
         running_compiled_code: bool = False,
     ) -> None:
-        """Format an exception, by default the current one, and show, record or keep it depending on the caller.
+        """Format an exception, by default the current one, and show or keep it depending on the caller.
 
         The module's docstring has the cases.
         """

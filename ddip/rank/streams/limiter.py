@@ -31,7 +31,7 @@ class Chunk:
 
 @dataclass
 class OutputLimiter:
-    """Decide how much of one cell's text on one stream is sent: a head of `limit` characters, then the tail.
+    """Select the text of one cell and stream that is sent: a head of `limit` characters, then the tail.
 
     Only long lines are split; their middle is left out.
     """
@@ -133,12 +133,12 @@ def _begin_of_last_line(text: str) -> int:
 
 
 def _end_of_line(text: str, at: int) -> int:
-    """Return the position after the line that contains `at`, including its line end; 0 if `text` has no such end."""
+    """Return the position after the end of the line that contains `at`; 0 if `text` does not have its end."""
     found = LINE_END.search(text, at)
     return found.end() if found else 0
 
 
 def _missing_after(cut: int, dropped: str) -> int:
-    """Return the length of the missing part of a line that lacks `cut` characters once `dropped` is also left out."""
+    """Return how many characters of a line are missing after `dropped`, if `cut` were missing before it."""
     begin = _begin_of_last_line(dropped)
     return len(dropped) - begin + (0 if begin else cut)

@@ -10,7 +10,7 @@ from ddip.rank.streams.streams import RankStream
 
 
 class _CellStream:
-    """A wrapper around a stream that a cell has put in place of stdout or stderr, and that may fail at any time.
+    """A wrapper around a cell's replacement of stdout or stderr, which may fail at any time.
 
     ipykernel flushes it after each request. An error there, such as of a full disk, would lose the reply, so only a
     flush by the cell's own code raises.

@@ -53,7 +53,7 @@ class Lines:
     """Incomplete lines, by PID, or by the negative number of the descriptor."""
 
     def add(self, new: Written) -> Iterator[Written]:
-        """Add `new`; yield complete lines, and the incomplete line that its process left on another stream, if any."""
+        """Add `new`; yield complete lines, and a line that its process left incomplete on another stream."""
         key = new.writer or -new.stream
         before = self._incomplete.pop(key, None)
         text = new.text
@@ -89,7 +89,7 @@ class Pipe:
         os.set_blocking(self.reads, False)
 
     def read(self) -> bytes:
-        """Return the available bytes, which may be empty; there is no end of file, since this process can write."""
+        """Return the bytes that are available now; never an end of file, since this process can also write."""
         try:
             data = os.read(self.reads, READ_BYTES)
         except OSError:  # empty, or closed by the output thread at its end
@@ -116,7 +116,7 @@ class Records(Pipe):
                 os.write(self.writes, HEAD.pack(size + len(data), stream, writer, len(name)) + name + data)
 
     def take(self) -> list[Written]:
-        """Read the records that have arrived, joining consecutive ones of the same process, stream and request."""
+        """Read the records that have arrived; join consecutive ones of the same process, stream and request."""
         data, begin, found, row, texts = self._unread + self.read(), 0, [], None, list[bytes]()
         while begin + HEAD.size <= len(data):
             size, stream, writer, length = HEAD.unpack_from(data, begin)
@@ -143,7 +143,7 @@ def _join_texts(row: tuple[int, int, bytes], texts: list[bytes]) -> Written:
 
 
 class Descriptor(Pipe):
-    """A pipe in place of descriptor 1 or 2, to which C code and other programs write; its data also goes to the log."""
+    """A pipe in place of descriptor 1 or 2 for C code and other programs; its data also goes to the log."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Pipes:
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def _close_in_child(self) -> None:
-        """Close the read ends in a forked process, which could otherwise block in a write after its rank has ended."""
+        """Close the read ends in a forked process, which otherwise could block writing after its rank ended."""
         for pipe in self._pipes:
             os.close(pipe.reads)
         self._pipes = []

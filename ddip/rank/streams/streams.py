@@ -150,7 +150,7 @@ class RankStream(_CellOutput, OutStream):  # type: ignore[misc]
             self.pub_thread.schedule(self._flush)
 
     def _wait_for_external(self) -> None:
-        """Wait until the output thread has queued what others have written, so that it precedes the next write."""
+        """Wait until the output thread has queued other writers' output, so that it precedes the next write."""
         thread = self.pub_thread.thread
         if thread is not threading.current_thread() and thread.is_alive() and self._pipes.has_data():
             queued = threading.Event()
@@ -159,7 +159,7 @@ class RankStream(_CellOutput, OutStream):  # type: ignore[misc]
             queued.wait(ORDER_SECONDS)
 
     def _watch_pipe(self, pipe: Pipe) -> None:
-        """Read `pipe` whenever it has data, on the output thread, pausing briefly so that small writes are batched."""
+        """Read `pipe` whenever it has data, on the output thread, with short pauses to batch small writes."""
 
         def on_data(*_: Any) -> None:
             self._queue_external_soon()
@@ -347,7 +347,7 @@ class RankDisplay(_CellOutput, ZMQDisplayPublisher):  # type: ignore[misc]
 
 
 def tag_threads_with_cells() -> None:
-    """Patch ``Thread.start`` so that each new thread stores the header of the cell that started it as ``ddip_cell``."""
+    """Patch ``Thread.start`` to store the header of the starting cell in each thread as ``ddip_cell``."""
     start = threading.Thread.start
 
     def start_in_cell(self: threading.Thread) -> None:
