@@ -149,7 +149,7 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         c10d.connect_devices(gpu.device)
     if timed:
         c10d.set_timeout(dist.default_pg_timeout)
-    listening, connected = sockets.table()
+    listening, connected = sockets.list_sockets()
     return [ends for ends in connected if ends not in before], list(setup.ports(set(listening.items())))
 
 
@@ -260,7 +260,7 @@ def _disconnect(connections: list[Ends]) -> None:
     takes that for a failure."""
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
     with descriptors.spare(1):
-        sockets.shut_down([*connections, *sockets.to_itself(stores.ports())], setup.ports())
+        sockets.shut_down([*connections, *sockets.own_connections(stores.ports())], setup.ports())
 
 
 def leave() -> Going:

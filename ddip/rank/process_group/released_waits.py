@@ -28,11 +28,11 @@ def end_all(is_over: Callable[[float], bool], interrupt: Callable[[], None]) -> 
         while quiet < 2:
             if is_over(LOST_SECONDS):
                 return
-            waits = lost_waits.waits()
+            waits = lost_waits.find_waits()
             lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
             if lost and cells.busy and not cells.doing:
                 interrupt()  # the cell first: what it waits for will hold anything
-            lost_waits.end(lost)
+            lost_waits.end_waits(lost)
             in_files = files.end()
             goes_on = waits or in_files
             before, quiet = waits, 0 if goes_on else quiet + 1

@@ -131,7 +131,7 @@ def _fence_after(begin: Callable[[], Any], size: int, backend: str = "gloo") -> 
     All connections are there then, unless gloo was told to connect when they are needed: a group with fewer connections
     than other ranks is left alone.
     """
-    listening, connected = sockets.table()
+    listening, connected = sockets.list_sockets()
     before, connections = set(listening.items()), len(connected)
     try:
         made = begin()
@@ -139,7 +139,7 @@ def _fence_after(begin: Callable[[], Any], size: int, backend: str = "gloo") -> 
         _fence(_fenced & before)
     group = made[0] if isinstance(made, tuple) else made
     if not c10d.connects_at_once(backend.lower()):
-        listening, connected = sockets.table()
+        listening, connected = sockets.list_sockets()
         new = set(listening.items()) - before
         if new and len(connected) - connections >= len(new) * (group.size() - 1):
             _fence(new)
@@ -177,7 +177,7 @@ class _Agreement:
     def _open_listeners(self) -> None:
         """Open what this rank listens on, and wait until the others have done it: they would knock for a second."""
         if self._me in self._ranks:
-            sockets.open_again({number for number, _ in _fenced & _listeners()})
+            sockets.remove_fence({number for number, _ in _fenced & _listeners()})
             self._meet("open")
 
     def _meet(self, where: str) -> None:
