@@ -51,7 +51,7 @@ def of_the_cell(shell: RankShell) -> CellReport:
     report["gpu"] = _call_checked("runtime.gpu.settle") or "under way"
     if report["gpu"] == "lost":
         report["gpu_lost"] = gpu.lost
-    replaced = _call_checked("process_group.membership.replaced")
+    replaced = _call_checked("process_group.membership.find_replaced")
     if replaced:
         report["replaced"] = replaced
     aborted = _call_checked("process_group.aborted_tensors.take")

@@ -48,7 +48,7 @@ if _mallinfo is not None:
 
 
 def keep() -> None:
-    """Make malloc keep freed memory from now on, if it is that of glibc and the user has not configured it."""
+    """Make glibc's malloc keep freed memory from now on, unless the user has configured it."""
     global _keeps_memory
     if _mallopt is not None and _mallinfo is not None and not any(name in os.environ for name in USER_SETTINGS):
         _keeps_memory = bool(_mallopt(M_MMAP_THRESHOLD, HEAP_BYTES) and _mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))

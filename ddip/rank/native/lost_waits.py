@@ -42,7 +42,7 @@ BUFFER_BYTES = 176
 
 @functools.cache
 def _find_gloo() -> tuple[int, list[Callable[[int], None]]] | None:
-    """Return the vtable pointer of gloo's buffers and the functions that abort waits, or None without them."""
+    """Return the vtable pointer of gloo's buffers and the functions that abort waits; None if missing."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         vtable = ctypes.addressof(ctypes.c_char.in_dll(library, VTABLE)) + VTABLE_OFFSET
