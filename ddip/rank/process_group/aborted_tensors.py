@@ -83,7 +83,7 @@ def begin_group() -> None:
 
 
 def watch_waits() -> None:
-    """Wrap ``Work.wait`` to note errors of collectives, even those that the program catches; call this once."""
+    """Wrap ``Work.wait`` to note errors of collectives, even if the program catches them; call this once."""
 
     @functools.wraps(_original_wait)
     def wrapper(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +111,11 @@ def _is_called_by_torch(frame: FrameType | None) -> bool:
 
 
 def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], code: CodeType | None, line: int) -> Written | None:
-    """Copy the tensors that the calling wrapper's collective will write in place; None if no copy is needed.
+    """Copy the tensors that a collective is about to write in place; return None if no copy is needed.
 
-    It is not needed if torch began the collective, this rank only sends, or a tensor is not a contiguous CPU tensor.
-    Raises an error of torch if a tensor has no memory of its own.
+    None is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a contiguous CPU
+    tensor. The wrapper of the collective must call this directly. Raises an error of torch if a tensor has no memory of
+    its own.
     """
     if code is None or not args or _is_called_by_torch(sys._getframe(2)):
         return None
@@ -192,7 +193,7 @@ def _note_failed_work(work: Any, error: BaseException) -> None:
 
 
 def note_failure(error: BaseException, written: Written | None = None) -> None:
-    """Note that a collective has raised `error`, and restore the tensors that it has written; never raises."""
+    """Note that a collective has raised `error`, and restore the tensors that it wrote; never raises."""
     global is_group_broken
     is_lost = c10d.is_connection_lost(error)
     is_group_broken = is_group_broken or is_lost
@@ -207,7 +208,7 @@ def note_failure(error: BaseException, written: Written | None = None) -> None:
 
 
 def _restore_tensor(tensor: Tensor, copy: bytes) -> bool | None:
-    """Write `copy` into the memory of `tensor`, without changing autograd's version counter, as collectives do.
+    """Write `copy` into the memory of `tensor` without advancing autograd's version counter.
 
     Returns None if the contents are already equal, and False if the program has replaced the tensor's storage.
     """
@@ -220,7 +221,7 @@ def _restore_tensor(tensor: Tensor, copy: bytes) -> bool | None:
 
 
 def report(code: CodeType | None, line: int, restored: bool = False) -> None:
-    """Add a report on the tensors of the collective that this line of a cell began, unless it is a repetition."""
+    """Add a report on the tensors of a collective that this line of a cell began, unless there is one."""
     if code is None:
         return
     tensor = AbortedTensor(place=asdict(stacks.place_of_line(code, line)), restored=restored)

@@ -34,7 +34,7 @@ Method: TypeAlias = Callable[..., Any]
 
 
 def _cell_line() -> tuple[CodeType | None, int]:
-    """Return code and number of the cell line that led to the caller's caller; the code is None outside of cells."""
+    """Return code and number of the cell line that called the caller's caller; None and 0 if there is none."""
     frame = sys._getframe(2)
     cells = stacks.cell_files()
     while frame is not None and frame.f_code.co_filename not in cells:
@@ -55,7 +55,7 @@ def _note_collective(group: dist.ProcessGroup, op: str, code: CodeType | None, n
 
 
 def _input_types(given: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of a collective's input: a tensor, a list of tensors, or a list of such lists.
+    """Return shapes and dtypes of a collective's input: a tensor, a list of them, or a list of lists.
 
     Of a list of lists, only the first one counts.
     """
@@ -163,7 +163,7 @@ def _wrap_batch_start(method: Method) -> Method:
 
 
 def _wrap_batch_end(method: Method) -> Method:
-    """Wrap the end of a batch: if it had sends or receives, exclude all that torch counted within its window."""
+    """Wrap the end of a batch: if it had sends or receives, exclude all that torch counted in its window."""
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ def _named_groups() -> list[tuple[dist.ProcessGroup, str]]:
 
 
 def counts() -> dict[str, int]:
-    """Return the number of collectives that this rank has begun in each of its groups, by torch's group name."""
+    """Return the number of collectives that this rank has begun in each group, by torch's group name."""
     return {name: max(tally_of(group).begun(), default=0) for group, name in c10d.groups().items()}
 
 
@@ -279,7 +279,7 @@ def noted() -> Entry | None:
 
 
 def begun() -> Begun:
-    """Return the operations that this rank has begun so far, per group and device, if the backend counts them."""
+    """Return the operations that this rank has begun, per group and device, if the backend counts them."""
     report: Begun = {}
     size = dist.get_world_size() if dist.is_initialized() else 0
     may_begin = tallies.threads_may_begin()

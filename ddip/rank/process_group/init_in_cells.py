@@ -21,7 +21,7 @@ ACCEPTED = "\x1b[90mddip has formed the group already; this call of init_process
 
 
 def watch(is_ours: Callable[[], bool]) -> None:
-    """Wrap ``init_process_group``; `is_ours` returns whether the current default group is the one formed by ddip."""
+    """Wrap ``init_process_group``; `is_ours` returns whether ddip has formed the current default group."""
     original = dist.init_process_group
     signature = inspect.signature(original)
 

@@ -94,7 +94,7 @@ def watch() -> None:
 
 
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
-    """Apply the `rank_spec`: environment, threads, device, process group, and the variables that a cell may use.
+    """Apply the `rank_spec`: environment, threads, device, process group, and variables for cells.
 
     Blocks until all ``rank_spec.world_size`` ranks have joined. Returns the connections that were made in the meantime,
     and the ports at which connections of other ranks were accepted.
@@ -168,7 +168,7 @@ def begin_cell() -> None:
 
 
 def find_replaced() -> dict[str, str]:
-    """Return the values, as text, by which the last cell has replaced ``rank`` and ``world_size``; each one once.
+    """Return, as text and only once, the values with which a cell has replaced ``rank`` or ``world_size``.
 
     ``device`` is left out, since many programs have a variable of that name. No method of a value is called, since it
     may be any object.
@@ -252,7 +252,7 @@ def _interrupt_cell() -> None:
 
 
 def _finish_release(store: str, connections: list[Ends] | None) -> None:
-    """Finish the slow steps of a release: shut down `connections` after the aborts, and end remaining waits."""
+    """Finish the slow steps of a release: shut down `connections` after the aborts, then end lost waits."""
     if connections is not None:
         _disconnect(connections)
     released_waits.end_all(lambda seconds: _is_joining.wait(seconds) or store != _store, _interrupt_cell)
@@ -303,7 +303,7 @@ def give_up() -> None:
 
 
 def report() -> CellReport:
-    """Report the state of the group after a cell; ``other`` means that the cell has formed its own default group."""
+    """Report the state of the group after a cell; ``other``: the cell has formed its own default group."""
     now = c10d.world()
     is_lost = _released or _wants_rebuild or aborted_tensors.is_group_broken
     common: CellReport = {"released": is_lost, "state": "none"}

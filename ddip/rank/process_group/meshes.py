@@ -25,7 +25,7 @@ _generations = itertools.count()
 
 
 def retire() -> int:
-    """Make each mesh raise `LOST` when it is used, and unequal to all later ones; return the number of meshes."""
+    """Make each mesh fail with the text `LOST` when used, and differ from later ones; return their number."""
     generation, count = f"{LEFT} {next(_generations)}", 0
     for found in all_objects():
         if type(found) is not DeviceMesh:

@@ -29,9 +29,9 @@ def whole_stack() -> dict[str, Any]:
 
 
 def collective() -> str:
-    """Describe the first unfinished collective, or else the last one; empty if the current groups have had none.
+    """Describe the first unfinished collective, or else the last one; empty if there was none.
 
-    An example is ``in collective 5 of the default group: all_reduce of (4,) float32``.
+    Only the current groups count. An example is ``in collective 5 of the default group: all_reduce of (4,) float32``.
     """
     if not dist.is_initialized():
         return ""

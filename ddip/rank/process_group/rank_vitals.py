@@ -43,7 +43,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def now(every: float, keep: float) -> Vitals:
-    """Return the current figures, and sample `every` so many seconds for `keep` seconds whether this rank waits."""
+    """Return the current figures, and keep sampling waits `every` so many seconds for `keep` seconds."""
     waiting.watch(every, keep)
     common = figures()
     return {

@@ -104,7 +104,7 @@ def _wrap_split(method: Method) -> Method:
 
 
 def _wrap_rpc(method: Method) -> Method:
-    """Wrap the function with which RPC makes its own gloo group, which does not use torch's other functions."""
+    """Wrap the function with which RPC makes its own gloo group, bypassing torch's other functions."""
 
     @functools.wraps(method)
     def wrapper(store: Any, rank: int, size: int) -> Any:
@@ -127,7 +127,7 @@ def _current_listeners() -> set[Listener]:
 
 
 def _fence_after(make: Callable[[], Any], size: int, backend: str = "gloo") -> Any:
-    """Make a group of `size` ranks with `make`, and fence each socket on which gloo listens for the other ranks.
+    """Call `make` to make a group of `size` ranks, then fence the sockets on which gloo listens for them.
 
     Nothing is fenced if nccl also connects the ranks at once: it keeps listening for splits of its communicator, and
     its sockets cannot be told from those of gloo. Nor if there are fewer new connections than other ranks, since gloo
@@ -162,7 +162,7 @@ class _Rendezvous:
         self._ranks, self._rank, self._timeout = ranks, own_rank, timeout
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks are ready; raises RuntimeError if another rank has a different list for this group.
+        """Wait until all ranks are ready; raises RuntimeError if the ranks' member lists differ.
 
         A rank that is not in the list does not wait. gloo would connect ranks by their positions in the lists, and a
         rank without a partner would wait in C++, where a release cannot unblock it.
@@ -177,7 +177,7 @@ class _Rendezvous:
         self._meet("here")
 
     def _open_listeners(self) -> None:
-        """Remove the fences of this rank and wait for the others to do so; gloo would retry for a second otherwise."""
+        """Remove this rank's fences and wait for the others to do so, since gloo retries only every second."""
         if self._rank in self._ranks:
             sockets.remove_fence({number for number, _ in _fenced & _current_listeners()})
             self._meet("open")

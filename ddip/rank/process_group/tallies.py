@@ -120,7 +120,7 @@ class Tally:
                 self._excluded[i] += max(0, n - m - collectives)
 
     def use(self, device: int, ranks: list[int] | None, may_begin: MayBegin) -> GroupUse:
-        """Return the report for the backend with the index `device`; `may_begin` is that of `threads_may_begin`.
+        """Return the report for backend number `device`; `may_begin` comes from `threads_may_begin`.
 
         Threads are checked before torch's counters are read, so that the collectives of a thread that ends are counted.
         """
