@@ -522,8 +522,8 @@ def test_tqdm_knows_its_bars_by_the_names_that_are_used() -> None:
     with tqdm.tqdm(total=9, file=io.StringIO()) as outer, tqdm.tqdm(total=5, file=io.StringIO()) as inner:
         outer.update(3)
         inner.update(2)
-        assert rank_vitals.bars() == [(3, 9), (2, 5)]
-    assert rank_vitals.bars() == []
+        assert rank_vitals.list_bars() == [(3, 9), (2, 5)]
+    assert rank_vitals.list_bars() == []
 
 
 def test_a_data_loader_waits_for_its_workers_as_long_as_ddip_tells_it() -> None:

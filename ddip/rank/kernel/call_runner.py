@@ -35,7 +35,7 @@ _notes: CallNotes = {"other": [], "used": {}}
 # -- the call
 
 
-def run(call: Call) -> None:
+def run_call(call: Call) -> None:
     """Run `call`; on rank 0, store the `Answer` in the variable that held the call."""
     __tracebackhide__ = True
     variables = namespace()
@@ -60,7 +60,7 @@ def run(call: Call) -> None:
         variables[NAME] = answer
 
 
-calls.runner = run
+calls.runner = run_call
 
 
 def _unpack_call(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

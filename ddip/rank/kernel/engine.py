@@ -72,7 +72,7 @@ def main() -> None:
     from ddip.rank.process_group import membership
 
     gc.enable()
-    freed.keep()
+    freed.keep_freed_memory()
     membership.watch()
     iteration.watch()
     dump.listen(run_folder, os.getpid())

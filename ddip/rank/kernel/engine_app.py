@@ -56,7 +56,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
                 raise RuntimeError("a cell, or a library, has closed the event loop of this rank")
             run = self.loop.start
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End this process as SIGTERM does; safe to call from a signal handler."""
         self._signal_stop(signal.SIGTERM, None)
 
@@ -73,7 +73,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
     def parse_command_line(self, argv: Sequence[str] | None = None) -> None:
         """Parse ``--Class.trait=value``, the only form that ``cluster/ipyparallel/launchers.py`` uses.
 
-        The method of traitlets builds a parser for every trait of every class, a tenth of a rank's startup time.
+        The traitlets method builds a parser for every trait of every class: a tenth of a rank's startup time.
         """
         config = Config()
         for argument in sys.argv[1:] if argv is None else argv:

@@ -57,7 +57,7 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._sent = self._sent_before_cell = 0
-        """Counts of messages published on IOPub: in all, and up to the begin of the cell."""
+        """Numbers of messages published on IOPub: in all, and before the cell began."""
         self._silent_cell = ""
         """Request id of the last cell if it produced no output; otherwise empty."""
         thread = self.iopub_socket
@@ -301,7 +301,7 @@ class RankKernel(CellKernel):
         try:
             header = None if silent else self._begin_output(asked)
             self.shell.begin_cell()
-            self._aside = self._aside or Aside(self.parent.end, self._print_message)
+            self._aside = self._aside or Aside(self.parent.end_process, self._print_message)
             try:
                 reply = await self._run_interruptibly(silent, run)
             except GeneratorExit:  # the event loop has been closed
@@ -372,7 +372,7 @@ class RankKernel(CellKernel):
         """End the cell of the request `header`, and return `reply` with a report on this rank and its group."""
         self.restore_streams()
         report, raised = of_the_cell(self.shell), self.shell.raised
-        if cell_log.has(header["msg_id"]):
+        if cell_log.has_log(header["msg_id"]):
             for stream in self._streams:
                 stream.flush_all()
             text = None if raised is None else self.shell.find_formatted(raised)

@@ -35,7 +35,7 @@ NO_DEBUGGER = (
 PROMPTS = ("(Pdb", "ipdb>", "(ipdb")
 
 
-def install(shell: Any) -> None:
+def install_refusals(shell: Any) -> None:
     """Register magics that raise UsageError in `shell`; ``breakpoint()`` also raises it."""
     for name in NOTEBOOK_MAGICS:
         shell.register_magic_function(_make_refusal(f"%{name} {OWN_CELL}"), "line", name)

@@ -84,7 +84,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         """
         super().init_magics()
         self.magics_manager.auto_magic = False
-        refusals.install(self)
+        refusals.install_refusals(self)
 
     def init_sys_modules(self) -> None:
         """Silence IPython's warning that ``sys.exit()`` should be ``exit``."""

@@ -47,7 +47,7 @@ if _mallinfo is not None:
     _mallinfo.restype = _MallocInfo
 
 
-def keep() -> None:
+def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory from now on, unless the user has configured it."""
     global _keeps_memory
     if _mallopt is not None and _mallinfo is not None and not any(name in os.environ for name in USER_SETTINGS):

@@ -119,12 +119,15 @@ def _set_option(numbers: Collection[int], option: int, value: int | bytes) -> No
 
 def can_shut_down() -> bool:
     """Return whether `shut_down` ends a test connection; raises OSError if that cannot be made."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()[:2], 1) as one:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()[:2], 1) as client,
+    ):
         server.settimeout(1)
-        with server.accept()[0] as other:
-            other.settimeout(1)
-            ends = _find_ends(one)
-            return ends is not None and shut_down([ends]) == 1 and other.recv(1) == b""
+        with server.accept()[0] as accepted:
+            accepted.settimeout(1)
+            ends = _find_ends(client)
+            return ends is not None and shut_down([ends]) == 1 and accepted.recv(1) == b""
 
 
 def can_fence() -> bool:
@@ -140,9 +143,9 @@ def can_fence() -> bool:
 
 def own_connections(ports: Collection[int]) -> list[Ends]:
     """Return both ends of each connection of this process to itself through one of `ports`."""
-    known = connections()
-    reversed_ends = {(*ends[2:], *ends[:2]) for ends in known}
-    return [ends for ends in known if ends in reversed_ends and (ends[1] in ports or ends[3] in ports)]
+    pairs = connections()
+    reversed_ends = {(*ends[2:], *ends[:2]) for ends in pairs}
+    return [ends for ends in pairs if ends in reversed_ends and (ends[1] in ports or ends[3] in ports)]
 
 
 def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
@@ -150,14 +153,14 @@ def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
 
     Threads that wait on one of them are unblocked at once. The descriptors stay open for their owners to close.
     """
-    wanted = {tuple(ends) for ends in connections}
-    found = 0
+    requested = {tuple(ends) for ends in connections}
+    count = 0
     if not switches.is_on(switches.SOCKETS):
-        return found
+        return count
     for _, connection in _iterate_tcp_sockets():
         ends = _find_ends(connection)
-        if ends is not None and (ends in wanted or ends[1] in ports):
+        if ends is not None and (ends in requested or ends[1] in ports):
             with contextlib.suppress(OSError):  # the other end has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
-            found += 1
-    return found
+            count += 1
+    return count

@@ -42,28 +42,28 @@ def _cell_line() -> tuple[CodeType | None, int]:
     return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
 
 
-def _note_collective(group: dist.ProcessGroup, op: str, code: CodeType | None, number: int, given: Any = None) -> Tally:
-    """Note that line `number` of a cell's `code` begins the collective `op` with the input `given`."""
+def _note_collective(group: dist.ProcessGroup, op: str, code: CodeType | None, line: int, inputs: Any = None) -> Tally:
+    """Note that this `line` of a cell's `code` begins the collective `op` on `inputs`."""
     tally = tally_of(group)
     begun = tally.begun()
     tally.enter(is_collective=True)
-    tally.lines.append((begun, code, number))
-    tally.last = max(begun, default=0) + 1, op, [] if given is None else _input_types(given), time.time_ns()
+    tally.lines.append((begun, code, line))
+    tally.last = max(begun, default=0) + 1, op, [] if inputs is None else _input_types(inputs), time.time_ns()
     tally.work = tallies.no_work
-    gpu.note_begun(code, number)
+    gpu.note_begun(code, line)
     return tally
 
 
-def _input_types(given: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of a collective's input: a tensor, a list of them, or a list of lists.
+def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return shapes and dtypes of a collective's `inputs`: a tensor, a list of them, or a list of lists.
 
     Of a list of lists, only the first one counts.
     """
-    if not isinstance(given, list):
-        return [(given.shape, given.dtype)]
-    if given and isinstance(given[0], list):
-        given = given[0]
-    return [(tensor.shape, tensor.dtype) for tensor in given]
+    if not isinstance(inputs, list):
+        return [(inputs.shape, inputs.dtype)]
+    if inputs and isinstance(inputs[0], list):
+        inputs = inputs[0]
+    return [(tensor.shape, tensor.dtype) for tensor in inputs]
 
 
 def _wrap_collective(method: Method) -> Method:
@@ -265,14 +265,17 @@ def counts() -> dict[str, int]:
     return {name: max(tally_of(group).begun(), default=0) for group, name in c10d.groups().items()}
 
 
-def noted() -> Entry | None:
+def find_last_begun() -> Entry | None:
     """Return the last collective that Python code has begun in a current group; None if there was none."""
     found: Entry | None = None
     for group, name in c10d.groups().items():
         tally = tally_of(group)
         if tally.last is not None and (found is None or tally.last[3] > found.begun):
-            (number, op, given, at), work = tally.last, tally.work()
-            shapes, dtypes = [list(shape) for shape, _ in given], [str(dtype).rpartition(".")[2] for _, dtype in given]
+            (number, op, inputs, at), work = tally.last, tally.work()
+            shapes, dtypes = (
+                [list(shape) for shape, _ in inputs],
+                [str(dtype).rpartition(".")[2] for _, dtype in inputs],
+            )
             is_done = work is None or work.is_completed()
             found = Entry(name, 0, number, op, shapes, dtypes, at, is_done, (0, 0))
     return found

@@ -107,7 +107,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     changes.begin_group(rank_spec.store)
     os.environ.update(rank_spec.environment)
     os.environ.update(rank_spec.interfaces)  # these take precedence over settings of the notebook or a cell
-    first = not _is_set_up  # still True if the first join was interrupted: all steps may be repeated
+    first = not _is_set_up  # True again if an interrupt ended the first join: the steps may be repeated
     if first:
         os.chdir(rank_spec.directory)
         sys.argv[:] = [""]
@@ -146,14 +146,14 @@ def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
         timeout=c10d.setup_timeout(rank_spec.seconds) if timed else None,
-        device_id=gpu.device if at_once else None,  # else the older nccl backend would split communicators in new_group
+        device_id=gpu.device if at_once else None,  # with the older nccl, this would make new_group split
     )
     if nccl and not at_once:
         c10d.connect_devices(gpu.device)
     if timed:
         c10d.set_timeout(dist.default_pg_timeout)
     listening, connected = sockets.list_sockets()
-    return [ends for ends in connected if ends not in before], list(setup.ports(set(listening.items())))
+    return [ends for ends in connected if ends not in before], list(setup.listening_ports(set(listening.items())))
 
 
 def begin_cell() -> None:
@@ -176,9 +176,9 @@ def find_replaced() -> dict[str, str]:
     global _reported_replaced
     names, now = namespace(), dict[str, str]()
     for name in RANK_VARIABLES:
-        ours = standing.get(name)
-        value = names.get(name, ours)
-        if value is ours or (type(value) is int and value == ours):
+        own_value = standing.get(name)
+        value = names.get(name, own_value)
+        if value is own_value or (type(value) is int and value == own_value):
             continue
         small = type(value) is int and abs(value) < 1 << 63  # Python cannot convert very large ones to text
         now[name] = str(value) if small else f"of type {type(value).__name__}"
@@ -265,7 +265,7 @@ def _disconnect(connections: list[Ends]) -> None:
     """
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
     with descriptors.spare(1):
-        sockets.shut_down([*connections, *sockets.own_connections(stores.ports())], setup.ports())
+        sockets.shut_down([*connections, *sockets.own_connections(stores.ports())], setup.listening_ports())
 
 
 def leave() -> Going:
@@ -280,7 +280,7 @@ def leave() -> Going:
     _ddip_group = None
     _lost = {
         "wrappers": wrappers.retire(),
-        "meshes": _lost["meshes"] + meshes.retire(),
+        "meshes": _lost["meshes"] + meshes.disable_meshes(),
         "subgroups": _lost["subgroups"] + c10d.subgroups(),
         "rpc": c10d.has_rpc(),
     }

@@ -24,7 +24,7 @@ LEFT = "left by ddip in generation"
 _generations = itertools.count()
 
 
-def retire() -> int:
+def disable_meshes() -> int:
     """Make each mesh fail with the text `LOST` when used, and differ from later ones; return their number."""
     generation, count = f"{LEFT} {next(_generations)}", 0
     for found in all_objects():

@@ -24,11 +24,11 @@ def whole_stack() -> dict[str, Any]:
     text = ""
     if cells.busy:
         with contextlib.suppress(Exception):  # a cell may have changed torch's objects; the stack is useful without it
-            text = collective()
+            text = describe_collective()
     return stacks.whole_stack(text)
 
 
-def collective() -> str:
+def describe_collective() -> str:
     """Describe the first unfinished collective, or else the last one; empty if there was none.
 
     Only the current groups count. An example is ``in collective 5 of the default group: all_reduce of (4,) float32``.
@@ -36,7 +36,7 @@ def collective() -> str:
     if not dist.is_initialized():
         return ""
     groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.groups().items()}
-    last_noted, recorded = collectives.noted(), _recorded_entries()
+    last_noted, recorded = collectives.find_last_begun(), _recorded_entries()
     under_way = [entry for entry in recorded if not entry.is_done]
     if not under_way and last_noted is not None and not last_noted.is_done:
         under_way = [last_noted]

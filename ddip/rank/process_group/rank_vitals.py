@@ -54,7 +54,7 @@ def now(every: float, keep: float) -> Vitals:
         "cpu": _cpu_seconds(),
         "steps": Steps.taken,
         "collectives": _count_collectives(),
-        "bars": bars() if common["busy"] else [],
+        "bars": list_bars() if common["busy"] else [],
         "waited": waiting.seconds if waiting.is_known else None,
         "looked": waiting.looked,
         "device": driver.figures(),
@@ -83,7 +83,7 @@ def _cpu_seconds() -> float:
     return seconds
 
 
-def bars() -> list[tuple[int, int | None]]:
+def list_bars() -> list[tuple[int, int | None]]:
     """Return position and total of each progress bar of this process; the total is None if unknown."""
     return _tqdm_bars() or _printed_bars()
 

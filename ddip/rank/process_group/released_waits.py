@@ -29,9 +29,9 @@ def end_all(is_over: Callable[[float], bool], interrupt: Callable[[], None]) -> 
             if is_over(LOST_SECONDS):
                 return
             waits = lost_waits.find_waits()
-            lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
-            if lost and cells.busy and not cells.doing:
+            lost_buffers = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
+            if lost_buffers and cells.busy and not cells.doing:
                 interrupt()  # interrupt the cell first, since the tensor that it waits for will hold undefined values
-            lost_waits.end_waits(lost)
+            lost_waits.end_waits(lost_buffers)
             in_files = files.end()
             before, quiet = waits, 0 if waits or in_files else quiet + 1

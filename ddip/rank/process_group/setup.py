@@ -77,10 +77,10 @@ def _wrap_set_up(method: Method) -> Method:
             rendezvous._wait_for_all()
             if options is not None:
                 rendezvous._open_listeners()
-            made = _fence_after(functools.partial(method, *group, *args, **kwargs), size, str(backend))
-        if restored is not None and isinstance(made[0], dist.ProcessGroup):
-            c10d.set_group_timeout(restored, made[0])
-        return made
+            result = _fence_after(functools.partial(method, *group, *args, **kwargs), size, str(backend))
+        if restored is not None and isinstance(result[0], dist.ProcessGroup):
+            c10d.set_group_timeout(restored, result[0])
+        return result
 
     return wrapper
 
@@ -114,7 +114,7 @@ def _wrap_rpc(method: Method) -> Method:
     return wrapper
 
 
-def ports(listeners: set[Listener] | None = None) -> set[int]:
+def listening_ports(listeners: set[Listener] | None = None) -> set[int]:
     """Return the ports of this rank's fenced sockets; connections that were accepted there belong to gloo.
 
     `listeners` are the current listening sockets, if the caller has them.
@@ -130,22 +130,22 @@ def _fence_after(make: Callable[[], Any], size: int, backend: str = "gloo") -> A
     """Call `make` to make a group of `size` ranks, then fence the sockets on which gloo listens for them.
 
     Nothing is fenced if nccl also connects the ranks at once: it keeps listening for splits of its communicator, and
-    its sockets cannot be told from those of gloo. Nor if there are fewer new connections than other ranks, since gloo
+    its sockets cannot be told from those of gloo. Nor if there are fewer new connections than other ranks: gloo
     may be configured to connect on demand.
     """
     listening, connected = sockets.list_sockets()
     before, connections = set(listening.items()), len(connected)
     try:
-        made = make()
+        result = make()
     finally:  # the rendezvous may have opened these
         _fence(_fenced & before)
-    group = made[0] if isinstance(made, tuple) else made
+    group = result[0] if isinstance(result, tuple) else result
     if not c10d.connects_at_once(backend.lower()):
         listening, connected = sockets.list_sockets()
         new = set(listening.items()) - before
         if new and len(connected) - connections >= len(new) * (group.size() - 1):
             _fence(new)
-    return made
+    return result
 
 
 def _fence(listeners: set[Listener]) -> None:
@@ -177,7 +177,7 @@ class _Rendezvous:
         self._meet("here")
 
     def _open_listeners(self) -> None:
-        """Remove this rank's fences and wait for the others to do so, since gloo retries only every second."""
+        """Remove this rank's fences and wait for the others: TCP would retry a dropped connection after 1 s."""
         if self._rank in self._ranks:
             sockets.remove_fence({number for number, _ in _fenced & _current_listeners()})
             self._meet("open")

@@ -64,7 +64,7 @@ def begin(request: str, prefix: str, rank: int) -> None:
         _logs.pop(next(iter(_logs))).close()
 
 
-def has(request: str) -> bool:
+def has_log(request: str) -> bool:
     """Return whether the cell with this `request` id has a log."""
     return request in _logs
 

@@ -11,7 +11,7 @@ TICK_SECONDS = 0.25
 TICK_CHARACTERS = 2_000
 """Characters sent at most per interval."""
 LINE_END = re.compile(r"\r?\n|\r")
-"""End of a line; ``\\r`` ends one, too, so that the states of a progress bar do not add up to a long line."""
+"""End of a line; ``\\r`` also ends one, so that the states of a progress bar do not add up to a long line."""
 LINE_BEGIN = 1_000
 """Characters sent of a long line at the end of the head, even if earlier lines took more than half of the limit."""
 

@@ -1,4 +1,4 @@
-"""Restore stdout and stderr after a cell that has replaced them with streams that cannot be written to."""
+"""Restore stdout and stderr after a cell that has method them with streams that cannot be written to."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class _CellStream:
                 raise
 
 
-def _is_untouched(ours: RankStream) -> bool:
-    """Return whether `ours` still has its own ``write`` and ``flush``.
+def _is_untouched(rank_stream: RankStream) -> bool:
+    """Return whether `rank_stream` still has its own ``write`` and ``flush``.
 
     IPython replaces both in each cell and puts them back as instance attributes, which are removed here.
     """
     for name in ("write", "flush"):
-        found = vars(ours).get(name)
-        if getattr(found, "__self__", None) is ours and found.__func__ is getattr(RankStream, name):  # type: ignore[union-attr]
-            del vars(ours)[name]
-    return not vars(ours).keys() & {"write", "flush"}
+        found = vars(rank_stream).get(name)
+        if getattr(found, "__self__", None) is rank_stream and found.__func__ is getattr(RankStream, name):  # type: ignore[union-attr]
+            del vars(rank_stream)[name]
+    return not vars(rank_stream).keys() & {"write", "flush"}
 
 
 def restore_streams(stdout: RankStream, stderr: RankStream) -> None:
@@ -47,19 +47,19 @@ def restore_streams(stdout: RankStream, stderr: RankStream) -> None:
 
     Prints a message about each one that is put back.
     """
-    for name, ours in (("stdout", stdout), ("stderr", stderr)):
+    for name, rank_stream in (("stdout", stdout), ("stderr", stderr)):
         current = getattr(sys, name)
         known = isinstance(current, _CellStream) and not getattr(current, "closed", False)
-        if known or (current is ours and _is_untouched(ours)):
+        if known or (current is rank_stream and _is_untouched(rank_stream)):
             continue  # unchanged; a trial write would cost a turn of the output thread
         try:
             current.write("")
             current.flush()
-            if current is not ours:
+            if current is not rank_stream:
                 setattr(sys, name, _CellStream(current))
         except Exception as error:
-            for replaced in ("write", "flush"):
-                vars(ours).pop(replaced, None)
-            setattr(sys, name, ours)
+            for method in ("write", "flush"):
+                vars(rank_stream).pop(method, None)
+            setattr(sys, name, rank_stream)
             what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
             stderr.write(f"ddip: {what}; the former one is back\n")
