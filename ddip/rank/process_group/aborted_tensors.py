@@ -113,9 +113,9 @@ def _is_called_by_torch(frame: FrameType | None) -> bool:
 def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], code: CodeType | None, line: int) -> Written | None:
     """Copy the tensors that a collective is about to write in place; return None if no copy is needed.
 
-    None is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a contiguous CPU
-    tensor. The wrapper of the collective must call this directly. Raises an error of torch if a tensor has no memory of
-    its own.
+    No copy is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a contiguous
+    CPU tensor. The wrapper of the collective must call this directly. Raises an error of torch if a tensor has no
+    memory of its own.
     """
     if code is None or not args or _is_called_by_torch(sys._getframe(2)):
         return None

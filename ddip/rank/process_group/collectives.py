@@ -128,7 +128,7 @@ def _wrap_send(method: Method) -> Method:
 
 
 def _wrap_monitored_barrier(method: Method) -> Method:
-    """Wrap the barrier: count it as one collective, though it sends and receives, most of all on rank 0."""
+    """Wrap the barrier: count it as one collective, whatever it sends and receives, which rank 0 does most."""
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

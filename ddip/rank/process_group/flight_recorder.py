@@ -53,7 +53,7 @@ def is_there() -> bool:
 def entries() -> list[Entry]:
     """Return the last 2000 collectives, in the order in which they were begun; takes 20 ms.
 
-    The recorder of gloo cannot return only unfinished ones.
+    gloo's recorder cannot return unfinished collectives only.
     """
     found: list[Entry] = []
     for number, name in enumerate(DUMP_FUNCTIONS):

@@ -43,7 +43,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def now(every: float, keep: float) -> Vitals:
-    """Return the current figures, and keep sampling waits `every` so many seconds for `keep` seconds."""
+    """Return the current figures, and sample waits each `every` seconds for the next `keep` seconds."""
     waiting.watch(every, keep)
     common = figures()
     return {

@@ -49,7 +49,7 @@ class Waiting:
         return gpu.device.type == "cpu" and os.path.exists("/proc/self/stat")
 
     def watch(self, every: float, keep: float) -> None:
-        """Sample `every` so many seconds while a cell runs, for `keep` seconds; for the control thread."""
+        """Sample each `every` seconds for `keep` seconds while a cell runs; call this on the control thread."""
         self._every, self._until = every, time.monotonic() + keep
         if self.is_known and cells.busy and self._timer is None:
             self._last_sample = time.monotonic()

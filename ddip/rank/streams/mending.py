@@ -1,4 +1,4 @@
-"""Restore stdout and stderr after a cell that has method them with streams that cannot be written to."""
+"""Restore stdout and stderr after a cell that has replaced them with streams that cannot be written to."""
 
 from __future__ import annotations
 
