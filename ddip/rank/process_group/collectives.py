@@ -34,7 +34,7 @@ Method: TypeAlias = Callable[..., Any]
 
 
 def _cell_line() -> tuple[CodeType | None, int]:
-    """Return code and number of the cell line that called the caller's caller; None and 0 if there is none."""
+    """Return code and number of the cell line that called the caller's caller; None and 0 without one."""
     frame = sys._getframe(2)
     cells = stacks.cell_files()
     while frame is not None and frame.f_code.co_filename not in cells:
@@ -128,7 +128,10 @@ def _wrap_send(method: Method) -> Method:
 
 
 def _wrap_monitored_barrier(method: Method) -> Method:
-    """Wrap the barrier: count it as one collective, whatever it sends and receives, which rank 0 does most."""
+    """Wrap the barrier: count it as one collective, whatever it sends and receives.
+
+    Rank 0 sends and receives more often than the others.
+    """
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

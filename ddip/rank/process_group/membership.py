@@ -146,7 +146,7 @@ def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
         timeout=c10d.setup_timeout(rank_spec.seconds) if timed else None,
-        device_id=gpu.device if at_once else None,  # with the older nccl, this would make new_group split
+        device_id=gpu.device if at_once else None,  # the older nccl would split it in new_group
     )
     if nccl and not at_once:
         c10d.connect_devices(gpu.device)
