@@ -93,7 +93,7 @@ def test_what_waits_in_the_background_does_not_hold_up_the_next_group(two: ddip.
                 os.kill(os.getpid(), signal.SIGSTOP)
             while not os.path.exists({str(ready)!r}): time.sleep(0.01)
             broadcast = dist.broadcast(large, 0, async_op=True)
-            while not lost_waits.waits(): time.sleep(0.01)
+            while not lost_waits.find_waits(): time.sleep(0.01)
         """)
     killed.join()
     works_again(two)

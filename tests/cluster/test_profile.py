@@ -212,8 +212,10 @@ if rank == 1: time.sleep(8)
 dist.all_reduce(x)
 """
 TOLD = r"(?:in|last) collective,? (\d+) of the default group: all_reduce of \(4,\) float32"
-NO_RECORDER = "import ddip.rank.process_group.flight_recorder as f; f.DUMPS = ()"
-RECORDER = "import ddip.rank.process_group.flight_recorder as f; f.DUMPS = ('_dump_fr_trace', '_dump_nccl_trace')"
+NO_RECORDER = "import ddip.rank.process_group.flight_recorder as f; f.DUMP_FUNCTIONS = ()"
+RECORDER = (
+    "import ddip.rank.process_group.flight_recorder as f; f.DUMP_FUNCTIONS = ('_dump_fr_trace', '_dump_nccl_trace')"
+)
 
 
 @pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])

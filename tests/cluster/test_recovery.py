@@ -161,18 +161,18 @@ def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
         mesh, pair = init_device_mesh("cpu", (2,)), dist.new_group([0, 1])
         wrapper, lost = DDP(torch.nn.Linear(1, 1)), DDP(torch.nn.Linear(1, 1), process_group=pair)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
-        form, failures = process_group._form, [1, 2]
+        form, failures = process_group._form_group, [1, 2]
         def fails_at_first(rank_spec):
             if rank_spec.world_size > 1 and failures: raise OSError(f"planted, {failures.pop()}")
             return form(rank_spec)
-        if rank == 1: process_group._form = fails_at_first
+        if rank == 1: process_group._form_group = fails_at_first
     """)
     with pytest.raises(ddip.CellError, match="rank 0 was blocked in barrier"):
         cells.run("if rank == 1: raise ValueError\ndist.barrier()")
     with pytest.raises(ddip.GroupError, match="planted"):
         cells.run("pass")
     assert "the group was formed again" not in capsys.readouterr().err
-    cells.run("process_group._form = form\nwrapper(torch.ones(1, 1)).sum().backward()")
+    cells.run("process_group._form_group = form\nwrapper(torch.ones(1, 1)).sum().backward()")
     told = (
         "the DDP wrapper goes on, with rank 0's parameters and buffers on every rank; other wrappers (DDP, FSDP), "
         "device meshes and subgroups that were made before must be made again; RPC still knows the former ranks: type "

@@ -10,7 +10,7 @@ import pytest
 
 import ddip
 from ddip.errors import CellInterrupted, TransferError
-from ddip.rank.streams.streams import CELLS
+from ddip.rank.streams.streams import MAX_LIMITERS
 
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
@@ -59,7 +59,7 @@ def test_cells_that_have_failed_or_shown_much_leave_nothing_on_a_rank(cells: ddi
         cells.run(count)
         return [values["count"] for values in cells.pull_all(["count"], [0, 1])[0]]
 
-    for _ in range(CELLS):  # whose budgets of output are kept
+    for _ in range(MAX_LIMITERS):  # whose budgets of output are kept
         cells.run("pass")
     fail(1)
     before = counts()

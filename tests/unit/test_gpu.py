@@ -61,7 +61,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     log: list[str] = []
     monkeypatch.setattr(membership, "_store", "the store")
     monkeypatch.setattr(sockets, "shut_down", lambda *_: log.append("cut"))
-    monkeypatch.setattr(membership, "_interrupt", lambda: log.append("interrupt"))
+    monkeypatch.setattr(membership, "_interrupt_cell", lambda: log.append("interrupt"))
     yield log
     membership._released = False
     c10d._aborted.clear()

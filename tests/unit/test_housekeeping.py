@@ -15,5 +15,5 @@ def test_a_collection_that_takes_long_waits_until_no_cell_is_likely_to_come(took
 
 def test_an_allocator_that_the_user_has_set_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    freed.keep()
-    assert not freed._kept
+    freed.keep_freed_memory()
+    assert not freed._keeps_memory

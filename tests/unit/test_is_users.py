@@ -44,7 +44,7 @@ def test_an_app_is_interrupted_as_a_cell_is() -> None:
     "function",
     [
         shell.RankShell.showtraceback,
-        kernel.RankKernel._interrupt_again,  # Python's hook swallows it: the cell went on for ever
+        kernel.RankKernel._retry_swallowed_interrupt,  # Python's hook swallows it: the cell went on for ever
         profiling._on_main_thread,
         profiling._Recording.finish,
     ],

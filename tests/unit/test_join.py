@@ -60,8 +60,8 @@ def test_what_an_interrupt_has_left_out_of_the_first_join_is_done_by_the_next(mo
         (process_settings, "note_start", lambda: None),
         (sys, "argv", sys.argv[:]),
         (sys, "path", sys.path[:]),
-        (membership, "_form", form),
-        (membership, "_seated", False),
+        (membership, "_form_group", form),
+        (membership, "_is_set_up", False),
         (membership, "_store", ""),
     ]:
         monkeypatch.setattr(target, name, value)

@@ -12,18 +12,18 @@ from ddip.rank.native import lost_waits
 
 @pytest.fixture(autouse=True)
 def looks_again() -> Iterator[None]:
-    lost_waits._gloo.cache_clear()
+    lost_waits._find_gloo.cache_clear()
     yield
-    lost_waits._gloo.cache_clear()
+    lost_waits._find_gloo.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("LIBRARY", Path("not_there.so")), ("METHODS", "not_there"), ("ENDING", ("not_there",))],
+    [("LIBRARY", Path("not_there.so")), ("VTABLE", "not_there"), ("ABORT_FUNCTIONS", ("not_there",))],
 )
 def test_without_gloos_methods_no_wait_is_found_and_none_is_ended(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_waits, name, value)
-    assert lost_waits.waits() == {}
-    lost_waits.end({1})
+    assert lost_waits.find_waits() == {}
+    lost_waits.end_waits({1})

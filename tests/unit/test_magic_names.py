@@ -8,7 +8,7 @@ from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
-from ddip.rank.kernel.refusals import OF_THE_NOTEBOOK
+from ddip.rank.kernel.refusals import NOTEBOOK_MAGICS
 
 HOMES = (DipMagics, CellMagics, ObjectMagics, TrainingMagics, WatchMagics)
 OURS = {name for home in HOMES for name in home.magics["line"]}
@@ -19,4 +19,4 @@ def test_autodip_leaves_each_in_the_notebook() -> None:
 
 
 def test_a_rank_refuses_each() -> None:
-    assert set(OF_THE_NOTEBOOK) == OURS
+    assert set(NOTEBOOK_MAGICS) == OURS

@@ -514,16 +514,16 @@ def test_the_kernel_flushes_the_streams_when_it_has_replied_and_asks_through_its
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells for which address a thread waits")
 def test_what_ends_a_wait_in_gloo_has_its_names() -> None:
     library = ctypes.CDLL(str(lost_waits.LIBRARY))
-    ctypes.c_char.in_dll(library, lost_waits.METHODS)
-    assert [name for name in lost_waits.ENDING if not hasattr(library, name)] == []
+    ctypes.c_char.in_dll(library, lost_waits.VTABLE)
+    assert [name for name in lost_waits.ABORT_FUNCTIONS if not hasattr(library, name)] == []
 
 
 def test_tqdm_knows_its_bars_by_the_names_that_are_used() -> None:
     with tqdm.tqdm(total=9, file=io.StringIO()) as outer, tqdm.tqdm(total=5, file=io.StringIO()) as inner:
         outer.update(3)
         inner.update(2)
-        assert rank_vitals.bars() == [(3, 9), (2, 5)]
-    assert rank_vitals.bars() == []
+        assert rank_vitals.list_bars() == [(3, 9), (2, 5)]
+    assert rank_vitals.list_bars() == []
 
 
 def test_a_data_loader_waits_for_its_workers_as_long_as_ddip_tells_it() -> None:

@@ -15,9 +15,9 @@ def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> N
     budget = OutputLimiter(1000)
     lines = [f"{number:09}\n" for number in range(100_000)]
     texts = ["".join(lines[begin : begin + 10]) for begin in range(0, len(lines), 10)]
-    budget._ticked += 3600  # however long this takes, it is not time for a piece of the end
+    budget._last_tick += 3600  # however long this takes, it is not time for a piece of the end
     pieces = [budget.take(text) for text in texts[:11]]
-    budget._ticked -= 3600
+    budget._last_tick -= 3600
     pieces += [budget.take(text) for text in texts[11:]]
     assert pieces[9] == Chunk("".join(lines[90:100])) and pieces[10] is None
     sent = [piece for piece in pieces if piece is not None]
@@ -32,9 +32,9 @@ def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> N
 def test_slow_text_above_the_limit_is_not_cut() -> None:
     budget = OutputLimiter(100)
     budget.take("x" * 100)
-    budget._ticked -= 1
+    budget._last_tick -= 1
     assert budget.take("a line\n") == Chunk("a line\n")
-    budget._ticked -= 1
+    budget._last_tick -= 1
     assert budget.take("another\n") == Chunk("another\n")
 
 
@@ -51,7 +51,7 @@ def test_a_bar_that_has_written_more_than_the_limit_is_shown_as_it_ended() -> No
 def test_what_was_shown_slowly_is_not_sent_again_at_the_end() -> None:
     budget = OutputLimiter(100)
     budget.take("x" * 99 + "\n")
-    budget._ticked -= 1
+    budget._last_tick -= 1
     budget.take("a line\n")
     assert budget.rest() is None
     budget.take("another\n")

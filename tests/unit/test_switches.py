@@ -49,7 +49,7 @@ def test_a_mechanism_whose_test_fails_is_off_in_that_process(monkeypatch: pytest
 def test_they_work_here_and_their_tests_notice_if_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sockets.can_shut_down() and sockets.can_fence() and lost_waits.is_possible()
     monkeypatch.setenv("DDIP_NATIVE", "0")
-    assert not sockets.can_shut_down() and not sockets.can_fence() and lost_waits.waits() == {}
+    assert not sockets.can_shut_down() and not sockets.can_fence() and lost_waits.find_waits() == {}
 
 
 def test_what_is_off_is_said_at_the_start(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:

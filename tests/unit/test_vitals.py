@@ -336,4 +336,4 @@ def test_a_bar_that_was_written_last_is_read(
     text: str, bars: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RankStream, "last_text", text)
-    assert on_the_rank.bars() == bars
+    assert on_the_rank.list_bars() == bars

@@ -1,1 +1,1 @@
-"""The engine process, its IPython kernel and shell, and the requests that they answer."""
+"""The engine process with its IPython kernel and shell, and the requests that it answers."""

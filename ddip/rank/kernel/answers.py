@@ -1,11 +1,11 @@
-"""Requests of the notebook beside a cell: answered by the control thread, or by a thread of their own.
+"""Answer the notebook's control requests while a cell runs.
 
-    control thread    request  -->  call  -->  answer
-                      request  -->  a thread of its own  -->  call  --|
-                      the next  -->  call  -->  answer                |
-                      answer  <---------------------------------------|
+    control thread    quick request  -->  call  -->  reply
+                      slow request   -->  new thread  -->  call  --|
+                      next request   -->  call  -->  reply         |
+                      reply  <-------------------------------------|
 
-What may take long has a thread of its own: an interrupt must not wait behind it.
+A request that may take long runs in a new thread, so that an interrupt does not wait behind it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ if TYPE_CHECKING:
     from tornado.ioloop import IOLoop
 
 THREAD = "ddip-beside"
-"""Name of such a thread."""
+"""Name of each thread that runs a slow request."""
 
 
-def answer(request: dict[str, Any], loop: IOLoop, send: Callable[..., object]) -> None:
-    """Do what was asked for, and `send` the answer from `loop`, which this is called on."""
+def answer_request(request: dict[str, Any], loop: IOLoop, send: Callable[..., object]) -> None:
+    """Call the requested function and pass its reply to `send`.
+
+    Both this function and `send` run on the thread of `loop`.
+    """
     target, args = request["target"], request["args"]
     if not request.get("own_thread"):
-        _send(send, call(target, *args))
+        _send_reply(send, call(target, *args))
         return
 
     def run() -> None:
-        threading.current_thread().ddip_cell = None  # type: ignore[attr-defined]  # no cell has started it
+        threading.current_thread().ddip_cell = None  # type: ignore[attr-defined]  # not started by a cell
         reply = call(target, *args)
-        loop.add_callback(_send, send, reply)
+        loop.add_callback(_send_reply, send, reply)
 
     threading.Thread(target=run, name=THREAD, daemon=True).start()
 
 
-def _send(send: Callable[..., object], reply: dict[str, Any]) -> None:
-    beside: list[ReadableBuffer] = []
-    content = {"status": "ok", **without_bytes(reply, beside)}
-    send(content=content, buffers=beside)
+def _send_reply(send: Callable[..., object], reply: dict[str, Any]) -> None:
+    buffers: list[ReadableBuffer] = []
+    content = {"status": "ok", **without_bytes(reply, buffers)}
+    send(content=content, buffers=buffers)

@@ -1,4 +1,4 @@
-"""Run an app's own code on this rank; ``ddip/apps/__init__.py`` says what an app is."""
+"""Call an app's hooks on this rank; ``ddip/apps/__init__.py`` defines what an app is."""
 
 from __future__ import annotations
 
@@ -10,49 +10,56 @@ from typing import Any
 from ddip.rank.runtime import stacks, tracebacks
 
 before: Callable[[], None] | None = None
-"""Called before each cell, where the app that is prepared here has such a hook."""
+"""Hook to call before each cell; None if no app is prepared or the app has no such hook."""
 after: Callable[[BaseException | None], None] | None = None
-"""Called after each cell, with its error."""
+"""Hook to call after each cell with the cell's error, or None if there was no error."""
 
 
-def _call(module: str, function: str, *args: Any) -> None:
+def _call_if_defined(module: str, function: str, *args: Any) -> None:
+    """Import `module` and call its `function`, if it has one."""
     run = getattr(importlib.import_module(module), function, None)
     if run is not None:
         run(*args)
 
 
 def prepare(module: str) -> None:
-    """The app's set-up, when the rank has joined the group."""
+    """Set up the app in `module` after this rank has joined the group, and install its cell hooks."""
     global before, after
-    _call(module, "prepare")
+    _call_if_defined(module, "prepare")
     app = sys.modules[module]
     before, after = getattr(app, "begin_cell", None), getattr(app, "end_cell", None)
 
 
 def rejoined(module: str) -> None:
-    """The rank has joined the group once more, in which the app is prepared on all ranks."""
-    _call(module, "rejoined")
+    """Notify the app that this rank has joined a rebuilt group."""
+    _call_if_defined(module, "rejoined")
 
 
 def release(module: str) -> None:
-    """The end of the app on this rank, before it leaves the group."""
+    """Remove the app's cell hooks and let the app clean up before this rank leaves the group."""
     global before, after
     before = after = None
-    _call(module, "release")
+    _call_if_defined(module, "release")
 
 
 @stacks.calls_users_code
 def call_hook(hook: Callable[..., None], *args: Any) -> None:
-    """Call what an app has around cells. Its error is shown, and not the cell's; an interrupt is the cell's."""
+    """Call an app's cell hook and print its error to stderr, so that the cell does not fail.
+
+    An interrupt is raised and ends the cell.
+    """
     try:
         hook(*args)
     except Exception as error:
-        failed = f"ddip: {hook.__name__}() of the app {hook.__module__} failed:"
-        print(failed, *tracebacks.tell(error, None).traceback, sep="\n", file=sys.stderr)
+        header = f"ddip: {hook.__name__}() of the app {hook.__module__} failed:"
+        print(header, *tracebacks.tell(error, None).traceback, sep="\n", file=sys.stderr)
 
 
 def command(module: str, text: str) -> str | None:
-    """A command of ``%%dip -a``; returns the text that the app answers."""
+    """Run a ``%%dip -a`` command and return the app's text answer, or None if it is not text.
+
+    Raises ValueError if the app takes no commands.
+    """
     run = getattr(importlib.import_module(module), "command", None)
     if run is None:
         raise ValueError(f"the app {module} takes no commands; typed: {text}")

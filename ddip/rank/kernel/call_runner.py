@@ -1,9 +1,9 @@
-"""A call of ``in_torchddp`` on this rank.
+"""Run a call of ``in_torchddp`` on this rank.
 
     notebook  --Call-->  every rank: a cell with ``_in_torchddp()`` in it  --Answer of rank 0-->  notebook
 
-The call has a ``__main__`` of its own, which begins as a copy of the rank's variables: what it imports, needs or
-assigns there is gone when it returns, and the rank's variables are as they were.
+The call runs in a temporary ``__main__`` module, which begins as a copy of the rank's variables. Names that it imports
+or assigns there disappear when it returns, and the rank's variables are unchanged.
 """
 
 from __future__ import annotations
@@ -29,49 +29,52 @@ from ddip.rank.kernel import app_hooks
 
 IMPORTS = "<imports of in_torchddp>"
 _notes: CallNotes = {"other": [], "used": {}}
-"""Of the last call."""
+"""Notes on the last call, until `forget` returns them."""
 
 
 # -- the call
 
 
-def run(call: Call) -> None:
-    """Run `call` here; on rank 0 the `Answer` takes the place of the call."""
+def run_call(call: Call) -> None:
+    """Run `call`; on rank 0, store the `Answer` in the variable that held the call."""
     __tracebackhide__ = True
-    here = namespace()
-    here.pop(NAME, None)
-    _show_sources({**call.sources, IMPORTS: Source(call.imports.splitlines(True), None)})
+    variables = namespace()
+    variables.pop(NAME, None)
+    _register_sources({**call.sources, IMPORTS: Source(call.imports.splitlines(True), None)})
     answer = None
     try:
-        with _main(here) as names:
-            fn, args, kwargs = _unpack(call, names)
+        with _temporary_main(variables) as names:
+            fn, args, kwargs = _unpack_call(call, names)
             try:
                 result = fn(*args, **kwargs)
             except NameError as error:
-                _explain(call, error)
+                _explain_name_error(call, error)
                 raise
             if os.environ["RANK"] == "0":
-                answer = _pack(result, {*call.values, *call.references, *call.left, *call.known})
+                answer = _pack_result(result, {*call.values, *call.references, *call.left, *call.known})
     finally:
         forget_sent()
         if call.app:
             app_hooks.release(call.app)
     if answer is not None:
-        here[NAME] = answer
+        variables[NAME] = answer
 
 
-calls.runner = run
+calls.runner = run_call
 
 
-def _unpack(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Make `names` mean what they mean to the function: ``need``, code of the notebook, imports, the notebook's values,
-    and last the rank's own."""
+def _unpack_call(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Add the names that `call` carries to `names`; return its function, arguments and keyword arguments.
+
+    Names of ``need`` and of the notebook's own functions win over imports, imports over other values of the notebook,
+    and these over the rank's variables, which are already in `names`.
+    """
     __tracebackhide__ = True
     imported: dict[str, Any] = {}
     exec(compile(call.imports, IMPORTS, "exec"), names, imported)
     names.update(imported)
     for module in call.modules:
-        with contextlib.suppress(ImportError):  # it may be optional; else the function says what it misses
+        with contextlib.suppress(ImportError):  # may be optional; otherwise the function raises its own error
             importlib.import_module(module)
     found: dict[str, Any] = {}
     for name, data in call.references.items():
@@ -86,32 +89,37 @@ def _unpack(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any], tupl
     for name in call.values:
         value = unpickler.load()
         if name in call.own or name not in imported:
-            names[name] = found[name] = value  # code of the next may read it
+            names[name] = found[name] = value  # unpickling the next value may run code that reads this name
     fn, args, kwargs, needed = unpickler.load()
     found.update(needed)
-    here = namespace()
-    _notes["other"] = [name for name, value in found.items() if name in here and _differ(here[name], value)]
-    _notes["used"] = {name: why for name, why in call.left.items() if name in here and name not in imported}
+    local = namespace()
+    _notes["other"] = [name for name, value in found.items() if name in local and _is_different(local[name], value)]
+    _notes["used"] = {name: why for name, why in call.left.items() if name in local and name not in imported}
     names.update(found)
     return fn, args, kwargs
 
 
-def _differ(here: Any, sent: Any) -> bool:
-    """Is a variable of the rank certainly not what the notebook has sent?"""
-    if here is sent:
+def _is_different(local: Any, sent: Any) -> bool:
+    """Return whether this rank's value of a variable differs from the one that the notebook sent.
+
+    Functions and classes are compared by their definitions, other values by their pickles, then with ``==``. Returns
+    True if they cannot be compared.
+    """
+    if local is sent:
         return False
-    if isinstance(here, (types.FunctionType, type)) and isinstance(sent, (types.FunctionType, type)):
-        return definitions.digest(here) != definitions.digest(sent)
-    if type(here) is not type(sent):
-        return type(here).__qualname__ != type(sent).__qualname__
+    if isinstance(local, (types.FunctionType, type)) and isinstance(sent, (types.FunctionType, type)):
+        return definitions.digest(local) != definitions.digest(sent)
+    if type(local) is not type(sent):
+        return type(local).__qualname__ != type(sent).__qualname__
     try:
-        one, other = pickling.dump(here)[0], pickling.dump(sent)[0]
-        return one.joined() != other.joined() and not bool(here == sent)
+        local_pickle, sent_pickle = pickling.dump(local)[0], pickling.dump(sent)[0]
+        return local_pickle.joined() != sent_pickle.joined() and not bool(local == sent)
     except Exception:
         return True
 
 
-def _explain(call: Call, error: NameError) -> None:
+def _explain_name_error(call: Call, error: NameError) -> None:
+    """Say in `error` why the notebook did not send the missing name, if the notebook has it."""
     name = getattr(error, "name", None)
     if name in call.left:
         what = f"name {name!r} is not defined on the ranks; the notebook has it, but did not send it unasked"
@@ -119,38 +127,42 @@ def _explain(call: Call, error: NameError) -> None:
 
 
 class _Pickler(pickling.Pickler):
-    """Writes what the notebook has sent as its number."""
+    """A pickler that replaces functions and classes of the notebook with the notebook's numbers for them."""
 
     def reducer_override(self, obj: Any) -> Any:
         number = number_of(obj)
         return super().reducer_override(obj) if number is None else (own, (number,))
 
 
-def _pack(result: Any, known: Collection[str]) -> Answer:
-    told = pickling.dump_all({"": result}, lambda names: [name for name in names if name not in known], make=_Pickler)
-    kind, errors = type(result).__name__, [f"{name} {error}".strip() for name, error in told.errors.items()]
+def _pack_result(result: Any, known: Collection[str]) -> Answer:
+    """Pickle `result` with the variables that its functions read, except for those in `known`."""
+    dumped = pickling.dump_all({"": result}, lambda names: [name for name in names if name not in known], make=_Pickler)
+    kind, errors = type(result).__name__, [f"{name} {error}".strip() for name, error in dumped.errors.items()]
     if errors:
         return Answer(kind, error="; ".join(errors))
-    return Answer(kind, {name: [*map(pickle.PickleBuffer, pickled.parts)] for name, pickled in told.pickled.items()})
+    return Answer(kind, {name: [*map(pickle.PickleBuffer, pickled.parts)] for name, pickled in dumped.pickled.items()})
 
 
 def forget() -> CallNotes:
-    """Drop the answer, which has been fetched, or that nobody wants; return what the call met. Works beside a cell."""
+    """Drop the answer of the last call and return the notes on that call; may run while a cell runs."""
     namespace().pop(NAME, None)
     notes: CallNotes = {"other": _notes["other"], "used": _notes["used"]}
     _notes["other"], _notes["used"] = [], {}
     return notes
 
 
-# -- around it
+# -- the call's surroundings
 
 
 @contextlib.contextmanager
-def _main(here: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A ``__main__`` for the call, so that pickle finds what is there, too; yields its variables."""
+def _temporary_main(variables: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Install a temporary ``__main__`` with a copy of `variables`, in which pickle finds the call's names.
+
+    Yields the variables of that module.
+    """
     former = sys.modules["__main__"]
     module = types.ModuleType("__main__")
-    vars(module).update(here)
+    vars(module).update(variables)
     sys.modules["__main__"] = module
     try:
         yield vars(module)
@@ -158,8 +170,8 @@ def _main(here: dict[str, Any]) -> Iterator[dict[str, Any]]:
         sys.modules["__main__"] = former
 
 
-def _show_sources(sources: dict[str, Source]) -> None:
-    """Have tracebacks show the notebook's lines, with its numbers of cells."""
+def _register_sources(sources: dict[str, Source]) -> None:
+    """Register source lines by file name, so that tracebacks show the notebook's lines and cell numbers."""
     shell = get_ipython()
     numbers: dict[str, int] = getattr(shell.compile, "_filename_map", {}) if shell else {}
     for name, source in sources.items():

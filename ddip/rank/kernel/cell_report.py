@@ -1,4 +1,4 @@
-"""What a rank tells of a cell that has just ended; it goes with the reply."""
+"""The report that a rank adds to the reply of each cell."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from ddip.rank.runtime import c10d
 from ddip.rank.runtime.gpu import gpu
 
 UNKNOWN: IterationReport = {"forward": True, "unfinished": True, "backwards": 0, "steps": 0, "in_thread": False}
-"""The worst: the cell may have ended anywhere in its training."""
+"""The most pessimistic report: the cell may have ended anywhere in a training iteration."""
 _unchecked: list[str] = []
-"""What failed of `_check` since the cell began."""
+"""Errors of `_call_checked` since the cell began."""
 
 
-def _check(target: str, *args: Any) -> Any:
-    """Make a ``call``; return its result, or None after an error, which goes with the report."""
-    told = call(target, *args)
-    if "error" in told:
-        _unchecked.append(f"{target}: {told['error']}: {told['message']}")
-    return told.get("ok")
+def _call_checked(target: str, *args: Any) -> Any:
+    """Return the result of ``call(target, *args)``, or None after an error, which is then reported."""
+    reply = call(target, *args)
+    if "error" in reply:
+        _unchecked.append(f"{target}: {reply['error']}: {reply['message']}")
+    return reply.get("ok")
 
 
 def begin_cell(asked: Asked) -> None:
-    """Note what the state is that the cell may change."""
+    """Record the state that the cell may change."""
     _unchecked.clear()
-    _check("process_group.membership.begin_cell")
-    _check("objects.iteration.begin_cell")
-    _check("runtime.process_settings.begin_cell")
-    _check("runtime.current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+    _call_checked("process_group.membership.begin_cell")
+    _call_checked("objects.iteration.begin_cell")
+    _call_checked("runtime.process_settings.begin_cell")
+    _call_checked("runtime.current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
 
 
 def of_the_cell(shell: RankShell) -> CellReport:
-    """The report, but for the seconds.
+    """Build the report of the cell that has just ended, without its ``seconds``.
 
-    A fault of ddip's own is told in it, and not raised: the notebook must hear that the cell has ended.
+    Errors in ddip itself are put into the report instead of raised: the notebook must learn that the cell has ended.
     """
     report: CellReport = {"released": False, "state": "none"}
-    told = call("process_group.membership.report")
-    if "ok" in told:
-        report.update(told["ok"])
+    reply = call("process_group.membership.report")
+    if "ok" in reply:
+        report.update(reply["ok"])
         report["released"] = report["released"] or c10d.is_connection_lost(shell.raised)
     else:
-        report["fault"] = f"{told['error']}: {told['message']}"
-    report["iteration"] = _check("objects.iteration.report") or UNKNOWN
-    report["gpu"] = _check("runtime.gpu.settle") or "under way"
+        report["fault"] = f"{reply['error']}: {reply['message']}"
+    report["iteration"] = _call_checked("objects.iteration.report") or UNKNOWN
+    report["gpu"] = _call_checked("runtime.gpu.settle") or "under way"
     if report["gpu"] == "lost":
         report["gpu_lost"] = gpu.lost
-    replaced = _check("process_group.membership.replaced")
+    replaced = _call_checked("process_group.membership.find_replaced")
     if replaced:
         report["replaced"] = replaced
-    aborted = _check("process_group.aborted_tensors.take")
+    aborted = _call_checked("process_group.aborted_tensors.take")
     if aborted:
         report["aborted"] = aborted
-    settings = _check("runtime.process_settings.end_cell", shell.raised)
+    settings = _call_checked("runtime.process_settings.end_cell", shell.raised)
     if settings:
         report["settings"] = settings
     if _unchecked:

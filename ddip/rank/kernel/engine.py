@@ -1,8 +1,8 @@
-"""The engine process of one rank: watch the owner, import torch, then be an ipyparallel engine.
+"""Entry point of a rank's engine process: watch the owner, import torch, then run an ipyparallel engine.
 
-torch is imported before the engine registers, so that all imports run side by side while the controller starts. No
+torch is imported before the engine registers, so that all ranks import in parallel while the controller starts. No
 nanny process is needed: signals arrive on the control thread (``kernel.py``), and the notebook, which is the parent,
-tells the Hub when an engine ends.
+notifies the Hub when an engine ends.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import setproctitle
 
 
 def die_with(owner: int) -> None:
-    """End this process as soon as the process `owner`, our parent, is gone, whatever the main thread is doing."""
+    """End this process once its parent, the process `owner`, has ended, even if the main thread is busy."""
     if sys.platform == "linux":
         import ctypes
 
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != owner:  # it died before we asked
+        if os.getppid() != owner:  # the owner ended before the prctl call
             os._exit(1)
         return
 
@@ -42,8 +42,8 @@ def die_with(owner: int) -> None:
     threading.Thread(target=watch, name="ddip-owner", daemon=True).start()
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit without taking every object apart: that would copy each page that is shared with the warm process."""
+def _exit_quickly(code: int) -> NoReturn:
+    """Exit without destroying every object, which would copy the pages shared with the preload process."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -52,16 +52,16 @@ def _leave(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point; the arguments are those of ``ipengine``."""
+    """Run the engine until it ends; the command line is that of ``ipengine``."""
     die_with(int(os.environ.pop("DDIP_OWNER")))
     setproctitle.setproctitle(f"ddip engine ({os.environ.pop('DDIP_NOTEBOOK')})")
     os.environ.pop("SPT_NOENV", None)
     run_folder = Path(os.environ.pop("DDIP_RUN_FOLDER"))
-    os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # what a cell starts is to find what the user has set
+    os.environ["PYTHONPATH"] = os.environ.pop("DDIP_PYTHONPATH")  # the user's value, for processes that cells start
     if not os.environ["PYTHONPATH"]:
         del os.environ["PYTHONPATH"]
     connection_info = os.environ.pop("IPP_CONNECTION_INFO", "")
-    gc.disable()  # imports make no garbage worth a collection
+    gc.disable()  # imports leave too little garbage to be worth a collection
     import torch.distributed  # noqa: F401
 
     from ddip.protocol import compat, compat_ipyparallel, compat_ipython, compat_torch, dump
@@ -76,12 +76,12 @@ def main() -> None:
     from ddip.rank.process_group import membership
 
     gc.enable()
-    freed.keep()
+    freed.keep_freed_memory()
     membership.watch()
     iteration.watch()
     dump.listen(run_folder, os.getpid())
-    log = os.fdopen(os.dup(2), "w")  # ipykernel puts a pipe in place of 2
-    faulthandler.enable(log)  # a crash tells in the log where it was
+    log = os.fdopen(os.dup(2), "w")  # ipykernel replaces descriptor 2 with a pipe
+    faulthandler.enable(log)  # writes a traceback to the log if the process crashes
     RankEngine.start_log = log
     RankEngine.connection_info = connection_info
     code: object = 1
@@ -90,6 +90,6 @@ def main() -> None:
         code = 0
     except SystemExit as request:
         code = request.code
-    except BaseException:  # the process ends below, and leaves out Python's own end
+    except BaseException:  # the process exits below without Python's usual shutdown
         traceback.print_exc()
-    _leave(code if isinstance(code, int) else 0 if code is None else 1)
+    _exit_quickly(code if isinstance(code, int) else 0 if code is None else 1)

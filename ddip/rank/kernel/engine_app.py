@@ -1,4 +1,4 @@
-"""ipyparallel's engine, as a rank needs it: it outlives what cells do to its loop, and lets what they fork be ended."""
+"""An ipyparallel engine that survives cells that stop its event loop, and whose forked children SIGTERM can end."""
 
 from __future__ import annotations
 
@@ -26,35 +26,38 @@ POLL_SECONDS = 0.005
 
 
 class RankEngine(app.IPEngine):  # type: ignore[misc]
-    """ipyparallel's engine with a `RankKernel`."""
+    """An ipyparallel engine that runs a `RankKernel`."""
 
     out_stream_factory = Type(RankStream)
     start_log: TextIO = sys.stderr
-    """Where a start that fails says why: once it has streams of its own, nobody sees what it writes there."""
+    """Stream for errors during startup: once the engine has captured its own stderr, no one reads that."""
     connection_info = ""
-    """How to reach the controller, on another host than its; a secret, and in no file."""
+    """Controller connection details for an engine on another host; secret, so never written to a file."""
     is_over = False
-    """Has it been told to end?"""
+    """Becomes True when this engine is asked to end."""
 
     def start(self) -> None:
-        """Serve until it is told to end: a cell may stop the loop, and what it leaves there may raise, or exit."""
+        """Run the event loop until this engine is asked to end; restart it if a cell or a callback stops it.
+
+        Raises RuntimeError if a cell or a library has closed the loop.
+        """
         run = super().start
         while True:
             try:
                 run()
             except BaseException:
-                if self.kernel is None:  # it could not register
+                if self.kernel is None:  # the engine could not register
                     raise
                 if not self.is_over:
-                    traceback.print_exc()  # for whoever looks at the last cell
+                    traceback.print_exc()  # shown with the output of the last cell
             if self.is_over or self.kernel is None:
                 return
             if self.loop.asyncio_loop.is_closed():
                 raise RuntimeError("a cell, or a library, has closed the event loop of this rank")
             run = self.loop.start
 
-    def end(self) -> None:
-        """End this process as SIGTERM does; may be called by a handler of a signal."""
+    def end_process(self) -> None:
+        """End this process as SIGTERM does; safe to call from a signal handler."""
         self._signal_stop(signal.SIGTERM, None)
 
     def _signal_stop(self, sig: int, frame: FrameType | None) -> None:
@@ -65,12 +68,12 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
         self.connection_info_env = self.connection_info
         super().initialize(argv)
-        self.log.setLevel(self.log_level)  # traitlets makes a record of each message, and then has no handler take it
+        self.log.setLevel(self.log_level)  # else traitlets builds records of messages that no handler wants
 
     def parse_command_line(self, argv: Sequence[str] | None = None) -> None:
-        """Take ``--Class.trait=value``, which is all that the notebook sends (``cluster/ipyparallel/launchers.py``).
+        """Parse ``--Class.trait=value``, the only form that ``cluster/ipyparallel/launchers.py`` uses.
 
-        traitlets' own makes a parser of every trait of every class, a tenth of what a rank costs until it is there.
+        The traitlets method builds a parser for every trait of every class: a tenth of a rank's startup time.
         """
         config = Config()
         for argument in sys.argv[1:] if argv is None else argv:
@@ -81,8 +84,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         self.update_config(config)
 
     def find_connection_file(self) -> None:
-        """Wait for the controller's file, and look more often than ipyparallel does."""
-        while "" in sys.path:  # ipyparallel has put it there: not before the rank has its place in the group
+        """Wait for the controller's connection file, polling it more often than ipyparallel does."""
+        while "" in sys.path:  # added by ipyparallel; `membership.join` sets the path of the notebook later
             sys.path.remove("")
         super().find_connection_file()
         if self.connection_info:
@@ -92,24 +95,30 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
             time.sleep(POLL_SECONDS)
 
     def init_signal(self) -> None:
-        """Let SIGTERM end what a cell forks, as it ends any process: ipyparallel's handler would only wake it up."""
-        super().init_signal()
-        held_back = [signal.SIGTERM]
-        release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, held_back)  # in C, which nothing interrupts
+        """Install the signal handlers, and reset SIGTERM in forked processes so that it ends them.
 
-        def before() -> None:  # a SIGTERM for the child waits until it has no handler
+        The inherited handler of ipyparallel would only wake up the child's copy of the event loop.
+        """
+        super().init_signal()
+        blocked_here = [signal.SIGTERM]
+        unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, blocked_here)  # C code: cannot be interrupted
+
+        def before() -> None:  # block SIGTERM until the child has reset its handler
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            held_back[:] = [] if signal.SIGTERM in mask else [signal.SIGTERM]  # a cell may have blocked it
+            blocked_here[:] = [] if signal.SIGTERM in mask else [signal.SIGTERM]  # a cell may have blocked it already
 
         def in_child() -> None:
             if signal.getsignal(signal.SIGTERM) == self._signal_stop:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-        os.register_at_fork(before=before, after_in_parent=release, after_in_child=in_child)
-        os.register_at_fork(after_in_child=release)
+        os.register_at_fork(before=before, after_in_parent=unblock, after_in_child=in_child)
+        os.register_at_fork(after_in_child=unblock)
 
     async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:
-        """Tell the Hub when every socket is connected; ipyparallel's waits for a heartbeat."""
+        """Register, then notify the Hub as soon as every socket is connected, without waiting for a heartbeat.
+
+        Writes an error to `start_log` before raising it.
+        """
         try:
             await super().complete_registration(msg, connect, maybe_tunnel)
         except Exception:

@@ -1,14 +1,15 @@
-"""The IPython kernel of a rank: ipyparallel's, with ddip's requests on the control channel and hooks around a cell.
+"""The IPython kernel of a rank: an ipyparallel kernel with ddip's control requests and hooks around each cell.
 
-The control channel is served by a thread of its own, so its answers come while a cell runs.
+A separate thread serves the control channel, so that requests are answered while a cell runs.
 
-`SilentKernel` sends little. ipykernel sends everybody that a request has begun, its code, and that it has ended: three
-messages of five. That a cell has begun nobody asks; that nothing more follows is in the answer of a cell that has shown
-nothing. Of one that has, the last message says so, since answer and output travel by different sockets.
+`SilentKernel` sends few status messages. For each request, ipykernel publishes that it is busy, the code, and that it
+is idle: three of five messages. ddip does not need the first two. The idle message is needed only after a cell that
+produced output, since reply and output travel on different sockets; the reply of any other cell says that it was
+silent.
 
-`CellKernel` takes cells by ddip's message. ipykernel transforms a cell twice, looks at the signatures of IPython's
-methods, and cleans the answer for JSON. That is for cells that await, and for kernels and clients of any kind; it takes
-as long as all that IPython does.
+`CellKernel` runs the cells of ddip's own request message. For an ``execute_request``, ipykernel transforms the cell
+twice, inspects the signatures of IPython's methods and cleans the reply for JSON, to support cells that await and
+kernels and clients of any kind. That takes as long as all of IPython's work on the cell.
 """
 
 from __future__ import annotations
@@ -46,47 +47,47 @@ from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
 from ddip.rank.runtime.stacks import is_users, never_interrupted
 from ddip.rank.streams import cell_log
-from ddip.rank.streams.mending import mend
-from ddip.rank.streams.streams import RankStream, threads_belong_to_their_cells
+from ddip.rank.streams.mending import restore_streams
+from ddip.rank.streams.streams import RankStream, tag_threads_with_cells
 
 
 class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
-    """For requests of ddip's; whatever else ipyparallel's clients send is handled as ever."""
+    """An ipyparallel kernel that publishes fewer status messages for requests of ddip."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._sent = self._sent_before = 0
-        """Messages that went to everybody, now and before the cell."""
-        self._silent = ""
-        """Id of the last cell that has shown nothing."""
+        self._sent = self._sent_before_cell = 0
+        """Numbers of messages published on IOPub: in all, and before the cell began."""
+        self._silent_cell = ""
+        """Request id of the last cell if it produced no output; otherwise empty."""
         thread = self.iopub_socket
-        self._send_to_all, thread.send_multipart = thread.send_multipart, self._count
+        self._send_to_clients, thread.send_multipart = thread.send_multipart, self._send_counted
 
-    def _count(self, *args: Any, **kwargs: Any) -> None:
+    def _send_counted(self, *args: Any, **kwargs: Any) -> None:
         self._sent += 1
         if RankStream.flushing and threading.current_thread() is self.iopub_socket.thread:
-            self.iopub_socket.socket.send_multipart(*args, **kwargs)  # ipykernel would have it wait for the next turn
+            self.iopub_socket.socket.send_multipart(*args, **kwargs)  # ipykernel would delay it to the next loop turn
         else:
-            self._send_to_all(*args, **kwargs)
+            self._send_to_clients(*args, **kwargs)
 
-    def listen(self) -> None:
-        """A cell begins."""
-        self._sent_before = self._sent
+    def begin_counting(self) -> None:
+        """Begin to count the messages of a cell."""
+        self._sent_before_cell = self._sent
 
-    def speak(self) -> None:
-        """The answer will not say that nothing was shown: the last message must."""
-        self._silent = ""
+    def require_idle_message(self) -> None:
+        """Publish the idle message of this cell, since its reply will not say that it was silent."""
+        self._silent_cell = ""
 
     def was_silent(self, msg_id: str) -> bool:
-        """Has the cell with this id, which ends now, shown nothing?"""
-        silent = self._sent == self._sent_before and RankStream.is_quiet()
-        self._silent = msg_id if silent else ""
+        """Return whether the cell that ends now, whose request id is `msg_id`, produced no output."""
+        silent = self._sent == self._sent_before_cell and RankStream.is_quiet()
+        self._silent_cell = msg_id if silent else ""
         return silent
 
     def _publish_status(self, status: str, channel: str, parent: dict[str, Any] | None = None) -> None:
         request = parent or self.get_parent(channel)
-        unasked = _is_cell(request) and (status == "busy" or request["header"]["msg_id"] == self._silent)
-        if not unasked and not _is_call(request):
+        is_unneeded = _is_cell(request) and (status == "busy" or request["header"]["msg_id"] == self._silent_cell)
+        if not is_unneeded and not _needs_reply_only(request):
             super()._publish_status(status, channel, parent)
 
 
@@ -98,15 +99,15 @@ def _is_cell(request: dict[str, Any]) -> bool:
     return _kind(request) == cell_messages.REQUEST
 
 
-def _is_call(request: dict[str, Any]) -> bool:
-    """Only its answer is of use."""
+def _needs_reply_only(request: dict[str, Any]) -> bool:
+    """Return whether clients need only the reply of `request`, and none of its status messages."""
     return "doing" in request.get("metadata", {}) or _kind(request) in ("ddip_request", "ddip_interrupt")
 
 
 class _NoShellThread:
-    """Stands where ipykernel 7 keeps its shell thread, which an ipyparallel engine has none of.
+    """A stand-in for the shell thread of ipykernel 7, which an ipyparallel engine does not have.
 
-    ipykernel asks it for its parent when a cell awaits, even so: with None there, such a cell never ends
+    ipykernel reads its parent thread when a cell awaits. If the attribute were None, such a cell would never end
     (ipykernel 7.4, ipyparallel 9.2).
     """
 
@@ -117,7 +118,7 @@ class _NoShellThread:
 
 
 class CellKernel(SilentKernel):
-    """Takes such a cell; what runs it is the subclass's."""
+    """A kernel that serves ddip's cell requests; a subclass implements `run_cell`."""
 
     msg_types = [*SilentKernel.msg_types, cell_messages.REQUEST]
 
@@ -125,27 +126,30 @@ class CellKernel(SilentKernel):
         super().__init__(**kwargs)
         if getattr(self, "shell_channel_thread", None) is None:
             self.shell_channel_thread = _NoShellThread()
-        self._transformers = self._transformers_now()
+        self._initial_transformers = self._current_transformers()
 
-    def _transformers_now(self) -> list[Any]:
-        """What may make anything of the text of a cell."""
+    def _current_transformers(self) -> list[Any]:
+        """Return the input transformers, which may turn the text of a cell into any code."""
         return [*self.shell.input_transformers_cleanup, *self.shell.input_transformers_post]
 
     async def ddip_cell_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Run the cell, and answer."""
+        """Run the requested cell and send its reply."""
         reply = await self.run_cell(parent["content"])
         message = self.session.msg(cell_messages.REPLY, reply, parent)
-        stream.socket.send_multipart(self.session.serialize(message, ident))  # a ROUTER's does not block
+        stream.socket.send_multipart(self.session.serialize(message, ident))  # never blocks on a ROUTER socket
         stream.flush(zmq.POLLIN)
 
     async def run_cell(self, request: CellRequest) -> CellReply:
-        """Run the cell; never fails."""
+        """Run the cell and return its reply; never raises."""
         raise NotImplementedError
 
-    async def have_run(self, code: str, silent: bool, history: bool) -> dict[str, Any]:
-        """Have IPython run it: without an event loop, if it cannot await; returns the beginning of a `CellReply`."""
+    async def run_in_shell(self, code: str, silent: bool, history: bool) -> dict[str, Any]:
+        """Run `code` in IPython, without the event loop if possible, and return the start of a `CellReply`.
+
+        Code that contains "await" or "async" or meets a new input transformer goes through ipykernel.
+        """
         is_slow = not compat_ipython.RANK_KERNEL.is_on(compat_ipython.QUICK)
-        if is_slow or "await" in code or "async" in code or self._transformers != self._transformers_now():
+        if is_slow or "await" in code or "async" in code or self._initial_transformers != self._current_transformers():
             reply: dict[str, Any] = await super().do_execute(code, silent, history, {}, False)
             return reply
         self._forward_input()
@@ -163,7 +167,7 @@ class CellKernel(SilentKernel):
 
 
 Run: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
-NOBODY_TYPES = (
+NO_STDIN = (
     "stdin is not available on ranks; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the "
     "answer"
 )
@@ -173,7 +177,7 @@ tracebacks.HIDDEN.add(__name__)
 
 
 class RankKernel(CellKernel):
-    """Serves the requests of the notebook to one rank."""
+    """The kernel that serves the notebook's requests to one rank."""
 
     control_msg_types = [*CellKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
@@ -183,79 +187,82 @@ class RankKernel(CellKernel):
         super().__init__(**kwargs)
         self.session.pack = packing(self.session.pack)
         self._aside: Aside | None = None
-        threads_belong_to_their_cells()
+        tag_threads_with_cells()
         self._cell: str | None = None
-        self._aimed_at: str | None = None
-        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._interrupt_again
-        live_objects.freeze()  # what was imported until here is never garbage
+        self._interrupt_target: str | None = None
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._retry_swallowed_interrupt
+        live_objects.freeze()  # objects of the imports so far are never garbage
 
-    # An interrupt ends what a cell does, and only that: in ipykernel's own code, before the cell or after it, it would
-    # tear away the answer, and the notebook would wait for ever.
+    # An interrupt must end only the code of a cell. In ipykernel's own code, before or after the cell, it would lose
+    # the reply, and the notebook would wait indefinitely.
 
     @cached_property
     def _streams(self) -> tuple[Any, Any]:
-        """stdout and stderr before any cell could replace them: looked at when the first request comes."""
+        """stdout and stderr as they were at the first request, before any cell could replace them."""
         return sys.stdout, sys.stderr
 
     def pre_handler_hook(self) -> None:
-        """Before a request is handled."""
+        """Hold back interrupts while a request is being prepared."""
         assert isinstance(self._streams[0], RankStream)
         self._interruptible = False
         self._interrupted = False
         self._patience = libraries.Patience()
-        self._aimed_at = None  # the last cell may have ignored the signal that came with it
+        self._interrupt_target = None  # the last cell may have ignored the signal that was sent for it
         self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
 
     def post_handler_hook(self) -> None:
-        """After it; what comes next flushes the streams."""
+        """Restore broken streams after a request, since ipykernel flushes them next."""
         super().post_handler_hook()
-        self.mend_streams()
+        self.restore_streams()
 
-    def _is_too_late(self) -> bool:
-        """Was the signal that has come meant for a cell that has ended meanwhile?"""
-        aimed_at, self._aimed_at = self._aimed_at, None
-        return aimed_at not in (None, self._cell)
+    def _missed_its_cell(self) -> bool:
+        """Return whether the SIGINT being handled was meant for a cell that has ended in the meantime."""
+        target, self._interrupt_target = self._interrupt_target, None
+        return target not in (None, self._cell)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._is_too_late():
+        if self._missed_its_cell():
             return
         if not self._interruptible:
-            self._interrupted = True  # one that comes too soon waits for the cell; one that comes too late is void
+            self._interrupted = True  # applied when the cell begins; dropped if the cell has already ended
         elif self._cell is None:
             raise KeyboardInterrupt
-        elif not is_users(frame):  # it would be swallowed, or do harm
-            self._aim_again()
+        elif not is_users(frame):  # it would be swallowed, or leave something half done
+            self._retry_interrupt()
         else:
             self._raise_or_wait(frame)
 
     def _raise_or_wait(self, frame: FrameType | None) -> None:
-        """Interrupt the cell's own code at `frame`; a moment later, if that would leave something half done."""
+        """Raise an interrupt at `frame` in the cell's own code, or retry later if that would corrupt state."""
         wait = self._patience.wait(frame)
         if wait is None:
             raise libraries.interrupt(frame)
-        self._aim_again(wait)
+        self._retry_interrupt(wait)
 
-    def _aim_again(self, seconds: float = libraries.AGAIN_SECONDS) -> None:
-        """Interrupt the cell once more, a moment later."""
+    def _retry_interrupt(self, seconds: float = libraries.AGAIN_SECONDS) -> None:
+        """Interrupt the running cell again after `seconds`."""
         control = self.control_thread.io_loop
-        control.add_callback(control.call_later, seconds, self._aim, self._cell)
+        control.add_callback(control.call_later, seconds, self._interrupt_cell, self._cell)
 
     @never_interrupted
-    def _interrupt_again(self, unraisable: Any) -> None:
-        """Python's hook for what no code can catch: a callback of ``os.fork`` has swallowed an interrupt."""
+    def _retry_swallowed_interrupt(self, unraisable: Any) -> None:
+        """Retry an interrupt that an ``os.fork`` callback or the like swallowed (``sys.unraisablehook``)."""
         if unraisable.exc_type is KeyboardInterrupt and self._cell is not None:
-            self._aim_again()
+            self._retry_interrupt()
         elif unraisable.exc_type is not KeyboardInterrupt or cells.tidying_since is None:
             self._unraisable(unraisable)
 
     @contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
-        """In a cell that awaits: ipykernel's cancels it, which only works while it waits and not while it computes."""
+        """Handle SIGINT in a cell that awaits: cancel it while it waits, raise in its code while it computes.
+
+        The method of ipykernel only cancels, which has no effect while the cell computes.
+        """
         with super()._cancel_on_sigint(future):
             cancel: Any = signal.getsignal(signal.SIGINT)
 
             def interrupt(number: int, frame: FrameType | None) -> None:
-                if self._is_too_late():
+                if self._missed_its_cell():
                     return
                 if not is_users(frame):
                     cancel(number, frame)
@@ -265,55 +272,55 @@ class RankKernel(CellKernel):
             signal.signal(signal.SIGINT, interrupt)
             yield
 
-    def _aim(self, cell: str | None) -> None:
-        """Send an interrupt to `cell`, if it still runs."""
+    def _interrupt_cell(self, cell: str | None) -> None:
+        """Send SIGINT for the cell whose request id is `cell`, if it still runs."""
         if cell is not None and self._cell == cell:
-            self._aimed_at = cell
+            self._interrupt_target = cell
             self._signal(signal.SIGINT)
 
-    def _begin(self) -> None:
-        """From here on an interrupt may come; raises KeyboardInterrupt if it has come, or has aborted this message."""
+    def _allow_interrupts(self) -> None:
+        """Let interrupts raise from now on; raises KeyboardInterrupt if this request was already stopped."""
         self._interruptible = True
-        if self._interrupted or self._message() in self.aborted:
+        if self._interrupted or self._request_id() in self.aborted:
             raise KeyboardInterrupt
 
-    def _message(self) -> str:
-        """Id of the request that is handled."""
+    def _request_id(self) -> str:
+        """Return the id of the request that is being handled."""
         return str(self.get_parent("shell")["header"]["msg_id"])
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run a cell of another client than ddip's; never fails."""
-        reply = await self._answer(silent, {}, partial(super().do_execute, code, silent, *args, **kwargs))
+        """Run a cell sent by a client other than ddip and return its reply; never raises."""
+        reply = await self._run_and_report(silent, {}, partial(super().do_execute, code, silent, *args, **kwargs))
         return dict(reply)
 
     async def run_cell(self, request: CellRequest) -> CellReply:
-        """Run a cell; never fails. The reply says what became of the group, and what was raised, as text."""
-        run = partial(self.have_run, request["code"], request["silent"], request["history"])
-        return await self._answer(request["silent"], request["asked"], run)
+        """Run a cell and return its reply, with a report on the group and any error as text; never raises."""
+        run = partial(self.run_in_shell, request["code"], request["silent"], request["history"])
+        return await self._run_and_report(request["silent"], request["asked"], run)
 
-    async def _answer(self, silent: bool, asked: Asked, run: Run) -> CellReply:
+    async def _run_and_report(self, silent: bool, asked: Asked, run: Run) -> CellReply:
         try:
             header = None if silent else self._begin_output(asked)
             self.shell.begin_cell()
-            self._aside = self._aside or Aside(self.parent.end, self._say)
+            self._aside = self._aside or Aside(self.parent.end_process, self._print_message)
             try:
-                reply = await self._run(silent, run)
-            except GeneratorExit:  # the loop is no more
+                reply = await self._run_interruptibly(silent, run)
+            except GeneratorExit:  # the event loop has been closed
                 raise
-            except BaseException as error:  # the cell's, and its answer
+            except BaseException as error:  # raised by the cell, or while its reply was built
                 raised = self.shell.raised
                 reply = self._error_reply("execute", error if raised is None else raised)
-            return cast(CellReply, reply) if header is None else self._with_report(reply, header)
-        except Exception as error:  # ddip's own steps: memory or descriptors may have run out; an answer must leave
+            return cast(CellReply, reply) if header is None else self._end_cell(reply, header)
+        except Exception as error:  # in ddip's own steps, if memory or descriptors run out; a reply must still be sent
             if cells.busy:
                 cells.end(error)
             reply = self._error_reply("execute", error)
-            return cast(CellReply, {**reply, "silent": True})  # nobody waits for more
+            return cast(CellReply, {**reply, "silent": True})  # the notebook waits for no more messages
 
     def _begin_output(self, asked: Asked) -> dict[str, Any]:
-        """What is written and begun from here on is the cell's that has come; returns the header of its request."""
+        """Attribute output and state changes from now on to the new cell; return the header of its request."""
         header: dict[str, Any] = self.get_parent("shell")["header"]
-        self.listen()
+        self.begin_counting()
         self._number_cell(asked.get("number"))
         if "log" in asked:
             cell_log.begin(header["msg_id"], asked["log"], membership.standing["rank"])
@@ -326,13 +333,13 @@ class RankKernel(CellKernel):
         begin_cell(asked)
         return header
 
-    async def _run(self, silent: bool, run: Run) -> dict[str, Any]:
-        """Run the code, and only that, where an interrupt may come; its alarms and handlers live as long."""
+    async def _run_interruptibly(self, silent: bool, run: Run) -> dict[str, Any]:
+        """Run the cell's code with interrupts, and with signal handlers and trace functions of former cells."""
         assert self._aside is not None
-        self._cell = self._message()
+        self._cell = self._request_id()
         try:
             self._aside.give_back()
-            self._begin()
+            self._allow_interrupts()
             if app_hooks.before is not None and not silent:
                 app_hooks.call_hook(app_hooks.before)
             profiling.begin()
@@ -341,13 +348,13 @@ class RankKernel(CellKernel):
                 app_hooks.call_hook(app_hooks.after, self.shell.raised)
             if reply["status"] == "ok":
                 self._finish_on_gpu()
-            if reply["status"] == "error" and self.shell.raised is None:  # what the cell ends with cannot be shown
-                told = self.shell.told_of(None)
-                reply.update({} if told is None else {"ename": told.name, "evalue": told.message})
+            if reply["status"] == "error" and self.shell.raised is None:  # the cell's result could not be displayed
+                text = self.shell.find_formatted(None)
+                reply.update({} if text is None else {"ename": text.name, "evalue": text.message})
             return reply
         finally:
             self._interruptible = False
-            signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set its own
+            signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set another handler
             profiling.end()
             self._aside.put()
             self.aborted.discard(self._cell)
@@ -355,22 +362,22 @@ class RankKernel(CellKernel):
             self._patience.forget()
 
     def _finish_on_gpu(self) -> None:
-        """The code of the cell has ended; the cell ends when the GPU has done its work, and can fail until then."""
+        """Wait for the GPU work of the cell, whose code has ended; an error in it is the cell's error."""
         try:
             gpu.finish()
         except BaseException as error:
             self.shell.raised, self.shell.raised_at = error, time.time()
             raise
 
-    def _with_report(self, reply: dict[str, Any], header: dict[str, Any]) -> CellReply:
-        """The cell of `header` has ended: `reply`, and in it what has become of this rank and its group."""
-        self.mend_streams()
+    def _end_cell(self, reply: dict[str, Any], header: dict[str, Any]) -> CellReply:
+        """End the cell of the request `header`, and return `reply` with a report on this rank and its group."""
+        self.restore_streams()
         report, raised = of_the_cell(self.shell), self.shell.raised
-        if cell_log.has(header["msg_id"]):
+        if cell_log.has_log(header["msg_id"]):
             for stream in self._streams:
                 stream.flush_all()
-            told = None if raised is None else self.shell.told_of(raised)
-            self._streams[1].write(cell_log.end(header["msg_id"], [] if told is None else told.traceback))
+            text = None if raised is None else self.shell.find_formatted(raised)
+            self._streams[1].write(cell_log.end(header["msg_id"], [] if text is None else text.traceback))
         cells.end(raised)
         history.end_cell(raised is None and self.shell.caught is None)
         if raised is None:
@@ -381,62 +388,65 @@ class RankKernel(CellKernel):
             for stream in self._streams:
                 stream.end_cell(header)
             for stream in self._streams:
-                stream.flush_all()  # what is kept back where nobody looks is silence, too
+                stream.flush_all()  # output of a cell without a viewer is discarded, and the cell counts as silent
         return cast(CellReply, {**reply, "report": report, "silent": self.was_silent(header["msg_id"])})
 
-    def _say(self, text: str) -> None:
-        """Tell the user, as output of the cell that ended last; may be called by a handler of a signal."""
+    def _print_message(self, text: str) -> None:
+        """Print `text` to stderr as output of the last cell; safe to call from a signal handler."""
         self.io_loop.add_callback_from_signal(lambda: self._streams[1].write(f"ddip: {text}\n"))
 
     def do_shutdown(self, restart: bool) -> dict[str, Any]:
-        """The controller ends this engine."""
+        """End this engine on request of the controller."""
         self.parent.is_over = True
         return super().do_shutdown(restart)  # type: ignore[no-any-return]
 
     def _number_cell(self, number: int | None) -> None:
-        """Count cells as the notebook does: tracebacks and results then name the cell that the user sees."""
+        """Use the notebook's cell `number`, so that tracebacks and results show the one that the user sees."""
         if number is not None:
             self.shell.execution_count = number
-            typed = self.shell.user_ns.get("In")
-            if isinstance(typed, list):
-                typed.extend([""] * (number - len(typed)))
+            inputs = self.shell.user_ns.get("In")
+            if isinstance(inputs, list):
+                inputs.extend([""] * (number - len(inputs)))
 
     def _error_reply(self, method: str, error: BaseException) -> dict[str, Any]:
-        """For an `error` that IPython has not made a reply of."""
-        self.speak()
-        told = self.shell.told_of(error) or tracebacks.tell(error, None)
+        """Return the reply for an `error` that IPython did not handle."""
+        self.require_idle_message()
+        text = self.shell.find_formatted(error) or tracebacks.tell(error, None)
         return {
             "status": "error",
-            "ename": told.name,
-            "evalue": told.message,
-            "traceback": told.traceback,
+            "ename": text.name,
+            "evalue": text.message,
+            "traceback": text.traceback,
             "execution_count": self.execution_count,
             "engine_info": self.get_engine_info(method=method),
         }
 
-    def mend_streams(self) -> None:
-        """Put back a stream that a cell has broken: ipykernel flushes it before it sends the reply, and after that."""
-        mend(*self._streams)
+    def restore_streams(self) -> None:
+        """Put back stdout and stderr if a cell has broken them, since ipykernel flushes them for the reply."""
+        restore_streams(*self._streams)
 
     def raw_input(self, prompt: str = "") -> str:
-        """Refuse ``input()``, and what asks through it."""
-        __tracebackhide__ = True  # IPython leaves out this frame
-        raise StdinNotImplementedError(refusals.NO_DEBUGGER if refusals.is_debugger(prompt) else NOBODY_TYPES)
+        """Raise StdinNotImplementedError for ``input()`` and for debuggers, which prompt through it."""
+        __tracebackhide__ = True  # IPython omits this frame
+        raise StdinNotImplementedError(refusals.NO_DEBUGGER if refusals.is_debugger(prompt) else NO_STDIN)
 
     def getpass(self, prompt: str = "", *args: Any, **kwargs: Any) -> str:
-        """Refuse a password, too."""
+        """Raise StdinNotImplementedError, since ranks cannot ask for a password."""
         __tracebackhide__ = True
-        raise StdinNotImplementedError(NOBODY_TYPES)
+        raise StdinNotImplementedError(NO_STDIN)
 
     def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
-        """Call a function; never fails. What ddip has sent is interrupted as a cell is, in what it calls only."""
+        """Call the function that a client has sent and return its reply; never raises.
+
+        An interrupt ends a call sent by ddip as it ends a cell, but only in the called function.
+        """
         doing = self.get_parent("shell")["metadata"].get("doing")
         if doing is not None:
-            self._cell = self._message()
+            self._cell = self._request_id()
             cells.begin_request(doing)
         try:
             try:
-                self._begin()
+                self._allow_interrupts()
                 with paused():
                     return super().do_apply(content, bufs, msg_id, reply_metadata)  # type: ignore[no-any-return]
             finally:
@@ -445,40 +455,42 @@ class RankKernel(CellKernel):
                 self._cell = None
                 self._patience.forget()
                 cells.end_request()
-        except BaseException as error:  # the request's, and its answer
+        except BaseException as error:  # raised by the function, or while its reply was built
             return self._error_reply("apply", error), []
 
     def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Answer a ``call`` (``protocol/remote.py``) beside the cell."""
+        """Run a ``call`` (``protocol/remote.py``) on the control thread, while a cell may run."""
         send = partial(self.session.send, stream, "ddip_reply", parent=parent, ident=ident)
-        answers.answer(parent["content"], self.control_thread.io_loop, send)
+        answers.answer_request(parent["content"], self.control_thread.io_loop, send)
 
     def ddip_interrupt(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Interrupt one cell or call, by the id of its request, also when it is still on its way; and no other.
+        """Interrupt the cell or call with the given request id, even if the request has not arrived yet.
 
-        None: the one that runs, if one does.
+        If the id is None, interrupt the running cell, if any.
         """
         cell = parent["content"]["cell"]
         if cell is None:
-            cell = self._cell  # before the answer: whoever waits for that may send a cell then
+            cell = self._cell  # read before replying: a client may send the next cell once it has the reply
         else:
             self.aborted.add(cell)
         if cell != self._cell:
             cells.interrupt_tidying()
         self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
-        self._aim(cell)
+        self._interrupt_cell(cell)
 
-    def interrupt_what_runs(self) -> None:
-        """Interrupt the cell that runs, if one does. Call this first, and then end what the main thread waits for: it
-        takes the signal before anything else, and Python looks for signals when a call returns."""
-        self._aim(self._cell)
+    def interrupt_running_cell(self) -> None:
+        """Interrupt the running cell, if any, from the control thread.
+
+        Call this before ending a wait of the main thread: Python checks for signals as soon as the wait returns.
+        """
+        self._interrupt_cell(self._cell)
 
     def signal_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Do what ipyparallel's nanny would do for ``Client.send_signal``."""
+        """Send this process the signal of ``Client.send_signal``, in place of an ipyparallel nanny process."""
         number = parent["content"]["sig"]
         self.session.send(stream, "signal_reply", {"status": "ok"}, parent, ident=ident)
         self._signal(getattr(signal, number) if isinstance(number, str) else number)
 
     def _signal(self, number: int) -> None:
         os.kill(os.getpid(), number)
-        self.io_loop.add_callback(lambda: None)  # wakes a cell that awaits: ipykernel's handler alone does not
+        self.io_loop.add_callback(lambda: None)  # wakes up a cell that awaits, which ipykernel's handler does not

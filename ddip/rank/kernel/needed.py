@@ -1,6 +1,6 @@
-"""Import what a rank otherwise imports when it first needs it: to send objects, show a traceback, complete a name.
+"""Import early what a rank would otherwise import on first use: to send objects, show a traceback, complete a name.
 
-By then the notebook's folder is on its path, and a file there may have any name.
+By then the notebook's folder is on ``sys.path``, and a file there could shadow any of these modules.
 """
 
 # ruff: noqa: F401
@@ -28,4 +28,4 @@ with contextlib.suppress(ImportError):  # another IPython may have them elsewher
     import IPython.core.latex_symbols
     import IPython.extensions.autoreload
 
-dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl"))  # torch looks for each among all packages that are installed
+dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl"))  # torch searches all installed packages for each backend

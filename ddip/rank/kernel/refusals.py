@@ -1,4 +1,4 @@
-"""What is typed on ranks by mistake, and says what to do instead: ddip's own magics, and debuggers."""
+"""Refuse ddip magics and debuggers in cells that run on ranks, and say what to type instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-OF_THE_NOTEBOOK = (
+NOTEBOOK_MAGICS = (
     "makedip",
     "autodip",
     "dipush",
@@ -35,27 +35,29 @@ NO_DEBUGGER = (
 PROMPTS = ("(Pdb", "ipdb>", "(ipdb")
 
 
-def install(shell: Any) -> None:
-    """Give `shell` magics that refuse, and ``breakpoint()`` the same words."""
-    for name in OF_THE_NOTEBOOK:
-        shell.register_magic_function(_refusing(f"%{name} {OWN_CELL}"), "line", name)
-    shell.register_magic_function(_refusing(f"%dip {DIP}"), "line", "dip")
+def install_refusals(shell: Any) -> None:
+    """Register magics that raise UsageError in `shell`; ``breakpoint()`` also raises it."""
+    for name in NOTEBOOK_MAGICS:
+        shell.register_magic_function(_make_refusal(f"%{name} {OWN_CELL}"), "line", name)
+    shell.register_magic_function(_make_refusal(f"%dip {DIP}"), "line", "dip")
     for kind, name in (("line", "%dip"), ("cell", "dip")):
-        shell.register_magic_function(_refusing(f"%%dip {TWICE}"), kind, name)
+        shell.register_magic_function(_make_refusal(f"%%dip {TWICE}"), kind, name)
     for kind in ("line", "cell"):
-        shell.register_magic_function(_refusing(NO_DEBUGGER), kind, "debug")
-    shell.register_magic_function(_refusing(NO_DEBUGGER), "line", "pdb")
-    sys.breakpointhook = _refusing(NO_DEBUGGER)
+        shell.register_magic_function(_make_refusal(NO_DEBUGGER), kind, "debug")
+    shell.register_magic_function(_make_refusal(NO_DEBUGGER), "line", "pdb")
+    sys.breakpointhook = _make_refusal(NO_DEBUGGER)
 
 
-def _refusing(text: str) -> Callable[..., NoReturn]:
+def _make_refusal(text: str) -> Callable[..., NoReturn]:
+    """Return a function that raises UsageError with this `text`, whatever its arguments."""
+
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        __tracebackhide__ = True  # IPython leaves out this frame
+        __tracebackhide__ = True  # IPython omits this frame
         raise UsageError(text)
 
     return refuse
 
 
 def is_debugger(prompt: str) -> bool:
-    """Is `prompt` what a debugger asks with?"""
+    """Return whether `prompt` is the prompt of a debugger."""
     return prompt.startswith(PROMPTS)

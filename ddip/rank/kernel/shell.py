@@ -1,12 +1,12 @@
-"""The IPython shell of a rank: it tells errors in bounded time, and none gets lost within a magic.
+"""The IPython shell of a rank: it formats errors in bounded time and loses none of them in a magic.
 
-Where ``showtraceback`` is called from decides what becomes of the error:
+The caller of ``showtraceback`` decides what happens to the error:
 
-    the cell's own code has raised      it is the cell's error
-    a magic caught it (%%capture, %run) it is raised when the magic returns: else the cell would go on as if all were
-                                        well, and the other ranks would wait for this one
-    the cell's own code caught it       it is shown; the notebook hears of it, since others may wait for this rank
-    something cannot be displayed       it is shown
+    the cell's own code raised it         it is the cell's error
+    a magic caught it (%%capture, %run)   it is raised again when the magic returns: otherwise the cell would continue
+                                          as if it had succeeded, and the other ranks would wait for this one
+    the cell's own code caught it         it is shown and reported to the notebook, since others may wait for this rank
+    a value could not be displayed        it is shown
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ddip.rank.runtime.tracebacks import Told
 from ddip.rank.streams.streams import RankDisplay
 
 INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
-"""Names of what a stop raises; nobody is shown where."""
-Teller: TypeAlias = Literal["cell", "magic", "caught", "display"]
+"""Names of the exceptions that a stop raises; they are formatted without IPython's traceback."""
+ShownBy: TypeAlias = Literal["cell", "magic", "caught", "display"]
 
 
 tracebacks.HIDDEN.add(__name__)
 
 
-def _teller(frame: FrameType | None) -> Teller:
-    """Why has `frame` called ``showtraceback``?"""
-    if frame is not None and frame.f_code.co_name == "run_code":  # the code that it has run, not what has run it
+def _find_origin(frame: FrameType | None) -> ShownBy:
+    """Find out why ``showtraceback`` was called; `frame` is its caller."""
+    if frame is not None and frame.f_code.co_name == "run_code":  # the cell that it runs has raised, not its callers
         frame = frame.f_back
     while frame is not None:
         module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
@@ -58,93 +58,97 @@ def _teller(frame: FrameType | None) -> Teller:
 
 
 class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
-    """The IPython shell in which the cells of a rank run."""
+    """The IPython shell that runs the cells of a rank."""
 
     display_pub_class = Type(RankDisplay)
     is_rank = True
-    """By which ddip knows that it is loaded on a rank."""
+    """Marker by which ddip recognizes that it is loaded on a rank."""
     raised_at = 0.0
-    """When the cell raised, on ``time.time``: to tell it, with its frames, takes longer on one rank than on another."""
+    """Time at which the cell raised, on ``time.time``: formatting its traceback takes longer on some ranks."""
     raised: BaseException | None = None
-    """What the cell raised."""
+    """The exception that the cell raised."""
     caught: Told | None = None
-    """What code of the cell has caught and shown."""
-    _told: tuple[BaseException, Told] | None = None
-    """What was told last."""
-    _kept: BaseException | None = None
-    """What a magic under way has caught."""
+    """The last exception that the cell's own code caught and showed."""
+    _last_formatted: tuple[BaseException, Told] | None = None
+    """The exception that was formatted last, with its text."""
+    _caught_by_magic: BaseException | None = None
+    """The exception that the running magic has caught."""
 
     def init_prompts(self) -> None:
-        """IPython would set ``sys.ps1``, by which libraries tell that a person types here, who could start no ranks."""
+        """Leave ``sys.ps1`` unset, since libraries that see it assume an interactive session."""
 
     def init_magics(self) -> None:
-        """IPython's, and those that refuse; each by its ``%`` only.
+        """Register IPython's magics and those of `refusals`, and turn off automagic.
 
         On a new rank, which lacks variables, automagic would run ``%hist`` for the variable ``hist`` of the others.
         """
         super().init_magics()
         self.magics_manager.auto_magic = False
-        refusals.install(self)
+        refusals.install_refusals(self)
 
     def init_sys_modules(self) -> None:
-        """IPython would also warn, of each ``sys.exit()``, that ``exit`` is the way to leave."""
+        """Silence IPython's warning that ``sys.exit()`` should be ``exit``."""
         super().init_sys_modules()
         warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning)
 
     def ask_exit(self) -> NoReturn:
-        """What ``exit`` and ``quit`` call: they end the cell, as ``sys.exit()`` does, and not the rank."""
+        """End the cell, but not the rank, when it calls ``exit`` or ``quit``, as ``sys.exit()`` does."""
         raise SystemExit
 
     def begin_cell(self) -> None:
-        """Forget what the last cell raised, and all that IPython keeps of what cells show, for ``%notebook``."""
+        """Drop the errors of the last cell, and the outputs that IPython keeps for ``%notebook``."""
         self.raised_at = 0.0
-        self.raised = self.caught = self._told = self._kept = None
-        for kept in ("outputs", "exceptions"):  # from IPython 9 on
-            getattr(self.history_manager, kept, {}).clear()
+        self.raised = self.caught = self._last_formatted = self._caught_by_magic = None
+        for record in ("outputs", "exceptions"):  # exists since IPython 9
+            getattr(self.history_manager, record, {}).clear()
 
     def forget(self) -> None:
-        """The same, when its frames are let go, and all that was parsed to tell of them."""
+        """Drop the errors of the last cell and the sources that were parsed for their tracebacks."""
         self.begin_cell()
         tracebacks.forget_sources()
 
-    def told_of(self, error: BaseException | None) -> Told | None:
-        """What was told of `error`, if that was the last to be told; None: of whatever was."""
-        return self._told[1] if self._told and (error is None or error is self._told[0]) else None
+    def find_formatted(self, error: BaseException | None) -> Told | None:
+        """Return the text of `error` if that was formatted last; for None, return the last text in any case."""
+        last = self._last_formatted
+        return last[1] if last and (error is None or error is last[0]) else None
 
-    @functools.wraps(ZMQInteractiveShell.run_cell_async)  # ipykernel looks at its parameters
+    @functools.wraps(ZMQInteractiveShell.run_cell_async)  # ipykernel inspects the parameters
     async def run_cell_async(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """IPython's; an error whose text is odd is kept here, since ipykernel asks the one in the result for its text,
-        which may be 1 GB long or not come at all."""
+        """Run a cell and record its error in `raised`.
+
+        If ``str(error)`` is too long or does not return, the result gets an exception with the shortened text instead:
+        ipykernel would call ``str`` on it again.
+        """
         result = await super().run_cell_async(*args, **kwargs)
-        self.raised = None  # cells may be nested, and this one has ended later
+        self.raised = None  # an error of a nested cell, which ended before this one
         for name in ("error_before_exec", "error_in_exec"):
             error = getattr(result, name)
             if error is not None:
                 self.raised = error
-                told = self.told_of(error)
-                if told is not None and not told.whole:
-                    setattr(result, name, type(told.name, (Exception,), {})(told.message))
+                text = self.find_formatted(error)
+                if text is not None and not text.whole:
+                    setattr(result, name, type(text.name, (Exception,), {})(text.message))
         return result
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
-        """IPython's; raises what the magic has caught."""
-        with self._raising_what_is_caught():
+        """Run a cell magic, then raise the error that it caught, if any."""
+        with self._reraising_magic_errors():
             return super().run_cell_magic(magic_name, line, cell)
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
-        """IPython's; raises what the magic has caught."""
-        with self._raising_what_is_caught():  # a magic may look at the variables of whoever calls it: one frame more
+        """Run a line magic, then raise the error that it caught, if any."""
+        with self._reraising_magic_errors():  # a magic may read its caller's variables, which are one frame further up
             return super().run_line_magic(magic_name, line, _stack_depth + 1)
 
     @contextlib.contextmanager
-    def _raising_what_is_caught(self) -> Iterator[None]:
-        before, self._kept = self._kept, None
+    def _reraising_magic_errors(self) -> Iterator[None]:
+        outer, self._caught_by_magic = self._caught_by_magic, None
         try:
             yield
         finally:
-            kept, self._kept = self._kept, before
-        if kept is not None:
-            raise kept
+            caught, self._caught_by_magic = self._caught_by_magic, outer
+        if caught is not None:
+            raise caught
 
     @stacks.never_interrupted
     def showtraceback(
@@ -155,43 +159,48 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         exception_only: bool = False,
         running_compiled_code: bool = False,
     ) -> None:
-        """Tell an exception, by default the one that is handled."""
+        """Format an exception, by default the current one, and show or keep it depending on the caller.
+
+        The module's docstring has the cases.
+        """
         self.raised_at = self.raised_at or time.time()
         error = (exc_tuple or sys.exc_info())[1]
-        if error is None or type(error) is UsageError:  # a line or two
+        if error is None or type(error) is UsageError:  # shown without a traceback
             super().showtraceback(exc_tuple, filename, tb_offset, exception_only, running_compiled_code)
             return
-        told = self.told_of(error)
-        if told is None:
-            told = self._tell(error, tb_offset, exception_only, running_compiled_code)
-            self._told = error, told
-        teller = _teller(sys._getframe(1))
-        if teller == "magic":
-            self._kept = error
+        text = self.find_formatted(error)
+        if text is None:
+            text = self._format_error(error, tb_offset, exception_only, running_compiled_code)
+            self._last_formatted = error, text
+        origin = _find_origin(sys._getframe(1))
+        if origin == "magic":
+            self._caught_by_magic = error
             return
-        if teller == "caught":
-            self.caught = told
-        if teller == "cell" or (teller == "display" and getattr(self.displayhook, "msg", None) is not None):
-            self.kernel.mend_streams()  # it flushes them first
-            self._showtraceback(type(error), told.message, told.traceback)
+        if origin == "caught":
+            self.caught = text
+        if origin == "cell" or (origin == "display" and getattr(self.displayhook, "msg", None) is not None):
+            self.kernel.restore_streams()  # `_showtraceback` flushes them first
+            self._showtraceback(type(error), text.message, text.traceback)
         else:
-            with contextlib.suppress(Exception):  # of a stream that the cell has put in place of stderr
-                print(*told.traceback, sep="\n", file=sys.stderr)
+            with contextlib.suppress(Exception):  # the cell may have replaced stderr with a stream that fails
+                print(*text.traceback, sep="\n", file=sys.stderr)
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
-        """IPython calls it for what cannot be parsed."""
+        """Show the current error of a cell that cannot be parsed, by way of `showtraceback`."""
         self.showtraceback(filename=filename, running_compiled_code=running_compiled_code)
 
-    def _tell(self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool) -> Told:
+    def _format_error(self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool) -> Told:
         if membership.is_released(error):
             return Told(type(error).__name__, str(error), [])
         quick = type(error).__name__ in INTERRUPTS or c10d.is_broken_connection(error)
-        if quick:  # often raised on all ranks, and dropped when the notebook has heard of the first
+        if quick:  # often raised on all ranks, and all but the first are dropped
             return tracebacks.tell(error, None)
-        return tracebacks.tell(error, lambda: self._rich(error, tb_offset, exception_only, compiled))
+        return tracebacks.tell(error, lambda: self._ipython_traceback(error, tb_offset, exception_only, compiled))
 
-    def _rich(self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool) -> list[str]:
-        """IPython's traceback of `error`."""
+    def _ipython_traceback(
+        self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool
+    ) -> list[str]:
+        """Return the lines of IPython's traceback of `error`."""
         render = attribute_of(error, "_render_traceback_")
         if render is not None:
             return list(render())
@@ -204,9 +213,9 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         return list(self.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset))
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
-        """What IPython 9 keeps of an exception in the history of a session: not one more traceback."""
-        told = self.told_of(exception) or Told(type(exception).__name__, "", [])
-        return {"ename": told.name, "evalue": told.message, "traceback": told.traceback}
+        """Return the entry for IPython 9's session history, reusing the traceback that was formatted last."""
+        text = self.find_formatted(exception) or Told(type(exception).__name__, "", [])
+        return {"ename": text.name, "evalue": text.message, "traceback": text.traceback}
 
 
-RankShell.__name__ = ZMQInteractiveShell.__name__  # by which rich, fastprogress and others tell that this is a notebook
+RankShell.__name__ = ZMQInteractiveShell.__name__  # rich, fastprogress and others detect a notebook by this name

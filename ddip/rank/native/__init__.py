@@ -1,5 +1,5 @@
-"""Mechanisms below the public interfaces of Python, torch and Linux: one file each.
+"""Mechanisms below the public interfaces of Python, torch and Linux, one per file.
 
-Each file says what it does, why nothing gentler works, what can go wrong, and which variable turns it off.
-``protocol/switches.py`` has the variables; `self_tests` tries at the start of a rank what can be tried.
+Each file says what the mechanism does, why nothing gentler works, what can go wrong, and which environment variable
+turns it off. ``protocol/switches.py`` lists the variables. `self_tests` tests the mechanisms when a rank starts.
 """

@@ -1,12 +1,12 @@
-"""What C++ has freed: kept while a cell runs, and given back to the system when it has ended.
+"""Make malloc keep freed memory while a cell runs, and return it to the system when the cell has ended.
 
-A training step on the CPU frees all that it has allocated, and the next one allocates it again. With glibc's defaults,
-what is freed at the end of the heap goes back to the system, and comes again as pages that the kernel must clear first:
-the order of a few blocks decides whether a step has ten page faults or ten thousand. A step of a small convolutional
-network took 40 to 42 ms of CPU time with this, and 50 to 64 without.
+A training step on the CPU frees all memory that it has allocated, and the next step allocates it again. With glibc's
+defaults, memory freed at the end of the heap returns to the system and comes back as pages that the kernel must clear
+first, so the order of a few blocks decides whether a step has ten page faults or ten thousand. A step of a small
+convolutional network took 40 to 42 ms of CPU time with this mechanism, and 50 to 64 ms without.
 
-Why nothing gentler: glibc has no other interface for it. Risk: a process that needs much memory for a moment gives it
-back a little later. Without glibc it does nothing.
+Why nothing gentler: glibc has no other interface for it. Risk: a process that briefly needs much memory returns it a
+little later. With other C libraries, this file does nothing.
 """
 
 from __future__ import annotations
@@ -17,58 +17,60 @@ import time
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
-"""That the end of the heap may keep while a cell runs."""
+"""Free memory that may stay at the end of the heap while a cell runs."""
 HEAP_BYTES = 1 << 25
-"""Larger blocks come from the system, and go back there: the most to which glibc raises that limit by itself."""
+"""Size up to which blocks come from the heap; the maximum to which glibc raises this threshold by itself."""
 SPARE_BYTES = 1 << 26
-"""That may stay free between cells."""
-LONG_SECONDS, REST = 0.02, 50
-"""A heap of a hundred thousand holes takes longer to be looked at; it is left alone for so many times as long then."""
-THEIRS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""With any of these in the environment the user has set the allocator."""
+"""Additional free memory that may stay between cells."""
+LONG_SECONDS, PAUSE_FACTOR = 0.02, 50
+"""A look at a heap with a hundred thousand holes takes longer; the next one then waits this many times as long."""
+USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+"""Environment variables by which a user configures the allocator."""
 
 
 class _MallocInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``; `fordblks` is what is free in all its heaps, bytes."""
+    """The ``struct mallinfo2`` of glibc; `fordblks` is the free memory in all its heaps, bytes."""
 
     _fields_ = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
-_kept = False  # has malloc been told to keep memory?
-_left = 0
-"""What was free after the last time: between blocks in use, where it stays, but has no pages any more."""
-_not_before = 0.0  # seconds on time.monotonic
+_keeps_memory = False
+"""True once malloc is configured to keep freed memory."""
+_untrimmable_bytes = 0
+"""Free memory after the last trim: it lies between blocks in use and no longer occupies pages."""
+_next_look = 0.0
+"""Time before which `give_back` does nothing, on ``time.perf_counter``."""
 _libc = ctypes.CDLL(None)
 _mallopt, _mallinfo, _malloc_trim = (getattr(_libc, name, None) for name in ("mallopt", "mallinfo2", "malloc_trim"))
-"""None: another C library, or a glibc before 2.33."""
+"""Functions of glibc; None with another C library, or with glibc before 2.33."""
 if _mallinfo is not None:
     _mallinfo.restype = _MallocInfo
 
 
-def keep() -> None:
-    """From now on; nothing happens where the user has set the allocator, or it is not glibc's."""
-    global _kept
-    if _mallopt is not None and _mallinfo is not None and not any(name in os.environ for name in THEIRS):
-        _kept = bool(_mallopt(M_MMAP_THRESHOLD, HEAP_BYTES) and _mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+def keep_freed_memory() -> None:
+    """Make glibc's malloc keep freed memory from now on, unless the user has configured it."""
+    global _keeps_memory
+    if _mallopt is not None and _mallinfo is not None and not any(name in os.environ for name in USER_SETTINGS):
+        _keeps_memory = bool(_mallopt(M_MMAP_THRESHOLD, HEAP_BYTES) and _mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 def give_back() -> None:
-    """To the system, after a cell; where there is little more than the last time, the next one has it."""
-    global _left, _not_before
+    """Return free memory to the system after a cell, if it has grown by `SPARE_BYTES` since the last trim."""
+    global _untrimmable_bytes, _next_look
     began = time.perf_counter()
-    if not _kept or _mallinfo is None or began < _not_before:
+    if not _keeps_memory or _mallinfo is None or began < _next_look:
         return
     free = _mallinfo().fordblks
-    if free > _left + SPARE_BYTES:
+    if free > _untrimmable_bytes + SPARE_BYTES:
         give_back_all()
-        _left = _mallinfo().fordblks
+        _untrimmable_bytes = _mallinfo().fordblks
     else:
-        _left = min(_left, free)
+        _untrimmable_bytes = min(_untrimmable_bytes, free)
     ended = time.perf_counter()
-    _not_before = ended + REST * (ended - began) if ended - began > LONG_SECONDS else ended
+    _next_look = ended + PAUSE_FACTOR * (ended - began) if ended - began > LONG_SECONDS else ended
 
 
 def give_back_all() -> None:
-    """Also where it is little."""
+    """Return all free memory to the system, however little."""
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,15 +1,15 @@
-"""Waits in gloo that nobody would end: for a message that was half sent or half received when its connection broke.
+"""Abort gloo waits that a broken connection left hanging, for a message that was half sent or half received.
 
-gloo tells whoever waits on a broken connection, but for who waits for that message: this thread stays until the group's
-timeout, half an hour. Of 130 ranks that were killed in an ``all_reduce`` of 4 MB, three left the other rank so (torch
-2.15).
+When a connection breaks, gloo notifies the threads that wait on it, except for one that waits for such a message: it
+waits until the group's timeout, half an hour. When one of two ranks was killed in an ``all_reduce`` of 4 MB, this
+happened to the other rank 3 times in 130 (torch 2.15).
 
-The system tells for which address a thread waits. If one of gloo's buffers lies there, which begins with the address of
-its class's methods, the two that end such a wait are called; they are public in gloo, and torch has no way to them.
+Linux shows the address on which a thread waits. If it lies in a gloo buffer, recognized by the vtable pointer at its
+begin, the two functions that abort its waits are called. They are public in gloo, but torch does not expose them.
 ``tests/unit/test_private_names.py`` fails when a release changes their names.
 
-Risk: another object of the same class at that address, which a collective of the user's waits for: it raises as if it
-had been released. It is only looked for in ranks whose group was released.
+Risk: the address may lie in another object of the same class, on which a collective of the user waits. That collective
+raises as if its group had been released. Only ranks whose group has been released are searched.
 Switch: ``DDIP_NATIVE_GLOO_WAITS``.
 """
 
@@ -28,74 +28,78 @@ import torch
 from ddip.protocol import switches
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-METHODS = "_ZTVN4gloo9transport3tcp13UnboundBufferE"
-ENDING = (
+VTABLE = "_ZTVN4gloo9transport3tcp13UnboundBufferE"
+ABORT_FUNCTIONS = (
     "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitSendEv",
     "_ZN4gloo9transport3tcp13UnboundBuffer13abortWaitRecvEv",
 )
 WORD = struct.Struct("@N")
-TO_METHODS = 2 * WORD.size
-"""Where in the class's table an object points to."""
-REACH = 176
-"""Bytes from the beginning of a buffer to the end of what a thread can wait for in it."""
+VTABLE_OFFSET = 2 * WORD.size
+"""Offset within the vtable to which an object's vtable pointer points."""
+BUFFER_BYTES = 176
+"""Size of the part of a buffer that holds the addresses on which a thread can wait."""
 
 
 @functools.cache
-def _gloo() -> tuple[int, list[Callable[[int], None]]] | None:
-    """What a buffer begins with, and what ends a wait for it; None on a system, or with a torch, that has no such."""
+def _find_gloo() -> tuple[int, list[Callable[[int], None]]] | None:
+    """Return the vtable pointer of gloo's buffers and the functions that abort waits; None if missing."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        methods = ctypes.addressof(ctypes.c_char.in_dll(library, METHODS)) + TO_METHODS
-        ending = [getattr(library, name) for name in ENDING]
+        vtable = ctypes.addressof(ctypes.c_char.in_dll(library, VTABLE)) + VTABLE_OFFSET
+        aborts = [getattr(library, name) for name in ABORT_FUNCTIONS]
     except (OSError, ValueError, AttributeError):
         return None
-    for function in ending:
+    for function in aborts:
         function.argtypes, function.restype = [ctypes.c_void_p], None
-    return methods, ending
+    return vtable, aborts
 
 
 def is_possible() -> bool:
-    """Return whether this torch has what ends such a wait."""
-    return _gloo() is not None
+    """Return whether this torch has the functions that abort waits."""
+    return _find_gloo() is not None
 
 
-def waits() -> dict[int, int]:
-    """The buffer that each thread waits for just now, by the number of the thread; none where it cannot be known."""
+def find_waits() -> dict[int, int]:
+    """Return the address of the gloo buffer on which each thread waits now, by thread id.
+
+    Threads that wait for something else are left out; the result is empty on other systems than Linux.
+    """
     found: dict[int, int] = {}
-    gloo = _gloo() if switches.is_on(switches.GLOO_WAITS) else None
+    gloo = _find_gloo() if switches.is_on(switches.GLOO_WAITS) else None
     if gloo is None or not os.path.exists("/proc/self/task"):
         return found
     with contextlib.suppress(OSError), Path("/proc/self/mem").open("rb", buffering=0) as memory:
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has ended, or waits for no address
-                buffer = _buffer_around(_waits_for(thread), gloo[0], memory.fileno())
+            with contextlib.suppress(OSError):  # the thread has ended, or does not wait on an address
+                buffer = _find_buffer(_awaited_address(thread), gloo[0], memory.fileno())
                 if buffer is not None:
                     found[int(thread)] = buffer
     return found
 
 
-def _waits_for(thread: str) -> int:
-    """First argument of the call of the system that `thread` is in; 0 if it is in none."""
+def _awaited_address(thread: str) -> int:
+    """Return the first argument of the system call that `thread` is in; 0 if it is in none."""
     call = Path(f"/proc/self/task/{thread}/syscall").read_bytes().split()
     return int(call[1], 16) if len(call) > 1 else 0
 
 
-def _buffer_around(address: int, methods: int, memory: int) -> int | None:
-    """Where the buffer begins that `address` is in: it points to `methods`.
+def _find_buffer(address: int, vtable: int, memory: int) -> int | None:
+    """Return the address of the gloo buffer that contains `address`, found by its pointer to `vtable`.
 
-    Read as a file, memory that is not there raises OSError.
+    Returns None if there is no such buffer. `memory` is the descriptor of ``/proc/self/mem``, where reading unmapped
+    memory raises OSError.
     """
-    start = address - address % WORD.size - REACH
+    start = address - address % WORD.size - BUFFER_BYTES
     if start <= 0:
         return None
-    words = [word for (word,) in WORD.iter_unpack(os.pread(memory, REACH, start))]
-    offsets = [number * WORD.size for number, word in enumerate(words) if word == methods]
+    words = [word for (word,) in WORD.iter_unpack(os.pread(memory, BUFFER_BYTES, start))]
+    offsets = [number * WORD.size for number, word in enumerate(words) if word == vtable]
     return start + offsets[-1] if offsets else None
 
 
-def end(buffers: Collection[int]) -> None:
-    """Have those who wait for one of `buffers` go on, as if the message were there."""
-    gloo = _gloo()
+def end_waits(buffers: Collection[int]) -> None:
+    """Abort all waits on `buffers`: the waiting threads continue as if the message had arrived."""
+    gloo = _find_gloo()
     for function in gloo[1] if gloo else ():
         for buffer in buffers:
             function(buffer)

@@ -1,4 +1,4 @@
-"""Try the mechanisms of this package when a rank starts, and turn off those that do not work in this process."""
+"""Test the mechanisms of this package when a rank starts, and turn off those that fail in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddip.rank.native import lost_waits, sockets
 
 @functools.cache
 def turn_off_failing() -> None:
-    """Try each mechanism that is on, once; takes about two milliseconds."""
+    """Test each mechanism that is on, once per process, and turn it off if it fails; takes about 2 ms."""
     tests = {
         switches.SOCKETS: sockets.can_shut_down,
         switches.LISTENERS: sockets.can_fence,

@@ -1,12 +1,13 @@
-"""Shut down the connections of gloo in this process, and close its listeners to others.
+"""Shut down gloo's connections in this process, and fence its listening sockets against new connections.
 
-A rank that waits in a collective is in C++ and hears nothing. When the connections of its group are shut down, gloo's
-thread sees that they are closed, and the collective raises. gloo has no other way: its only timeout is that of the
-group, half an hour by default. `fence` has Linux drop whatever comes to a listener of gloo, which keeps it open.
+A rank that waits in a collective is in C++ and cannot be interrupted. When the connections of its group are shut down,
+gloo's thread sees that they are closed, and the collective raises. gloo has no other way: its only timeout is that of
+the group, half an hour by default. `fence` makes Linux drop all packets for gloo's listening sockets, since gloo keeps
+these open.
 
 The sockets are found among the file descriptors of the process, by the two ends of their connections.
-Risk: a socket of the user's with the same ends, which cannot be, or a descriptor that is closed meanwhile: each is
-used through a duplicate.
+Risk: a user's socket with the same ends, which is impossible, or a descriptor that is closed in the meantime, so each
+one is used through a duplicate.
 Switches: ``DDIP_NATIVE_SOCKETS``, ``DDIP_NATIVE_LISTENERS``.
 """
 
@@ -26,136 +27,140 @@ from ddip.protocol import switches
 from ddip.protocol.reports import Ends
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-"""Of Linux; Python has no names for them."""
-V4 = "::ffff:"
-"""How an IPv6 socket names an IPv4 address."""
-REJECT = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A program of the classic Berkeley packet filter: ``ret 0``, take no packet."""
+"""Socket options of Linux that Python does not define."""
+MAPPED_IPV4 = "::ffff:"
+"""Prefix of an IPv4 address on an IPv6 socket."""
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A classic Berkeley packet filter program: ``ret 0``, accept no packet."""
 
 
-def _tcp() -> Iterator[tuple[int, socket.SocketType]]:
-    """Each TCP socket: its descriptor, and a duplicate to be used before the next is asked for.
+def _iterate_tcp_sockets() -> Iterator[tuple[int, socket.SocketType]]:
+    """Yield each TCP socket of this process: its descriptor, and a duplicate that is closed afterwards.
 
-    Of the type that is below Python's own, which looks up names of numbers: a large group has many sockets.
+    It has the C type below ``socket.socket``, which would look up enum members: a large group has many sockets.
     """
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for name in os.listdir(folder):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            ours = socket.SocketType(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
+            duplicate = socket.SocketType(fileno=os.dup(int(name)))
+        except OSError:  # closed in the meantime
             continue
         try:
-            if ours.type == socket.SOCK_STREAM and ours.family in (socket.AF_INET, socket.AF_INET6):
-                yield int(name), ours
+            if duplicate.type == socket.SOCK_STREAM and duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                yield int(name), duplicate
         finally:
-            ours.close()
+            duplicate.close()
 
 
-def _listens(ours: socket.SocketType) -> bool:
-    return bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _is_listening(duplicate: socket.SocketType) -> bool:
+    return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _ends(ours: socket.SocketType) -> Ends | None:
-    """Both ends; None: it is not connected."""
+def _find_ends(duplicate: socket.SocketType) -> Ends | None:
+    """Return both ends of a connection; None if the socket is not connected."""
     try:
-        (our_host, our_port), (their_host, their_port) = ours.getsockname()[:2], ours.getpeername()[:2]
+        (our_host, our_port), (their_host, their_port) = duplicate.getsockname()[:2], duplicate.getpeername()[:2]
     except OSError:
         return None
-    # a client of a TCPStore is an IPv6 socket, whose server may be an IPv4 one
-    return our_host.removeprefix(V4), our_port, their_host.removeprefix(V4), their_port
+    # the client of a TCPStore is an IPv6 socket, even if the server's is an IPv4 one
+    return our_host.removeprefix(MAPPED_IPV4), our_port, their_host.removeprefix(MAPPED_IPV4), their_port
 
 
-def table() -> tuple[dict[int, tuple[Any, ...]], list[Ends]]:
-    """Host and port of each socket that listens, by its descriptor; both ends of each connection of this process."""
+def list_sockets() -> tuple[dict[int, tuple[Any, ...]], list[Ends]]:
+    """Return host and port of each listening socket, by its descriptor, and both ends of each connection."""
     listening, connected = dict[int, tuple[Any, ...]](), list[Ends]()
-    for number, ours in _tcp():
-        if _listens(ours):
-            listening[number] = ours.getsockname()[:2]
-        elif (ends := _ends(ours)) is not None:
+    for number, duplicate in _iterate_tcp_sockets():
+        if _is_listening(duplicate):
+            listening[number] = duplicate.getsockname()[:2]
+        elif (ends := _find_ends(duplicate)) is not None:
             connected.append(ends)
     return listening, connected
 
 
 def listeners() -> dict[int, tuple[Any, ...]]:
-    """Host and port of each socket that listens, by its descriptor."""
-    return table()[0]
+    """Return host and port of each listening socket, by its descriptor."""
+    return list_sockets()[0]
 
 
 def connections() -> list[Ends]:
-    """Both ends of each TCP connection of this process."""
-    return table()[1]
+    """Return both ends of each TCP connection of this process."""
+    return list_sockets()[1]
 
 
 def fence(numbers: Collection[int]) -> None:
-    """Have the system drop whatever comes to these sockets that listen: nobody can connect from now on.
+    """Make Linux drop all packets for these listening sockets, so that no one can connect to them.
 
-    Connections that are there do not notice, and the descriptors stay as they are: gloo neither stops to listen when it
-    has all its connections, nor bears that anybody else closes the socket. Only Linux can do it.
+    `numbers` are their descriptors. Existing connections are not affected. gloo does not stop listening when it has
+    all its connections, and fails if its socket is closed, so the descriptors stay open. On other systems, nothing
+    happens.
     """
     if not switches.is_on(switches.LISTENERS):
         return
-    program = ctypes.create_string_buffer(REJECT, len(REJECT))
-    _set(numbers, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))  # struct sock_fprog
+    program = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    _set_option(numbers, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))  # struct sock_fprog
 
 
-def open_again(numbers: Collection[int]) -> None:
-    """Take away what `fence` has done to these sockets."""
-    _set(numbers, SO_DETACH_FILTER, 0)
+def remove_fence(numbers: Collection[int]) -> None:
+    """Remove the packet filter of `fence` from these sockets."""
+    _set_option(numbers, SO_DETACH_FILTER, 0)
 
 
-def _set(numbers: Collection[int], option: int, value: int | bytes) -> None:
-    """An option of sockets that listen, by their descriptors."""
+def _set_option(numbers: Collection[int], option: int, value: int | bytes) -> None:
+    """Set an option of the listening sockets with these descriptors, on Linux only."""
     if sys.platform != "linux" or not numbers:
         return
-    for number, ours in _tcp():
-        if number in numbers and _listens(ours):
-            with contextlib.suppress(OSError):  # a kernel without such filters, or there is none
-                ours.setsockopt(socket.SOL_SOCKET, option, value)
+    for number, duplicate in _iterate_tcp_sockets():
+        if number in numbers and _is_listening(duplicate):
+            with contextlib.suppress(OSError):  # the kernel has no such filters, or none is attached
+                duplicate.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def can_shut_down() -> bool:
-    """Return whether `shut_down` ends a connection of this process with itself; raises OSError if there can be none."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()[:2], 1) as one:
+    """Return whether `shut_down` ends a test connection; raises OSError if that cannot be made."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()[:2], 1) as client,
+    ):
         server.settimeout(1)
-        with server.accept()[0] as other:
-            other.settimeout(1)
-            ends = _ends(one)
-            return ends is not None and shut_down([ends]) == 1 and other.recv(1) == b""
+        with server.accept()[0] as accepted:
+            accepted.settimeout(1)
+            ends = _find_ends(client)
+            return ends is not None and shut_down([ends]) == 1 and accepted.recv(1) == b""
 
 
 def can_fence() -> bool:
-    """Return whether the system takes the filter of `fence`."""
+    """Return whether the system accepts the packet filter of `fence`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         fence([server.fileno()])
         try:
-            server.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)  # ENOENT if there is none
+            server.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)  # ENOENT if no filter is attached
         except OSError:
             return False
     return True
 
 
-def to_itself(ports: Collection[int]) -> list[Ends]:
-    """The connections that this process has with itself at one of its `ports`, by both ends."""
-    table = connections()
-    back = {(*ends[2:], *ends[:2]) for ends in table}
-    return [ends for ends in table if ends in back and (ends[1] in ports or ends[3] in ports)]
+def own_connections(ports: Collection[int]) -> list[Ends]:
+    """Return both ends of each connection of this process to itself through one of `ports`."""
+    pairs = connections()
+    reversed_ends = {(*ends[2:], *ends[:2]) for ends in pairs}
+    return [ends for ends in pairs if ends in reversed_ends and (ends[1] in ports or ends[3] in ports)]
 
 
 def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
-    """Shut down those of this process's `connections`, and all that came in at its `ports`; returns how many.
+    """Shut down these `connections`, and those that were accepted at `ports`; return their number.
 
-    Whoever waits on one of them is told at once. Their descriptors stay open, for those who own them to close.
+    Threads that wait on one of them are unblocked at once. The descriptors stay open for their owners to close.
     """
-    wanted = {tuple(ends) for ends in connections}
-    found = 0
+    requested = {tuple(ends) for ends in connections}
+    count = 0
     if not switches.is_on(switches.SOCKETS):
-        return found
-    for _, connection in _tcp():
-        ends = _ends(connection)
-        if ends is not None and (ends in wanted or ends[1] in ports):
-            with contextlib.suppress(OSError):  # the other end was quicker
+        return count
+    for _, connection in _iterate_tcp_sockets():
+        ends = _find_ends(connection)
+        if ends is not None and (ends in requested or ends[1] in ports):
+            with contextlib.suppress(OSError):  # the other end has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
-            found += 1
-    return found
+            count += 1
+    return count

@@ -1,14 +1,14 @@
 """Raise an exception in another thread.
 
-    raise_in(thread)  -->  PyThreadState_SetAsyncExc  -->  the thread raises before its next step in Python code
+    raise_in(thread)  -->  PyThreadState_SetAsyncExc  -->  the thread raises before its next instruction in Python code
 
-Python 3.11 and 3.12 keep one flag for the whole process until a thread has raised such an exception. A thread that
-sleeps in C code may never do so. Meanwhile the interpreter is slow, and does not get past the first line of a function
-while it is traced: a cell with a debugger or coverage would hang. So the caller raises one in its own thread as well,
-which clears the flag; Python sets it again when the other thread continues.
+Python 3.11 and 3.12 set one flag for the whole process until some thread has raised such an exception. A thread that
+sleeps in C code may never do so. As long as the flag is set, the interpreter is slow, and a traced function does not
+get past its first line: a cell under a debugger or coverage would hang. So the caller also raises an exception in its
+own thread, which clears the flag; Python sets it again when the other thread continues.
 
-Why nothing gentler: the thread runs code of a user's object, such as ``__reduce__``, which looks at no flag.
-Risk: the exception may come within a ``finally`` of that code.
+Why nothing gentler: the thread runs code of a user's object, such as ``__reduce__``, which does not check any flag.
+Risk: the exception may interrupt a ``finally`` block of that code.
 Switch: ``DDIP_NATIVE_THREADS``.
 """
 
@@ -21,13 +21,14 @@ from ddip.protocol import switches
 
 
 class _Clear(BaseException):
-    """Raised and caught by the caller."""
+    """An exception that the caller of `raise_in` raises in its own thread and catches."""
 
 
 def raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise `error` in the thread with this identifier before its next step in Python code; None: no longer.
+    """Raise `error` in the thread with this identifier before its next instruction in Python code.
 
-    Not for the main thread to call: an interrupt would come between.
+    None withdraws an exception that has not been raised yet. Do not call this from the main thread, where an interrupt
+    could come between the two steps.
     """
     if not switches.is_on(switches.THREADS):
         return

@@ -1,1 +1,1 @@
-"""The process group on a rank: join, collectives, release."""
+"""The process group on a rank: joining, noting collectives, releasing and leaving."""

@@ -1,10 +1,10 @@
-"""Note which collectives this rank begins in each of its groups, and in which lines.
+"""Note which collectives this rank begins in each of its groups, and on which lines.
 
 The methods of ``ProcessGroup`` that Python code calls are wrapped: collectives, sends and receives are counted
 (``tallies.py``), the line of a collective is noted, and small tensors that it writes in place are copied
-(``aborted_tensors.py``). The methods are wrapped in the class, since programs hold functions of ``torch.distributed``
-under names of their own. A collective takes a few microseconds longer. The wrappers are called ``wrapper``, a name
-that is left out when a rank tells in which function it is.
+(``aborted_tensors.py``). The methods are wrapped in the class, since programs may have imported the functions of
+``torch.distributed`` under other names. A collective takes a few microseconds longer. The wrappers are called
+``wrapper``, a name that is omitted when ddip shows in which function a rank is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Method: TypeAlias = Callable[..., Any]
 
 
 def _cell_line() -> tuple[CodeType | None, int]:
-    """Return code and number of the line of a cell from which the caller's caller was called; None if of no cell."""
+    """Return code and number of the cell line that called the caller's caller; None and 0 without one."""
     frame = sys._getframe(2)
     cells = stacks.cell_files()
     while frame is not None and frame.f_code.co_filename not in cells:
@@ -42,39 +42,43 @@ def _cell_line() -> tuple[CodeType | None, int]:
     return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
 
 
-def _note_begun(group: dist.ProcessGroup, op: str, code: CodeType | None, number: int, given: Any = None) -> Tally:
-    """Note that a line of a cell begins a collective, the `op` on the tensors `given`."""
+def _note_collective(group: dist.ProcessGroup, op: str, code: CodeType | None, line: int, inputs: Any = None) -> Tally:
+    """Note that this `line` of a cell's `code` begins the collective `op` on `inputs`."""
     tally = tally_of(group)
     begun = tally.begun()
     tally.enter(is_collective=True)
-    tally.lines.append((begun, code, number))
-    tally.last = max(begun, default=0) + 1, op, [] if given is None else _given(given), time.time_ns()
-    tally.work = tallies.nothing
-    gpu.note_begun(code, number)
+    tally.lines.append((begun, code, line))
+    tally.last = max(begun, default=0) + 1, op, [] if inputs is None else _input_types(inputs), time.time_ns()
+    tally.work = tallies.no_work
+    gpu.note_begun(code, line)
     return tally
 
 
-def _given(given: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes of what goes in: a tensor, or a list of some, or a list for each tensor."""
-    if not isinstance(given, list):
-        return [(given.shape, given.dtype)]
-    if given and isinstance(given[0], list):
-        given = given[0]
-    return [(tensor.shape, tensor.dtype) for tensor in given]
+def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return shapes and dtypes of a collective's `inputs`: a tensor, a list of them, or a list of lists.
+
+    Of a list of lists, only the first one counts.
+    """
+    if not isinstance(inputs, list):
+        return [(inputs.shape, inputs.dtype)]
+    if inputs and isinstance(inputs[0], list):
+        inputs = inputs[0]
+    return [(tensor.shape, tensor.dtype) for tensor in inputs]
 
 
-def _collective(method: Method) -> Method:
+def _wrap_collective(method: Method) -> Method:
+    """Wrap a collective: note it, copy the tensors that it writes in place, and note how it fails."""
     name = method.__name__
     op = NAMES.get(name, name)
-    at = None if name == "barrier" else int(name in INTO_THE_FIRST)
+    at = None if name == "barrier" else int(name in OUTPUT_FIRST)
     is_in_place = name in IN_PLACE
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         written = None
-        try:  # the collective does not depend on these notes
+        try:  # an error while noting it must not stop the collective
             code, line = _cell_line()
-            tally = _note_begun(group, op, code, line, None if at is None or at >= len(args) else args[at])
+            tally = _note_collective(group, op, code, line, None if at is None or at >= len(args) else args[at])
             if is_in_place:
                 written = aborted_tensors.copy_inputs(group, args, code, line)
         except Exception:
@@ -86,25 +90,26 @@ def _collective(method: Method) -> Method:
             raise
         if work is not None:
             if written is not None:
-                aborted_tensors.expect(work, written)
+                aborted_tensors.track_work(work, written)
             try:
                 tally.work = weakref.ref(work)
-            except TypeError:  # a work of a third-party backend
-                tally.work = tallies.nothing
+            except TypeError:  # a third-party backend's work
+                tally.work = tallies.no_work
         return work
 
     return wrapper
 
 
-def _send_or_receive(method: Method) -> Method:
-    towards = {"send": "to", "recv": "from"}.get(method.__name__, "")
+def _wrap_send(method: Method) -> Method:
+    """Wrap a send or receive: count it, and learn how torch counts it."""
+    direction = {"send": "to", "recv": "from"}.get(method.__name__, "")
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         gpu.note_begun()
         tally = tally_of(group)
         tally.enter(is_collective=False)
-        tally.messages[f"{towards} {args[1]}" if towards and len(args) > 1 else "from any"] += 1
+        tally.messages[f"{direction} {args[1]}" if direction and len(args) > 1 else "from any"] += 1
         batch = tally.batches.get(threading.get_ident())
         if batch is not None:
             batch.has_sends = True
@@ -122,26 +127,32 @@ def _send_or_receive(method: Method) -> Method:
     return wrapper
 
 
-def _monitored_barrier(method: Method) -> Method:
-    """Count one collective: it sends and receives, rank 0 more often than the others."""
+def _wrap_monitored_barrier(method: Method) -> Method:
+    """Wrap the barrier: count it as one collective, whatever it sends and receives.
+
+    Rank 0 sends and receives more often than the others.
+    """
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         window = tallies.Window(tally_of(group))
-        tally = _note_begun(group, "monitored_barrier", *_cell_line())
+        tally = _note_collective(group, "monitored_barrier", *_cell_line())
         try:
             return method(group, *args, **kwargs)
         except RuntimeError as error:
             aborted_tensors.note_failure(error)
             raise
         finally:
-            tally.set_apart(window, collectives=1)
+            tally.exclude(window, collectives=1)
 
     return wrapper
 
 
-def _start_of_batch(method: Method) -> Method:
-    """Open a batch. nccl counts it as one, or each of its members, or both; which of them depends on the release."""
+def _wrap_batch_start(method: Method) -> Method:
+    """Wrap the start of a batch: open a window, since nccl counts a batch, its members, or both.
+
+    That depends on the release of torch.
+    """
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +165,9 @@ def _start_of_batch(method: Method) -> Method:
     return wrapper
 
 
-def _end_of_batch(method: Method) -> Method:
+def _wrap_batch_end(method: Method) -> Method:
+    """Wrap the end of a batch: if it had sends or receives, exclude all that torch counted in its window."""
+
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         tally = tally_of(group)
@@ -166,7 +179,7 @@ def _end_of_batch(method: Method) -> Method:
             raise
         finally:
             if window is not None and window.has_sends:
-                tally.set_apart(window)
+                tally.exclude(window)
 
     return wrapper
 
@@ -196,7 +209,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
-"""Methods of ``ProcessGroup``; not every release has them all."""
+"""Methods of ``ProcessGroup`` that are collectives; not every release of torch has all of them."""
 NAMES = {
     "_allgather_base": "all_gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
@@ -205,8 +218,8 @@ NAMES = {
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
 }
-"""Of those that a user knows by another."""
-INTO_THE_FIRST = {
+"""User-visible names of methods that have another one."""
+OUTPUT_FIRST = {
     "_allgather_base",
     "_reduce_scatter_base",
     "all_gather_single",
@@ -222,58 +235,61 @@ INTO_THE_FIRST = {
     "reduce_scatter_single",
     "scatter",
 }
-"""What they are given first is for the result, and what goes in comes second."""
+"""Collectives whose first argument receives the result and whose second one is the input."""
 IN_PLACE = {"allreduce", "allreduce_coalesced", "broadcast", "reduce"}
 """Collectives that write into the tensors that they read."""
 OTHERS = {
-    "send": _send_or_receive,
-    "recv": _send_or_receive,
-    "recv_anysource": _send_or_receive,
-    "monitored_barrier": _monitored_barrier,
-    "_start_coalescing": _start_of_batch,
-    "_end_coalescing": _end_of_batch,
+    "send": _wrap_send,
+    "recv": _wrap_send,
+    "recv_anysource": _wrap_send,
+    "monitored_barrier": _wrap_monitored_barrier,
+    "_start_coalescing": _wrap_batch_start,
+    "_end_coalescing": _wrap_batch_end,
 }
 
 
 @functools.cache
 def watch() -> None:
-    """Wrap the methods of ``ProcessGroup``, once, from now on; before the first group is formed."""
-    for name, wrap in {**dict.fromkeys(COLLECTIVES, _collective), **OTHERS}.items():
+    """Wrap the methods of ``ProcessGroup``, once; call this before the first group is formed."""
+    for name, wrap in {**dict.fromkeys(COLLECTIVES, _wrap_collective), **OTHERS}.items():
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
             setattr(dist.ProcessGroup, name, wrap(method))
     aborted_tensors.watch_waits()
 
 
-def _groups() -> list[tuple[dist.ProcessGroup, str]]:
+def _named_groups() -> list[tuple[dist.ProcessGroup, str]]:
     world = c10d.world()
     return [(group, DEFAULT_GROUP if group is world else name) for group, name in c10d.groups().items()]
 
 
 def counts() -> dict[str, int]:
-    """How many collectives this rank has begun in each of its groups, by torch's name for it."""
+    """Return the number of collectives that this rank has begun in each group, by torch's group name."""
     return {name: max(tally_of(group).begun(), default=0) for group, name in c10d.groups().items()}
 
 
-def noted() -> Entry | None:
-    """The collective that Python code has begun last, in a group that is there."""
+def find_last_begun() -> Entry | None:
+    """Return the last collective that Python code has begun in a current group; None if there was none."""
     found: Entry | None = None
     for group, name in c10d.groups().items():
         tally = tally_of(group)
         if tally.last is not None and (found is None or tally.last[3] > found.begun):
-            (number, op, given, at), work = tally.last, tally.work()
-            shapes, dtypes = [list(shape) for shape, _ in given], [str(dtype).rpartition(".")[2] for _, dtype in given]
+            (number, op, inputs, at), work = tally.last, tally.work()
+            shapes, dtypes = (
+                [list(shape) for shape, _ in inputs],
+                [str(dtype).rpartition(".")[2] for _, dtype in inputs],
+            )
             is_done = work is None or work.is_completed()
             found = Entry(name, 0, number, op, shapes, dtypes, at, is_done, (0, 0))
     return found
 
 
 def begun() -> Begun:
-    """Report the operations that this rank has begun so far, per group and device, if the backend counts them."""
+    """Return the operations that this rank has begun, per group and device, if the backend counts them."""
     report: Begun = {}
     size = dist.get_world_size() if dist.is_initialized() else 0
     may_begin = tallies.threads_may_begin()
-    for group, name in _groups():
+    for group, name in _named_groups():
         tally = tally_of(group)
         ranks = None if group.size() == size else dist.get_process_group_ranks(group)
         if not tally.is_unsure:
@@ -285,9 +301,9 @@ def begun() -> Begun:
 def line_of(key: str, number: int) -> dict[str, Any] | None:
     """Locate the line of the collective that followed the first `number` in the group and device `key`.
 
-    Returns a `StackLocation` as a dict. None if C++ began the collective, or if the line is no longer known.
+    Returns a `StackLocation` as a dict, or None if C++ began the collective or if the line is no longer known.
     """
-    for group, name in _groups():
+    for group, name in _named_groups():
         tally = tally_of(group)
         keys = [f"{name} {device}" for device in tally.devices]
         if key in keys:

@@ -1,7 +1,8 @@
-"""torch's flight recorder: the collectives that this rank has begun last, those that C++ has begun too.
+"""Read torch's flight recorder: the latest collectives of this rank, including those begun by C++.
 
-It is private (the public way to it writes files when a job hangs). torch has one for nccl and, in releases that record
-gloo as well, one for all other backends. ``tests/unit/test_private_names.py`` fails when it changes.
+The recorder has no public interface, except for one that writes files when a job hangs. torch has one recorder for nccl
+and, in releases that also record gloo, one for all other backends. ``tests/unit/test_private_names.py`` fails when it
+changes.
 """
 
 from __future__ import annotations
@@ -15,62 +16,62 @@ from typing import Any
 import torch
 
 _distributed_c10d = getattr(torch._C, "_distributed_c10d", None)
-DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
+DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A collective."""
+    """A collective that this rank has begun."""
 
     group: str
-    """Its name in torch."""
+    """The group's name in torch."""
     formed: int
-    """torch's number of the group; of two that had one name, the second has the greater."""
+    """torch's number of the group; if two groups had the same name, the later one has the greater number."""
     number: int
-    """In its group, from 1; sends and receives are not counted."""
+    """Number in its group, from 1; sends and receives are not counted."""
     op: str
-    """As torch's traces call it, such as ``gloo:all_reduce``."""
+    """Operation as in torch's traces, such as ``gloo:all_reduce``."""
     shapes: list[list[int]]
     dtypes: list[str]
     begun: int
-    """On ``time.time_ns``."""
+    """Time at which it began, on ``time.time_ns``."""
     is_done: bool
     record: tuple[int, int]
-    """By which two entries of one rank are told apart; they grow."""
+    """Recorder and number of the record, which identify an entry of one rank; the number grows."""
 
     @property
     def name(self) -> str:
-        """Without the backend."""
+        """Operation without the backend."""
         return self.op.rpartition(":")[2]
 
 
 def is_there() -> bool:
-    """Does this torch record other backends than nccl?"""
-    return hasattr(_distributed_c10d, DUMPS[0])
+    """Return whether this torch records other backends than nccl."""
+    return hasattr(_distributed_c10d, DUMP_FUNCTIONS[0])
 
 
 def entries() -> list[Entry]:
-    """The last 2000, in the order in which they were begun: it takes 20 ms.
+    """Return the last 2000 collectives, in the order in which they were begun; takes 20 ms.
 
-    Those of gloo that are under way cannot be had alone.
+    gloo's recorder cannot return unfinished collectives only.
     """
     found: list[Entry] = []
-    for number, name in enumerate(DUMPS):
+    for number, name in enumerate(DUMP_FUNCTIONS):
         dump = getattr(_distributed_c10d, name, None)
-        with contextlib.suppress(Exception):  # it is there for a look
-            found += _parse(number, pickle.loads(dump(True, False, False)) if dump is not None else {})
+        with contextlib.suppress(Exception):  # entries are optional information
+            found += _parse_dump(number, pickle.loads(dump(True, False, False)) if dump is not None else {})
     return sorted(found, key=lambda entry: entry.begun)
 
 
-def _parse(number: int, dumped: Any) -> list[Entry]:
+def _parse_dump(number: int, dumped: Any) -> list[Entry]:
     return [
         Entry(
             group=str(entry["process_group"][0]),
             formed=entry["pg_id"],
             number=entry["collective_seq_id"],
             op=entry["profiling_name"],
-            shapes=_shapes(entry["input_sizes"]),
-            dtypes=[_dtype(name) for name in entry["input_dtypes"]],
+            shapes=_parse_shapes(entry["input_sizes"]),
+            dtypes=[_parse_dtype(name) for name in entry["input_dtypes"]],
             begun=entry["time_created_ns"],
             is_done=bool(entry["retired"]) or entry["state"] == "completed",
             record=(number, entry["record_id"]),
@@ -80,15 +81,15 @@ def _parse(number: int, dumped: Any) -> list[Entry]:
     ]
 
 
-def _shapes(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
+def _parse_shapes(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(map(int, size)) for size in sizes]
 
 
 DTYPES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "short": "int16"}
-"""What C++ calls them, and Python."""
+"""Python's names of dtypes, by their names in C++."""
 
 
-def _dtype(name: str) -> str:
+def _parse_dtype(name: str) -> str:
     lower = name.lower()
     known = {"char": "int8", "byte": "uint8", **DTYPES}
     return known.get(lower, lower)

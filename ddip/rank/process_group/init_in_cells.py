@@ -1,7 +1,7 @@
-"""``init_process_group`` in a cell: code that was written for torchrun calls it, and the group is there already.
+"""Accept ``init_process_group`` in cells, where code written for torchrun calls it although ddip has formed the group.
 
-It is accepted where it asks for the group that is there, and refused with a word where it asks for another. Where
-there is no group, as after ``destroy_process_group``, it is torch's own.
+If the call asks for that group, it does nothing; if it asks for a different group, it raises an error that says what to
+type. If ddip's group does not exist, as after ``destroy_process_group``, torch's function runs unchanged.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ ACCEPTED = "\x1b[90mddip has formed the group already; this call of init_process
 
 
 def watch(is_ours: Callable[[], bool]) -> None:
-    """From now on. `is_ours`: is the group that is there the one that the notebook has had formed?"""
-    own = dist.init_process_group
-    signature = inspect.signature(own)
+    """Wrap ``init_process_group``; `is_ours` returns whether ddip has formed the current default group."""
+    original = dist.init_process_group
+    signature = inspect.signature(original)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         if not is_ours():
-            return own(*args, **kwargs)
-        asked = signature.bind(*args, **kwargs)
-        asked.apply_defaults()
-        _ensure_there(asked.arguments)
-        if asked.arguments["timeout"] is not None:
-            c10d.set_timeout(asked.arguments["timeout"])
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        _check_request(bound.arguments)
+        if bound.arguments["timeout"] is not None:
+            c10d.set_timeout(bound.arguments["timeout"])
         print(ACCEPTED)
         return None
 
     dist.init_process_group = distributed_c10d.init_process_group = wrapper
 
 
-def _ensure_there(asked: dict[str, Any]) -> None:
-    """Raise ValueError if the group that is there is not the one that is `asked` for."""
-    size, rank, there = dist.get_world_size(), dist.get_rank(), sorted(set(backends_of(dist.get_backend_config())))
-    now, typed, instead = f"ddip has formed a group of {size} ranks over {' and '.join(there)}", "", ""
-    wanted = asked["backend"]
-    if wanted is not None and not set(backends_of(str(wanted))) <= set(there):
-        typed, instead = f"backend={str(wanted)!r}", _makedip(str(wanted))
-    if asked["world_size"] not in (-1, None, size):
-        typed, instead = f"world_size={asked['world_size']}", f"%makedip -n {asked['world_size']}"
-    if asked["rank"] not in (-1, None, rank):
-        typed, instead = f"rank={asked['rank']}", "rank=rank, or leave it out"
+def _check_request(requested: dict[str, Any]) -> None:
+    """Raise ValueError if the `requested` backend, world size or rank is not that of the current group."""
+    size, rank, backends = dist.get_world_size(), dist.get_rank(), sorted(set(backends_of(dist.get_backend_config())))
+    current, typed, instead = f"ddip has formed a group of {size} ranks over {' and '.join(backends)}", "", ""
+    backend = requested["backend"]
+    if backend is not None and not set(backends_of(str(backend))) <= set(backends):
+        typed, instead = f"backend={str(backend)!r}", _makedip_command(str(backend))
+    if requested["world_size"] not in (-1, None, size):
+        typed, instead = f"world_size={requested['world_size']}", f"%makedip -n {requested['world_size']}"
+    if requested["rank"] not in (-1, None, rank):
+        typed, instead = f"rank={requested['rank']}", "rank=rank, or leave it out"
     if typed:
-        raise ValueError(f"init_process_group({typed}): {now}; type {instead}")
+        raise ValueError(f"init_process_group({typed}): {current}; type {instead}")
 
 
-def _makedip(backend: str) -> str:
-    """How to get a group over `backend`."""
+def _makedip_command(backend: str) -> str:
+    """Return the magic that forms a group over `backend`."""
     return "%makedip -g all, which needs GPUs" if "nccl" in backend else f"%makedip -b {backend}"

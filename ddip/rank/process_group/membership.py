@@ -1,9 +1,9 @@
-"""Join, release and leave the group.
+"""Join, release and leave the process group.
 
-A collective that waits cannot be interrupted: its thread is in C++. What it waits for can be broken, from the control
-thread: the connections that the ranks have with each other (gloo raises then), the communicators (nccl aborts), and
-the store, which the notebook replaces by something that no rank can read. After that every rank leaves the broken group
-and joins a new one; its variables stay.
+A waiting collective cannot be interrupted, since its thread is in C++. A release breaks what it waits for, from the
+control thread: the connections between the ranks (gloo raises), the communicators (nccl aborts), and the store, which
+the notebook replaces with something that no rank can read. Then every rank leaves the broken group and joins a new one;
+its variables are kept.
 """
 
 from __future__ import annotations
@@ -49,39 +49,42 @@ total = torch.ones(1, device=device, dtype=torch.float32)
 dist.all_reduce(total)
 total, size = total.item(), dist.get_world_size()
 """
-NUMBERS = ("rank", "world_size")
-"""The variables of a cell that say where it runs."""
+RANK_VARIABLES = ("rank", "world_size")
+"""Names of the variables that tell a cell which rank it runs on."""
 ABORT_FIRST_SECONDS = 0.5
-"""For which the connections wait for the aborts, at most: a kernel of the user's may hold them up."""
+"""Maximum time that shutting down connections waits for the aborts, which a user's GPU kernel may hold up."""
 ABORT_SECONDS = 5.0
-"""How long an abort may take until the rank is taken for one that cannot leave its group."""
-_seated = False
-"""Has this process what a rank has for good: threads, device, variables?"""
+"""Maximum time of an abort; a rank that exceeds it cannot leave its group."""
+_is_set_up = False
+"""True once this process has the working directory, the import path and the settings that a rank keeps."""
 _store = ""
-"""Of the group that was formed last; it names that group."""
-_formed: dist.ProcessGroup | None = None
+"""Store of the latest group, which identifies that group."""
+_ddip_group: dist.ProcessGroup | None = None
 """The default group that ddip has formed."""
 _released = False
-"""Has that group been released?"""
-_is_given_up = False
-"""Has an app asked for the group to be formed again, in the cell that runs?"""
-NOTHING = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
-_gone = NOTHING
-"""What went with the groups that this rank has left, until the user has been told: the next one may fail to form."""
-_joins = threading.Event()
-"""Has this rank begun to join another group since the last release?"""
+"""True if the group has been released."""
+_wants_rebuild = False
+"""True if an app has asked for a rebuild of the group in the running cell."""
+NOTHING_LOST = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
+_lost = NOTHING_LOST
+"""Objects lost with groups that this rank has left and not yet reported to the user: forming the next may fail."""
+_is_joining = threading.Event()
+"""Set when this rank begins to join another group after a release."""
 _is_cut_off = False
-"""Was the cell interrupted since a release has cut off its work on the GPU, or half of a message of gloo's?"""
+"""True if a release has interrupted the cell, since it cut off work on the GPU or a half-sent gloo message."""
 standing: dict[str, Any] = {}
-"""The variables that a cell may use."""
-_told_replaced: dict[str, str] = {}
-"""What was told last of those that cells have given other values."""
+"""Variables that ddip provides to cells, by name."""
+_reported_replaced: dict[str, str] = {}
+"""Replaced values of these variables that were reported last."""
 
 
 def watch() -> None:
-    """Once, before the first group is formed and before an interrupt can come: see what this process does in groups."""
+    """Install all hooks that note what this process does in groups.
+
+    Call this once, before the first group is formed and before an interrupt can arrive.
+    """
     collectives.watch()
-    init_in_cells.watch(lambda: _formed is not None and c10d.world() is _formed)
+    init_in_cells.watch(lambda: _ddip_group is not None and c10d.world() is _ddip_group)
     setup.watch()
     stores.watch(lambda: _released)
     wrappers.watch()
@@ -91,20 +94,20 @@ def watch() -> None:
 
 
 def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
-    """Take the `rank_spec`: environment, threads, device, the group itself, and the variables that a cell may use.
+    """Apply the `rank_spec`: environment, threads, device, process group, and variables for cells.
 
-    Blocks until all ``rank_spec.world_size`` ranks have joined. Returns the connections that were made meanwhile, and
-    the ports at which those of other ranks came in.
+    Blocks until all ``rank_spec.world_size`` ranks have joined. Returns the connections that were made in the meantime,
+    and the ports at which connections of other ranks were accepted.
     """
-    global _seated, _store, _formed, _released
+    global _is_set_up, _store, _ddip_group, _released
     _store, _released = rank_spec.store, False
-    _joins.set()
+    _is_joining.set()
     wrappers.begin_group()
     aborted_tensors.begin_group()
     changes.begin_group(rank_spec.store)
     os.environ.update(rank_spec.environment)
-    os.environ.update(rank_spec.interfaces)  # whatever the notebook, or a cell, has set
-    first = not _seated  # also after one that was interrupted: all of this may be done again
+    os.environ.update(rank_spec.interfaces)  # these take precedence over settings of the notebook or a cell
+    first = not _is_set_up  # True again if an interrupt ended the first join: the steps may be repeated
     if first:
         os.chdir(rank_spec.directory)
         sys.argv[:] = [""]
@@ -114,25 +117,25 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     gpu.use(device)
     try:
         with descriptors.spare(descriptors.of_a_group(rank_spec.world_size)):
-            connections = _form(rank_spec)
+            connections = _form_group(rank_spec)
     finally:
-        if first:  # not before: what torch imports to form its first group is not taken from the notebook's folder
+        if first:  # only now, so that torch's imports for the first group do not come from the notebook's folder
             sys.path[:] = rank_spec.path
             process_settings.note_start()
-            _seated = True
+            _is_set_up = True
     c10d.set_groups_made(rank_spec.groups)
-    _formed = c10d.world()
-    if _formed is None or _formed.size() != rank_spec.world_size:
+    _ddip_group = c10d.world()
+    if _ddip_group is None or _ddip_group.size() != rank_spec.world_size:
         raise RuntimeError("init_process_group has formed no group of all ranks; something has taken its place")
     setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
     standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
     namespace().update(standing)
-    _told_replaced.clear()
+    _reported_replaced.clear()
     return connections
 
 
-def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
-    """Form the group; returns what `join` does."""
+def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
+    """Form the default group; return the new connections and the listening ports, as `join` does."""
     before = set(sockets.connections())
     nccl, at_once = has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
     timed, served = nccl or rank_spec.backend == dist.Backend.GLOO, rank_spec.store.startswith("tcp:")
@@ -143,20 +146,20 @@ def _form(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
         timeout=c10d.setup_timeout(rank_spec.seconds) if timed else None,
-        device_id=gpu.device if at_once else None,  # with the former nccl, new_group would split the communicator then
+        device_id=gpu.device if at_once else None,  # the older nccl would split it in new_group
     )
     if nccl and not at_once:
         c10d.connect_devices(gpu.device)
     if timed:
         c10d.set_timeout(dist.default_pg_timeout)
-    listening, connected = sockets.table()
-    return [ends for ends in connected if ends not in before], list(setup.ports(set(listening.items())))
+    listening, connected = sockets.list_sockets()
+    return [ends for ends in connected if ends not in before], list(setup.listening_ports(set(listening.items())))
 
 
 def begin_cell() -> None:
-    """Put back what is missing of the names that a cell may use: ``%reset -f`` has taken them away."""
-    global _is_cut_off, _is_given_up
-    _is_cut_off = _is_given_up = False
+    """Reset the state per cell, and restore ddip's variables if they are missing, as after ``%reset -f``."""
+    global _is_cut_off, _wants_rebuild
+    _is_cut_off = _wants_rebuild = False
     gpu.begin_cell()
     changes.begin_cell()
     names = namespace()
@@ -164,27 +167,27 @@ def begin_cell() -> None:
         names.setdefault(name, value)
 
 
-def replaced() -> dict[str, str]:
-    """The values, in words, that the cell which has just ended has given ``rank`` and ``world_size``, if others than
-    this rank has; each is told once. Not ``device``: many programs have their own.
+def find_replaced() -> dict[str, str]:
+    """Return, as text and only once, the values with which a cell has replaced ``rank`` or ``world_size``.
 
-    No method of the value is called: it may be anything.
+    ``device`` is left out, since many programs have a variable of that name. No method of a value is called, since it
+    may be any object.
     """
-    global _told_replaced
+    global _reported_replaced
     names, now = namespace(), dict[str, str]()
-    for name in NUMBERS:
-        ours = standing.get(name)
-        value = names.get(name, ours)
-        if value is ours or (type(value) is int and value == ours):
+    for name in RANK_VARIABLES:
+        own_value = standing.get(name)
+        value = names.get(name, own_value)
+        if value is own_value or (type(value) is int and value == own_value):
             continue
-        small = type(value) is int and abs(value) < 1 << 63  # Python refuses to write very long ones
+        small = type(value) is int and abs(value) < 1 << 63  # Python cannot convert very large ones to text
         now[name] = str(value) if small else f"of type {type(value).__name__}"
-    told, _told_replaced = _told_replaced, now
-    return {name: text for name, text in now.items() if told.get(name) != text}
+    reported, _reported_replaced = _reported_replaced, now
+    return {name: text for name, text in now.items() if reported.get(name) != text}
 
 
 def check() -> None:
-    """Use the group once, as a cell does, with some memory and a thread; raises if this rank cannot."""
+    """Run an all_reduce, allocate 64 MiB and start a thread, as a cell may do; raises if this rank cannot."""
     names: dict[str, Any] = {"device": gpu.device}
     exec(CHECK, names)
     if names["total"] != names["size"]:
@@ -192,122 +195,124 @@ def check() -> None:
 
 
 def adopt(former_port: int, port: int) -> bool:
-    """Take the group that a cell has formed for the group of this rank.
+    """Use the default group that a cell has formed as the group of this rank; always returns True.
 
-    If that listens at the `former_port`, another would find it taken until all ranks have left the first: the next one
-    gets `port`.
+    If ``MASTER_PORT`` is the `former_port`, it becomes `port`: the adopted group may listen at the former one, where
+    another group could not be formed until all ranks have left this one.
     """
-    global _formed
-    _formed = c10d.world()
+    global _ddip_group
+    _ddip_group = c10d.world()
     if os.environ.get("MASTER_PORT") == str(former_port):
         os.environ["MASTER_PORT"] = str(port)
     return True
 
 
 def release(store: str, connections: list[Ends]) -> bool:
-    """Make whatever waits in a collective of the group that was formed through `store` fail now.
+    """Abort all waiting collectives of the group that was formed through `store`.
 
-    Returns whether work on the GPU is cut off by that: what it was to compute may be anything.
+    Returns whether this cuts off work on the GPU, whose results are then undefined.
     """
     global _released
-    if store != _store:  # this comes too late: the rank was held up in C code, and has joined another group since
+    if store != _store:  # too late: the control thread was delayed, and this rank has joined another group since
         return False
     _released = True
-    _joins.clear()
+    _is_joining.clear()
     on_cpu = gpu.device.type == "cpu"
     if on_cpu:
         _disconnect(connections)
     try:
-        return False if on_cpu else _abort()
-    finally:  # beside this thread, which answers others meanwhile
+        return False if on_cpu else _abort_on_gpu()
+    finally:  # in another thread, so that the control thread can serve requests
         guard = Guard("ranks may still wait in a released group")
-        guard.start_thread("ddip-release", _end_release, store, None if on_cpu else connections)
+        guard.start_thread("ddip-release", _finish_release, store, None if on_cpu else connections)
 
 
-def _abort() -> bool:
-    """Begin to abort what waits on the GPU; returns whether work is cut off by that."""
+def _abort_on_gpu() -> bool:
+    """Begin to abort collectives on the GPU; return whether this cuts off a cell's work."""
     begun, cut_off = gpu.begun(), gpu.is_under_way()
     if cut_off:
-        _interrupt()
+        _interrupt_cell()
     c10d.abort()
-    if not cut_off and gpu.begun() > begun:  # it has been begun just now
+    if not cut_off and gpu.begun() > begun:  # a collective began in the meantime
         cut_off = True
-        _interrupt()
-    if cut_off and gpu.state == "under way":  # and not of what ddip itself has asked for
+        _interrupt_cell()
+    if cut_off and gpu.state == "under way":  # the work belongs to a cell, not to a request of ddip
         aborted_tensors.report(*gpu.last)
         return True
     return False
 
 
-def _interrupt() -> None:
-    """Interrupt the cell, if one runs: what it does next, when the GPU is let go, would be done with garbage."""
+def _interrupt_cell() -> None:
+    """Interrupt the running cell, if any, since it would continue with undefined results."""
     global _is_cut_off
     _is_cut_off = True
     shell: Any = get_ipython()
     if shell is not None:
-        shell.kernel.interrupt_what_runs()
+        shell.kernel.interrupt_running_cell()
 
 
-def _end_release(store: str, connections: list[Ends] | None) -> None:
-    """What of a release takes time: the `connections` that wait for the aborts, and the waits that gloo forgets."""
+def _finish_release(store: str, connections: list[Ends] | None) -> None:
+    """Finish the slow steps of a release: shut down `connections` after the aborts, then end lost waits."""
     if connections is not None:
         _disconnect(connections)
-    released_waits.end_all(lambda seconds: _joins.wait(seconds) or store != _store, _interrupt)
+    released_waits.end_all(lambda seconds: _is_joining.wait(seconds) or store != _store, _interrupt_cell)
 
 
 def _disconnect(connections: list[Ends]) -> None:
-    """Shut down what the ranks are connected by, after the aborts, if any: some of it may be nccl's own, whose watchdog
-    takes that for a failure."""
+    """Shut down the connections between the ranks, after any aborts.
+
+    Some may belong to nccl, whose watchdog would take a broken connection for a failure.
+    """
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
     with descriptors.spare(1):
-        sockets.shut_down([*connections, *sockets.to_itself(stores.ports())], setup.ports())
+        sockets.shut_down([*connections, *sockets.own_connections(stores.ports())], setup.listening_ports())
 
 
 def leave() -> Going:
-    """Leave the group, if this rank is in one; the variables stay.
+    """Leave the group, if this rank is in one; the variables are kept.
 
-    Returns what has gone with this group and those before that the user has not been told. Raises RuntimeError if nccl
-    does not let go of the GPU.
+    Returns the objects lost with this and earlier groups that have not been reported to the user. Raises RuntimeError
+    if an abort of nccl has not ended within `ABORT_SECONDS`.
     """
-    global _formed, _gone
+    global _ddip_group, _lost
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
-    _formed = None
-    _gone = {
+    _ddip_group = None
+    _lost = {
         "wrappers": wrappers.retire(),
-        "meshes": _gone["meshes"] + meshes.retire(),
-        "subgroups": _gone["subgroups"] + c10d.subgroups(),
+        "meshes": _lost["meshes"] + meshes.disable_meshes(),
+        "subgroups": _lost["subgroups"] + c10d.subgroups(),
         "rpc": c10d.has_rpc(),
     }
     c10d.forget()
     aborted_tensors.leave_group()
-    return _gone
+    return _lost
 
 
 def forget_gone() -> None:
-    """The user has been told what has gone."""
-    global _gone
-    _gone = NOTHING
+    """Clear the lost objects once they have been reported to the user."""
+    global _lost
+    _lost = NOTHING_LOST
     wrappers.forget_gone()
 
 
 def give_up() -> None:
-    """For an app, at the end of a cell: have the group formed again before the next one."""
-    global _is_given_up
-    _is_given_up = True
+    """Request a rebuild of the group before the next cell; an app calls this at the end of a cell."""
+    global _wants_rebuild
+    _wants_rebuild = True
 
 
 def report() -> CellReport:
-    """Report the state of the group after a cell; ``other``: the cell has formed one in place of ours."""
+    """Report the state of the group after a cell; ``other``: the cell has formed its own default group."""
     now = c10d.world()
-    lost = _released or _is_given_up or aborted_tensors.is_group_broken
-    told: CellReport = {"released": lost, "state": "none"}
+    is_lost = _released or _wants_rebuild or aborted_tensors.is_group_broken
+    common: CellReport = {"released": is_lost, "state": "none"}
     if now is None:
-        return told
-    if now is not _formed:
-        return {**told, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
+        return common
+    if now is not _ddip_group:
+        return {**common, "state": "other", "rank": dist.get_rank(), "size": dist.get_world_size()}
     return {
-        **told,
+        **common,
         "state": "ours",
         "begun": collectives.begun(),
         "groups": c10d.groups_made(),
@@ -316,12 +321,12 @@ def report() -> CellReport:
 
 
 def is_released(error: BaseException) -> bool:
-    """Is `error` what a collective raised since the notebook has released this rank?"""
+    """Return whether `error` comes from a collective that was aborted because this rank was released."""
     return _released and c10d.is_broken_connection(error)
 
 
 def waited_in(error: BaseException) -> str:
-    """Where this rank waited for others when `error` ended that; empty for an error of its own."""
+    """Return where this rank waited for others when `error` ended the wait; empty for an error of its own."""
     if _is_cut_off and isinstance(error, KeyboardInterrupt):
         place = stacks.place_of(error)
         if gpu.device.type == "cpu":

@@ -1,9 +1,9 @@
-"""Device meshes (``torch.distributed.device_mesh``) of a group that is left.
+"""Disable device meshes (``torch.distributed.device_mesh``) of a group that this rank leaves.
 
-A mesh knows its groups by their names, and torch takes two meshes of the same ranks for one: what it remembers of
-DTensors would lead those of the next group to the groups of the former one. And a mesh of all ranks would work on in
-the next group, on parameters that ranks may have left at different steps.
-``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
+A mesh holds the names of its groups, and torch treats two meshes of the same ranks as equal, so its caches would lead
+DTensors of the next group to groups of the former one. A mesh of all ranks would also continue to work in the next
+group, on parameters that ranks may have left at different steps.
+``tests/unit/test_private_names.py`` fails when a release of torch changes the private names that are used here.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ LOST = (
     "and what is sharded over it; ddip.dist_state brings parameters back)"
 )
 LEFT = "left by ddip in generation"
-"""Begins what stands in a mesh in place of a thread's number: only for a test backend of torch's there is one."""
+"""Prefix of the marker in a mesh's thread id, which torch itself sets only for a test backend."""
 _generations = itertools.count()
 
 
-def retire() -> int:
-    """Have each mesh say so when it is used, and be equal to none that is made later; returns how many there were."""
-    generation, found = f"{LEFT} {next(_generations)}", 0
-    for thing in all_objects():
-        if type(thing) is not DeviceMesh:
+def disable_meshes() -> int:
+    """Make each mesh fail with the text `LOST` when used, and differ from later ones; return their number."""
+    generation, count = f"{LEFT} {next(_generations)}", 0
+    for found in all_objects():
+        if type(found) is not DeviceMesh:
             continue
-        mesh: Any = thing
+        mesh: Any = found
         if not str(getattr(mesh, "_thread_id", "")).startswith(LEFT):
             mesh._thread_id, mesh._hash = generation, None
             names = getattr(mesh, "_dim_group_names", None)
             if names is not None:
                 mesh._dim_group_names = [LOST.format(name=name) for name in names]
-            found += 1
-    return found
+            count += 1
+    return count

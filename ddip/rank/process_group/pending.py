@@ -1,7 +1,7 @@
-"""Which collective this rank is in, or has begun last, in words; for the control thread.
+"""Describe the collective that this rank is in, or has begun last; called on the control thread.
 
-torch's flight recorder tells, those of C++ too (DDP's). Where it has nothing, what ``collectives.py`` has noted of the
-ones that Python has begun must do.
+torch's flight recorder also has the collectives of C++, such as DDP's. If it has nothing, ``collectives.py`` still has
+those that Python code has begun.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from ddip.rank.runtime.housekeeping import cells
 
 
 def whole_stack() -> dict[str, Any]:
-    """Return the `Stack` of this rank as a dict, with the collective that its cell is in."""
+    """Return the `Stack` of this rank as a dict, with a description of its cell's current collective."""
     text = ""
     if cells.busy:
-        with contextlib.suppress(Exception):  # a cell may have changed what is asked: the stack is told anyway
-            text = collective()
+        with contextlib.suppress(Exception):  # a cell may have changed torch's objects; the stack is useful without it
+            text = describe_collective()
     return stacks.whole_stack(text)
 
 
-def collective() -> str:
-    """Such as ``in collective 5 of the default group: all_reduce of (4,) float32``, for the first that is under way.
+def describe_collective() -> str:
+    """Describe the first unfinished collective, or else the last one; empty if there was none.
 
-    Else of the last one that was begun; empty if there was none in the groups that are there.
+    Only the current groups count. An example is ``in collective 5 of the default group: all_reduce of (4,) float32``.
     """
     if not dist.is_initialized():
         return ""
     groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.groups().items()}
-    noted, recorded = collectives.noted(), _recorded()
+    last_noted, recorded = collectives.find_last_begun(), _recorded_entries()
     under_way = [entry for entry in recorded if not entry.is_done]
-    if not under_way and noted is not None and not noted.is_done:
-        under_way = [noted]
+    if not under_way and last_noted is not None and not last_noted.is_done:
+        under_way = [last_noted]
     if under_way:
         more = f", and {len(under_way) - 1} more are under way" if len(under_way) > 1 else ""
-        return f"in collective {_text(under_way[0], groups)}{more}"
-    last = max([*recorded, *filter(None, [noted])], key=lambda entry: entry.begun, default=None)
-    return "" if last is None else f"last collective, {_text(last, groups)}"
+        return f"in collective {_describe(under_way[0], groups)}{more}"
+    last = max([*recorded, *filter(None, [last_noted])], key=lambda entry: entry.begun, default=None)
+    return "" if last is None else f"last collective, {_describe(last, groups)}"
 
 
-def _recorded() -> list[Entry]:
-    """Of the groups that are there; one that is gone may have had the same name, and have left one that never ended."""
+def _recorded_entries() -> list[Entry]:
+    """Return the recorded collectives of the current groups.
+
+    A former group may have had the same name, and may have left a collective that never ended.
+    """
     counts, entries = collectives.counts(), flight_recorder.entries()
     formed: dict[str, int] = {}
     for entry in entries:
@@ -58,7 +61,7 @@ def _recorded() -> list[Entry]:
     ]
 
 
-def _text(entry: Entry, groups: Mapping[str, Sequence[int]]) -> str:
+def _describe(entry: Entry, groups: Mapping[str, Sequence[int]]) -> str:
     group = group_text(groups[entry.group], dist.get_world_size())
     dtype = entry.dtypes[0] if entry.dtypes else ""
     return f"{entry.number} of {group}: {kind_text(entry.name, entry.shapes, dtype)}"

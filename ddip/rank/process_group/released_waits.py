@@ -1,7 +1,7 @@
-"""End the waits of a released rank that the release itself has not ended.
+"""End waits of a released rank that the release itself has not ended.
 
-a half-sent message    gloo forgets who waits for it                                       ``lost_waits.py``
-a FileStore, from C++  looks for a key until the timeout                                   ``stores.FileWaits``
+a half-sent message      gloo does not notify the thread that waits for it    ``lost_waits.py``
+a FileStore, from C++    polls for a key until the timeout                    ``stores.FileWaits``
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from ddip.rank.runtime import stores
 from ddip.rank.runtime.housekeeping import cells
 
 LOST_SECONDS = 0.2
-"""How long a wait must last after a release to be one that nothing else ends."""
+"""Time for which a wait must last after a release to be considered lost."""
 
 
 def end_all(is_over: Callable[[float], bool], interrupt: Callable[[], None]) -> None:
-    """End all such waits, until there are none.
+    """End lost waits until two checks in a row find no waits, or until this rank joins another group.
 
-    `is_over` waits for so many seconds, and returns whether this rank has begun to join another group. `interrupt`
-    interrupts the cell.
+    `is_over` sleeps for the given number of seconds and returns whether this rank has begun to join another group.
+    `interrupt` interrupts the cell.
     """
     before, quiet = dict[int, int](), 0
     with contextlib.closing(stores.FileWaits()) as files:
         while quiet < 2:
             if is_over(LOST_SECONDS):
                 return
-            waits = lost_waits.waits()
-            lost = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
-            if lost and cells.busy and not cells.doing:
-                interrupt()  # the cell first: what it waits for will hold anything
-            lost_waits.end(lost)
+            waits = lost_waits.find_waits()
+            lost_buffers = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
+            if lost_buffers and cells.busy and not cells.doing:
+                interrupt()  # interrupt the cell first, since the tensor that it waits for will hold undefined values
+            lost_waits.end_waits(lost_buffers)
             in_files = files.end()
-            goes_on = waits or in_files
-            before, quiet = waits, 0 if goes_on else quiet + 1
+            before, quiet = waits, 0 if waits or in_files else quiet + 1

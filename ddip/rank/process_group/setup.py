@@ -1,12 +1,14 @@
-"""How torch sets up a group on this rank: the ranks agree before who is to be in it, and nobody can connect afterwards.
+"""Set up process groups safely: the ranks first agree on the members, and no one else can connect afterwards.
 
-    agree    who is in the group, and is everybody there?      waits for the store, where it can be released
-    open     if the group takes the listeners of another       so are those whom it waits for
-    set up   gloo listens, connects to each rank, returns      milliseconds, since everybody is there; if one dies now,
-                                                               a short timeout ends the others' wait for it to connect
-    fence    what it listens on
+    meet      the ranks compare their member lists and wait      a wait in the store, which a release can end
+              for each other
+    open      if the group reuses listening sockets of           likewise
+              another one, their fences are removed
+    set up    gloo listens, and connects to each rank            takes milliseconds, since all ranks are ready; if one
+                                                                 dies now, a short timeout ends the others' wait for it
+    fence     gloo's listening sockets
 
-The wrappers are called ``wrapper``, a name that is left out where a rank tells in which function it is.
+The wrappers are called ``wrapper``, a name that is omitted when ddip shows in which function a rank is.
 """
 
 from __future__ import annotations
@@ -26,29 +28,31 @@ from ddip.rank.runtime import c10d, descriptors
 
 Method: TypeAlias = Callable[..., Any]
 Listener: TypeAlias = "tuple[int, tuple[Any, ...]]"
-"""Descriptor and address: the number may be another's when the socket is closed."""
+"""Descriptor and address of a listening socket: the descriptor alone may be reused when the socket is closed."""
 
 SET_UP_SECONDS, SET_UP_SECONDS_PER_RANK = 5.0, 0.1
-"""Timeout of a group while gloo connects its ranks, which have all met by then; gloo gives up after five times that."""
+"""Timeout while gloo connects the ranks, which are all ready by then; gloo gives up after five times as long."""
 
 _fenced: set[Listener] = set()
-"""To which nobody can connect."""
+"""Listening sockets to which no one can connect."""
 
 
 @functools.cache
 def watch() -> None:
-    """Once; from now on, each group of this process is set up so."""
+    """Wrap torch's functions that set up groups, once."""
     group: Any = dist.ProcessGroup
     if compat_torch.is_on(compat_torch.SET_UP):
-        c10d.wrap_set_up(_set_up)
+        c10d.wrap_set_up(_wrap_set_up)
     if hasattr(group, "split_group") and compat_torch.is_on(compat_torch.COUNTS):
-        group.split_group = _split(group.split_group)
+        group.split_group = _wrap_split(group.split_group)
     if rpc.is_available() and compat_torch.is_on(compat_torch.RPC):
         registry: Any = rpc.backend_registry  # type: ignore[attr-defined]
-        registry._init_process_group = _of_rpc(registry._init_process_group)
+        registry._init_process_group = _wrap_rpc(registry._init_process_group)
 
 
-def _set_up(method: Method) -> Method:
+def _wrap_set_up(method: Method) -> Method:
+    """Wrap the function that sets up a group; its wrapper follows the steps in the module's docstring."""
+
     @functools.wraps(method)
     def wrapper(
         size: int,
@@ -61,46 +65,46 @@ def _set_up(method: Method) -> Method:
         **kwargs: Any,
     ) -> Any:
         group, timeout = (size, rank, ranks, backend, store, name), kwargs.get("timeout")
-        if store is None or "gloo" not in str(backend).lower():  # the others do not wait here
+        if store is None or "gloo" not in str(backend).lower():  # without a rendezvous of the ranks
             return _fence_after(functools.partial(method, *group, *args, **kwargs), size, str(backend))
         options = kwargs.get("backend_options", kwargs.get("pg_options", args[0] if args else None))
-        me = dist.get_rank() if ranks else int(rank or 0)  # without ranks it is the default group, of all
+        own_rank = dist.get_rank() if ranks else int(rank or 0)  # no ranks: the default group, of all ranks
         short, restored = c10d.setup_timeout(SET_UP_SECONDS + size * SET_UP_SECONDS_PER_RANK), None
         if str(backend).lower() == "gloo" and options is None and timeout is not None and short < timeout:
             kwargs["timeout"], restored = short, timeout
         with descriptors.spare(descriptors.of_a_group(size)):
-            agreement = _Agreement(store, name, list(ranks) or list(range(size)), me, timeout)
-            agreement._wait_for_all()
+            rendezvous = _Rendezvous(store, name, list(ranks) or list(range(size)), own_rank, timeout)
+            rendezvous._wait_for_all()
             if options is not None:
-                agreement._open_listeners()
-            made = _fence_after(functools.partial(method, *group, *args, **kwargs), size, str(backend))
-        if restored is not None and isinstance(made[0], dist.ProcessGroup):
-            c10d.set_group_timeout(restored, made[0])
-        return made
+                rendezvous._open_listeners()
+            result = _fence_after(functools.partial(method, *group, *args, **kwargs), size, str(backend))
+        if restored is not None and isinstance(result[0], dist.ProcessGroup):
+            c10d.set_group_timeout(restored, result[0])
+        return result
 
     return wrapper
 
 
-def _split(method: Method) -> Method:
-    """Of the group that is split, the parts take the listeners."""
+def _wrap_split(method: Method) -> Method:
+    """Wrap ``split_group``: the new groups reuse the listening sockets of the group that is split."""
 
     @functools.wraps(method)
     def wrapper(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        begin = functools.partial(method, parent, ranks, *args, **kwargs)
+        make = functools.partial(method, parent, ranks, *args, **kwargs)
         name, timeout = kwargs.get("group_name"), kwargs.get("timeout")
         with descriptors.spare(descriptors.of_a_group(len(ranks))):
-            agreement = _Agreement(parent.get_group_store(), str(name), list(ranks), parent.rank(), timeout)
+            rendezvous = _Rendezvous(parent.get_group_store(), str(name), list(ranks), parent.rank(), timeout)
             if name is not None:
-                agreement._wait_for_all()
-            agreement._open_listeners()
+                rendezvous._wait_for_all()
+            rendezvous._open_listeners()
             mixed = len({device.type for device in parent._device_types}) > 1
-            return _fence_after(begin, len(ranks), "nccl" if mixed else "gloo")
+            return _fence_after(make, len(ranks), "nccl" if mixed else "gloo")
 
     return wrapper
 
 
-def _of_rpc(method: Method) -> Method:
-    """RPC makes a gloo group of its own, from the `store`, which torch's other functions know nothing of."""
+def _wrap_rpc(method: Method) -> Method:
+    """Wrap the function with which RPC makes its own gloo group, bypassing torch's other functions."""
 
     @functools.wraps(method)
     def wrapper(store: Any, rank: int, size: int) -> Any:
@@ -110,78 +114,77 @@ def _of_rpc(method: Method) -> Method:
     return wrapper
 
 
-def ports(listeners: set[Listener] | None = None) -> set[int]:
-    """On which this rank has listened for others while its groups were set up: what came in there is gloo's.
+def listening_ports(listeners: set[Listener] | None = None) -> set[int]:
+    """Return the ports of this rank's fenced sockets; connections that were accepted there belong to gloo.
 
-    `listeners` are those that there are now, if that is known.
+    `listeners` are the current listening sockets, if the caller has them.
     """
-    return {int(address[1]) for _, address in _fenced & (_listeners() if listeners is None else listeners)}
+    return {int(address[1]) for _, address in _fenced & (_current_listeners() if listeners is None else listeners)}
 
 
-def _listeners() -> set[Listener]:
+def _current_listeners() -> set[Listener]:
     return set(sockets.listeners().items())
 
 
-def _fence_after(begin: Callable[[], Any], size: int, backend: str = "gloo") -> Any:
-    """Set up a group of `size`, and fence each socket on which gloo listens for the other ranks.
+def _fence_after(make: Callable[[], Any], size: int, backend: str = "gloo") -> Any:
+    """Call `make` to make a group of `size` ranks, then fence the sockets on which gloo listens for them.
 
-    Where nccl connects the ranks here, too, none is: it listens on, for splits of its communicator, and it cannot be
-    told which socket is whose.
-
-    All connections are there then, unless gloo was told to connect when they are needed: a group with fewer connections
-    than other ranks is left alone.
+    Nothing is fenced if nccl also connects the ranks at once: it keeps listening for splits of its communicator, and
+    its sockets cannot be told from those of gloo. Nor if there are fewer new connections than other ranks: gloo
+    may be configured to connect on demand.
     """
-    listening, connected = sockets.table()
+    listening, connected = sockets.list_sockets()
     before, connections = set(listening.items()), len(connected)
     try:
-        made = begin()
-    finally:
+        result = make()
+    finally:  # the rendezvous may have opened these
         _fence(_fenced & before)
-    group = made[0] if isinstance(made, tuple) else made
+    group = result[0] if isinstance(result, tuple) else result
     if not c10d.connects_at_once(backend.lower()):
-        listening, connected = sockets.table()
+        listening, connected = sockets.list_sockets()
         new = set(listening.items()) - before
         if new and len(connected) - connections >= len(new) * (group.size() - 1):
             _fence(new)
-    return made
+    return result
 
 
 def _fence(listeners: set[Listener]) -> None:
     global _fenced
     sockets.fence({number for number, _ in listeners})
-    _fenced = (_fenced & _listeners() if _fenced else _fenced) | listeners
+    _fenced = (_fenced & _current_listeners() if _fenced else _fenced) | listeners
 
 
-class _Agreement:
-    """The ranks of a group to be, as this one knows them, meet in a store."""
+class _Rendezvous:
+    """A rendezvous in a store of the ranks that are about to make a group, as listed on this rank."""
 
-    def __init__(self, store: Any, name: str, ranks: list[int], me: int, timeout: timedelta | None) -> None:
+    def __init__(self, store: Any, name: str, ranks: list[int], own_rank: int, timeout: timedelta | None) -> None:
         self._store = dist.PrefixStore(f"ddip/{name}", store)  # type: ignore[attr-defined]
-        self._ranks, self._me, self._timeout = ranks, me, timeout
+        self._ranks, self._rank, self._timeout = ranks, own_rank, timeout
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks are there; raises RuntimeError if another one has other ranks for the same group.
+        """Wait until all ranks are ready; raises RuntimeError if the ranks' member lists differ.
 
-        A rank that is not among them does not wait. gloo would connect ranks by their places in the lists, and those
-        that find no partner would wait in C++, where nothing releases them.
+        A rank that is not in the list does not wait. gloo would connect ranks by their positions in the lists, and a
+        rank without a partner would wait in C++, where a release cannot unblock it.
         """
-        mine = json.dumps([self._me, self._ranks])
-        first, theirs = json.loads(self._store.compare_set("ranks", "", mine))
-        if theirs != self._ranks:
+        own_list = json.dumps([self._rank, self._ranks])
+        first, first_list = json.loads(self._store.compare_set("ranks", "", own_list))
+        if first_list != self._ranks:
             raise RuntimeError(
-                f"the ranks do not agree who is in the new group: rank {self._me} has {self._ranks}, rank {first} has "
-                f"{theirs}; all ranks must make all groups, with the same lists in the same order"
+                f"the ranks do not agree who is in the new group: rank {self._rank} has {self._ranks}, rank {first} "
+                f"has {first_list}; all ranks must make all groups, with the same lists in the same order"
             )
         self._meet("here")
 
     def _open_listeners(self) -> None:
-        """Open what this rank listens on, and wait until the others have done it: they would knock for a second."""
-        if self._me in self._ranks:
-            sockets.open_again({number for number, _ in _fenced & _listeners()})
+        """Remove this rank's fences and wait for the others: TCP would retry a dropped connection after 1 s."""
+        if self._rank in self._ranks:
+            sockets.remove_fence({number for number, _ in _fenced & _current_listeners()})
             self._meet("open")
 
-    def _meet(self, where: str) -> None:
-        self._store.set(f"{where}/{self._me}", "")
-        others = [f"{where}/{rank}" for rank in self._ranks if rank != self._me]
-        if self._me in self._ranks and others:
-            self._store.wait(others) if self._timeout is None else self._store.wait(others, self._timeout)
+    def _meet(self, step: str) -> None:
+        """Wait until all ranks have reached `step`; a rank that is not in the list does not wait."""
+        self._store.set(f"{step}/{self._rank}", "")
+        keys = [f"{step}/{rank}" for rank in self._ranks if rank != self._rank]
+        if self._rank in self._ranks and keys:
+            self._store.wait(keys) if self._timeout is None else self._store.wait(keys, self._timeout)

@@ -1,9 +1,9 @@
 """Count the collectives, sends and receives that this rank has begun in each group.
 
-torch counts collectives, including those that C++ begins (DDP's reducer, functional collectives). Most backends count
-sends and receives as well, so ddip subtracts them. Threads may use a group at the same time. Therefore no number is
-derived from two readings of torch's counter, except for a batch and a monitored barrier; if another thread begins
-something meanwhile, the group is no longer reported.
+torch counts collectives, including those that C++ begins (DDP's reducer, functional collectives). Most backends also
+count sends and receives, so ddip subtracts them. Threads may use a group at the same time. Therefore no number is
+derived from two readings of torch's counter, except for a batch and a monitored barrier; if another thread begins an
+operation in between, the group is no longer reported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_LINES = 1000
 TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 _tallies: dict[int, Tally] = {}
-"""By the id of the group. A tally does not keep its group alive, or the group's connections would stay open."""
+"""Tallies by the id of the group. They hold weak references, since a group that is kept alive stays connected."""
 
 
 class Tally:
-    """The operations that this rank has begun in one group; lists have one item per backend."""
+    """A count of the operations that this rank has begun in one group; lists have one item per backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         key = id(group)
@@ -42,25 +42,27 @@ class Tally:
         self.batches: dict[int, Window] = {}
         """Batches that threads are assembling, by the thread's identifier."""
         self.is_unsure = False
-        """Two threads were counted together, so the numbers are not reported."""
+        """True if operations of two threads cannot be told apart, so that the numbers are not reported."""
         self.lines: collections.deque[tuple[list[int], CodeType | None, int]] = collections.deque(maxlen=MAX_LINES)
         """Per collective: the number begun before it, and code and number of its line."""
         self.last: tuple[int, str, list[Any], int] | None = None
         """The last collective begun by Python code: number, operation, shapes and dtypes, time."""
-        self.work: Callable[[], Any] = nothing
-        """Reference to the work that torch returned for it."""
+        self.work: Callable[[], Any] = no_work
+        """Weak reference to the work that torch returned for that collective."""
         self._lock = threading.Lock()
-        self._apart = [0] * len(self._backends)
-        """Operations that torch has counted and that are not collectives, without single sends and receives."""
+        self._excluded = [0] * len(self._backends)
+        """Operations that torch counts but that are not collectives, without sends and receives outside of batches."""
         self._sends = 0
-        self._per_send: list[int] | None = None
-        """How much torch adds to its count per send or receive: the least seen, as another thread may add to it."""
+        """Sends and receives outside of batches."""
+        self._count_per_send: list[int] | None = None
+        """Amount by which torch's counters grow per send or receive: the minimum, since other threads may add to it."""
         self._entries: collections.Counter[int] = collections.Counter()
         """Operations begun by Python code, by the thread's identifier."""
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         """Threads other than the main one that have begun operations."""
         self._by_threads = False
-        self._main = 0
+        """True if a thread started by Python, other than the main one, has begun operations."""
+        self._begun_by_main = 0
         """Collectives that Python code has begun in the main thread."""
 
     def counted(self) -> list[int]:
@@ -68,88 +70,90 @@ class Tally:
         return [backend._get_sequence_number_for_group() for backend in self._backends]
 
     def begun(self) -> list[int]:
-        """Return how many collectives have been begun, for each of `devices`."""
+        """Return the number of collectives begun, for each of `devices`."""
         counted = self.counted()
-        if self._sends or any(self._apart):
-            each = self._per_send or [1] * len(counted)
-            return [n - apart - self._sends * k for n, apart, k in zip(counted, self._apart, each, strict=True)]
+        if self._sends or any(self._excluded):
+            per_send = self._count_per_send or [1] * len(counted)
+            numbers = zip(counted, self._excluded, per_send, strict=True)
+            return [count - excluded - self._sends * weight for count, excluded, weight in numbers]
         return counted
 
     def enter(self, is_collective: bool) -> None:
-        """Note that the calling thread begins an operation."""
+        """Note that the current thread begins an operation."""
         ident = threading.get_ident()
         if ident != threading.main_thread().ident:
             thread = threading.current_thread()
             self._threads.add(thread)
             self._by_threads |= not isinstance(thread, threading._DummyThread)  # such as autograd's
         elif is_collective:
-            self._main += 1
+            self._begun_by_main += 1
         self._entries[ident] += 1
 
-    def others(self) -> int:
-        """Return how many operations threads other than the calling one have begun."""
+    def begun_by_others(self) -> int:
+        """Return the number of operations begun by other threads than the current one."""
         ident = threading.get_ident()
         return sum(n for thread, n in list(self._entries.items()) if thread != ident)
 
     def begin_send(self) -> list[int]:
-        """Count a send or receive; returns torch's counters before it."""
-        with self._lock:  # counted first: a rank that is counting seems to be behind, never ahead
+        """Count a send or receive; return torch's counters before it."""
+        with self._lock:  # counted first, so that a rank may for a moment seem to be behind, but never ahead
             self._sends += 1
         return self.counted()
 
     def end_send(self, before: list[int], failed: bool) -> None:
-        """Learn from torch's counters how a send or receive is counted."""
+        """Learn from torch's counters how much a send or receive adds to them, or exclude a failed one."""
         added = [n - m for n, m in zip(self.counted(), before, strict=True)]
         with self._lock:
             if failed:
                 self._sends -= 1
-                self._apart = [n + m for n, m in zip(self._apart, added, strict=True)]
-            elif self._per_send is None:
-                self._per_send = added
+                self._excluded = [n + m for n, m in zip(self._excluded, added, strict=True)]
+            elif self._count_per_send is None:
+                self._count_per_send = added
             else:
-                self._per_send = [min(pair) for pair in zip(self._per_send, added, strict=True)]
+                self._count_per_send = [min(pair) for pair in zip(self._count_per_send, added, strict=True)]
 
-    def set_apart(self, window: Window, collectives: int = 0) -> None:
-        """Count only so many collectives within `window`, whatever torch has counted."""
-        now, self.is_unsure = self.counted(), self.is_unsure or self.others() != window.others
+    def exclude(self, window: Window, collectives: int = 0) -> None:
+        """Exclude what torch has counted since `window` was opened, except for this number of `collectives`."""
+        now, self.is_unsure = self.counted(), self.is_unsure or self.begun_by_others() != window.begun_by_others
         with self._lock:
             for i, (n, m) in enumerate(zip(now, window.counted, strict=True)):
-                self._apart[i] += max(0, n - m - collectives)
+                self._excluded[i] += max(0, n - m - collectives)
 
     def use(self, device: int, ranks: list[int] | None, may_begin: MayBegin) -> GroupUse:
-        """Return the report for the backend with the index `device`; see `threads_may_begin`.
+        """Return the report for backend number `device`; `may_begin` comes from `threads_may_begin`.
 
-        The threads are looked at first: collectives that one of them has begun before its end are counted.
+        Threads are checked before torch's counters are read, so that the collectives of a thread that ends are counted.
         """
         if self._threads:
-            living = sys._current_frames()
-            may_begin = "yes" if any(thread.ident in living for thread in list(self._threads)) else may_begin
+            running = sys._current_frames()
+            may_begin = "yes" if any(thread.ident in running for thread in list(self._threads)) else may_begin
         begun = self.begun()
         return {
             "collectives": begun[device],
             "messages": dict(self.messages),
             "ranks": ranks,
-            "by_main": sum(begun) == self._main,
+            "by_main": sum(begun) == self._begun_by_main,
             "by_threads": self._by_threads,
             "may_begin": may_begin,
         }
 
 
 class Window:
-    """The moment from which torch's counters are compared with later ones."""
+    """A snapshot of a tally's counters, for comparison with later ones."""
 
     def __init__(self, tally: Tally) -> None:
-        self.others = tally.others()
+        self.begun_by_others = tally.begun_by_others()
         self.counted = tally.counted()
         self.has_sends = False
+        """True once the batch of this window has a send or receive."""
 
 
-def nothing() -> None:
-    """Stand in for a weak reference."""
+def no_work() -> None:
+    """Return None, as a weak reference to a work that no longer exists does."""
 
 
 def tally_of(group: dist.ProcessGroup) -> Tally:
-    """Return the tally of `group`."""
+    """Return the tally of `group`, creating it if needed."""
     tally = _tallies.get(id(group))
     if tally is None or tally.group() is not group:
         tally = _tallies[id(group)] = Tally(group)
@@ -157,9 +161,10 @@ def tally_of(group: dist.ProcessGroup) -> Tally:
 
 
 def threads_may_begin() -> MayBegin:
-    """Judge by their stacks if threads that cells have started may begin collectives, in whatever group.
+    """Judge by their stacks whether threads that cells have started may begin collectives in any group.
 
-    Threads of libraries (tqdm's monitor, idle workers of an executor) may not, those within ``torch.distributed`` may.
+    A thread in ``torch.distributed`` will ("yes"), one in a user's code may ("maybe"), and one in libraries only, such
+    as tqdm's monitor or an idle worker of an executor, will not ("no").
     """
     answer: MayBegin = "no"
     threads = [thread for thread in threading.enumerate() if getattr(thread, "ddip_cell", None)]

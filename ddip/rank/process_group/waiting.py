@@ -1,8 +1,8 @@
-"""Measure how long the main thread waits for other ranks: sampled while somebody watches.
+"""Measure how long the main thread waits for other ranks, by sampling it while a user watches.
 
 The main thread waits if it sleeps, as Linux reports, in a function of torch.distributed or in a backward pass, at whose
 end DDP waits for its collectives. A rank that sleeps elsewhere, in ``time.sleep`` or for its data loader, does not wait
-for others. On a GPU nothing is measured: nccl's collectives wait there, and the main thread continues.
+for others. On a GPU, nothing is measured: nccl's collectives wait there, and the main thread continues.
 """
 
 from __future__ import annotations
@@ -21,68 +21,69 @@ from ddip.rank.process_group import aborted_tensors, collectives
 from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
 
-LONGEST = 3.0
-"""Intervals that one sample counts for at most: the control thread may have been busy."""
+MAX_INTERVALS = 3.0
+"""Maximum number of intervals that one sample stands for, if the control thread has been busy."""
 TORCH = f"{Path(torch.__file__).parent}/"
-WAITS = f"{TORCH}distributed/", f"{TORCH}autograd/", collectives.__file__, aborted_tensors.__file__
+WAIT_FILES = f"{TORCH}distributed/", f"{TORCH}autograd/", collectives.__file__, aborted_tensors.__file__
 """Folders and files of functions in which a thread that sleeps waits for other ranks."""
-CALLS_OPERATORS = f"{TORCH}_ops.py"
-"""The file whose functions call torch's operators for others."""
+OPERATOR_FILE = f"{TORCH}_ops.py"
+"""File of the functions through which torch calls its operators."""
 
 
 class Waiting:
-    """The samples of this rank."""
+    """A sampler of the time that this rank waits for others."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """For which the main thread has waited for others, of the seconds that were `looked` at."""
+        """Time for which the main thread has waited for others, of the time in `looked`."""
         self.looked = 0.0
+        """Time that was sampled, seconds."""
         self._every = 1.0
-        self._until = self._last = 0.0
+        self._until = self._last_sample = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._random = random.Random()
 
     @property
     def is_known(self) -> bool:
-        """Can it be measured whether this rank waits?"""
+        """True if waiting can be measured on this rank: it works on the CPU, on Linux."""
         return gpu.device.type == "cpu" and os.path.exists("/proc/self/stat")
 
     def watch(self, every: float, keep: float) -> None:
-        """From the control thread, take a sample `every` so many seconds while a cell runs, for `keep` seconds."""
+        """Sample each `every` seconds for `keep` seconds while a cell runs; call this on the control thread."""
         self._every, self._until = every, time.monotonic() + keep
         if self.is_known and cells.busy and self._timer is None:
-            self._last = time.monotonic()
+            self._last_sample = time.monotonic()
             self._schedule()
 
     def _schedule(self) -> None:
-        """Schedule the next sample at a moment with which no loop of the cell keeps in step."""
+        """Schedule the next sample after a random delay, so that samples do not align with a loop of the cell."""
         seconds = self._every * (0.5 + self._random.random())
         self._timer = asyncio.get_running_loop().call_later(seconds, self._sample)
 
     def _sample(self) -> None:
         self._timer = None
         now = time.monotonic()
-        passed, self._last = min(now - self._last, LONGEST * self._every), now
+        passed, self._last_sample = min(now - self._last_sample, MAX_INTERVALS * self._every), now
         if now > self._until or not cells.busy:
             return
         self.looked += passed
-        if _is_in_collective() and _sleeps():
+        if _is_waiting_for_ranks() and _is_sleeping():
             self.seconds += passed
         self._schedule()
 
 
-def _is_in_collective() -> bool:
-    """Is the innermost function of the main thread one that waits for other ranks?"""
+def _is_waiting_for_ranks() -> bool:
+    """Return whether the innermost function of the main thread is one that waits for other ranks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(CALLS_OPERATORS):
+    while frame is not None and frame.f_code.co_filename.startswith(OPERATOR_FILE):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(WAITS)
+    return frame is not None and frame.f_code.co_filename.startswith(WAIT_FILES)
 
 
-def _sleeps() -> bool:
-    """Does the main thread sleep? Raises no error: the process is there."""
+def _is_sleeping() -> bool:
+    """Return whether the main thread sleeps, as Linux reports."""
     stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes()
-    return stat.rpartition(b")")[2].split()[0] == b"S"  # state of proc(5)
+    return stat.rpartition(b")")[2].split()[0] == b"S"  # the state field of proc(5)
 
 
 waiting = Waiting()

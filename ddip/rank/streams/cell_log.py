@@ -1,6 +1,6 @@
-"""``%%dip --log``: a file in which a rank keeps what one cell writes, whole, whoever looks at it.
+"""Log files of ``%%dip --log``: each holds the complete output of one cell on one rank, even if no one views it.
 
-A thread of the cell may write later: the files of the last cells stay open.
+The files of the last cells stay open, since a thread may write after its cell has ended.
 """
 
 from __future__ import annotations
@@ -11,70 +11,75 @@ from pathlib import Path
 from typing import IO
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-KEPT = 50
-"""Cells whose files are open."""
+MAX_OPEN_LOGS = 50
+"""Number of last cells whose files stay open."""
 _logs: dict[str, CellLog] = {}
-"""By the id of the cell's request."""
+"""Open logs, by the id of the cell's request."""
 
 
 class CellLog:
-    """Of one cell of this rank. What cannot be written is in `failed`, and the cell goes on without the file."""
+    """The log file of one cell on this rank.
+
+    If writing fails, `failed` holds the error and the cell continues without the file.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.failed = ""
         self._file: IO[str] | None = None
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)  # on another host it may not be there
+            Path(path).parent.mkdir(parents=True, exist_ok=True)  # the folder may be missing on another host
             Path(path).write_bytes(b"")
-            # for appending: a thread of a former cell with the same file may still write into it
+            # append: a thread of an earlier cell with the same file may still write to it
             self._file = Path(path).open("a", encoding="utf-8", errors="backslashreplace", newline="")  # noqa: SIM115
         except OSError as error:
-            self._give_up(error)
+            self._record_failure(error)
 
     def write(self, text: str) -> None:
-        """More of it; it is in the file when this returns."""
+        """Append `text` and flush it to the file."""
         if self._file is None:
             return
         try:
             self._file.write(text)
             self._file.flush()
         except OSError as error:  # the disk may be full
-            self._give_up(error)
+            self._record_failure(error)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the file; later writes are ignored."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what it could not write before
+            with contextlib.suppress(OSError):  # closing flushes again, which fails as the write did
                 file.close()
 
-    def _give_up(self, error: OSError) -> None:
+    def _record_failure(self, error: OSError) -> None:
         self.failed = f"{type(error).__name__}: {error}"
         self.close()
 
 
 def begin(request: str, prefix: str, rank: int) -> None:
-    """Keep what the cell of this request writes on `rank` in a file whose name begins with `prefix`."""
+    """Open the log ``{prefix}.{rank}.log`` for the output of the cell with this `request` id."""
     _logs[request] = CellLog(f"{prefix}.{rank}.log")
-    if len(_logs) > KEPT:
+    if len(_logs) > MAX_OPEN_LOGS:
         _logs.pop(next(iter(_logs))).close()
 
 
-def has(request: str) -> bool:
-    """Has the cell of this request a log?"""
+def has_log(request: str) -> bool:
+    """Return whether the cell with this `request` id has a log."""
     return request in _logs
 
 
 def write(request: str, text: str) -> None:
-    """The cell of this request has written `text`."""
+    """Append `text` to the log of the cell with this `request` id, if it has one."""
     if request in _logs:
         _logs[request].write(text)
 
 
 def end(request: str, traceback: list[str]) -> str:
-    """The cell has ended, with an error if there is a `traceback`, which is added without colours. Returns what to say
-    if not all of it could be written."""
+    """Append the lines of `traceback` without ANSI colors when the cell has ended.
+
+    Returns a message for the user if the log could not be written, otherwise an empty string. The file stays open.
+    """
     log = _logs[request]
     if traceback:
         log.write(ANSI.sub("", "\n".join([*traceback, ""])))

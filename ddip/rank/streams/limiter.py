@@ -1,4 +1,4 @@
-"""Of a flood that a cell writes only the beginning and the end leave the rank."""
+"""Limit the output that a rank sends: only the beginning and the end of a flood of text."""
 
 from __future__ import annotations
 
@@ -7,131 +7,138 @@ import time
 from dataclasses import dataclass, field
 
 TICK_SECONDS = 0.25
-"""How often something of a flood is sent, so that a person sees that it goes on."""
+"""Interval at which the end of a flood is sent, so that the user sees that the cell is still writing."""
 TICK_CHARACTERS = 2_000
+"""Characters sent at most per interval."""
 LINE_END = re.compile(r"\r?\n|\r")
-"""What is overwritten is a line, too: none of a bar's is long."""
+"""End of a line; ``\\r`` also ends one, so that the states of a progress bar do not add up to a long line."""
 LINE_BEGIN = 1_000
-"""Characters of a long line that are sent, though what is before it has taken more than half of what may be."""
+"""Characters sent of a long line at the end of the head, even if earlier lines took more than half of the limit."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of what a cell wrote to one stream."""
+    """A piece of the text that a cell wrote to one stream."""
 
     text: str
     line: int | None = None
-    """None: it follows what was sent before. Else it replaces the end of that, and begins at this line, from 0."""
+    """Number of the line at which this text begins, from 0, replacing the tail sent before; None to append it."""
     cut: int = 0
-    """Characters of that line that are left out before the text."""
+    """Number of characters left out of that line before this text."""
     breaks: bool = False
-    """Does what was sent before end within a line, which has to be ended first?"""
+    """True if the text sent before ends within a line, so that a newline must be sent first."""
 
 
 @dataclass
 class OutputLimiter:
-    """How much of what one cell writes to one stream is sent: `limit` characters, then the end of it.
+    """Select the text of one cell and stream that is sent: a head of `limit` characters, then the tail.
 
-    Whole lines, but for those that are long: these are broken in two, with what is left out between.
+    Only long lines are split; their middle is left out.
     """
 
     limit: int
     _written: int = 0
+    """Characters written."""
     _sent: int = 0
-    """Characters up to the end of what was sent last."""
+    """Characters written up to the end of the last chunk."""
     _lines: int = 0
+    """Line ends written, and those that were inserted before a gap."""
     _column: int = 0
-    """Characters of the last line of what follows the beginning without a gap; 0 in one that is overwritten."""
-    _end: str = ""
-    """The last characters after that."""
-    _cut: int = 0
-    """Characters of its first line that are before it, and after what was sent without a gap."""
-    _gap: bool = False
-    """Has something been left out?"""
-    _ticked: float = field(default_factory=time.monotonic)
+    """Length of the last line that was sent before any gap; 0 if the next text overwrites it."""
+    _tail: str = ""
+    """The last characters written after the text that was sent without a gap."""
+    _tail_cut: int = 0
+    """Characters left out of the first line of the tail, since they were dropped and not sent before."""
+    _has_gap: bool = False
+    """True if text has been left out."""
+    _last_tick: float = field(default_factory=time.monotonic)
 
     def take(self, text: str) -> Chunk | None:
-        """What to send when `text` has been written; None: nothing now."""
+        """Note that the cell has written `text`; return the chunk to send now, or None."""
         if not text:
             return None
         room = self.limit - self._written
         self._written += len(text)
         self._lines += text.count("\n")
         if self._written <= self.limit:
-            return self._send_on(text)
+            return self._append_chunk(text)
         if room > 0:
-            fits = self._fitting(text, room)
-            chunk = self._send_on(text[:fits])
+            fits = self._length_of_head(text, room)
+            chunk = self._append_chunk(text[:fits])
             self._sent = self._written - len(text) + fits
-            self._keep(text[fits:])
+            self._add_to_tail(text[fits:])
             return chunk
-        self._keep(text)
+        self._add_to_tail(text)
         now = time.monotonic()
-        if now < self._ticked + TICK_SECONDS:
+        if now < self._last_tick + TICK_SECONDS:
             return None
-        self._ticked = now
+        self._last_tick = now
         new = self._written - self._sent
-        if new > TICK_CHARACTERS or new > len(self._end):
-            return self._last(TICK_CHARACTERS)
+        if new > TICK_CHARACTERS or new > len(self._tail):
+            return self._tail_chunk(TICK_CHARACTERS)
         self._sent = self._written
-        return Chunk(self._end[-new:]) if self._gap else self._send_on(self._end)
+        return Chunk(self._tail[-new:]) if self._has_gap else self._append_chunk(self._tail)
 
     def rest(self) -> Chunk | None:
-        """The end of a flood; None if there is nothing to add."""
+        """Return the tail of a flood, or None if everything has been sent."""
         if self._written <= self.limit:
             return None
-        if self._gap or self._written - self._sent > len(self._end):
-            return self._last(self.limit // 2)
-        return self._send_on(self._end) if self._end else None
+        if self._has_gap or self._written - self._sent > len(self._tail):
+            return self._tail_chunk(self.limit // 2)
+        return self._append_chunk(self._tail) if self._tail else None
 
-    def _fitting(self, text: str, room: int) -> int:
-        """How much of `text` belongs to the beginning: the last whole lines that fit, and of a long line a part."""
-        begin = _last_line(text[:room])
-        end = _line_end(text, room) or len(text)
+    def _length_of_head(self, text: str, room: int) -> int:
+        """Return how many characters of `text`, at most `room`, belong to the head.
+
+        They are whole lines and, if the next line is longer than a quarter of the limit, the first part of that.
+        """
+        begin = _begin_of_last_line(text[:room])
+        end = _end_of_line(text, room) or len(text)
         if (0 if begin else self._column) + end - begin <= self.limit // 4:
             return begin
-        half = self.limit // 2 - (self.limit - room)  # the other half is for the end of it
+        half = self.limit // 2 - (self.limit - room)  # the other half is for the tail
         return min(room, max(begin + min(LINE_BEGIN, self.limit // 4), half))
 
-    def _send_on(self, text: str) -> Chunk:
-        """It follows what was sent before."""
-        begin = _last_line(text)
+    def _append_chunk(self, text: str) -> Chunk:
+        """Return a chunk that is appended to the text sent before, and clear the tail."""
+        begin = _begin_of_last_line(text)
         self._column = (0 if begin else self._column) + len(text) - begin
         if text[begin - 1 : begin] == "\r":
             self._column = 0
-        self._sent, self._end, self._cut = self._written, "", 0
+        self._sent, self._tail, self._tail_cut = self._written, "", 0
         return Chunk(text)
 
-    def _keep(self, text: str) -> None:
-        whole = self._end + text
+    def _add_to_tail(self, text: str) -> None:
+        """Append `text` to the tail and keep its last ``limit // 2`` characters."""
+        whole = self._tail + text
         over = max(0, len(whole) - self.limit // 2)
-        self._end, self._cut = whole[over:], _cut_after(self._cut, whole[:over])
+        self._tail, self._tail_cut = whole[over:], _missing_after(self._tail_cut, whole[:over])
 
-    def _last(self, most: int) -> Chunk:
-        """The end, without what was sent before the first gap."""
-        breaks = not self._gap and self._column > 0
+    def _tail_chunk(self, most: int) -> Chunk:
+        """Return the last `most` characters of the tail as a chunk that replaces the tail sent before."""
+        breaks = not self._has_gap and self._column > 0
         self._lines += breaks
-        self._gap, self._sent = True, self._written
-        over = max(0, len(self._end) - most)
-        text, cut = self._end[over:], _cut_after(self._cut, self._end[:over])
-        end = _line_end(text, 0)
-        if cut and end and cut + end <= most // 2:  # not a long line: whole ones
+        self._has_gap, self._sent = True, self._written
+        over = max(0, len(self._tail) - most)
+        text, cut = self._tail[over:], _missing_after(self._tail_cut, self._tail[:over])
+        end = _end_of_line(text, 0)
+        if cut and end and cut + end <= most // 2:  # the cut line is short: begin with the next one
             text, cut = text[end:], 0
         return Chunk(text, self._lines - text.count("\n"), cut, breaks)
 
 
-def _last_line(text: str) -> int:
-    """Where its last line begins, or what overwrites it."""
+def _begin_of_last_line(text: str) -> int:
+    """Return the position at which the last line of `text` begins; a ``\\r`` begins a new line."""
     return max(text.rfind("\n"), text.rfind("\r")) + 1
 
 
-def _line_end(text: str, at: int) -> int:
-    """Where the line ends in which `at` is, its end included; 0: not in `text`."""
+def _end_of_line(text: str, at: int) -> int:
+    """Return the position after the end of the line that contains `at`; 0 if `text` does not have its end."""
     found = LINE_END.search(text, at)
     return found.end() if found else 0
 
 
-def _cut_after(cut: int, dropped: str) -> int:
-    """How much of a line is missing when `dropped` is, too."""
-    begin = _last_line(dropped)
+def _missing_after(cut: int, dropped: str) -> int:
+    """Return how many characters of a line are missing after `dropped`, if `cut` were missing before it."""
+    begin = _begin_of_last_line(dropped)
     return len(dropped) - begin + (0 if begin else cut)

@@ -1,4 +1,4 @@
-"""What a cell has left in place of stdout and stderr, and whether the rank can go on with that."""
+"""Restore stdout and stderr after a cell that has replaced them with streams that cannot be written to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ddip.rank.runtime.stacks import is_users
 from ddip.rank.streams.streams import RankStream
 
 
-class _OfACell:
-    """A stream that a cell has put in place of stdout or stderr, and which may fail at any time: its disk may be full.
+class _CellStream:
+    """A wrapper around a cell's replacement of stdout or stderr, which may fail at any time.
 
-    ipykernel flushes it after each request, and if that raised, the answer would be lost.
+    ipykernel flushes it after each request. An error there, such as of a full disk, would lose the reply, so only a
+    flush by the cell's own code raises.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -29,30 +30,36 @@ class _OfACell:
                 raise
 
 
-def _is_untouched(ours: RankStream) -> bool:
-    """Has nobody put something in place of its methods? IPython does in each cell, and then puts these back."""
+def _is_untouched(rank_stream: RankStream) -> bool:
+    """Return whether `rank_stream` still has its own ``write`` and ``flush``.
+
+    IPython replaces both in each cell and puts them back as instance attributes, which are removed here.
+    """
     for name in ("write", "flush"):
-        found = vars(ours).get(name)
-        if getattr(found, "__self__", None) is ours and found.__func__ is getattr(RankStream, name):  # type: ignore[union-attr]
-            del vars(ours)[name]
-    return not vars(ours).keys() & {"write", "flush"}
+        found = vars(rank_stream).get(name)
+        if getattr(found, "__self__", None) is rank_stream and found.__func__ is getattr(RankStream, name):  # type: ignore[union-attr]
+            del vars(rank_stream)[name]
+    return not vars(rank_stream).keys() & {"write", "flush"}
 
 
-def mend(stdout: RankStream, stderr: RankStream) -> None:
-    """Put these back where a cell has left a stream in their place that cannot be written to."""
-    for name, ours in (("stdout", stdout), ("stderr", stderr)):
-        left = getattr(sys, name)
-        known = isinstance(left, _OfACell) and not getattr(left, "closed", False)
-        if known or (left is ours and _is_untouched(ours)):
-            continue  # as it was; to try it would cost a turn of the output thread
+def restore_streams(stdout: RankStream, stderr: RankStream) -> None:
+    """Put back the rank's own streams for ``sys.stdout`` and ``sys.stderr`` if those in their place fail.
+
+    Prints a message about each one that is put back.
+    """
+    for name, rank_stream in (("stdout", stdout), ("stderr", stderr)):
+        current = getattr(sys, name)
+        known = isinstance(current, _CellStream) and not getattr(current, "closed", False)
+        if known or (current is rank_stream and _is_untouched(rank_stream)):
+            continue  # unchanged; a trial write would cost a turn of the output thread
         try:
-            left.write("")
-            left.flush()
-            if left is not ours:
-                setattr(sys, name, _OfACell(left))
+            current.write("")
+            current.flush()
+            if current is not rank_stream:
+                setattr(sys, name, _CellStream(current))
         except Exception as error:
-            for replaced in ("write", "flush"):
-                vars(ours).pop(replaced, None)
-            setattr(sys, name, ours)
+            for method in ("write", "flush"):
+                vars(rank_stream).pop(method, None)
+            setattr(sys, name, rank_stream)
             what = f"the cell left a sys.{name} that cannot be written to ({type(error).__name__})"
             stderr.write(f"ddip: {what}; the former one is back\n")

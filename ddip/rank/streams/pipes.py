@@ -1,13 +1,13 @@
-"""What other writers than this process' own Python code write for a rank: all of it arrives in pipes.
+"""Pipes that collect output not written by this process' own Python code.
 
-    a forked process            -- records ------>  one pipe
-    C code, other programs      -- bytes -------->  a pipe in place of descriptor 1, and one in place of 2
+    forked processes            -- records ------>  one pipe
+    C code, other programs      -- bytes -------->  one pipe in place of descriptor 1, and one in place of 2
                                                       |
-    the output thread reads them, when something comes and before it sends what the rank itself has written
+    the output thread reads them when data arrives, and before it sends the rank's own output
 
-A forked process has no output thread, and may have been forked while another thread held any lock. It takes none: it
-writes a record for each write, in one system call that the system does whole or not at all, whoever else writes or
-ends it meanwhile.
+A forked process has no output thread, and it may have been forked while another thread held some lock. So it takes no
+locks: it writes one record per write, in one system call, which is atomic even if others write at the same time or the
+process is killed.
 """
 
 from __future__ import annotations
@@ -22,146 +22,147 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HEAD = struct.Struct("=HBIB")
-"""Of a record: its bytes, which stream, whose process, bytes of the id of the request; id and text follow."""
-A_CHARACTER = 6
-"""Bytes that a character takes at most: a lone surrogate is written as ``\\udc80``."""
-AT_ONCE = 65_536
-"""Bytes read at once: what a pipe holds, so that one read takes all that was written before it."""
-LINE = 1_000
-"""Characters of a line that is not waited for any longer."""
+"""Head of a record: its size in bytes, stream, process id, size of the request id; request id and text follow."""
+CHARACTER_BYTES = 6
+"""Maximum size of an encoded character: a lone surrogate is written as ``\\udc80``."""
+READ_BYTES = 65_536
+"""Size of a read: the capacity of a pipe, so that one read returns everything that was written before it."""
+LINE_CHARACTERS = 1_000
+"""Length from which an incomplete line is passed on without waiting for its end."""
 LOG_BYTES = 1_000_000
-"""To which a rank's log may grow by what is written to its descriptors; then it begins anew."""
+"""Size from which a rank's log of descriptor output is truncated and begun again."""
 
 
 class Written(NamedTuple):
     """Text that a process has written to a stream."""
 
     writer: int
-    """Its pid; 0: unknown, something wrote to the descriptor."""
+    """PID of the process; 0 if unknown, since it wrote to the descriptor."""
     stream: int
-    """1 or 2."""
+    """Descriptor of the stream, 1 or 2."""
     request: str | None
-    """Id of the request for which the cell runs that forked it; None: unknown."""
+    """Request id of the cell that forked the process; None if unknown."""
     text: str
 
 
 @dataclass
 class Lines:
-    """Puts the writes of several processes together, line by line: ``print`` writes a line in parts."""
+    """A buffer that joins the writes of each process to lines, since ``print`` writes a line in parts."""
 
-    _begun: dict[int, Written] = field(default_factory=dict)
-    """Of each process the line that it writes; of the descriptors, one each."""
+    _incomplete: dict[int, Written] = field(default_factory=dict)
+    """Incomplete lines, by PID, or by the negative number of the descriptor."""
 
     def add(self, new: Written) -> Iterator[Written]:
-        """What can be shown now that `new` has come: whole lines, and what the same process began elsewhere."""
+        """Add `new`; yield complete lines, and a line that its process left incomplete on another stream."""
         key = new.writer or -new.stream
-        before = self._begun.pop(key, None)
+        before = self._incomplete.pop(key, None)
         text = new.text
         if before is not None and (before.stream, before.request) == (new.stream, new.request):
             text = before.text + text
         elif before is not None:
             yield before
         end = max(text.rfind("\n"), text.rfind("\r")) + 1
-        if len(text) - end > LINE:
+        if len(text) - end > LINE_CHARACTERS:
             end = len(text)
         if end:
             yield Written(new.writer, new.stream, new.request, text[:end])
         if end < len(text):
-            self._begun[key] = Written(new.writer, new.stream, new.request, text[end:])
+            self._incomplete[key] = Written(new.writer, new.stream, new.request, text[end:])
 
     def __bool__(self) -> bool:
-        """Has a line been begun?"""
-        return bool(self._begun)
+        """Return whether the buffer holds an incomplete line."""
+        return bool(self._incomplete)
 
     def rest(self) -> list[Written]:
-        """What has been begun, whole or not."""
-        begun, self._begun = self._begun, {}
-        return list(begun.values())
+        """Remove and return all incomplete lines."""
+        incomplete, self._incomplete = self._incomplete, {}
+        return list(incomplete.values())
 
 
 class Pipe:
-    """The end that this process reads; nobody waits for it."""
+    """A pipe that this process reads without blocking."""
 
     def __init__(self) -> None:
         self.reads, self.writes = os.pipe()
         self.was_full = False
-        """Was there so much that more is to be expected at once?"""
+        """True if the last read returned so much that more is probably available at once."""
         os.set_blocking(self.reads, False)
 
     def read(self) -> bytes:
-        """What is there. This process can always write, so there is no end."""
+        """Return the bytes that are available now; never an end of file, since this process can also write."""
         try:
-            data = os.read(self.reads, AT_ONCE)
-        except OSError:  # nothing has come, or the output thread has ended and closed it
+            data = os.read(self.reads, READ_BYTES)
+        except OSError:  # empty, or closed by the output thread at its end
             data = b""
-        self.was_full = len(data) > AT_ONCE // 2
+        self.was_full = len(data) > READ_BYTES // 2
         return data
 
 
 class Records(Pipe):
-    """From forked processes."""
+    """A pipe that carries the output of forked processes as records."""
 
     def __init__(self) -> None:
         super().__init__()
         self._unread = b""
 
     def write(self, stream: int, writer: int, request: str, text: str) -> None:
-        """In a forked process. What it writes when its rank is no more is lost."""
+        """Write `text` as records, in a forked process; the text is lost if the rank has ended."""
         name = request.encode()[:255]
         size = HEAD.size + len(name)
-        step = (select.PIPE_BUF - size) // A_CHARACTER
+        step = (select.PIPE_BUF - size) // CHARACTER_BYTES
         with contextlib.suppress(BrokenPipeError):
             for begin in range(0, len(text), step):
                 data = text[begin : begin + step].encode("utf-8", "backslashreplace")
                 os.write(self.writes, HEAD.pack(size + len(data), stream, writer, len(name)) + name + data)
 
     def take(self) -> list[Written]:
-        """What has come; what one process wrote in a row is one."""
+        """Read the records that have arrived; join consecutive ones of the same process, stream and request."""
         data, begin, found, row, texts = self._unread + self.read(), 0, [], None, list[bytes]()
         while begin + HEAD.size <= len(data):
             size, stream, writer, length = HEAD.unpack_from(data, begin)
-            if size < HEAD.size + length or stream not in (1, 2):  # not ddip's: nobody knows where the next one begins
+            if size < HEAD.size + length or stream not in (1, 2):  # foreign data: the next record cannot be found
                 begin = len(data)
                 break
             if begin + size > len(data):
                 break
             text = begin + HEAD.size + length
-            this = writer, stream, data[begin + HEAD.size : text]
-            if this != row and row is not None:
-                found.append(_written(row, texts))
+            key = writer, stream, data[begin + HEAD.size : text]
+            if key != row and row is not None:
+                found.append(_join_texts(row, texts))
                 texts = []
-            row = this
+            row = key
             texts.append(data[text : begin + size])
             begin += size
         self._unread = data[begin:]
-        return found if row is None else [*found, _written(row, texts)]
+        return found if row is None else [*found, _join_texts(row, texts)]
 
 
-def _written(row: tuple[int, int, bytes], texts: list[bytes]) -> Written:
+def _join_texts(row: tuple[int, int, bytes], texts: list[bytes]) -> Written:
     writer, stream, request = row
     return Written(writer, stream, request.decode(errors="replace"), b"".join(texts).decode(errors="replace"))
 
 
 class Descriptor(Pipe):
-    """In place of 1 or 2, which C code and other programs write to; the rank's log has it, too."""
+    """A pipe in place of descriptor 1 or 2 for C code and other programs; its data also goes to the log."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self._number = number
         self.log = os.dup(number)
         self._logged = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two reads
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be split between two reads
         os.dup2(self.writes, number)
 
     def take(self) -> list[Written]:
-        """What has come."""
+        """Read the text that has arrived, and append it to the log."""
         data = self.read()
         with contextlib.suppress(OSError):  # the disk may be full
-            self._log(data)
+            self._append_to_log(data)
         text = self._decoder.decode(data)
         return [Written(0, self._number, None, text)] if text else []
 
-    def _log(self, data: bytes) -> None:
+    def _append_to_log(self, data: bytes) -> None:
+        """Append `data` to the log, truncating it first if it has grown too large; raises OSError."""
         self._logged += len(data)
         if self._logged > LOG_BYTES:
             self._logged = len(data)
@@ -172,20 +173,19 @@ class Descriptor(Pipe):
 
 
 class Pipes:
-    """All of a rank's pipes; only its output thread takes from them."""
+    """All pipes of a rank; only its output thread may call `take` and `rest`."""
 
     def __init__(self) -> None:
         self.records = Records()
         self._pipes: list[Records | Descriptor] = [self.records]
         self._lines = Lines()
         self._poll = select.poll()
-        """For the output thread alone: two threads cannot use one at once."""
+        """A poll object for the output thread only, since two threads cannot use one at the same time."""
         self._poll.register(self.records.reads, select.POLLIN)
-        os.register_at_fork(after_in_child=self._leave)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
-    def _leave(self) -> None:
-        """In a forked process: as long as it had an end to read, it could wait for ever to write when its rank has
-        ended."""
+    def _close_in_child(self) -> None:
+        """Close the read ends in a forked process, which otherwise could block writing after its rank ended."""
         for pipe in self._pipes:
             os.close(pipe.reads)
         self._pipes = []
@@ -197,25 +197,25 @@ class Pipes:
         self._poll.register(descriptor.reads, select.POLLIN)
         return descriptor
 
-    def has_come(self) -> bool:
-        """Has something been written that was not taken? Any thread may ask."""
+    def has_data(self) -> bool:
+        """Return whether a pipe has unread data; any thread may call this."""
         poll = select.poll()
         for pipe in self._pipes:
             poll.register(pipe.reads, select.POLLIN)
         return bool(poll.poll(0))
 
-    def has_begun(self) -> bool:
-        """Has a line been taken of which the end is missing?"""
+    def has_incomplete(self) -> bool:
+        """Return whether an incomplete line has been read."""
         return bool(self._lines)
 
     def take(self) -> Iterator[Written]:
-        """What can be shown of what has come."""
-        if not self._poll.poll(0):  # as a rule; to read each pipe in vain takes longer
+        """Read all pipes and yield what can be shown now."""
+        if not self._poll.poll(0):  # usually; reading each empty pipe takes longer
             return
         for pipe in self._pipes:
             for written in pipe.take():
                 yield from self._lines.add(written)
 
     def rest(self) -> list[Written]:
-        """Lines that have been begun."""
+        """Remove and return all incomplete lines."""
         return self._lines.rest()

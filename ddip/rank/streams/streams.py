@@ -1,7 +1,7 @@
-"""What a rank writes: sent soon, not sent where nobody looks, and of a flood only the beginning and the end.
+"""stdout, stderr and displays of a rank: text is sent within 40 ms, cut if it is a flood, or discarded if unwanted.
 
-ipykernel hands text to a thread that sends it every so often. What is done here is done in that thread, so that a loop
-of prints costs what it costs in a notebook's own kernel.
+ipykernel hands text to an output thread that sends it at intervals. Limiting and ordering also happen in that thread,
+so that a loop of prints costs no more than in the notebook's own kernel.
 """
 
 from __future__ import annotations
@@ -27,194 +27,207 @@ from ddip.rank.streams.pipes import Pipe, Pipes, Written
 
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
 PAUSE_SECONDS = 10e-6
-"""After a pause between two writes something else may have written; within a loop of prints nobody looks."""
-REST_SECONDS = 0.002
-"""After which a pipe is looked at again that had little in it."""
+"""Pause between two writes after which the pipes are checked for other output; a loop of prints skips the check."""
+POLL_SECONDS = 0.002
+"""Delay before a pipe that had little data is watched again."""
 ORDER_SECONDS = 1.0
-"""How long a write waits at most until what was written elsewhere before it has been read."""
-CELLS = 50
-"""Cells whose budgets are kept, for what their threads write later."""
+"""Maximum time that a write waits for earlier output of other writers to be read."""
+MAX_LIMITERS = 50
+"""Number of last cells whose limiters are kept for output that their threads write later."""
 
-_cell: ContextVar[dict[str, Any]] = ContextVar("ddip_cell")
-"""Header of the request whose output this is: of a task, the one in which it was made."""
+_current_header: ContextVar[dict[str, Any]] = ContextVar("ddip_cell")
+"""Header of the request to which output belongs; an asyncio task inherits that of its creator."""
 
 
-class _OfThreads:
-    """Whoever starts a thread is its cell: ipykernel would take the cell that runs when the thread writes."""
+class _CellOutput:
+    """A mixin that attributes a thread's output to the cell that started the thread.
 
-    _latest: dict[str, Any] = {}
+    ipykernel would attribute it to the cell that runs when the thread writes.
+    """
+
+    _latest_header: dict[str, Any] = {}
 
     @property
     def parent_header(self) -> dict[str, Any]:
         try:
-            return _cell.get()
+            return _current_header.get()
         except LookupError:
-            return getattr(threading.current_thread(), "ddip_cell", None) or self._latest
+            return getattr(threading.current_thread(), "ddip_cell", None) or self._latest_header
 
     @parent_header.setter
     def parent_header(self, value: dict[str, Any]) -> None:
-        _cell.set(value)
-        self._latest = value
+        _current_header.set(value)
+        self._latest_header = value
 
 
-class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
+class RankStream(_CellOutput, OutStream):  # type: ignore[misc]
     """stdout or stderr of a rank."""
 
     flush_interval = 0.04
-    _writer: RankStream | None = None
-    """Which of the two was written to last; of both."""
-    _line: deque[tuple[RankStream, dict[str, Any], str]] = deque()
-    """What was written to one before the other was written to, in order; of both."""
+    _last_writer: RankStream | None = None
+    """The stream that was written to last; shared by both streams."""
+    _queue: deque[tuple[RankStream, dict[str, Any], str]] = deque()
+    """Text to be sent, in order: stream, header of the cell's request, text; shared by both streams."""
     _streams: dict[int, RankStream] = {}
-    """By their descriptors."""
-    _in_order = threading.RLock()
-    """Held while others' writes are put behind those of this process: both are looked at at one moment; of both."""
+    """Both streams, by their descriptors."""
+    _order_lock = threading.RLock()
+    """Held while output of other writers is queued behind that of this process; shared by both streams."""
     _pipes: Pipes
-    """What others write; of both."""
-    _wrote = 0.0
-    """When it was written to last; not of both, since to change a class costs all that is looked up there next."""
+    """Pipes with the output of other writers; shared by both streams."""
+    _last_write = 0.0
+    """Time of the last write; per stream, since assigning a class attribute invalidates Python's lookup caches."""
     last_text = ""
-    """The end of what was sent last, or would be if somebody looked: perhaps a progress bar; of both."""
+    """End of the text that was sent or discarded last, which may be a progress bar; shared by both streams."""
     flushing = False
-    """Does the output thread send what was written? Of both, and set before it takes that. All that was to leave before
-    has left, since that thread does one after the other."""
-    _timed = False
-    """Will the output thread look soon?"""
-    _process = 0
-    """In what a cell has forked: its pid. Asked with each write, and quicker than to ask the system."""
+    """True while the output thread flushes, set before it takes the text; shared by both streams.
+
+    Messages that were scheduled earlier have been sent by then, since that thread does one thing after the other.
+    """
+    _is_timer_set = False
+    """True while the output thread has a timer for the next flush of this stream."""
+    _forked_pid = 0
+    """PID of this process if a cell forked it, otherwise 0; faster to read with each write than ``os.getpid``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """ipykernel reads descriptors in a thread for each, with blocking reads: after the cell's end, perhaps."""
+        """Create the stream and put a pipe in place of its descriptor.
+
+        ipykernel's own descriptor threads are not used: their blocking reads may deliver text after the cell's end.
+        """
         super().__init__(*args, watchfd=False, **kwargs)
         first = not RankStream._streams
         if first:
             RankStream._pipes = Pipes()
-            os.register_at_fork(after_in_child=lambda: setattr(RankStream, "_process", os.getpid()))
+            os.register_at_fork(after_in_child=lambda: setattr(RankStream, "_forked_pid", os.getpid()))
         self._number = DESCRIPTORS[self.name]
         RankStream._streams[self._number] = self
         descriptor = self._pipes.watch(self._number)
         self._original_stdstream_copy = descriptor.log
         for pipe in [self._pipes.records] * first + [descriptor]:
-            self.pub_thread.schedule(partial(self._watch, pipe))
+            self.pub_thread.schedule(partial(self._watch_pipe, pipe))
 
     def write(self, string: str) -> int:
-        """What the other stream still holds was written before, and leaves before: whichever is flushed first.
+        """Write text for the output thread to send, after all text written before it to either stream.
 
-        A process that a cell has forked has no thread that sends: this rank does it.
+        A process that a cell has forked has no output thread, so its text goes through a pipe to the rank.
         """
-        if self._process:
-            self._pipes.records.write(self._number, self._process, self.parent_header.get("msg_id", ""), string)
+        if self._forked_pid:
+            self._pipes.records.write(self._number, self._forked_pid, self.parent_header.get("msg_id", ""), string)
             return len(string)
         now = time.monotonic()
-        if now > self._wrote + PAUSE_SECONDS:
-            self._wait_for_others()
-        self._wrote = now
-        with self._in_order:
-            before = RankStream._writer
+        if now > self._last_write + PAUSE_SECONDS:
+            self._wait_for_external()
+        self._last_write = now
+        with self._order_lock:
+            before = RankStream._last_writer
             if before is not self:
-                RankStream._writer = self
+                RankStream._last_writer = self
                 if before is not None:
-                    before._line_up()
+                    before._queue_own()
             super().write(string)
         self._flush_soon()
         return len(string)
 
     def _schedule_flush(self) -> None:
-        """Not within ipykernel's `write`: this waits while the output thread's queue is full, which would wait for the
-        order that is held there."""
+        """Do nothing within ipykernel's `write`, which holds `_order_lock`; `_flush_soon` schedules the flush.
+
+        Scheduling blocks while the output thread's queue is full, and that thread may wait for the lock.
+        """
 
     def _flush_soon(self) -> None:
-        """The output thread is woken up once for an interval, not for each line of a loop that flushes them."""
+        """Schedule a flush after `flush_interval`, waking up the output thread at most once per interval."""
         if not self._flush_pending:
             self._flush_pending = True
-            if not self._timed:
-                self._timed = True
-                self.pub_thread.schedule(self._wait_an_interval)
+            if not self._is_timer_set:
+                self._is_timer_set = True
+                self.pub_thread.schedule(self._start_timer)
 
-    def _wait_an_interval(self) -> None:
-        self._io_loop.call_later(self.flush_interval, self._flush_in_turn)
+    def _start_timer(self) -> None:
+        self._io_loop.call_later(self.flush_interval, self._on_timer)
 
-    def _flush_in_turn(self) -> None:
-        self._timed = False  # before the look: what is written from here on asks again
+    def _on_timer(self) -> None:
+        self._is_timer_set = False  # cleared first, so that a write from now on schedules another flush
         if self._flush_pending:
             self.pub_thread.schedule(self._flush)
 
-    def _wait_for_others(self) -> None:
-        """What has been written elsewhere until now goes before what is written here next."""
+    def _wait_for_external(self) -> None:
+        """Wait until the output thread has queued other writers' output, so that it precedes the next write."""
         thread = self.pub_thread.thread
-        if thread is not threading.current_thread() and thread.is_alive() and self._pipes.has_come():
-            taken = threading.Event()
-            self.pub_thread.schedule(self._take_soon)
-            self.pub_thread.schedule(taken.set)
-            taken.wait(ORDER_SECONDS)
+        if thread is not threading.current_thread() and thread.is_alive() and self._pipes.has_data():
+            queued = threading.Event()
+            self.pub_thread.schedule(self._queue_external_soon)
+            self.pub_thread.schedule(queued.set)
+            queued.wait(ORDER_SECONDS)
 
-    def _watch(self, pipe: Pipe) -> None:
-        """In the output thread: look when something comes. It does not wake up for each word that a process writes."""
+    def _watch_pipe(self, pipe: Pipe) -> None:
+        """Read `pipe` whenever it has data, on the output thread, with short pauses to batch small writes."""
 
-        def come(*_: Any) -> None:
-            self._take_soon()
+        def on_data(*_: Any) -> None:
+            self._queue_external_soon()
             if not pipe.was_full:
                 self._io_loop.remove_handler(pipe.reads)
-                self._io_loop.call_later(REST_SECONDS, self._watch, pipe)
+                self._io_loop.call_later(POLL_SECONDS, self._watch_pipe, pipe)
 
-        self._io_loop.add_handler(pipe.reads, come, IOLoop.READ)
+        self._io_loop.add_handler(pipe.reads, on_data, IOLoop.READ)
 
-    def _take_soon(self) -> None:
-        """In the output thread: something has been written elsewhere; it is sent with the next flush."""
-        self._take()
+    def _queue_external_soon(self) -> None:
+        """Queue the output of other writers, on the output thread, and have the next flush send it."""
+        self._queue_external()
         if not self._flush_pending:
             self._flush_pending = True
-            self._wait_an_interval()
+            self._start_timer()
 
-    def _take(self) -> None:
-        """Line up what others have written, behind what this process has written before."""
-        with self._in_order:
+    def _queue_external(self) -> None:
+        """Queue the output of other writers behind what this process has written before."""
+        with self._order_lock:
             for written in self._pipes.take():
-                writer = RankStream._writer
+                writer = RankStream._last_writer
                 own = [] if writer is None else [(writer, parent, text) for parent, text in writer._flush_buffers()]
                 if own:
-                    self._line_up_begun()
-                    self._line.extend(own)
-                self._line.append(self._attributed(written))
+                    self._queue_incomplete()
+                    self._queue.extend(own)
+                self._queue.append(self._attribute(written))
 
-    def _line_up_begun(self) -> None:
-        """Lines that others have not ended: they came before what this process has in its buffers."""
-        self._line.extend(map(self._attributed, self._pipes.rest()))
+    def _queue_incomplete(self) -> None:
+        """Queue incomplete lines of other writers, which precede the text in this process' buffers."""
+        self._queue.extend(map(self._attribute, self._pipes.rest()))
 
-    def _attributed(self, written: Written) -> tuple[RankStream, dict[str, Any], str]:
-        """To the cell that forked its writer; what comes by a descriptor to the one that runs, or ran last."""
+    def _attribute(self, written: Written) -> tuple[RankStream, dict[str, Any], str]:
+        """Return `written` as a queue entry of its cell.
+
+        That is the cell that forked the writer, or the latest cell for text from a descriptor.
+        """
         stream = self._streams[written.stream]
         if written.request is None:
-            return stream, stream._latest, written.text
+            return stream, stream._latest_header, written.text
         return stream, stream._headers.get(written.request, {"msg_id": written.request}), written.text
 
-    def _line_up(self) -> None:
-        self._line.extend((self, parent, text) for parent, text in self._flush_buffers())
+    def _queue_own(self) -> None:
+        self._queue.extend((self, parent, text) for parent, text in self._flush_buffers())
 
     def close(self) -> None:
-        """A cell that closes it has written all that it wants to; the next one writes here, too."""
+        """Flush, but stay open, since the next cell writes to the same stream."""
         self.flush()
 
     def begin_cell(self, header: dict[str, Any], limit: int) -> None:
-        """The cell of the request with this header may show `limit` characters; 0: nobody looks."""
+        """Begin the cell of the request `header`, which may show `limit` characters; 0 discards its text."""
         RankStream.last_text = ""
-        self._headers[header["msg_id"]], self._budgets[header["msg_id"]] = header, OutputLimiter(limit)
-        if len(self._budgets) > CELLS:
-            oldest = next(iter(self._budgets))
-            del self._headers[oldest], self._budgets[oldest]
+        self._headers[header["msg_id"]], self._limiters[header["msg_id"]] = header, OutputLimiter(limit)
+        if len(self._limiters) > MAX_LIMITERS:
+            oldest = next(iter(self._limiters))
+            del self._headers[oldest], self._limiters[oldest]
 
     def has_rest(self, header: dict[str, Any]) -> bool:
-        """Is there an end of what the cell wrote that has not been sent?"""
-        return self._budgets[header["msg_id"]].rest() is not None
+        """Return whether the tail of the cell's text has not been sent."""
+        return self._limiters[header["msg_id"]].rest() is not None
 
     def end_cell(self, header: dict[str, Any]) -> None:
-        """Send it with the next flush."""
-        self._ended.append(header)
+        """Send the tail of the cell's text with the next flush."""
+        self._ended_cells.append(header)
         if getattr(sys, self.name) is not self:
             self.pub_thread.schedule(self._flush)
 
     @cached_property
-    def _budgets(self) -> dict[str, OutputLimiter]:
+    def _limiters(self) -> dict[str, OutputLimiter]:
         return {}
 
     @cached_property
@@ -222,30 +235,32 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
         return {}
 
     @cached_property
-    def _ended(self) -> deque[dict[str, Any]]:
+    def _ended_cells(self) -> deque[dict[str, Any]]:
         return deque()
 
     def flush(self) -> None:
-        """A turn of the output thread, where there is something to be sent and somebody looks: a loop may ask for it
-        with each line that it prints."""
-        budget = self._budgets.get(self.parent_header.get("msg_id", ""))
-        if budget is None or budget.limit:
+        """Wait until the output thread has sent all text, unless the text of this cell is discarded.
+
+        A loop may call this with each line that it prints.
+        """
+        limiter = self._limiters.get(self.parent_header.get("msg_id", ""))
+        if limiter is None or limiter.limit:
             self.flush_all()
 
     def flush_all(self) -> None:
-        """The same, also of what nobody looks at."""
+        """Wait until the output thread has processed all text, including text that is discarded."""
         thread = self.pub_thread.thread
-        if self._process or self.is_quiet():
+        if self._forked_pid or self.is_quiet():
             return
         if thread is threading.current_thread() or not thread.is_alive():
             self._flush()
             return
         sent = threading.Event()
-        self.pub_thread.schedule(partial(self._flush_for, sent))
+        self.pub_thread.schedule(partial(self._flush_and_notify, sent))
         sent.wait(self.flush_timeout)
 
-    def _flush_for(self, sent: threading.Event) -> None:
-        """For who waits: if the rank ends right after, nothing is lost."""
+    def _flush_and_notify(self, sent: threading.Event) -> None:
+        """Flush on the output thread, then set `sent` for the thread that waits in `flush_all`."""
         try:
             self._flush()
         finally:
@@ -253,15 +268,16 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
 
     @classmethod
     def is_quiet(cls) -> bool:
-        """Has all that was written until now been sent? Of both."""
-        with cls._in_order:  # what has been taken from a pipe is in the line
+        """Return whether all text written so far, to either stream or by other writers, has been sent."""
+        with cls._order_lock:  # data that was read from a pipe is in the queue
             streams = list(cls._streams.values())
-            begun = any(one._flush_pending or one._ended for one in streams) or cls._line or cls.flushing
-            return not begun and not cls._pipes.has_come() and not cls._pipes.has_begun()
+            pending = any(stream._flush_pending or stream._ended_cells for stream in streams)
+            busy = pending or cls._queue or cls.flushing
+            return not busy and not cls._pipes.has_data() and not cls._pipes.has_incomplete()
 
     def _flush(self) -> None:
         if not self._is_master_process():
-            return  # what the buffers hold is the parent's, which sends it
+            return  # the buffers hold copies of the parent's text, which the parent sends
         RankStream.flushing = True
         try:
             self._flush_both()
@@ -271,63 +287,67 @@ class RankStream(_OfThreads, OutStream):  # type: ignore[misc]
     def _flush_both(self) -> None:
         self._flush_pending = False
         self._subprocess_flush_pending = False
-        self._take()
-        self._line_up_begun()
-        self._line_up()
-        for (stream, _), texts in groupby(self._popped(), key=lambda one: (one[0], one[1].get("msg_id"))):
-            found = list(texts)
-            stream._show("".join(text for _, _, text in found), found[0][1])
-        while self._ended:
-            header = self._ended.popleft()
-            rest = self._budgets[header["msg_id"]].rest()
+        self._queue_external()
+        self._queue_incomplete()
+        self._queue_own()
+        for (stream, _), entries in groupby(self._drain_queue(), key=lambda entry: (entry[0], entry[1].get("msg_id"))):
+            group = list(entries)
+            stream._send_limited("".join(text for _, _, text in group), group[0][1])
+        while self._ended_cells:
+            header = self._ended_cells.popleft()
+            rest = self._limiters[header["msg_id"]].rest()
             if rest is not None:
                 self._send(rest, header)
 
-    def _popped(self) -> Iterator[tuple[RankStream, dict[str, Any], str]]:
-        for _ in range(len(self._line)):
-            yield self._line.popleft()
+    def _drain_queue(self) -> Iterator[tuple[RankStream, dict[str, Any], str]]:
+        for _ in range(len(self._queue)):
+            yield self._queue.popleft()
 
-    def _show(self, text: str, parent: dict[str, Any]) -> None:
+    def _send_limited(self, text: str, parent: dict[str, Any]) -> None:
+        """Log `text` of the cell with the header `parent`, and send what its limiter lets through."""
         cell_log.write(parent.get("msg_id", ""), text)
         RankStream.last_text = text[-300:]
-        budget = self._budgets.get(parent.get("msg_id", ""))
-        if budget is None:
+        limiter = self._limiters.get(parent.get("msg_id", ""))
+        if limiter is None:
             self._send(Chunk(text), parent)
-        elif budget.limit:
-            piece = budget.take(text)
-            if piece is not None:
-                self._send(piece, parent)
+        elif limiter.limit:
+            chunk = limiter.take(text)
+            if chunk is not None:
+                self._send(chunk, parent)
 
-    def _send(self, piece: Chunk, parent: dict[str, Any]) -> None:
-        if piece.breaks:
+    def _send(self, chunk: Chunk, parent: dict[str, Any]) -> None:
+        if chunk.breaks:
             self._send(Chunk("\n"), parent)
-        if not piece.text:
+        if not chunk.text:
             return
-        content = {"name": self.name, "text": piece.text}
-        if piece.line is not None:
-            content.update(line=piece.line, cut=piece.cut)
+        content = {"name": self.name, "text": chunk.text}
+        if chunk.line is not None:
+            content.update(line=chunk.line, cut=chunk.cut)
         self.session.send(self.pub_thread, self.session.msg("stream", content, parent=parent), ident=self.topic)
 
 
-class RankDisplay(_OfThreads, ZMQDisplayPublisher):  # type: ignore[misc]
-    """What a rank displays."""
+class RankDisplay(_CellOutput, ZMQDisplayPublisher):  # type: ignore[misc]
+    """The display publisher of a rank."""
 
     def _flush_streams(self) -> None:
-        """What was written before is above it, also where something has taken the place of `sys.stdout` that keeps a
-        flush to itself, as that of rich does while it draws a bar."""
+        """Flush both streams, so that text written before a display appears above it.
+
+        This works even if a cell has replaced ``sys.stdout`` with an object that ignores flushes, as rich does while
+        it draws a bar.
+        """
         super()._flush_streams()
-        last = RankStream._writer  # what the other one held has left before
+        last = RankStream._last_writer  # `write` has queued the text of the other stream before
         if last is not None and last not in (sys.stdout, sys.stderr):
             last.flush()
 
     def publish(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "<progress" in data.get("text/html", ""):  # as fastprogress shows it
+        if "<progress" in data.get("text/html", ""):  # a progress bar of fastprogress
             RankStream.last_text = data["text/html"][-300:].replace("\n", " ")
         super().publish(data, *args, **kwargs)
 
 
-def threads_belong_to_their_cells() -> None:
-    """From here on each thread knows the cell in which it was started, and so do the threads that it starts."""
+def tag_threads_with_cells() -> None:
+    """Patch ``Thread.start`` to store the header of the starting cell in each thread as ``ddip_cell``."""
     start = threading.Thread.start
 
     def start_in_cell(self: threading.Thread) -> None:
