@@ -68,7 +68,7 @@ def main() -> None:
 
     if refusal := compat.find_refusal(compat_torch.NAMES, compat_ipyparallel.ENGINE, compat_ipython.RANK_KERNEL):
         print(refusal, file=sys.stderr)  # the log, in which the notebook finds it
-        _leave(1)
+        _exit_quickly(1)
     from ddip.rank.kernel import needed  # noqa: F401
     from ddip.rank.kernel.engine_app import RankEngine
     from ddip.rank.native import freed
