@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-# -- from and to the objects
+# -- state of the objects
 
 
 def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
@@ -187,7 +187,7 @@ def _set_process_generators(units: Units) -> None:
         numpy.random.set_state(units["generators.numpy"])
 
 
-# -- apart, and together
+# -- tensors, apart from the rest
 
 
 def take_apart(units: Units) -> tuple[dict[str, torch.Tensor], bytes]:

@@ -89,7 +89,7 @@ class Copy:
         former, self.parts = self.parts, {}
         for name, tensor in tensors.items():
             local = local_of(tensor)
-            values = _allocate(former.get(name), local.shape, local.dtype)
+            values = _allocate_values(former.get(name), local.shape, local.dtype)
             values.copy_(local)
             self.parts[name] = Part(layouts[name].place, layouts[name].placements, values)
 
@@ -107,7 +107,7 @@ class Copy:
         return ctypes.string_at(data.data_ptr(), len(data))
 
 
-def _allocate(former: Part | None, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+def _allocate_values(former: Part | None, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     """Return memory for values of this shape and dtype, reusing the `former` part if it fits."""
     if former is not None and former.values.shape == shape and former.values.dtype == dtype:
         return former.values
@@ -167,16 +167,16 @@ def complete_saves(held: list[list[Held]]) -> dict[int, Holders]:
     >>> complete_saves([[(4, 0, 2), (4, 1, 2), (5, 0, 2)], [(4, 1, 2)]])
     {4: {0: [0], 1: [0, 1]}}
     """
-    return {serial: holders for serial, (size, holders) in _holders(held).items() if len(holders) == size}
+    return {serial: holders for serial, (size, holders) in _holders_by_save(held).items() if len(holders) == size}
 
 
 def missing_ranks(held: list[list[Held]]) -> str:
     """Return a text that names the ranks whose copies of the newest save are lost."""
-    size, holders = max(_holders(held).items())[1]
+    size, holders = max(_holders_by_save(held).items())[1]
     return f"rank {', '.join(str(rank) for rank in range(size) if rank not in holders)} of {size}"
 
 
-def _holders(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
+def _holders_by_save(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
     saves: dict[int, tuple[int, Holders]] = {}
     for holder, copies in enumerate(held):
         for serial, rank, size in copies:
@@ -221,9 +221,9 @@ def mirror(own: Copy, former: Copy) -> Copy:
     same_here, same_there = _equal_parts(own_outline, outline), _equal_parts(own_outline, headers[receiver][1])
     memory = {name: part for name, part in former.parts.items() if not _shares_memory(part, own.parts.get(name))}
     for name, (place, placements, dtype, _) in outline.items():
-        values = own.parts[name].values if name in same_here else _allocate(memory.get(name), place.shape, dtype)
+        values = own.parts[name].values if name in same_here else _allocate_values(memory.get(name), place.shape, dtype)
         received.parts[name] = Part(place, placements, values)
-    _exchange([(receiver, _parts_except(own, same_there))], [(partner, _parts_except(received, same_here))])
+    _exchange_parts([(receiver, _parts_except(own, same_there))], [(partner, _parts_except(received, same_here))])
     received.serial = own.serial
     return received
 
@@ -257,13 +257,13 @@ def fetch(copies: dict[int, Copy], holders: dict[int, int]) -> Copy:
         serial, step, size, outline = headers[holders[rank]][rank]
         copies[rank] = Copy(serial, step, rank, size)
         for name, (place, placements, dtype, _) in outline.items():
-            copies[rank].parts[name] = Part(place, placements, _allocate(None, place.shape, dtype))
+            copies[rank].parts[name] = Part(place, placements, _allocate_values(None, place.shape, dtype))
         incoming = [(holders[rank], _parts_except(copies[rank], ()))]
-    _exchange([(saver, _parts_except(copy, ())) for saver, copy in outgoing.items()], incoming)
+    _exchange_parts([(saver, _parts_except(copy, ())) for saver, copy in outgoing.items()], incoming)
     return copies[rank]
 
 
-def _exchange(outgoing: list[tuple[int, list[Part]]], incoming: list[tuple[int, list[Part]]]) -> None:
+def _exchange_parts(outgoing: list[tuple[int, list[Part]]], incoming: list[tuple[int, list[Part]]]) -> None:
     """Send parts to ranks, and receive parts of others into existing memory; small ones share a message."""
     works, received = [], []
     for receiver, parts in outgoing:

@@ -258,7 +258,7 @@ class DistState:
         held = [copies for _, copies in answers]
         saves = complete_saves(held)
         if not saves:
-            return self._default(held, default)
+            return self._default_or_raise(held, default)
         serial = max(saves)
         givers = {rank: rank if rank in holders else min(holders) for rank, holders in saves[serial].items()}
         copies = {copy.rank: copy for copy in kept.copies if copy.serial == serial}
@@ -279,7 +279,7 @@ class DistState:
             print(LEFT_OUT.format(then=len(givers), now=world, names=_shorten_list(plan.saved.left_out, 20)))
         return plan.saved.step
 
-    def _default(self, held: list[list[Held]], default: int | None) -> int:
+    def _default_or_raise(self, held: list[list[Held]], default: int | None) -> int:
         if any(held):
             why = f"what {missing_ranks(held)} had is gone with its process"
             raise LookupError(MISSING.format(name=self._name, why=why))
@@ -421,13 +421,13 @@ class _Plan:
         ValueError if a tensor to be sharded differed between ranks.
         """
         problem: tuple[type[Exception], str] | None = None
-        for names in _batches(lacking):
+        for names in _exchange_batches(lacking):
             answers = from_all([[copy.parts[name] for copy in given if self._must_send(copy, name)] for name in names])
             for name, parts_of_ranks in zip(names, zip(*answers, strict=True), strict=True):
                 parts = [part for parts in parts_of_ranks for part in parts]
                 if name in self._layouts:
                     try:
-                        self._found[name] = _assemble(self._layouts[name], parts)
+                        self._found[name] = _assemble_part(self._layouts[name], parts)
                     except (LookupError, ValueError) as error:
                         problem = problem or (type(error), f"dist_state: {name}: {error}")
         if lacking:
@@ -450,7 +450,7 @@ def _is_copied_on_load(name: str) -> bool:
     return name.startswith("model.") and "_extra_state" not in name
 
 
-def _assemble(layout: Layout, parts: list[Part]) -> torch.Tensor:
+def _assemble_part(layout: Layout, parts: list[Part]) -> torch.Tensor:
     """Return this rank's part of a tensor, assembled from the parts of all ranks."""
     if not parts:
         raise LookupError("parts of it are missing")
@@ -532,10 +532,10 @@ def _choose_layout(
     return Layout(whole, placements, meshes[0]) if meshes else Layout(whole)
 
 
-def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:
+def _exchange_batches(sizes: dict[str, int]) -> Iterator[list[str]]:
     """Yield lists of names of tensors to exchange at once, since one exchange per tensor would take long.
 
-    >>> list(_batches({"a": 6, "b": BATCH, "c": 1, "d": 1}))
+    >>> list(_exchange_batches({"a": 6, "b": BATCH, "c": 1, "d": 1}))
     [['a'], ['b'], ['c', 'd']]
     """
     names, total = list[str](), 0
@@ -564,7 +564,7 @@ def _variable_that_holds(target: Any) -> str | None:
     Variables are those of the running cell and of the functions that it runs.
     """
     seen: set[int] = set()
-    for name, value in _variables():
+    for name, value in _visible_variables():
         todo = [value]
         while todo:
             candidate = todo.pop()
@@ -572,11 +572,11 @@ def _variable_that_holds(target: Any) -> str | None:
                 return name
             if id(candidate) not in seen and gc.is_tracked(candidate) and not _is_skipped_type(type(candidate)):
                 seen.add(id(candidate))
-                todo += _references(candidate)
+                todo += _followed_references(candidate)
     return None
 
 
-def _variables() -> Iterator[tuple[str, Any]]:
+def _visible_variables() -> Iterator[tuple[str, Any]]:
     """Yield the variables of running functions and their modules, without IPython's (`Out`, `_`)."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
@@ -606,7 +606,7 @@ def _is_skipped_type(kind: type) -> bool:
     return issubclass(kind, SKIPPED) or any(base.__module__.startswith(ELSEWHERE) for base in kind.__mro__)
 
 
-def _references(value: Any) -> list[Any]:
+def _followed_references(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):  # its globals are not followed
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     return gc.get_referents(value)

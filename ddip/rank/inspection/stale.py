@@ -43,7 +43,7 @@ def refuse_stale(marks: list[int], size: int) -> list[str]:
             for path in attributes
             if walk.links[path][0] == holder and _is_number(walk.values.get(path), size)
         ]
-        if sizes and _refuse(walk.objects[holder], sizes, names, size):
+        if sizes and _make_unusable(walk.objects[holder], sizes, names, size):
             found.append(holder)
     return sorted(found)
 
@@ -57,7 +57,7 @@ def _is_number(value: Any, number: int) -> bool:
     return type(value) is int and value == number
 
 
-def _refuse(value: Any, sizes: list[str], ranks: list[str], size: int) -> bool:
+def _make_unusable(value: Any, sizes: list[str], ranks: list[str], size: int) -> bool:
     """Replace attributes of `value` by properties that raise; return False if its class prevents it."""
     kind = type(value)
     if not is_heap_type(kind) or instance_dict(value) is None:

@@ -100,7 +100,7 @@ class History:
         """
         budget = SHARE * (time.monotonic() - self._ended)
         if self._is_due and budget > self._quick_seconds:
-            self._run(time.monotonic() + budget)
+            self._run_walk(time.monotonic() + budget)
         self.pause()
         self._numbers[name] = self._begun
         self._begun += 1
@@ -139,7 +139,7 @@ class History:
         self._snapshots.clear()
         self._good = True
         self.pause()
-        self._run(time.monotonic() + LONGEST_SECONDS, checksums=True)
+        self._run_walk(time.monotonic() + LONGEST_SECONDS, checksums=True)
         self._rests_until = 0.0
         self.resume()
 
@@ -157,13 +157,13 @@ class History:
         """Do a slice of the walk; called by the event loop while the rank is idle."""
         self._timer = None
         with contextlib.suppress(KeyboardInterrupt):  # no cell runs, and an interrupt would end the event loop
-            if self._run(time.monotonic() + SLICE_SECONDS, checksums):
+            if self._run_walk(time.monotonic() + SLICE_SECONDS, checksums):
                 if not checksums:
                     self._schedule(max(SUM_SECONDS, self._rests_until - time.monotonic()), True)
             elif self._walk is not None:
                 self._schedule(0.0, checksums)
 
-    def _run(self, until: float, checksums: bool = False) -> bool:
+    def _run_walk(self, until: float, checksums: bool = False) -> bool:
         """Walk until `until` on ``time.monotonic``; return whether a snapshot was taken."""
         began = time.monotonic()
         try:

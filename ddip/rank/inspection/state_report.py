@@ -137,13 +137,13 @@ def _find_changed_flags(walk: Walk, last: Snapshot, former: Snapshot) -> list[At
             continue
         if variable_of(path) not in changed_variables or path.endswith((".grad", ".training")):
             continue
-        now = walk.values.get(path, MISSING)
-        if type(now) is type(before) and now == before:
+        current = walk.values.get(path, MISSING)
+        if type(current) is type(before) and current == before:
             continue
-        if now is MISSING and f"{path}{VERSION}" not in walk.values and f"{path}#type" not in walk.values:
+        if current is MISSING and f"{path}{VERSION}" not in walk.values and f"{path}#type" not in walk.values:
             continue  # the object itself was replaced or removed
         owner, part = owner_of(path, walk)
-        text = "set" if now is MISSING else text_of(now)
+        text = "set" if current is MISSING else text_of(current)
         found.append({"path": path, "before": text_of(before), "now": text, "owner": owner, "part": part})
         if len(found) == MOST_AT_REST:
             break

@@ -89,7 +89,7 @@ def sync(names: list[str], paths: list[int], source: int, cells: list[str]) -> S
         plans = [_make_plan(walk, selection, tables)]
     dist.broadcast_object_list(plans, src=source)
     plan: _Plan = plans[0]
-    _apply(walk, plan, source)
+    _apply_plan(walk, plan, source)
     _clear_gradients(walk, names, plan)
     history.begin_anew()
     copied = [
@@ -343,7 +343,7 @@ def _path_at(holder: Path, how: str, key: Any) -> Path:
     return str(key) if how == "variable" else f"{holder}[{key!r}]" if how == "item" else f"{holder}.{key}"
 
 
-def _apply(walk: Walk, plan: _Plan, source: int) -> None:
+def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
     errors: list[Any] = [None] * dist.get_world_size()
     contents, leaves, error = [], [], ""
     try:
@@ -364,7 +364,7 @@ def _apply(walk: Walk, plan: _Plan, source: int) -> None:
             )
         for path, state in plan.states.items():
             _set_state(walk.objects[path], state)
-    _broadcast([walk.objects[path] for path in plan.tensors], source)
+    _broadcast_tensors([walk.objects[path] for path in plan.tensors], source)
 
 
 def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
@@ -411,7 +411,7 @@ def _set_value(owner: Any, how: str, key: Any, value: Any) -> None:
                 object.__setattr__(owner, key, value)
 
 
-def _broadcast(tensors: list[torch.Tensor], source: int) -> None:
+def _broadcast_tensors(tensors: list[torch.Tensor], source: int) -> None:
     """Broadcast `tensors` from rank `source` in place, as bytes in buckets of about `BUCKET_BYTES`."""
     buckets: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -46,7 +46,7 @@ def watch() -> None:
         original(self, param_group)
         optimizers.add(self)
         if any(_is_sharded(parameter) for parameter in self.param_groups[-1]["params"]):
-            _watch(self)
+            _add_owner(self)
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
@@ -65,13 +65,13 @@ def watch_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
     _wrapper_parameters[wrapper] = [
         weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad
     ]
-    _watch(wrapper)
+    _add_owner(wrapper)
 
 
-def _watch(owner: nn.Module | Optimizer) -> None:
+def _add_owner(owner: nn.Module | Optimizer) -> None:
     if owner not in _owners:
         _owners[owner] = _Owner(f"{_group} {next(_numbers)}", 0)
-    _owners[owner].before = _writes(owner)
+    _owners[owner].before = _count_writes(owner)
 
 
 def forget(wrapper: nn.Module) -> None:
@@ -82,7 +82,7 @@ def forget(wrapper: nn.Module) -> None:
 def begin_cell() -> None:
     """Restart all write counts from zero."""
     for owner, record in list(_owners.items()):
-        record.before = _writes(owner)
+        record.before = _count_writes(owner)
 
 
 def count() -> dict[str, int]:
@@ -90,10 +90,10 @@ def count() -> dict[str, int]:
 
     Garbage may be collected on one rank earlier than on another, so the notebook compares owners that all ranks have.
     """
-    return {record.name: _writes(owner) - record.before for owner, record in list(_owners.items())}
+    return {record.name: _count_writes(owner) - record.before for owner, record in list(_owners.items())}
 
 
-def _writes(owner: nn.Module | Optimizer) -> int:
+def _count_writes(owner: nn.Module | Optimizer) -> int:
     """Sum the version counters of the owner's parameters.
 
     Returns 0 if one was created in inference mode, as torch does not count writes to such tensors.

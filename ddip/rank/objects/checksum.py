@@ -56,9 +56,9 @@ class Checksum:
     def parts(self) -> Iterator[None]:
         """The steps of the computation; `total` is complete after the last one."""
         for tensor in () if self.is_freed else self._memory:
-            yield from self._add(*_integers(tensor))
+            yield from self._add_tensor(*_as_integers(tensor))
 
-    def _add(self, flat: Tensor, per_word: int) -> Iterator[None]:
+    def _add_tensor(self, flat: Tensor, per_word: int) -> Iterator[None]:
         whole = flat.numel() // (per_word * ROW) * (per_word * ROW)
         step = PART_BYTES // flat.element_size()
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -96,7 +96,7 @@ def _is_freed(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < needed
 
 
-def _integers(tensor: Tensor) -> tuple[Tensor, int]:
+def _as_integers(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the elements as a flat integer tensor, and how many of them make 64 bits."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

@@ -164,7 +164,7 @@ def facts() -> IterationFacts:
     gradients = {}
     for number, parameters in wrappers.averaged().items():
         exists = [parameter.grad is not None for parameter in parameters]
-        samples = [_sample(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        samples = [_sample_gradient(parameter.grad) for parameter in parameters if parameter.grad is not None]
         devices = dict.fromkeys(sample.device for sample in samples)
         parts = [torch.cat([sample for sample in samples if sample.device == device]) for device in devices]
         gradients[number] = [*exists, *checksum(parts)]
@@ -179,7 +179,7 @@ def facts() -> IterationFacts:
     }
 
 
-def _sample(gradient: torch.Tensor) -> torch.Tensor:
+def _sample_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Return at least `SAMPLE` evenly spaced elements of `gradient` as floats, or all if it has fewer."""
     values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()

@@ -37,7 +37,9 @@ def write(folder: str, name: str, files: dict[str, bytes]) -> None:
             file.write_bytes(data)
         shutil.rmtree(root / name, ignore_errors=True)
         root.joinpath(f"{name}.py").unlink(missing_ok=True)
-        shutil.rmtree(root / "__pycache__", ignore_errors=True)  # valid for a new file of equal size and second
+        shutil.rmtree(
+            root / "__pycache__", ignore_errors=True
+        )  # Python would take it for a new file of equal size and second
         for entry in staging.iterdir():
             entry.replace(root / entry.name)
     finally:

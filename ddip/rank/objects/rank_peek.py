@@ -108,7 +108,7 @@ class Peek:
         for _ in range(ATTEMPTS):
             pause = Pause(lambda: self.given_up, PICKLE_SECONDS)
             try:
-                return self._pickled(found, known, pause)
+                return self._pickle_once(found, known, pause)
             except (RuntimeError, Changed) as error:
                 if not isinstance(error, Changed) and not _CHANGED.search(str(error)):
                     raise
@@ -119,7 +119,7 @@ class Peek:
             f"{last} ({ATTEMPTS} times): the cell changes it all the time; keep a copy of it in the cell now and then"
         )
 
-    def _pickled(
+    def _pickle_once(
         self, found: dict[str, Any], known: Collection[str], pause: Pause
     ) -> tuple[dict[str, Pickled], dict[str, SharedBytes | bytearray], list[str]]:
         is_cell_running = cells.busy and not cells.doing
@@ -127,17 +127,17 @@ class Peek:
             pause.begin()
         graph = Graph(lambda file, buffers: _Pickler(self, file, buffers))
         copies = {id(value): copy.copy(value) for value in found.values() if type(value) in _COPIED}
-        moved = [name for name, value in found.items() if self._add(graph, name, copies.get(id(value), value))]
+        moved = [name for name, value in found.items() if self._add_to_graph(graph, name, copies.get(id(value), value))]
         self.along, known_names = [], {*found, *known}
         while new_names := graph.pickler.find_globals(known_names):
             known_names.update(new_names)
             self.along += new_names
-            moved += [name for name in new_names if self._add(graph, name, graph.pickler.globals[name])]
+            moved += [name for name in new_names if self._add_to_graph(graph, name, graph.pickler.globals[name])]
         pickled, memory = graph.pickled(), dict[str, SharedBytes | bytearray]()
         try:
             is_safe = not is_cell_running or pause.prolong()
             for self.name in pickled:
-                memory[self.name] = self._store(pickled[self.name])
+                memory[self.name] = self._store_pickle(pickled[self.name])
             if graph.pickler.is_stale():
                 raise Changed("a tensor of it has changed size")
             if is_cell_running and graph.pickler.has_memory:
@@ -154,11 +154,11 @@ class Peek:
             self.inside = "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.here()))
         except BaseException:
             for stored in memory.values():
-                _close(stored)
+                _close_memory(stored)
             raise
         return pickled, memory, moved
 
-    def _add(self, graph: Graph[_Pickler], name: str, value: Any) -> bool:
+    def _add_to_graph(self, graph: Graph[_Pickler], name: str, value: Any) -> bool:
         with _lock:
             self.ensure_wanted()
             self.name, self._in_pickle = name, True
@@ -167,9 +167,9 @@ class Peek:
         finally:
             with _lock:
                 self._in_pickle = False
-                raise_in(self.thread, None)  # it may be under way
+                raise_in(self.thread, None)  # drop an exception that is already on its way
 
-    def _store(self, pickled: Pickled) -> SharedBytes | bytearray:
+    def _store_pickle(self, pickled: Pickled) -> SharedBytes | bytearray:
         try:
             memory = SharedBytes()
         except OSError:  # not on Linux
@@ -214,14 +214,14 @@ class Peek:
         """Store the pickle of `name` until the peek is dropped; raise GivenUp if it has been."""
         with _lock:
             if self.given_up:
-                _close(memory)
+                _close_memory(memory)
                 raise GivenUp
             self.stored[name] = memory
 
     def forget(self) -> None:
         """Free all stored pickles."""
         for memory in self.stored.values():
-            _close(memory)
+            _close_memory(memory)
         self.stored.clear()
 
     def give_up(self) -> StackLocation:
@@ -295,7 +295,7 @@ def _are_equal(first_copy: mmap.mmap, begin: int, second_copy: mmap.mmap, size: 
     return torch.equal(first, torch.frombuffer(second_copy, dtype=torch.uint8, count=size))
 
 
-def _close(memory: SharedBytes | bytearray) -> None:
+def _close_memory(memory: SharedBytes | bytearray) -> None:
     if isinstance(memory, SharedBytes):
         memory.close()
 
@@ -307,19 +307,19 @@ def take(number: int, names: list[str], most: int, known: list[str]) -> Peeked:
     Names in `known` are not sent along with functions that read them. Raises RuntimeError if the request timed out.
     """
     try:
-        peek = _begin(number)
+        peek = _begin_peek(number)
         try:
             return _pickle_names(peek, names, most, known)
         except BaseException:
             peek.given_up = True
             raise
         finally:
-            _end(number, peek)
+            _end_peek(number, peek)
     except GivenUp:
         raise RuntimeError("nobody waits for this any more") from None
 
 
-def _begin(number: int) -> Peek:
+def _begin_peek(number: int) -> Peek:
     peek = Peek()
     with _lock:
         if number in _dropped:
@@ -332,7 +332,7 @@ def _begin(number: int) -> Peek:
     return peek
 
 
-def _end(number: int, peek: Peek) -> None:
+def _end_peek(number: int, peek: Peek) -> None:
     with _lock:
         _pickling.discard(peek)
         if peek.given_up or not peek.stored:
@@ -341,9 +341,9 @@ def _end(number: int, peek: Peek) -> None:
 
 
 def _pickle_names(peek: Peek, names: list[str], most: int, known: list[str]) -> Peeked:
-    here = namespace()
+    variables = namespace()
     # one lookup per name, as the cell may delete it meanwhile
-    found = {name: value for name in names if (value := here.get(name, _MISSING)) is not _MISSING}
+    found = {name: value for name in names if (value := variables.get(name, _MISSING)) is not _MISSING}
     answer: Peeked = {
         "values": {},
         "sizes": [],
@@ -379,7 +379,7 @@ def _pickle_names(peek: Peek, names: list[str], most: int, known: list[str]) -> 
                 answer["values"][name] = memory
     except BaseException:
         for memory in stored.values():
-            _close(memory)
+            _close_memory(memory)
         raise
     return answer
 

@@ -52,7 +52,7 @@ def add(load: int, part: bytes, first: bool, share: bool) -> str:
     if first:
         if not load:
             drop()
-        _incoming[load] = _allocate() if share else bytearray()
+        _incoming[load] = _allocate_memory() if share else bytearray()
     memory = _incoming[load]
     if isinstance(memory, SharedBytes):
         memory.write([part])
@@ -62,7 +62,7 @@ def add(load: int, part: bytes, first: bool, share: bool) -> str:
     return ""
 
 
-def _allocate() -> SharedBytes | bytearray:
+def _allocate_memory() -> SharedBytes | bytearray:
     try:
         return SharedBytes()
     except OSError:
@@ -85,8 +85,8 @@ def attach(load: int, path: str, size: int) -> bool:
 
 def lacking(names: list[str]) -> list[str]:
     """Return those of `names` that the notebook should send along with the functions that read them."""
-    here = namespace()
-    return [name for name in names if pickling.lacks(here, name)]
+    variables = namespace()
+    return [name for name in names if pickling.lacks(variables, name)]
 
 
 def put(
@@ -109,7 +109,7 @@ def put(
     loads, errors = _take_incoming(), dict[str, str]()
     pickled = {name: _pickled_at(loads[load], begin, sizes) for name, load, begin, sizes in places}
     loader = Loader(pickled)
-    here = namespace()
+    variables = namespace()
     for name in pickled:
         try:
             value = loader.load(name)
@@ -120,11 +120,11 @@ def put(
             errors[name] = readable(f"{type(error).__name__}: {error}")
             drop(push)
             break
-        _replaced[name] = here.get(name, _nothing)
+        _replaced[name] = variables.get(name, _nothing)
         if name in along:
-            pickling.bring(here, {name: value})
+            pickling.bring(variables, {name: value})
         else:
-            here[name] = value  # code of the next object may read it
+            variables[name] = value  # code of the next object may read it
     return {"errors": errors, "unread": False, "replaces": any(_is_heavy(value) for value in _replaced.values())}
 
 
@@ -164,12 +164,12 @@ def _free_incoming() -> None:
 def drop(push: int = 0) -> None:
     """Free all transfers, and restore the values that `push` replaced if it is the latest push."""
     if push and push == _push:
-        here = namespace()
+        variables = namespace()
         for name, value in _replaced.items():
             if value is _nothing:
-                here.pop(name, None)
+                variables.pop(name, None)
             else:
-                here[name] = value
+                variables[name] = value
     settle()
     for memory in _outgoing.values():
         if isinstance(memory, SharedBytes):
@@ -186,15 +186,15 @@ def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed:
     `part`. If a name is missing, nothing is pickled into the answer.
     """
     drop()
-    here = namespace()
-    missing = [name for name in names if name not in here]
-    found = {name: here[name] for name in names if name in here}
+    variables = namespace()
+    missing = [name for name in names if name not in variables]
+    found = {name: variables[name] for name in names if name in variables}
     known_names = frozenset(known)
-    dump = pickling.dump_all(found, lambda read: [name for name in read if name not in known_names], here)
+    dump = pickling.dump_all(found, lambda read: [name for name in read if name not in known_names], variables)
     packed = {} if missing else dump.pickled
     large = [name for name, pickled in packed.items() if pickled.size > most]
     for name in large:
-        _outgoing[name] = _store(packed[name], share)
+        _outgoing[name] = _store_pickle(packed[name], share)
     return {
         "values": {name: pickled.joined() for name, pickled in packed.items() if name not in large},
         "sizes": [(name, pickled.sizes) for name, pickled in packed.items()],
@@ -208,9 +208,9 @@ def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed:
     }
 
 
-def _store(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
+def _store_pickle(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
     """Copy a pickle into memory for the notebook to fetch; shared memory if `share` is set and it fits."""
-    memory = _allocate() if share else bytearray()
+    memory = _allocate_memory() if share else bytearray()
     if isinstance(memory, bytearray):
         return pickled.joined()
     try:

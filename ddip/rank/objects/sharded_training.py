@@ -45,7 +45,7 @@ def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
     iteration, and `reset` then makes it refuse its next use.
     """
     unfinished, hidden = False, set[int]()
-    models = [(root, _is_within_pass, _hidden_gradients) for root in _roots(things)]
+    models = [(root, _is_within_pass, _hidden_gradients) for root in _fsdp2_roots(things)]
     models += [(root, _is_within_fsdp1_pass, _hidden_gradients_fsdp1) for root in _fsdp1_roots(things)]
     for root, is_within_pass, find_hidden in models:
         try:
@@ -62,7 +62,7 @@ def reset(things: Sequence[Any], broken: bool) -> None:
     All ranks must call this. If the failed cell has `broken` an iteration, DeepSpeed engines are reset or refuse their
     next use.
     """
-    for root in _roots(things):
+    for root in _fsdp2_roots(things):
         try:
             _reset_root(root)
             _hidden_gradients(root)
@@ -87,7 +87,12 @@ def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
 
     Returns the ids of the parameters that had a hidden gradient.
     """
-    fully_sharded = [parameter for root in _roots(things) for group in _groups(root) for parameter in group.fsdp_params]
+    fully_sharded = [
+        parameter
+        for root in _fsdp2_roots(things)
+        for group in _parameter_groups(root)
+        for parameter in group.fsdp_params
+    ]
     cleared = set()
     for parameter in fully_sharded:
         if id(parameter.sharded_param) in models and _is_unreduced(parameter):
@@ -96,7 +101,7 @@ def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     for flat in (flat for root in _fsdp1_roots(things) for flat in _flat_parameters(root)):
-        parts = _parts(flat)
+        parts = _flat_and_originals(flat)
         if models.isdisjoint(map(id, parts)):
             continue
         if _has_gradient(flat):
@@ -113,21 +118,21 @@ def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
 # -- FSDP2
 
 
-def _roots(things: Sequence[Any]) -> list[Any]:
+def _fsdp2_roots(things: Sequence[Any]) -> list[Any]:
     """Return the FSDP2 root states, without those of former groups, which refuse to be used.
 
     Only models that have run a forward pass have root states with an iteration to reset.
     """
     states = [state for module in FSDP2_STATES for state in of_class(things, module, "FSDPState")]
     states = [state for state in states if getattr(state, "_is_root", True)]
-    return [state for state in states if not any(map(wrappers.is_lost, _modules(state)))]
+    return [state for state in states if not any(map(wrappers.is_lost, _modules_of(state)))]
 
 
-def _modules(state: Any) -> tuple[torch.nn.Module, ...]:
+def _modules_of(state: Any) -> tuple[torch.nn.Module, ...]:
     return tuple(getattr(state, "_modules", ()))
 
 
-def _groups(root: Any) -> list[Any]:
+def _parameter_groups(root: Any) -> list[Any]:
     """Return the parameter groups of all modules of a model; torch before 2.12 has at most one per module."""
     found: list[Any] = []
     for state in root._state_ctx.all_states:
@@ -138,13 +143,13 @@ def _groups(root: Any) -> list[Any]:
 
 def _is_within_pass(root: Any) -> bool:
     shared = root._state_ctx
-    states = [*shared.all_states, *_groups(root)]
+    states = [*shared.all_states, *_parameter_groups(root)]
     return (
         shared.iter_forward_root is not None
         or shared.post_backward_final_callback_queued
         or any(state._training_state.name != "IDLE" for state in states)
-        or any(_is_unreduced(parameter) for group in _groups(root) for parameter in group.fsdp_params)
-        or any(getattr(group, "_partial_reduce_output", None) is not None for group in _groups(root))
+        or any(_is_unreduced(parameter) for group in _parameter_groups(root) for parameter in group.fsdp_params)
+        or any(getattr(group, "_partial_reduce_output", None) is not None for group in _parameter_groups(root))
     )
 
 
@@ -152,7 +157,7 @@ def _hidden_gradients(root: Any) -> set[int]:
     """Return the ids of the sharded and gathered parameters of `root` with hidden gradients."""
     return {
         id(tensor)
-        for group in _groups(root)
+        for group in _parameter_groups(root)
         for parameter in group.fsdp_params
         if _is_unreduced(parameter) or getattr(group, "_partial_reduce_output", None) is not None
         for tensor in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
@@ -170,7 +175,7 @@ def _reset_root(root: Any) -> None:
         getattr(root, BY_TORCH)()
     else:
         _reset_by_hand(root)
-    for group in _groups(root):
+    for group in _parameter_groups(root):
         for parameter in group.fsdp_params:
             parameter.grad_offload_event = None
             if parameter.sharded_state.name != "SHARDED":  # an interrupt arrived during a reshard
@@ -180,7 +185,7 @@ def _reset_root(root: Any) -> None:
 def _reset_by_hand(root: Any) -> None:
     """Reset an FSDP2 model as ``FSDPState._reset_iter_state`` of torch 2.14 does."""
     shared, comm = root._state_ctx, root._comm_ctx
-    for group in _groups(root):
+    for group in _parameter_groups(root):
         result = group._all_gather_result
         if result is not None and hasattr(result.all_gather_work, "wait"):
             result.all_gather_work.wait()
@@ -199,7 +204,7 @@ def _reset_by_hand(root: Any) -> None:
     for state in shared.all_states:
         getattr(state, "_modules_to_run_forward", set()).clear()
         state._training_state = type(state._training_state).IDLE
-    for group in _groups(root):
+    for group in _parameter_groups(root):
         group._to_sharded()
     shared.iter_forward_root = None
     shared.post_backward_final_callback_queued = False
@@ -222,13 +227,15 @@ def _flat_parameters(root: Any) -> list[Any]:
     return [state._handle.flat_param for state in _fsdp1_states(root)]
 
 
-def _parts(flat: Any) -> list[Any]:
+def _flat_and_originals(flat: Any) -> list[Any]:
     """Return `flat`, and with ``use_orig_params`` also the original parameters in it."""
     return [flat, *(flat._params or ())]
 
 
 def _has_gradient(flat: Any) -> bool:
-    return getattr(flat, "_saved_grad_shard", None) is not None or any(part.grad is not None for part in _parts(flat))
+    return getattr(flat, "_saved_grad_shard", None) is not None or any(
+        part.grad is not None for part in _flat_and_originals(flat)
+    )
 
 
 def _hidden_gradients_fsdp1(root: Any) -> set[int]:
@@ -236,7 +243,7 @@ def _hidden_gradients_fsdp1(root: Any) -> set[int]:
         id(part)
         for flat in _flat_parameters(root)
         if getattr(flat, "_saved_grad_shard", None) is not None or _is_unreduced_flat(flat)
-        for part in _parts(flat)
+        for part in _flat_and_originals(flat)
     }
 
 

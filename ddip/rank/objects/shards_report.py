@@ -16,10 +16,10 @@ from ddip.sharded.layout import DTensor, gathered, local_of
 def describe(name: str) -> ShardsReport:
     """Describe the model in the variable `name`, or a part such as ``model.encoder``; sends nothing."""
     first, *rest = name.split(".")
-    here = namespace()
-    if first not in here:
+    variables = namespace()
+    if first not in variables:
         return {"kind": "", "is_there": False, "tensors": None}
-    value = here[first]
+    value = variables[first]
     for part in rest:
         parts = (
             value._modules if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})

@@ -142,10 +142,10 @@ def refuse(wrapper: torch.nn.Module, text: str) -> None:
     ``{name}`` in the text is replaced by the wrapper's class.
     """
     _error_texts[wrapper] = text.format(name=type(wrapper).__name__)
-    _retired[wrapper] = wrapper.register_forward_pre_hook(_refuse, prepend=True)
+    _retired[wrapper] = wrapper.register_forward_pre_hook(_raise_refusal, prepend=True)
 
 
-def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
+def _raise_refusal(wrapper: torch.nn.Module, *_: Any) -> None:
     raise RuntimeError(_error_texts[wrapper])
 
 
@@ -185,13 +185,13 @@ def _can_be_revived(wrapper: DistributedDataParallel) -> bool:
     )
 
 
-# -- the next one
+# -- the next group
 
 
 def begin_group() -> None:
     """Restart the numbering of wrappers for a group that this rank joins, unless some wait to be revived."""
     if not _revivable:
-        _renumber(())
+        _renumber_wrappers(())
 
 
 def revive() -> int:
@@ -208,19 +208,19 @@ def revive() -> int:
         _numbers.clear()  # a retry would fail before each cell
         raise
     _revivable.clear()
-    _renumber(revived)
+    _renumber_wrappers(revived)
     return len(revived)
 
 
 def _revive_common() -> list[torch.nn.Module]:
     """Revive the wrappers that all ranks have; return them in the order of rank 0."""
     own_wrappers = {_numbers[wrapper]: wrapper for wrapper in list(_revivable)}
-    fingerprints = {number: _fingerprint(wrapper) for number, wrapper in own_wrappers.items()}
+    fingerprints = {number: _structure_hash(wrapper) for number, wrapper in own_wrappers.items()}
     of_all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, fingerprints)
     wrappers = [own_wrappers[matched[dist.get_rank()]] for matched in matches(of_all_ranks)]
     for wrapper in wrappers:
-        _revive(wrapper)
+        _revive_wrapper(wrapper)
     return wrappers
 
 
@@ -243,7 +243,7 @@ def matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def _fingerprint(wrapper: torch.nn.Module) -> str:
+def _structure_hash(wrapper: torch.nn.Module) -> str:
     """Return a hash of what must be equal on all ranks: settings, parameters, buffers and hooks."""
     parts = [*wrapper.named_parameters(), *wrapper.named_buffers()]
     text = repr(
@@ -258,7 +258,7 @@ def _fingerprint(wrapper: torch.nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _revive(wrapper: Any) -> None:
+def _revive_wrapper(wrapper: Any) -> None:
     attributes = wrapper.__dict__
     attributes["_comm_hooks"] = [
         (hook, reducers.of_this_world(state)) for hook, state in attributes.get("_comm_hooks") or []
@@ -313,7 +313,7 @@ def averaged() -> dict[str, list[torch.nn.Parameter]]:
     return found
 
 
-def _renumber(wrappers: Sequence[torch.nn.Module]) -> None:
+def _renumber_wrappers(wrappers: Sequence[torch.nn.Module]) -> None:
     """Number only `wrappers`, starting from zero.
 
     All ranks do this, so that numbers agree even if one rank had begun to create another wrapper.

@@ -51,7 +51,7 @@ def read(events: Iterable[Any], main_thread: int, recorded: Recorded) -> None:
         recorded.count += 1
         name, thread = event.name(), event.device_resource_id()
         moment = event.start_ns(), event.start_ns() + event.duration_ns()
-        kind = _kind(event)
+        kind = _event_kind(event)
         if kind in KERNELS:
             (layers.network if NCCL in name.lower() else layers.kernels).append(moment)
         elif WORK.match(name):
@@ -76,14 +76,14 @@ def read(events: Iterable[Any], main_thread: int, recorded: Recorded) -> None:
             layers.ops += ops
 
 
-def _kind(event: Any) -> str:
+def _event_kind(event: Any) -> str:
     """Return ``cpu`` for an operation on the CPU, otherwise the kind of activity, such as ``kernel``."""
     if str(event.device_type()).endswith("CPU"):
-        return "cpu" if _activity(event) in ("", "cpu_op", "user_annotation") else "other"
-    return _activity(event) or ("gpu_user_annotation" if WORK.match(event.name()) else "kernel")
+        return "cpu" if _activity_type(event) in ("", "cpu_op", "user_annotation") else "other"
+    return _activity_type(event) or ("gpu_user_annotation" if WORK.match(event.name()) else "kernel")
 
 
-def _activity(event: Any) -> str:
+def _activity_type(event: Any) -> str:
     """Return the profiler's activity type of `event`; "" in torch releases without it."""
     return str(event.activity_type()) if hasattr(event, "activity_type") else ""
 

@@ -99,7 +99,7 @@ class _Recording:
 
     def _start_part(self) -> None:
         with trace_file.quiet():
-            profiler = torch.profiler.profile(activities=_activities())
+            profiler = torch.profiler.profile(activities=_profiled_activities())
             profiler.start()
         self._profiler = profiler
         self._starters = {name: getattr(torch_profiler, name) for name in STARTERS}
@@ -270,7 +270,7 @@ def _on_main_thread(frame: FrameType) -> None:
 _ask_main_thread = pending_calls.prepare(_on_main_thread)
 
 
-def _activities() -> list[Any]:
+def _profiled_activities() -> list[Any]:
     activities = torch.profiler.ProfilerActivity
     return [activities.CPU, *([activities.CUDA] if gpu.device.type == "cuda" else [])]
 
@@ -322,7 +322,7 @@ def prepare() -> None:
     torch's profiler imports modules for seconds, and some ranks take longer than others.
     """
     if not torch_profiler._is_profiler_enabled:
-        with trace_file.quiet(), torch.profiler.profile(activities=_activities()):
+        with trace_file.quiet(), torch.profiler.profile(activities=_profiled_activities()):
             pass
 
 

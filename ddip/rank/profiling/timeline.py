@@ -65,10 +65,10 @@ class Divided:
 
 def divide(layers: Layers) -> Divided:
     """Attribute the time of `layers` to causes, for each interval between two CPU time samples."""
-    slots = _slots(layers)
+    slots = _sample_slots(layers)
     begins = [begin for begin, _, _ in slots]
     stretches = collections.defaultdict[int, list[tuple[int, int, str]]](list)
-    for begin, end, kind in _stretches(layers, begins):
+    for begin, end, kind in _layer_stretches(layers, begins):
         stretches[bisect.bisect_right(begins, begin) - 1].append((begin, end, kind))
     divided = Divided()
     for number, (_, _, blocked) in enumerate(slots):
@@ -77,7 +77,7 @@ def divide(layers: Layers) -> Divided:
     return divided
 
 
-def _stretches(layers: Layers, cuts: Iterable[int]) -> Iterator[tuple[int, int, str]]:
+def _layer_stretches(layers: Layers, cuts: Iterable[int]) -> Iterator[tuple[int, int, str]]:
     """Yield stretches of `layers` in order, each with its layer, split at each of the times `cuts`."""
     events = [(cut, 0, 0) for cut in cuts] + [(layers.end, 0, 0)]
     for number, name in enumerate(LAYERS):
@@ -94,7 +94,7 @@ def _stretches(layers: Layers, cuts: Iterable[int]) -> Iterator[tuple[int, int, 
         active[number] += step
 
 
-def _slots(layers: Layers) -> list[tuple[int, int, float | None]]:
+def _sample_slots(layers: Layers) -> list[tuple[int, int, float | None]]:
     """Return the intervals between samples, each with the nanoseconds that the main thread was blocked.
 
     These are None where no samples were taken. The system adds a wait for a core when it is over, so time that exceeds

@@ -59,7 +59,7 @@ def write(parts: list[IO[bytes]], to: IO[bytes]) -> None:
             part.seek(0 if number == 0 else begin)
             if number:
                 packed.write(b",")
-            _copy(part, packed, end - part.tell())
+            _copy_bytes(part, packed, end - part.tell())
             tail = tail or part.read(size)
             part.close()
         packed.write(tail)
@@ -77,7 +77,7 @@ def _events_in(part: IO[bytes]) -> tuple[int, int, int]:
     return begin, tail_offset + tail.rindex(b"]", 0, name_offset if name_offset >= 0 else len(tail)), size
 
 
-def _copy(source: IO[bytes], to: Any, size: int) -> None:
+def _copy_bytes(source: IO[bytes], to: Any, size: int) -> None:
     while size > 0:
         piece = source.read(min(size, 1 << 20))
         if not piece:

@@ -1,4 +1,4 @@
-"""Clean up between cells, and report what this process is and how it does."""
+"""Clean up between cells, and report the identity and figures of this process."""
 
 from __future__ import annotations
 
@@ -112,16 +112,16 @@ class Cells:
         may wait indefinitely for a lock and delay the next cell; stopping that cell ends them (`interrupt_tidying`).
         """
         with self.letting_go():
-            self._tidy()
+            self._tidy_now()
 
     @contextlib.contextmanager
     def letting_go(self) -> Iterator[None]:
         """Make finalizers that run in this context interruptible: stopping the next cell ends one that hangs."""
-        with contextlib.suppress(KeyboardInterrupt), self._interruptible():
+        with contextlib.suppress(KeyboardInterrupt), self._allow_interrupts():
             yield
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _allow_interrupts(self) -> Iterator[None]:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.tidying_since = time.monotonic()
         try:
@@ -141,7 +141,7 @@ class Cells:
         if self.is_tidying_long:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def _tidy(self) -> None:
+    def _tidy_now(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             _free_frames(error)
@@ -169,7 +169,7 @@ def collect_garbage() -> None:
     children = multiprocessing.active_children()  # also reaps ended ones
     ended: list[BaseProcess] = []
     for child in children:
-        vars(child)["terminate"] = partial(_terminate, child, ended)
+        vars(child)["terminate"] = partial(_terminate_worker, child, ended)
     workers: Any = torch.utils.data._utils if compat_torch.is_on(compat_torch.WORKERS) else _NO_WORKERS
     patience, workers.MP_STATUS_CHECK_INTERVAL = workers.MP_STATUS_CHECK_INTERVAL, WORKER_SECONDS
     try:
@@ -182,7 +182,7 @@ def collect_garbage() -> None:
             _remove_shared_memory(child)
 
 
-def _terminate(worker: BaseProcess, ended: list[BaseProcess]) -> None:
+def _terminate_worker(worker: BaseProcess, ended: list[BaseProcess]) -> None:
     ended.append(worker)
     type(worker).terminate(worker)
 
@@ -270,7 +270,7 @@ def hello() -> Hello:
     }
 
 
-def _resident() -> int | None:
+def _resident_bytes() -> int | None:
     """Return the resident memory of this process in bytes; None if no descriptor is left to read it."""
     if sys.platform == "linux":
         try:
@@ -285,7 +285,7 @@ def _resident() -> int | None:
 def figures() -> Figures:
     """Return memory (bytes), state, and seconds of the last cell; may be called while a cell runs."""
     return {
-        "memory": _resident(),
+        "memory": _resident_bytes(),
         "gpu": gpu.figures,
         "busy": cells.busy,
         "busy_for": cells.busy_for,

@@ -68,8 +68,8 @@ class Setting:
     write: Callable[[Any], object]
     setters: frozenset[str]
     """Names in the code of functions that change it."""
-    left: Callable[[Any, Any], str]
-    """Describes the value after the cell to a user; its arguments are the values before and after."""
+    describe: Callable[[Any, Any], str]
+    """Returns a description of the value after the cell for users; its arguments are the values before and after."""
     restore: Callable[[Any, Any], str]
     """Returns the line that a user types to restore the value before; same arguments."""
     differs_by_rank: bool = False
@@ -80,7 +80,7 @@ def _call_text(name: str, value: Any) -> str:
     return f"{name}({value!r})"
 
 
-def _autocast() -> tuple[Any, ...]:
+def _read_autocast() -> tuple[Any, ...]:
     """Return nesting depth, cache setting, and per device whether autocast is on and its dtype.
 
     The depth matters because torch empties its cache of cast weights when the outermost ``with`` statement ends.
@@ -91,7 +91,7 @@ def _autocast() -> tuple[Any, ...]:
     return nesting, torch.is_autocast_cache_enabled(), *devices
 
 
-def _put_autocast(value: tuple[Any, ...]) -> None:
+def _write_autocast(value: tuple[Any, ...]) -> None:
     nesting, cached, *devices = value
     while torch.autocast_increment_nesting() <= nesting:
         pass
@@ -104,17 +104,17 @@ def _put_autocast(value: tuple[Any, ...]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _put_inference(value: bool) -> None:
+def _write_inference(value: bool) -> None:
     _entered.append(torch.inference_mode(value))
     _entered[-1].__enter__()
 
 
-def _modes() -> tuple[Any, list[Any]]:
+def _read_modes() -> tuple[Any, list[Any]]:
     """Return the default device and the stack of torch function modes."""
     return torch.utils._device.CURRENT_DEVICE, torch.overrides._get_current_function_mode_stack()
 
 
-def _put_modes(value: tuple[Any, list[Any]]) -> None:
+def _write_modes(value: tuple[Any, list[Any]]) -> None:
     for _ in torch.overrides._get_current_function_mode_stack():
         torch.overrides._pop_mode()
     torch.utils._device.CURRENT_DEVICE, modes = value
@@ -127,24 +127,24 @@ def _restore_modes(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) 
     return _call_text("torch.set_default_device", device) if before[0] != after[0] else "torch.overrides._pop_mode()"
 
 
-def _put_filters(value: list[Any]) -> None:
+def _write_filters(value: list[Any]) -> None:
     warnings.filters = value  # type: ignore[assignment]
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-def _directory() -> str:
+def _read_directory() -> str:
     try:
         return os.getcwd()
     except OSError:  # the directory was removed
         return ""
 
 
-def _environment() -> dict[Any, Any]:
+def _read_environment() -> dict[Any, Any]:
     """Return a copy of the environment as bytes, a hundred times as fast as ``os.environ.copy()``."""
     return dict(os.environ._data)  # type: ignore[attr-defined]
 
 
-def _put_environment(value: dict[Any, Any]) -> None:
+def _write_environment(value: dict[Any, Any]) -> None:
     environment = os.environb
     for name in [name for name in environment if name not in value]:
         del environment[name]
@@ -155,12 +155,12 @@ def _changed_names(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
     return [os.fsdecode(name) for name, value in before.items() if after.get(name) != value]
 
 
-def _numpy(function: str) -> Any:
+def _call_numpy(function: str) -> Any:
     numpy = sys.modules.get("numpy")
     return getattr(numpy, function)() if numpy is not None else {}
 
 
-def _put_numpy(function: str) -> Callable[[dict[str, Any]], None]:
+def _numpy_writer(function: str) -> Callable[[dict[str, Any]], None]:
     return lambda value: getattr(sys.modules["numpy"], function)(**value) if value else None
 
 
@@ -168,11 +168,11 @@ def _on_or_off(what: str) -> Callable[[Any, Any], str]:
     return lambda before, after: f"{what} {'enabled' if after else 'disabled'}"
 
 
-def _cudnn() -> tuple[bool, ...]:
+def _read_cudnn() -> tuple[bool, ...]:
     return tuple(getattr(torch.backends.cudnn, name) for name in CUDNN_FLAGS)
 
 
-def _put_cudnn(value: tuple[bool, ...]) -> None:
+def _write_cudnn(value: tuple[bool, ...]) -> None:
     for name, flag in zip(CUDNN_FLAGS, value, strict=True):
         setattr(torch.backends.cudnn, name, flag)
 
@@ -187,14 +187,14 @@ SETTINGS = {
     ),
     "inference mode": Setting(
         torch.is_inference_mode_enabled,
-        _put_inference,
+        _write_inference,
         frozenset({"_inference_mode_context"}),
         _on_or_off("inference mode"),
         lambda before, _: f"torch.inference_mode({before}).__enter__()",
     ),
     "autocast": Setting(
-        _autocast,
-        _put_autocast,
+        _read_autocast,
+        _write_autocast,
         frozenset({"set_autocast_enabled", "autocast_increment_nesting", "autocast_decrement_nesting"}),
         lambda before, after: "autocast entered" if after[0] > before[0] else "autocast changed",
         lambda before, after: (
@@ -221,8 +221,8 @@ SETTINGS = {
         lambda before, _: f"torch.set_default_dtype({before})",
     ),
     "default device": Setting(
-        _modes,
-        _put_modes,
+        _read_modes,
+        _write_modes,
         frozenset({"_pop_mode", "_push_mode", "CURRENT_DEVICE"}),
         lambda before, after: f"the default device {after[0]}" if before[0] != after[0] else "a torch function mode on",
         _restore_modes,
@@ -242,8 +242,8 @@ SETTINGS = {
         lambda before, _: _call_text("torch.set_float32_matmul_precision", before),
     ),
     "cuDNN": Setting(
-        _cudnn,
-        _put_cudnn,
+        _read_cudnn,
+        _write_cudnn,
         frozenset({"set_flags"}),
         lambda _, after: f"cuDNN's flags {after}",
         lambda before, _: "; ".join(
@@ -260,15 +260,15 @@ SETTINGS = {
     ),
     FILTERS: Setting(
         lambda: warnings.filters,
-        _put_filters,
+        _write_filters,
         frozenset({FILTERS}),
         lambda *_: "warnings.catch_warnings() entered",
         lambda *_: "warnings.resetwarnings()",
         differs_by_rank=True,
     ),
     ENVIRONMENT: Setting(
-        _environment,
-        _put_environment,
+        _read_environment,
+        _write_environment,
         frozenset({"environ", "_unpatch_dict"}),
         lambda before, after: f"os.environ changed ({', '.join(_changed_names(before, after))})",
         lambda before, after: "; ".join(
@@ -278,7 +278,7 @@ SETTINGS = {
         differs_by_rank=True,
     ),
     DIRECTORY: Setting(
-        _directory,
+        _read_directory,
         os.chdir,
         frozenset({"chdir"}),
         lambda _, after: f"the working directory {after}",
@@ -286,15 +286,15 @@ SETTINGS = {
         differs_by_rank=True,
     ),
     "numpy's errors": Setting(
-        lambda: _numpy("geterr"),
-        _put_numpy("seterr"),
+        lambda: _call_numpy("geterr"),
+        _numpy_writer("seterr"),
         frozenset({"seterr", "_extobj_contextvar"}),
         lambda _, after: f"np.seterr changed ({after})",
         lambda before, _: f"np.seterr(**{before})",
     ),
     "numpy's print options": Setting(
-        lambda: _numpy("get_printoptions"),
-        _put_numpy("set_printoptions"),
+        lambda: _call_numpy("get_printoptions"),
+        _numpy_writer("set_printoptions"),
         frozenset({"set_printoptions", "format_options"}),
         lambda *_: "numpy's print options changed",
         lambda before, _: f"np.set_printoptions(**{before})",
@@ -341,7 +341,7 @@ def end_cell(error: BaseException | None) -> list[SettingLeft]:
         if setting.setters & cut_off:
             setting.write(before)
         elif name != ENVIRONMENT or _changed_names(before, after):
-            description, line = setting.left(before, after), setting.restore(before, after)
+            description, line = setting.describe(before, after), setting.restore(before, after)
             changed.append(SettingLeft(left=description, restore=line, differs_by_rank=setting.differs_by_rank))
     return changed
 
@@ -349,7 +349,7 @@ def end_cell(error: BaseException | None) -> list[SettingLeft]:
 def _names_in_cut_off_code(error: BaseException | None) -> set[str]:
     """Return the names in the code of functions that `error` ended before they could restore settings."""
     names: set[str] = set() if error is None else {FILTERS}
-    for link in _chain(error):
+    for link in _error_chain(error):
         for code, in_with in _cut_off_code(link.__traceback__):
             names.update(
                 name for name in code.co_names if in_with or name != "environ"
@@ -357,7 +357,7 @@ def _names_in_cut_off_code(error: BaseException | None) -> set[str]:
     return names
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield `error` and its causes: an interrupt may have arrived while another error was propagating."""
     for _ in range(CHAINED):
         if error is None:
@@ -397,10 +397,10 @@ def find_changed() -> dict[str, bytes]:
     Keys are names of settings, ``sys.path``, and ``$NAME`` for environment variables.
     """
     found: dict[str, Any] = {}
-    if directory := _directory():
+    if directory := _read_directory():
         found[DIRECTORY if directory != _start[DIRECTORY] else SAME_DIRECTORY] = directory
-    before, now = _start[ENVIRONMENT], _environment()
-    for name in [os.fsdecode(name) for name in {**before, **now} if before.get(name) != now.get(name)]:
+    before, after = _start[ENVIRONMENT], _read_environment()
+    for name in [os.fsdecode(name) for name in {**before, **after} if before.get(name) != after.get(name)]:
         if not OF_A_RANK.fullmatch(name):
             found[f"${name}"] = os.environ.get(name)
     path = [entry for entry in sys.path if entry not in own_folders]
@@ -408,7 +408,7 @@ def find_changed() -> dict[str, bytes]:
         first = next((index for index, entry in enumerate(path) if entry in _start[PATH]), len(path))
         added = [entry for entry in path[first:] if entry not in _start[PATH]]
         found[PATH] = path[:first], added, [entry for entry in _start[PATH] if entry not in path]
-    found |= {name: now for name in CARRIED if (now := SETTINGS[name].read()) != _start[name]}
+    found |= {name: value for name in CARRIED if (value := SETTINGS[name].read()) != _start[name]}
     return {name: pickle.dumps(value) for name, value in found.items()}
 
 
@@ -455,5 +455,5 @@ def _apply_setting(setting: Setting, value: Any) -> tuple[str, str]:
     try:
         setting.write(value)
     except Exception as error:
-        return setting.left(before, value), f"{type(error).__name__}: {error}"
-    return setting.left(before, value), ""
+        return setting.describe(before, value), f"{type(error).__name__}: {error}"
+    return setting.describe(before, value), ""

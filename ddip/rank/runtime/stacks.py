@@ -28,13 +28,13 @@ AT_THE_END = "work on the GPU that the cell has begun"
 OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
 """Parts of file paths that identify threads of the engine."""
 WAIT_FILES = {stores.__file__}
-"""Files with functions that poll while they wait for other ranks; such modules add their own file."""
+"""Files with functions that poll while they wait for other ranks; other modules that poll add theirs."""
 F = TypeVar("F", bound=Callable[..., Any])
 Line: TypeAlias = tuple[CodeType, int]
 """Running code and its line number."""
 
 
-def _frames(ident: int | None) -> list[FrameType]:
+def _frames_of_thread(ident: int | None) -> list[FrameType]:
     """Return the frames of a thread, innermost first."""
     frame = sys._current_frames().get(ident or 0)
     found = []
@@ -49,7 +49,7 @@ def _cell_frames() -> list[FrameType]:
 
     The innermost frames of ddip that poll a store or a collective are left out, because they change all the time.
     """
-    frames = _frames(threading.main_thread().ident)
+    frames = _frames_of_thread(threading.main_thread().ident)
     while frames and frames[0].f_code.co_filename in WAIT_FILES:
         frames.pop(0)
     outermost = max(
@@ -111,7 +111,7 @@ def phase() -> str:
 
     Imports of libraries, which delay interrupts (``libraries.py``), also count as ``ending``.
     """
-    frames = _frames(threading.main_thread().ident)
+    frames = _frames_of_thread(threading.main_thread().ident)
     if is_users(frames[0]) and not library_in(frames[0]):
         return "code"
     waits = frames[0].f_code.co_filename == selectors.__file__
@@ -172,7 +172,7 @@ def _locate_main_thread(frames: Sequence[FrameType]) -> StackLocation:
 
 def _locate_cleanup() -> StackLocation:
     """Return the location of the main thread in a cleanup after a cell."""
-    frames = _frames(threading.main_thread().ident)
+    frames = _frames_of_thread(threading.main_thread().ident)
     inner = _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames[:1]]).inner
     return StackLocation(inner=f"taking apart what its last cell has left, {inner}")
 
@@ -190,7 +190,7 @@ def here() -> dict[str, Any]:
 
 def of_thread(ident: int) -> tuple[FrameType | None, StackLocation]:
     """Return the innermost frame and the location of the thread `ident`."""
-    frames = _frames(ident)
+    frames = _frames_of_thread(ident)
     return next(iter(frames), None), _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames])
 
 
@@ -225,7 +225,7 @@ def whole_stack(collective: str) -> dict[str, Any]:
     location = replace(_locate_main_thread(frames), collective=collective)
     threads = {"main": _stack_text(frames) or str(location)}
     for thread in threading.enumerate():
-        thread_frames = _frames(thread.ident)
+        thread_frames = _frames_of_thread(thread.ident)
         is_engine = any(part in frame.f_code.co_filename for part in OF_THE_ENGINE for frame in thread_frames)
         if thread_frames and not is_engine and thread not in (threading.main_thread(), threading.current_thread()):
             name = thread.name

@@ -70,8 +70,10 @@ def listen(address: str) -> int:
     _servers.clear()  # may have the store of a group that was never joined
     # not through the patched constructor: an aborted rank may serve, on its control thread, the group to join next
     served = _torch.TCPStore.__new__(_torch.TCPStore)
-    own = getattr(_torch.TCPStore.__init__, "__wrapped__", _torch.TCPStore.__init__)
-    own(served, address, port, None, True, TCP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    original_init = getattr(_torch.TCPStore.__init__, "__wrapped__", _torch.TCPStore.__init__)
+    original_init(
+        served, address, port, None, True, TCP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     _servers[port] = served
     _served.add(port)
     return port

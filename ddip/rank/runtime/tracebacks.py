@@ -81,7 +81,7 @@ def tell(error: BaseException, rich: Callable[[], list[str]] | None) -> Told:
     Python's is used if `rich` is None, fails, or takes too long. Never raises, and returns within twice `WAIT_SECONDS`,
     unless C code keeps the interpreter lock.
     """
-    links, left_out = _chain(error)
+    links, left_out = _shown_links(error)
     if left_out or any(isinstance(link, BaseExceptionGroup) for link in links):  # IPython would show all of these
         rich = None
     found = _Results()
@@ -97,7 +97,7 @@ def tell(error: BaseException, rich: Callable[[], list[str]] | None) -> Told:
             found.traceback = _python_traceback(links, left_out, found)
 
     _within_limits(find)
-    message, whole = _message(error, found)
+    message, whole = _message_of(error, found)
     if found.traceback is None:  # timed out
         _within_limits(lambda: setattr(found, "traceback", _python_traceback(links, left_out, found)))
     return Told(type(error).__name__, message, found.traceback or [_last_line(error, found)], whole)
@@ -173,7 +173,7 @@ def _plain_string(text: Any) -> str:
     return str.__str__(text) if isinstance(text, str) else str(text)
 
 
-def _shorten(text: str, most: int) -> str:
+def _shorten_text(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most * 3 // 4]} … {text[-most // 4 :]} ({len(text):,} characters)"
 
 
@@ -186,22 +186,22 @@ def _store_message(error: BaseException, found: _Results) -> None:
         text = f"(it has no text: its __str__ raised {type(why).__name__})"
         found.messages[id(error)] = text, False
         return
-    found.messages[id(error)] = _shorten(text, MESSAGE_CHARACTERS), len(text) <= MESSAGE_CHARACTERS
+    found.messages[id(error)] = _shorten_text(text, MESSAGE_CHARACTERS), len(text) <= MESSAGE_CHARACTERS
 
 
-def _message(error: BaseException, found: _Results) -> tuple[str, bool]:
+def _message_of(error: BaseException, found: _Results) -> tuple[str, bool]:
     return found.messages.get(id(error), ("", False))
 
 
 def _last_line(error: BaseException, found: _Results) -> str:
-    message, _ = _message(error, found)
+    message, _ = _message_of(error, found)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 # -- Python's format, with limits
 
 
-def _links(error: BaseException) -> Iterator[BaseException]:
+def _error_links(error: BaseException) -> Iterator[BaseException]:
     """Yield `error` and the chain of its causes and contexts, each error once."""
     seen: set[int] = set()
     link: BaseException | None = error
@@ -212,9 +212,9 @@ def _links(error: BaseException) -> Iterator[BaseException]:
         link = cause if cause is not None or attribute_of(link, "__suppress_context__") else context
 
 
-def _chain(error: BaseException) -> tuple[list[BaseException], int]:
+def _shown_links(error: BaseException) -> tuple[list[BaseException], int]:
     """Return the errors of the chain to show, `error` first, and how many are left out."""
-    links = list(_links(error))
+    links = list(_error_links(error))
     left_out = len(links) - FIRST_ERRORS - LAST_ERRORS
     if left_out <= 0:
         return links, 0
@@ -260,7 +260,8 @@ def _format_error(error: BaseException, found: _Results, depth: int) -> list[str
         lines.append(f"  [... {len(members) - MEMBERS:,} more ...]")
     return [
         "\n".join(
-            _shorten(part, LINE_CHARACTERS) for part in _shorten(line, MESSAGE_CHARACTERS).rstrip("\n").split("\n")
+            _shorten_text(part, LINE_CHARACTERS)
+            for part in _shorten_text(line, MESSAGE_CHARACTERS).rstrip("\n").split("\n")
         )
         for line in lines
     ]
