@@ -111,7 +111,7 @@ def _count_writes(owner: nn.Module | Optimizer) -> int:
 
 
 def find_flat_storages() -> set[int]:
-    """Return torch's addresses of the storages of FSDP1 flat parameters and of their optimizer states.
+    """Return torch's storage addresses of FSDP1 flat parameters and their optimizer states.
 
     The states are plain tensors, and so are the parameters in a `state_dict()`: only their storages identify them.
     """

@@ -23,7 +23,7 @@ def write(folder: str, name: str, files: dict[str, bytes]) -> None:
     """Write the module `name` into `folder` and replace its former files.
 
     `files` has the contents by path relative to `folder`. Raises ValueError if a path does not belong to the
-    module, and OSError if writing fails; the former files then stay.
+    module, and OSError if a file cannot be written; the former files stay until all new ones are written.
     """
     for path in files:
         _check_path(path, name)

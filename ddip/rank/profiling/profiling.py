@@ -7,8 +7,8 @@
     cell ends       stop both
     collect         compute the figures and write one trace of all parts, when the notebook asks
 
-Profiling never affects the cell: faults are reported with the profile. torch allows one profiler at a time, so ddip's
-stops if the cell starts its own.
+Profiling must not affect the cell, so faults are only reported with the profile. torch allows one profiler at
+a time, so ddip's stops if the cell starts its own.
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ class _Recording:
         self._parts.append(trace_file.exported(profiler, self._folder))
 
     def _check_limits(self) -> None:
-        """Drain the flight recorder, and end the part if the process has grown; runs on the sampler's thread."""
+        """Drain a full flight recorder, and request the end of a part that has grown too long.
+
+        Runs on the sampler's thread.
+        """
         if self._profiler is None:
             return
         if _collectives_begun() - self._begun >= DRAIN_AT:

@@ -79,7 +79,7 @@ class Cells:
         return None if started is None else time.perf_counter() - started
 
     def begin_request(self, doing: str) -> None:
-        """Mark the begin of a ddip request."""
+        """Mark the start of a ddip request."""
         self.doing, self._started = doing, time.perf_counter()
 
     def end_request(self) -> None:
@@ -87,7 +87,7 @@ class Cells:
         self.doing, self._started = "", None
 
     def begin(self) -> None:
-        """Mark the begin of a cell, and do a pending cleanup of a failed one first."""
+        """Mark the start of a cell, after a pending cleanup of a failed one."""
         if self._pending:
             self._pending.cancel()
         if self._error is not None:  # the memory of the failed cell may be needed
@@ -205,7 +205,10 @@ def _set_threads(count: int) -> None:
 
 
 def attribute_of(error: BaseException, name: str, default: Any = None) -> Any:
-    """Return an attribute of an exception without running code of its class; `default` if it has none."""
+    """Return an attribute of an exception, bypassing its class's ``__getattribute__`` and ``__getattr__``.
+
+    Returns `default` if there is no such attribute, or a property of the class fails.
+    """
     try:
         return BaseException.__getattribute__(error, name)
     except Exception:

@@ -100,7 +100,7 @@ def is_users(frame: FrameType | None) -> bool:
             return False
         if name == "run_code" or frame.f_code in _run_user_code:
             return True
-        if frame.f_code == call.__code__:  # the begin and end of a cell are ddip's code
+        if frame.f_code == call.__code__:  # these run ddip's code before and after a cell
             return frame.f_back is None or frame.f_back.f_code.co_name not in ("_begin_output", "of_the_cell")
         frame = frame.f_back
     return False
@@ -238,7 +238,7 @@ def whole_stack(collective: str) -> dict[str, Any]:
 
 
 def _stack_text(frames: list[FrameType]) -> str:
-    """Return the stack as text like in a traceback, innermost frame last."""
+    """Return the stack as text in the format of a traceback, innermost frame last."""
     lines = []
     for frame in reversed(frames):
         if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename.startswith(OURS):

@@ -40,7 +40,7 @@ LINE_CHARACTERS = 1_000
 CHARACTERS = 200_000
 """Limit for IPython's traceback; if it is longer, Python's is made instead."""
 FIRST_ERRORS, LAST_ERRORS = 3, 4
-"""Exceptions of a chain to show at its begin and end, in reading order: the first one raised is on top."""
+"""Exceptions to show at the two ends of a chain, in reading order: the first one raised is on top."""
 FIRST_FRAMES, LAST_FRAMES = 15, 30
 SAME_FRAMES = 3
 """How often the same line is shown; more repetitions are a recursion."""
@@ -287,7 +287,7 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _format_frames(trace: TracebackType | None) -> list[str]:
-    """Return the frames of a traceback as text, innermost last, without repetitions and most middle ones."""
+    """Return the frames of a traceback as text, innermost last; leave out repetitions and middle ones."""
     walked = list(traceback.walk_tb(without_ours(trace)))
     lines = [(frame.f_code, number) for frame, number in walked]
     count: collections.Counter[tuple[CodeType, int]] = collections.Counter()
