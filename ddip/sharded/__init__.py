@@ -1,1 +1,1 @@
-"""State of a training by rank, also of sharded models: kept and brought back, and shown; it needs only torch."""
+"""Save, restore and describe each rank's training state, including sharded models; depends only on torch."""

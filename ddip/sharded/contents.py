@@ -1,10 +1,10 @@
-"""The state that ``dist_state`` keeps, as units: a parameter, the optimizer's state of one, a scheduler, a generator.
+"""Divide training state into units for ``dist_state``: a parameter, its optimizer state, a scheduler, a generator.
 
-    units_of      the present state, by the units' names
-    take_apart    its tensors by names of their own, and everything else pickled, with holes in place of the tensors
-    put_together  the reverse
+    units_of      return the present state by unit name
+    take_apart    separate its tensors, by name, from everything else, which is pickled with holes in place of them
+    put_together  do the reverse
 
-A unit is restored whole or not at all: half of a scheduler's state would be wrong.
+A unit is restored as a whole or not at all, as half of a scheduler's state would be wrong.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ddip.sharded.layout import DTensor, Layout, local_of
 
 Units = dict[str, Any]
 KINDS = "kinds"
-"""The unit with the class names of optimizer and others."""
+"""Name of the unit with the class names of optimizer and others."""
 BROADCAST = "broadcast"
-"""The unit with the names of DDP's buffers: before each forward pass it sends rank 0's to all."""
+"""Name of the unit with the names of DDP's buffers, which DDP sends from rank 0 to all before each forward pass."""
 NUMBERS = (int, float, str, bool, type(None))
 OF_THE_GROUP = ("rank", "num_replicas", "num_samples", "total_size")
-"""Attributes of samplers that belong to the present group, not to the training."""
+"""Attributes of samplers that belong to the current group, not to the training."""
 NO_STATE = (
     "dist_state: a {kind} has no state_dict() and load_state_dict(); give dist_state schedulers, scalers, samplers, "
     "generators, or an object of your own with these two methods"
@@ -43,28 +43,28 @@ A_LOADER = (
 
 
 class Hole(NamedTuple):
-    """Stands for a tensor that is kept under this name."""
+    """A placeholder for the tensor that is kept under this name."""
 
     name: str
 
 
 class _Pickler(pickle.Pickler):
     has_objects = False
-    """Whether it met objects that may pickle, and yet not unpickle."""
+    """True if the value has objects that may be pickled but cannot be unpickled."""
 
     def reducer_override(self, value: Any) -> Any:
-        """See ``pickle.Pickler``. Raises TypeError for a DTensor, which would be pickled with its mesh."""
+        """Pickle `value` as usual; raise TypeError for a DTensor, which would be pickled with its mesh."""
         if isinstance(value, DTensor):
             raise TypeError("it holds a DTensor in an object; DTensors are kept in dicts, lists and tuples")
         self.has_objects |= type(value) not in (Hole, OrderedDict)
         return NotImplemented
 
 
-# -- from and to the objects
+# -- state of the objects
 
 
 def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
-    """Return the present state, with the tensors themselves."""
+    """Return the present state by unit name; the tensors are not copied."""
     units = {f"model.{name}": value for name, value in model.state_dict().items()}
     if optimizer is not None:
         state = optimizer.state_dict()
@@ -80,9 +80,10 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
 def load_units(
     units: Units, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
 ) -> None:
-    """Set the state of these objects; what is missing in `units` stays as it is, but an optimizer's state is reset.
+    """Set the state of these objects from `units`, and clear all gradients.
 
-    Gradients, which may be those of a step that has failed, are cleared.
+    State that `units` lacks stays as it is, except an optimizer's state per parameter, which is reset. Gradients are
+    cleared because they may belong to a failed step.
     """
     state = model.state_dict()
     for name in state:
@@ -112,14 +113,14 @@ def kind_of(value: Any) -> str:
 
 
 def ensure_state(others: Sequence[Any]) -> None:
-    """Raise TypeError for an object whose state cannot be kept, and say what to give instead."""
+    """Raise TypeError, with an alternative, if one of `others` has no state that can be kept."""
     for other in others:
-        known = isinstance(other, torch.Generator | random.Random | Sampler) or _is_numpys(other)
-        if not known and not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+        is_supported = isinstance(other, torch.Generator | random.Random | Sampler) or _is_numpy_generator(other)
+        if not is_supported and not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             raise TypeError((A_LOADER if isinstance(other, DataLoader) else NO_STATE).format(kind=kind_of(other)))
 
 
-def _is_numpys(value: Any) -> bool:
+def _is_numpy_generator(value: Any) -> bool:
     numpy = sys.modules.get("numpy.random")
     return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
 
@@ -155,7 +156,7 @@ def _load_state(other: Any, state: Any) -> None:
 
 
 def _is_progress(name: str, value: Any) -> bool:
-    """Return whether a sampler's attribute belongs to its position: its epoch, a counter, a generator, a sampler."""
+    """Return whether a sampler's attribute is part of its position, such as an epoch or a generator."""
     return name not in OF_THE_GROUP and (type(value) in NUMBERS or isinstance(value, torch.Generator | Sampler))
 
 
@@ -164,7 +165,7 @@ def _attribute_state(value: Any) -> Any:
 
 
 def _process_generators() -> dict[str, Any]:
-    """Return the states of the generators that functions without one of their own draw from."""
+    """Return the states of the process-wide random number generators by name."""
     states = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -186,16 +187,16 @@ def _set_process_generators(units: Units) -> None:
         numpy.random.set_state(units["generators.numpy"])
 
 
-# -- apart, and together
+# -- tensors, apart from the rest
 
 
 def take_apart(units: Units) -> tuple[dict[str, torch.Tensor], bytes]:
-    """Return the tensors by name, and everything else pickled.
+    """Return the tensors of `units` by name, and everything else pickled.
 
-    Raises ValueError, with the unit's name, for what could not be unpickled again.
+    Raises ValueError, with the unit's name, if a unit cannot be pickled and unpickled.
     """
     tensors: dict[str, torch.Tensor] = {}
-    rest = {name: _without_tensors(name, value, tensors) for name, value in units.items()}
+    rest = {name: _replace_tensors(name, value, tensors) for name, value in units.items()}
     try:
         return tensors, pickled(rest)
     except Exception:
@@ -208,23 +209,23 @@ def take_apart(units: Units) -> tuple[dict[str, torch.Tensor], bytes]:
 
 
 def put_together(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a copy of `value` with the tensors in the holes."""
+    """Return a copy of `value` with `tensors` in place of the holes."""
     if isinstance(value, Hole):
         return tensors[value.name]
-    return _mapped(value, lambda key, item: put_together(item, tensors))
+    return _map_items(value, lambda key, item: put_together(item, tensors))
 
 
 def holes_in(value: Any) -> list[str]:
-    """Return the names of the tensors that are missing in `value`."""
+    """Return the names of the tensors for which `value` has holes."""
     if isinstance(value, Hole):
         return [value.name]
     found: list[str] = []
-    _mapped(value, lambda key, item: found.extend(holes_in(item)))
+    _map_items(value, lambda key, item: found.extend(holes_in(item)))
     return found
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle `value`; raises what ``dumps`` or ``loads`` raises."""
+    """Pickle `value`, after a test that it can be unpickled; raise any error of pickling or unpickling."""
     file = io.BytesIO()
     pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dump(value)
@@ -233,19 +234,19 @@ def pickled(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _without_tensors(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _replace_tensors(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, DTensor) or is_plain(value):
-        while name in tensors:  # of a dict with the keys 1 and "1"
+        while name in tensors:  # for a dict with the keys 1 and "1"
             name += "'"
         tensors[name] = value
         return Hole(name)
-    return _mapped(value, lambda key, item: _without_tensors(f"{name}.{key}", item, tensors))
+    return _map_items(value, lambda key, item: _replace_tensors(f"{name}.{key}", item, tensors))
 
 
-def _mapped(value: Any, change: Any) -> Any:
-    """Return a copy of a container with each item changed; any other value as it is."""
+def _map_items(value: Any, change: Any) -> Any:
+    """Return a copy of a container with `change` applied to each item; return other values unchanged."""
     if type(value) in (dict, OrderedDict, defaultdict):
-        result = copy.copy(value)  # with the metadata that torch has as an attribute
+        result = copy.copy(value)  # keeps torch's metadata, which is an attribute
         for key, item in value.items():
             result[key] = change(key, item)
         return result
@@ -258,12 +259,12 @@ def tensors_in(units: Units) -> dict[str, torch.Tensor]:
     """Return the tensors by the names that `take_apart` gives them."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in units.items():
-        _without_tensors(name, value, tensors)
+        _replace_tensors(name, value, tensors)
     return tensors
 
 
 def layout_of(name: str, tensor: torch.Tensor) -> Layout:
-    """Return how a tensor lies on the ranks; raises ValueError, with its name, if no copy of it can be restored."""
+    """Return the layout of a tensor; raise ValueError, with its name, if a copy could not be restored."""
     if isinstance(tensor, DTensor) and not is_plain(local_of(tensor)):
         raise ValueError(f"{name}, a DTensor of {kind_of(local_of(tensor))}s,")
     try:
@@ -273,7 +274,7 @@ def layout_of(name: str, tensor: torch.Tensor) -> Layout:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether `value` is a tensor whose memory is its values; others (sparse, quantized) are pickled."""
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) or type(value).__name__ == "Buffer"
-    odd = plain and (value.is_quantized or value.is_nested or value.device.type == "meta")
-    return plain and not odd and value.layout is torch.strided
+    """Return whether `value` is a dense tensor with plain memory; others (sparse, quantized) are pickled."""
+    is_tensor = type(value) in (torch.Tensor, torch.nn.Parameter) or type(value).__name__ == "Buffer"
+    is_special = is_tensor and (value.is_quantized or value.is_nested or value.device.type == "meta")
+    return is_tensor and not is_special and value.layout is torch.strided

@@ -1,13 +1,14 @@
-"""Copies of each rank's state in the memory of the hosts: written, mirrored on another rank, and chosen after a fault.
+"""Keep copies of each rank's state in host memory: write them, mirror them on another rank, choose after a fault.
 
-A rank has two pairs of copies, each of one save: its own state, and its partner's. Two pairs lose at most the newest
-save if three rules hold; without the first two, a failure in ``save`` and then a death in ``restore`` lost both pairs:
+A rank has two pairs of copies. Each pair belongs to one save, and has the rank's own state and its partner's. With two
+pairs, a fault loses at most the newest save if three rules hold. Without the first two, a failure in ``save`` followed
+by a death in ``restore`` would lose both pairs.
 
-1. A save is written over the pair that the ranks do not need. They agree on which save they need (`needed_save`): the
-   newest that is held twice, by its rank and by the partner. The newest pair need not be that one: a failed ``save``
-   leaves copies that are complete on each rank, and mirrored on none.
-2. No copy is discarded before the ranks have a newer save that is held twice: ``restore`` discards nothing on its way.
-3. A copy has a serial only while it is complete: it gets none before the first byte is written over.
+1. A save overwrites the pair that the ranks do not need. They agree on the save that they need (`needed_save`): the
+   newest one that is held twice, by its rank and by the partner. That is not always the newest pair, because a failed
+   ``save`` leaves copies that are complete on each rank but not mirrored.
+2. No copy is discarded before the ranks have a newer save that is held twice, so ``restore`` discards nothing.
+3. A copy has a serial only while it is complete: the serial is removed before the first byte is overwritten.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ import torch.distributed as dist
 from ddip.sharded.layout import Layout, Place, local_of
 
 SMALL = 1 << 20
-"""Bytes: parts of less are sent together, since each message takes its time, and models have thousands of them."""
+"""Bytes below which parts are sent in one message, as models have thousands of small ones."""
 FEW_BYTES = 1 << 15
-"""Of fewer, a hash is faster than torch's sum."""
+"""Bytes below which a hash is faster than torch's sum."""
 STRUCTURE = ""
-"""Name of the part that has everything else than tensors, pickled, as bytes."""
+"""Name of the part that holds everything except tensors, pickled, as bytes."""
 Held = tuple[int, int, int]
-"""Of a copy: serial, the rank that saved it, and the number of ranks then."""
+"""Facts about a copy: serial, the rank that saved it, and the number of ranks at that time."""
 Holders = dict[int, list[int]]
-"""By the rank that saved a copy: the ranks that hold it now."""
+"""Ranks that hold a copy now, by the rank that saved it."""
 
 
 @dataclass
@@ -42,23 +43,23 @@ class Part:
 
     place: Place
     placements: tuple[Any, ...] | None
-    """torch's; None for a plain tensor."""
+    """The DTensor's placements; None for a plain tensor."""
     values: torch.Tensor
-    """On the CPU."""
+    """The part's elements, on the CPU."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The values as bytes, in the same memory."""
+        """The values as bytes; it shares their memory."""
         return self.values.reshape(-1).view(torch.uint8)
 
     @property
     def fingerprint(self) -> bytes | tuple[int, int] | None:
-        """Equal for equal values, and for no others in practice; None for a shard, which is on one rank.
+        """A hash of the values, in practice unique; None for a shard, which only one rank has.
 
-        Of large parts a CRC, and a sum that makes it 96 bits: three times as fast as a hash, 0.25 s per 300 MB. The CRC
-        sees what a sum does not: order and signs.
+        For large parts, it is a CRC and a sum, 96 bits together: three times as fast as a hash, 0.25 s per 300 MB. The
+        CRC detects changes of order and sign, which a sum does not.
         """
-        if self.placements is not None and not any(one.is_replicate() for one in self.placements):
+        if self.placements is not None and not any(placement.is_replicate() for placement in self.placements):
             return None
         data = self.data
         if len(data) < FEW_BYTES:
@@ -76,37 +77,38 @@ class Copy:
     """One rank's state after a step."""
 
     serial: int | None = None
-    """Of the call of ``save``, the same on all ranks; None: it is being written, or there is none."""
+    """Number of the call of ``save``, the same on all ranks; None while it is being written, or if it is empty."""
     step: int = 0
     rank: int = 0
     size: int = 0
-    """Of its group."""
+    """Number of ranks in its group."""
     parts: dict[str, Part] = field(default_factory=dict)
 
     def keep(self, tensors: dict[str, torch.Tensor], layouts: dict[str, Layout]) -> None:
-        """Copy the tensors' parts into the memory of the former copies, if they fit."""
+        """Copy this rank's parts of `tensors`, into the memory of the former parts if they fit."""
         former, self.parts = self.parts, {}
         for name, tensor in tensors.items():
             local = local_of(tensor)
-            values = _room(former.get(name), local.shape, local.dtype)
+            values = _allocate_values(former.get(name), local.shape, local.dtype)
             values.copy_(local)
             self.parts[name] = Part(layouts[name].place, layouts[name].placements, values)
 
     def outline(self) -> Outline:
-        """Describe the parts."""
+        """Return place, placements, dtype and fingerprint of each part by name."""
         return {
-            name: (one.place, one.placements, one.values.dtype, one.fingerprint) for name, one in self.parts.items()
+            name: (part.place, part.placements, part.values.dtype, part.fingerprint)
+            for name, part in self.parts.items()
         }
 
     @property
     def pickled(self) -> bytes:
-        """Everything else than the tensors."""
+        """The pickled rest of the state, without the tensors."""
         data = self.parts[STRUCTURE].data
         return ctypes.string_at(data.data_ptr(), len(data))
 
 
-def _room(former: Part | None, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for values: that of the `former` part, if they fit."""
+def _allocate_values(former: Part | None, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for values of this shape and dtype, reusing the `former` part if it fits."""
     if former is not None and former.values.shape == shape and former.values.dtype == dtype:
         return former.values
     return torch.empty(tuple(shape), dtype=dtype)
@@ -114,64 +116,67 @@ def _room(former: Part | None, shape: Iterable[int], dtype: torch.dtype) -> torc
 
 @dataclass
 class Pair:
-    """The copies of one save: this rank's own, and its partner's."""
+    """The two copies of one save: this rank's own state, and its partner's (`spare`)."""
 
     own: Copy = field(default_factory=Copy)
     spare: Copy = field(default_factory=Copy)
 
     @property
     def copies(self) -> list[Copy]:
-        return [one for one in (self.own, self.spare) if one.serial is not None]
+        """The complete copies of this pair."""
+        return [copy for copy in (self.own, self.spare) if copy.serial is not None]
 
 
 @dataclass
 class Kept:
-    """All copies under one name on this rank."""
+    """All copies that this rank keeps under one name of `dist_state`."""
 
     pairs: tuple[Pair, Pair] = field(default_factory=lambda: (Pair(), Pair()))
     owner: Callable[[], torch.nn.Module | None] = lambda: None
-    """The model that was saved or restored last, if it still exists."""
+    """Returns the model that was saved or restored last, or None if it no longer exists."""
     cell: int | None = None
-    """In which that was done."""
+    """Number of the cell that did so."""
 
     @property
     def copies(self) -> list[Copy]:
-        return [one for pair in self.pairs for one in pair.copies]
+        """The complete copies of both pairs."""
+        return [copy for pair in self.pairs for copy in pair.copies]
 
     @property
     def held(self) -> list[Held]:
-        return [(one.serial or 0, one.rank, one.size) for one in self.copies]
+        """Serial, rank and group size of each complete copy."""
+        return [(copy.serial or 0, copy.rank, copy.size) for copy in self.copies]
 
     def pair_beside(self, needed: int | None) -> Pair:
-        """Return the pair that may be written over, without copies; the other one has the `needed` save."""
+        """Invalidate and return the pair that may be overwritten; the other pair has the `needed` save."""
         first, second = self.pairs
-        pair = second if any(one.serial == needed for one in first.copies) else first
+        pair = second if any(copy.serial == needed for copy in first.copies) else first
         pair.own.serial = pair.spare.serial = None
         return pair
 
     def drop_newer(self, serial: int) -> None:
-        """Discard copies of failed saves."""
-        for one in self.copies:
-            if one.serial is not None and one.serial > serial:
-                one.serial = None
+        """Invalidate copies of failed saves, which are newer than `serial`."""
+        for copy in self.copies:
+            if copy.serial is not None and copy.serial > serial:
+                copy.serial = None
 
 
 def complete_saves(held: list[list[Held]]) -> dict[int, Holders]:
-    """Return the saves of which each rank's copy is held by some rank, by their serials.
+    """Return the saves for which some rank holds each rank's copy, with the holders, by serial.
 
     >>> complete_saves([[(4, 0, 2), (4, 1, 2), (5, 0, 2)], [(4, 1, 2)]])
     {4: {0: [0], 1: [0, 1]}}
     """
-    return {serial: holders for serial, (size, holders) in _holders(held).items() if len(holders) == size}
+    return {serial: holders for serial, (size, holders) in _holders_by_save(held).items() if len(holders) == size}
 
 
 def missing_ranks(held: list[list[Held]]) -> str:
-    """Return which ranks' copies of the newest save are lost."""
-    size, holders = max(_holders(held).items())[1]
+    """Return a text that names the ranks whose copies of the newest save are lost."""
+    size, holders = max(_holders_by_save(held).items())[1]
     return f"rank {', '.join(str(rank) for rank in range(size) if rank not in holders)} of {size}"
 
 
-def _holders(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
+def _holders_by_save(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
     saves: dict[int, tuple[int, Holders]] = {}
     for holder, copies in enumerate(held):
         for serial, rank, size in copies:
@@ -180,12 +185,12 @@ def _holders(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
 
 
 def fewest_copies(holders: Holders) -> int:
-    """Return how often the state of the rank is held that is held least."""
+    """Return the smallest number of copies that exist of any rank's state."""
     return min(map(len, holders.values()))
 
 
 def needed_save(saves: dict[int, Holders], wanted: int) -> int | None:
-    """Return the save that must survive the next one: the newest that is held `wanted` times, or most often.
+    """Return the save that must survive the next one: the newest with `wanted` copies, or with the most.
 
     >>> needed_save({4: {0: [0, 1], 1: [0, 1]}, 5: {0: [0], 1: [1]}}, 2)
     4
@@ -194,90 +199,92 @@ def needed_save(saves: dict[int, Holders], wanted: int) -> int | None:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Return the value of each rank."""
+    """Gather `value` of every rank; return the list by rank. All ranks must call this."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def mirror(own: Copy, former: Copy) -> Copy:
-    """Give this rank's copy to the rank half the group further; returns that of the rank half the group before, in the
-    memory of the `former` one.
+    """Send this rank's copy to the rank half the group further, and return the copy that it receives.
 
-    So the first half of the ranks holds all of a group that gets smaller, and on two hosts each holds all of the other.
-    Parts whose fingerprints are equal are neither sent nor stored twice: of a DDP replica almost all.
+    So the first half of the ranks has the state of all if the group shrinks, and each of two hosts has that of the
+    other. The received copy reuses the memory of the `former` one. Parts with equal fingerprints, such as almost all of
+    a DDP replica, are neither sent nor stored twice. All ranks must call this.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    to, partner = (rank + size // 2) % size, (rank - size // 2) % size
-    mine = own.outline()
-    headers = from_all((own.step, mine))
+    receiver, partner = (rank + size // 2) % size, (rank - size // 2) % size
+    own_outline = own.outline()
+    headers = from_all((own.step, own_outline))
     step, outline = headers[partner]
-    theirs = Copy(None, step, partner, size)
-    same_here, same_there = _same(mine, outline), _same(mine, headers[to][1])
-    memory = {name: part for name, part in former.parts.items() if not _is_shared(part, own.parts.get(name))}
+    received = Copy(None, step, partner, size)
+    same_here, same_there = _equal_parts(own_outline, outline), _equal_parts(own_outline, headers[receiver][1])
+    memory = {name: part for name, part in former.parts.items() if not _shares_memory(part, own.parts.get(name))}
     for name, (place, placements, dtype, _) in outline.items():
-        values = own.parts[name].values if name in same_here else _room(memory.get(name), place.shape, dtype)
-        theirs.parts[name] = Part(place, placements, values)
-    _exchange([(to, _except(own, same_there))], [(partner, _except(theirs, same_here))])
-    theirs.serial = own.serial
-    return theirs
+        values = own.parts[name].values if name in same_here else _allocate_values(memory.get(name), place.shape, dtype)
+        received.parts[name] = Part(place, placements, values)
+    _exchange_parts([(receiver, _parts_except(own, same_there))], [(partner, _parts_except(received, same_here))])
+    received.serial = own.serial
+    return received
 
 
-def _same(mine: Outline, theirs: Outline) -> set[str]:
-    return {name for name, entry in mine.items() if entry[-1] is not None and entry == theirs.get(name)}
+def _equal_parts(outline: Outline, other: Outline) -> set[str]:
+    """Return the names of parts with the same description and fingerprint in both outlines."""
+    return {name for name, entry in outline.items() if entry[-1] is not None and entry == other.get(name)}
 
 
-def _is_shared(part: Part, own: Part | None) -> bool:
+def _shares_memory(part: Part, own: Part | None) -> bool:
     return own is not None and part.values is own.values
 
 
-def _except(one: Copy, names: Collection[str]) -> list[Part]:
-    return [part for name, part in one.parts.items() if name not in names]
+def _parts_except(copy: Copy, names: Collection[str]) -> list[Part]:
+    return [part for name, part in copy.parts.items() if name not in names]
 
 
 def fetch(copies: dict[int, Copy], holders: dict[int, int]) -> Copy:
-    """Return this rank's copy: its own, or, on a new rank, the one that another rank holds for it.
+    """Return the copy of this rank's state, and fetch it from its holder if this is a new rank.
 
-    `copies` are those of this rank, by the ranks that saved them; `holders` says who gives which.
+    All ranks must call this. `copies` has the copies on this rank by the rank that saved them. `holders` has, by that
+    rank, the rank that sends the copy.
     """
     rank = dist.get_rank()
-    given = {to: copies[to] for to, holder in holders.items() if holder == rank and to != rank}
-    if all(to == holder for to, holder in holders.items()):
+    outgoing = {saver: copies[saver] for saver, holder in holders.items() if holder == rank and saver != rank}
+    if all(saver == holder for saver, holder in holders.items()):
         return copies[rank]
-    headers = from_all({to: (one.serial, one.step, one.size, one.outline()) for to, one in given.items()})
+    headers = from_all({saver: (copy.serial, copy.step, copy.size, copy.outline()) for saver, copy in outgoing.items()})
     incoming = []
     if holders[rank] != rank:
         serial, step, size, outline = headers[holders[rank]][rank]
         copies[rank] = Copy(serial, step, rank, size)
         for name, (place, placements, dtype, _) in outline.items():
-            copies[rank].parts[name] = Part(place, placements, _room(None, place.shape, dtype))
-        incoming = [(holders[rank], _except(copies[rank], ()))]
-    _exchange([(to, _except(one, ())) for to, one in given.items()], incoming)
+            copies[rank].parts[name] = Part(place, placements, _allocate_values(None, place.shape, dtype))
+        incoming = [(holders[rank], _parts_except(copies[rank], ()))]
+    _exchange_parts([(saver, _parts_except(copy, ())) for saver, copy in outgoing.items()], incoming)
     return copies[rank]
 
 
-def _exchange(outgoing: list[tuple[int, list[Part]]], incoming: list[tuple[int, list[Part]]]) -> None:
-    """Send parts to ranks, and receive those of others into their memory; small ones together."""
+def _exchange_parts(outgoing: list[tuple[int, list[Part]]], incoming: list[tuple[int, list[Part]]]) -> None:
+    """Send parts to ranks, and receive parts of others into existing memory; small ones share a message."""
     works, received = [], []
-    for to, parts in outgoing:
-        small, large = _by_size(parts)
+    for receiver, parts in outgoing:
+        small, large = _split_by_size(parts)
         data = [*large, *([torch.cat(small)] if small else [])]
-        works += [dist.isend(one, to, tag=tag) for tag, one in enumerate(data)]
+        works += [dist.isend(message, receiver, tag=tag) for tag, message in enumerate(data)]
     for source, parts in incoming:
-        small, large = _by_size(parts)
-        together = torch.empty(sum(map(len, small)), dtype=torch.uint8)
-        data = [*large, *([together] if small else [])]
-        works += [dist.irecv(one, source, tag=tag) for tag, one in enumerate(data)]
-        received.append((small, together))
+        small, large = _split_by_size(parts)
+        joined = torch.empty(sum(map(len, small)), dtype=torch.uint8)
+        data = [*large, *([joined] if small else [])]
+        works += [dist.irecv(message, source, tag=tag) for tag, message in enumerate(data)]
+        received.append((small, joined))
     for work in works:
         assert work is not None
         work.wait()
-    for small, together in received:
-        for values, data in zip(small, together.split(list(map(len, small))), strict=True):
+    for small, joined in received:
+        for values, data in zip(small, joined.split(list(map(len, small))), strict=True):
             values.copy_(data)
 
 
-def _by_size(parts: list[Part]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parts' bytes: those that are sent together, and large ones."""
+def _split_by_size(parts: list[Part]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the bytes of small parts, which share a message, and of large ones; empty parts are left out."""
     values = [part.data for part in parts if part.values.numel()]
     return [data for data in values if len(data) < SMALL], [data for data in values if len(data) >= SMALL]

@@ -1,6 +1,7 @@
-"""A rank's part of a sharded tensor (DTensor), as it is copied to the host, and put together with the others' parts.
+"""Locate a rank's part in a sharded tensor (DTensor), and assemble tensors from the parts of all ranks.
 
-Used by FSDP2 (``fully_shard``) and tensor parallel (``parallelize_module``). What is no DTensor is whole on each rank.
+FSDP2 (``fully_shard``) and tensor parallel (``parallelize_module``) use DTensors. Any other tensor is whole on each
+rank.
 """
 
 from __future__ import annotations
@@ -22,32 +23,34 @@ DTensor: Any = tensors.DTensor
 
 @dataclass(frozen=True)
 class Place:
-    """Of a part in its whole."""
+    """The position of a part in the whole tensor."""
 
     whole: tuple[int, ...]
-    """Shape of the whole."""
+    """Shape of the whole tensor."""
     begin: tuple[int, ...]
-    """Where the part begins in it."""
+    """Index at which the part begins, per dimension."""
     shape: tuple[int, ...]
+    """Shape of the part."""
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The slices that select the part in the whole tensor."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on the ranks."""
+    """The distribution of a tensor over the ranks."""
 
     whole: tuple[int, ...]
-    """Its shape."""
+    """Shape of the whole tensor."""
     placements: tuple[Any, ...] | None = None
-    """torch's, one for each dimension of `mesh`; None: it is a plain tensor, whole on each rank."""
+    """DTensor placements, one per dimension of `mesh`; None for a plain tensor, which is whole on each rank."""
     mesh: Any = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """Raises ValueError for what has still to be reduced."""
+        """Return the layout of `tensor`; raise ValueError for a DTensor with partial values."""
         if not isinstance(tensor, DTensor):
             return cls(tuple(tensor.shape))
         if any(placement.is_partial() for placement in tensor.placements):
@@ -56,14 +59,14 @@ class Layout:
 
     @property
     def place(self) -> Place:
-        """Of this rank's part."""
+        """The position of this rank's part."""
         if self.placements is None:
             return Place(self.whole, (0,) * len(self.whole), self.whole)
         shape, begin = of_tensors.compute_local_shape_and_global_offset(self.whole, self.mesh, self.placements)
         return Place(self.whole, tuple(map(int, begin)), tuple(shape))
 
     def tensor(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole, of which this rank has `part`."""
+        """Return the tensor of which this rank has `part`: a DTensor, or `part` itself if it is plain."""
         if self.placements is None:
             return part
         stride = torch.empty(self.whole, device="meta").stride()
@@ -75,36 +78,37 @@ class Layout:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in the memory of `tensor`."""
+    """Return this rank's part of `tensor`, detached; it shares the memory."""
     whole: Any = tensor.detach()
     local: torch.Tensor = whole.to_local() if isinstance(tensor, DTensor) else whole
     return local
 
 
 def fill(part: torch.Tensor, place: Place, parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
-    """Fill `part`, which lies at `place`, from the `parts` of all ranks. Raises ValueError if some are missing."""
-    different = {other: (other, tensor) for other, tensor in parts if tensor.numel()}
-    if sum(tensor.numel() for _, tensor in different.values()) != torch.Size(place.whole).numel():
+    """Fill `part`, located at `place`, from `parts` of all ranks; raise ValueError if some are missing."""
+    distinct = {position: (position, tensor) for position, tensor in parts if tensor.numel()}
+    if sum(tensor.numel() for _, tensor in distinct.values()) != torch.Size(place.whole).numel():
         raise ValueError("parts of it are missing")
     whole = torch.empty(place.whole, dtype=part.dtype)
-    for other, tensor in different.values():
-        whole[other.slices] = tensor
+    for position, tensor in distinct.values():
+        whole[position.slices] = tensor
     part.copy_(whole[place.slices])
 
 
 def gathered(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """By the ids of the parameters that FSDP2 has gathered just now: the sharded ones, whose places they take.
+    """Return the sharded parameters by the id of the gathered parameter that currently replaces each.
 
-    It does so for a forward and a backward pass, and leaves them so at the root, and where an error ended a pass.
+    FSDP2 gathers parameters for forward and backward passes. They stay gathered at the root module, and after a pass
+    that an error has ended.
     """
     found = {}
     for module in model.modules():
         fsdp: Any = module
         state = fsdp._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
+        for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
             info = parameter._module_info
-            now = getattr(info.module, info.param_name)
-            if now is not parameter.sharded_param:
-                found[id(now)] = parameter.sharded_param
+            current = getattr(info.module, info.param_name)
+            if current is not parameter.sharded_param:
+                found[id(current)] = parameter.sharded_param
     return found

@@ -1,11 +1,11 @@
-"""``ddip.dist_state``: each rank's state of a training after its last complete step, in the memory of the hosts.
+"""Implement ``ddip.dist_state``: keep each rank's training state after its last complete step in host memory.
 
-    save       all ranks meet; each copies its state over an older copy, and gets the copy of its partner
-    restore    the newest save that is held for all ranks; each takes its own copy, and a new rank that of the rank
-               whose place it has; on another number of ranks, shards and replicas are laid out again
+    save       Collective: each rank copies its state over an older copy, and gets the copy of its partner.
+    restore    Collective: load the newest save that is complete. Each rank loads its own copy, and a new rank loads
+               that of the rank it replaces. On another number of ranks, shards and replicas are redistributed.
 
-Copies outlive the model and its process group: they are kept by name, in this module. What is exchanged needs a group
-that works, and so it needs no mesh of the former one. `copies.py` says why a fault loses at most the newest save.
+Copies are kept by name in this module, so they outlive the model and its process group. Exchanges use the current
+default group, not the mesh of a former one. `copies.py` explains why a fault loses at most the newest save.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ NO_REPLICA = "dist_state: each rank had a model of its own; it can be restored o
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"
 
 BATCH = 1 << 22
-"""Elements that are exchanged at once; one tensor may have more."""
+"""Limit of elements per exchange of tensors; a single larger tensor is exchanged alone."""
 UNNAMED = "state"
 Problem = tuple[type[Exception], str]
 Result = TypeVar("Result")
 _kept: dict[str, Kept] = {}
+"""Copies of this rank by the name of their `DistState`."""
 
 
 def dist_state(
@@ -89,31 +90,33 @@ def dist_state(
     name: str | None = None,
     spare: bool = True,
 ) -> DistState:
-    """On all ranks: keep each rank's state of a training, step by step, in the memory of the hosts, and bring it back.
+    """Keep each rank's training state in host memory, step by step, and restore it after a fault.
 
-    For sharded models (FSDP2, tensor parallel), DDP, and plain models, which may differ by rank::
+    Call it on all ranks. It works for sharded models (FSDP2, tensor parallel), DDP, and plain models, which may differ
+    by rank::
 
         state = ddip.dist_state(model, optimizer)
         for step in range(state.restore(default=0), 1000):
             train(step)
             state.save(step + 1)
 
-    The saved state outlives the model: after a fault, run the cell that makes model, optimizer and state again, and
-    then this loop, which continues after the last complete step. Kept with it are the generators from which torch,
-    NumPy and ``random`` draw by default.
+    The saved state outlives the model. After a fault, rerun the cell that creates model, optimizer and state, then this
+    loop, which continues after the last complete step. The default random number generators of torch, NumPy and
+    ``random`` are saved, too.
 
     Parameters
     ----------
     model, optimizer
-        With their parameters, persistent buffers and state, also what ``get_extra_state`` returns.
+        Their parameters, persistent buffers, optimizer state and ``get_extra_state`` values are saved.
     others
         Schedulers, scalers, samplers, generators, an EMA: objects with ``state_dict`` and ``load_state_dict``, samplers
         of torch, and generators of torch, NumPy and ``random``. They may differ by rank.
     name
-        For each of several models in a session. Without one, ``save`` refuses a second model while the first exists.
+        A name for each model, if a session has several. Without one, ``save`` refuses a second model while the first
+        exists.
     spare
-        Keep the state of one more rank on each: then nothing is lost if a rank ends and ``%makedip --repair`` puts a
-        new one in its place, or if the group gets smaller, by half of it at most.
+        Also keep the state of another rank on each rank. Then nothing is lost if a rank dies and ``%makedip --repair``
+        replaces it, or if the group shrinks to no less than half.
 
     Raises
     ------
@@ -130,7 +133,7 @@ def dist_state(
 
 
 class _Attempt(Generic[Result]):
-    """A step that may fail on one rank: then all ranks raise, and none waits for another."""
+    """The outcome of a step that may fail on one rank; then all ranks raise, and none waits for another."""
 
     def __init__(self, step: Callable[[], Result]) -> None:
         self.problem: Problem | None = None
@@ -144,14 +147,14 @@ class _Attempt(Generic[Result]):
             self._error, self.problem = error, (kind, text)
 
     def ensure_on_all(self, problems: list[Problem | None]) -> Result:
-        """Return the result, if no rank has a problem."""
+        """Return the result; if any rank has a problem, raise the first one on all ranks."""
         _raise_agreed(problems, self._error)
         assert self.result is not None
         return self.result
 
 
 def _raise_agreed(problems: list[Problem | None], cause: Exception | None = None) -> None:
-    """Raise the first of the ranks' problems, on all ranks the same."""
+    """Raise the first of the ranks' problems, the same on all ranks; do nothing if there is none."""
     first = next((problem for problem in problems if problem is not None), None)
     if first is not None:
         ranks = [str(rank) for rank, problem in enumerate(problems) if problem == first]
@@ -160,7 +163,7 @@ def _raise_agreed(problems: list[Problem | None], cause: Exception | None = None
 
 
 class DistState:
-    """What ``ddip.dist_state`` returns."""
+    """The saved training state of a model, as returned by ``ddip.dist_state``."""
 
     def __init__(
         self,
@@ -175,19 +178,19 @@ class DistState:
 
     def __repr__(self) -> str:
         memory = {
-            part.values.data_ptr(): part.values.nbytes for one in self._copies.copies for part in one.parts.values()
+            part.values.data_ptr(): part.values.nbytes for copy in self._copies.copies for part in copy.parts.values()
         }
         what = "nothing kept" if self.step is None else f"step {self.step}"
         return f"<dist_state {self._name!r}: {what}, {sum(memory.values()) / 1e6:.3g} MB>"
 
     @property
     def step(self) -> int | None:
-        """The latest step that this rank has a copy of, or None."""
-        latest = max(self._copies.copies, key=lambda one: one.serial or 0, default=None)
+        """The step of this rank's latest copy; None if it has none."""
+        latest = max(self._copies.copies, key=lambda copy: copy.serial or 0, default=None)
         return None if latest is None else latest.step
 
     def forget(self) -> None:
-        """Free the copies of this rank: the next ``restore`` finds nothing."""
+        """Free the copies of this rank, so that the next ``restore`` finds nothing."""
         _kept.pop(self._name, None)
 
     @property
@@ -201,19 +204,19 @@ class DistState:
     # -- save
 
     def save(self, step: int | None = None) -> None:
-        """On all ranks: copy everything, as it is after `step` steps (default: one more than before).
+        """Save the state after `step` completed steps (default: one more than before); call it on all ranks.
 
-        Call it when a step is complete, and before the next one begins. Raises ValueError, on all ranks, if any rank
-        has state that could not be restored, or if another model is kept without a name; then nothing is saved.
+        Call it when a step is complete, before the next one begins. Raises ValueError on all ranks if any rank has
+        state that could not be restored, or if another model is kept without a name; then nothing is saved.
         """
         _ensure_group()
         step = (self.step or 0) + 1 if step is None else step
-        kept, taken = self._copies, _Attempt(self._take)
-        told = from_all((taken.problem, kept.held))
-        tensors, layouts = taken.ensure_on_all([problem for problem, _ in told])
-        held = [copies for _, copies in told]
+        kept, attempt = self._copies, _Attempt(self._collect_tensors)
+        answers = from_all((attempt.problem, kept.held))
+        tensors, layouts = attempt.ensure_on_all([problem for problem, _ in answers])
+        held = [copies for _, copies in answers]
         needed = needed_save(complete_saves(held), self._copies_wanted)
-        serial = 1 + max((one[0] for copies in held for one in copies), default=0)
+        serial = 1 + max((number for copies in held for number, _, _ in copies), default=0)
         pair = kept.pair_beside(needed)
         own = pair.own
         own.keep(tensors, layouts)
@@ -226,8 +229,8 @@ class DistState:
     def _copies_wanted(self) -> int:
         return 2 if self._spare and dist.get_world_size() > 1 else 1
 
-    def _take(self) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
-        """Return all tensors and how they lie; raises ValueError for what could not be restored."""
+    def _collect_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
+        """Return all tensors and their layouts; raise ValueError for state that could not be restored."""
         self._ensure_one_model()
         try:
             tensors, rest = contents.take_apart(contents.units_of(*self._objects))
@@ -239,44 +242,44 @@ class DistState:
     # -- restore
 
     def restore(self, default: int | None = None) -> int:
-        """On all ranks: bring back the newest save that is held for all ranks; returns its step.
+        """Load the newest save that is complete, and return its step; call it on all ranks.
 
-        Each rank gets its own state, and a new rank that of the rank whose place it has. If the number of ranks has
-        changed, shards are laid out again, and state that was equal on all ranks goes to all; a line names the rest.
-        The model may be sharded in another way; it must have the same parameters. Returns `default`, if it is given and
-        nothing is kept.
+        Each rank gets its own state, and a new rank gets that of the rank it replaces. If the number of ranks has
+        changed, shards are redistributed, and state that was equal on all ranks goes to all; a line names the rest. The
+        model may be sharded in another way, but must have the same parameters. Returns `default` if nothing is kept and
+        it is not None.
 
-        Raises, on all ranks, LookupError if nothing is kept or a rank's state is lost, ValueError for another model.
+        Raises on all ranks: LookupError if nothing is kept or a rank's state is lost, ValueError for another model.
         """
         _ensure_group()
         kept, world = self._copies, dist.get_world_size()
-        told = from_all((_Attempt(self._ensure_one_model).problem, kept.held))
-        _raise_agreed([problem for problem, _ in told])
-        held = [copies for _, copies in told]
+        answers = from_all((_Attempt(self._ensure_one_model).problem, kept.held))
+        _raise_agreed([problem for problem, _ in answers])
+        held = [copies for _, copies in answers]
         saves = complete_saves(held)
         if not saves:
-            return self._default(held, default)
+            return self._default_or_raise(held, default)
         serial = max(saves)
         givers = {rank: rank if rank in holders else min(holders) for rank, holders in saves[serial].items()}
-        mine = {one.rank: one for one in kept.copies if one.serial == serial}
+        copies = {copy.rank: copy for copy in kept.copies if copy.serial == serial}
         is_same = len(givers) == world
-        read = _of_same_ranks(mine, givers) if is_same else _of_other_ranks(mine, givers)
+        read = _read_same_ranks(copies, givers) if is_same else _read_other_ranks(copies, givers)
         planned = _Attempt(lambda: _Plan(read(), *self._objects))
-        told = from_all((planned.problem, planned.result.lacking if planned.result else {}))
-        plan = planned.ensure_on_all([problem for problem, _ in told])
-        lacking = {name: size for _, sizes in told for name, size in sizes.items()}
-        given = [one for rank, one in mine.items() if givers[rank] == dist.get_rank()]
+        plans = from_all((planned.problem, planned.result.lacking if planned.result else {}))
+        plan = planned.ensure_on_all([problem for problem, _ in plans])
+        lacking = {name: size for _, sizes in plans for name, size in sizes.items()}
+        given = [copy for rank, copy in copies.items() if givers[rank] == dist.get_rank()]
         plan.gather(dict(sorted(lacking.items())), given)
         contents.load_units(plan.units(), *self._objects)
         kept.drop_newer(serial)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
         if lacking or not is_same or fewest_copies(saves[serial]) < self._copies_wanted:
-            self.save(plan.saved.step)  # as the model lies now, and with what each rank lacked
+            self.save(plan.saved.step)  # in the current layout, with the state that ranks lacked
         if plan.saved.left_out and dist.get_rank() == 0:
-            print(LEFT_OUT.format(then=len(givers), now=world, names=_listed(plan.saved.left_out, 20)))
+            print(LEFT_OUT.format(then=len(givers), now=world, names=_shorten_list(plan.saved.left_out, 20)))
         return plan.saved.step
 
-    def _default(self, held: list[list[Held]], default: int | None) -> int:
+    def _default_or_raise(self, held: list[list[Held]], default: int | None) -> int:
         if any(held):
             why = f"what {missing_ranks(held)} had is gone with its process"
             raise LookupError(MISSING.format(name=self._name, why=why))
@@ -284,18 +287,18 @@ class DistState:
             raise LookupError(NOTHING.format(name=self._name))
         return default
 
-    # -- whose state is it?
+    # -- identity of the model
 
     def _ensure_one_model(self) -> None:
-        """Raise ValueError if another model is kept under this name, and the user did not choose the name.
+        """Raise ValueError if another model is kept under this name, unless the user has chosen the name.
 
-        A model that only tracebacks and the output history hold is that of a cell that has been run again. One that the
-        running cell has saved is another one even if it is gone: functions train models one after the other.
+        A kept model that no variable holds belongs to a cell that was rerun, and does not count. If the running cell
+        has saved it, it counts even after it was freed, because functions train models one after the other.
         """
         kept, owner = self._copies, self._copies.owner()
         if self._is_named or owner is self._model:
             return
-        if owner is not None and _parameters(owner) == _parameters(self._model):
+        if owner is not None and _parameter_ids(owner) == _parameter_ids(self._model):
             return
         variable = owner is not None and _variable_that_holds(owner)
         if variable:
@@ -306,61 +309,70 @@ class DistState:
 
 @dataclass
 class _Saved:
-    """The state to restore, as this rank sees it."""
+    """The state to restore on this rank."""
 
     step: int
     units: Units
-    """With holes in place of the tensors."""
+    """Units with holes in place of the tensors."""
     outline: dict[str, tuple[tuple[int, ...], Any]]
-    """Shape and placements of the whole tensors."""
+    """Shapes and placements of the whole tensors by name."""
     copies: list[Copy]
-    """From which this rank may take."""
+    """Copies on this rank from which it may load."""
     is_of_same_ranks: bool
+    """True if the save is of the same number of ranks."""
     left_out: list[str] = field(default_factory=list)
+    """Names of units that are not restored, because they differed between ranks."""
 
-    def may_take(self, one: Copy, name: str) -> bool:
-        """Return whether a copy has the values of a tensor for any rank: of DDP's buffers, rank 0's."""
+    def may_load(self, copy: Copy, name: str) -> bool:
+        """Return whether this rank may load a tensor from `copy`.
+
+        If the number of ranks has changed, DDP's buffers must be those of rank 0.
+        """
         is_broadcast = not self.is_of_same_ranks and name in self.units.get(contents.BROADCAST, ())
-        return name in one.parts and (one.rank == 0 or not is_broadcast)
+        return name in copy.parts and (copy.rank == 0 or not is_broadcast)
 
 
-def _of_same_ranks(mine: dict[int, Copy], givers: dict[int, int]) -> Callable[[], _Saved]:
-    own = fetch(mine, givers)
+def _read_same_ranks(copies: dict[int, Copy], givers: dict[int, int]) -> Callable[[], _Saved]:
+    """Fetch this rank's copy, and return a function that unpickles it."""
+    own = fetch(copies, givers)
     outline = {name: (part.place.whole, part.placements) for name, part in own.parts.items() if name != STRUCTURE}
     return lambda: _Saved(own.step, pickle.loads(own.pickled), outline, [own], True)
 
 
-def _of_other_ranks(mine: dict[int, Copy], givers: dict[int, int]) -> Callable[[], _Saved]:
-    """Merge the units that are sharded, or the same on all ranks; name the others."""
-    given = [one for rank, one in mine.items() if givers[rank] == dist.get_rank()]
-    told = from_all({one.rank: (one.step, one.outline(), one.pickled) for one in given})
+def _read_other_ranks(copies: dict[int, Copy], givers: dict[int, int]) -> Callable[[], _Saved]:
+    """Exchange the headers of copies, and return a function that merges their units.
 
-    def merged() -> _Saved:
-        saved = dict(sorted((rank, header) for answer in told for rank, header in answer.items()))
+    Units that are sharded or equal on all ranks are merged. The others are left out, and listed by name.
+    """
+    given = [copy for rank, copy in copies.items() if givers[rank] == dist.get_rank()]
+    answers = from_all({copy.rank: (copy.step, copy.outline(), copy.pickled) for copy in given})
+
+    def merge() -> _Saved:
+        saved = dict(sorted((rank, header) for answer in answers for rank, header in answer.items()))
         steps, outlines = [step for step, _, _ in saved.values()], [outline for _, outline, _ in saved.values()]
         units = [pickle.loads(data) for _, _, data in saved.values()]
         found, left_out = {}, []
-        for name in dict.fromkeys(name for one in units for name in one):
-            if _is_the_same(name, units, outlines) or name in units[0].get(contents.BROADCAST, ()):
+        for name in dict.fromkeys(name for units_of_rank in units for name in units_of_rank):
+            if _can_be_merged(name, units, outlines) or name in units[0].get(contents.BROADCAST, ()):
                 found[name] = units[0][name]
             elif name not in (contents.KINDS, contents.BROADCAST):
                 left_out.append(name)
         if len(set(steps)) > 1:
-            left_out.append(f"the step (returned is the lowest of {_listed(sorted(map(str, set(steps))))})")
+            left_out.append(f"the step (returned is the lowest of {_shorten_list(sorted(map(str, set(steps))))})")
         holes = contents.holes_in(found)
         outline = {name: (outlines[0][name][0].whole, outlines[0][name][1]) for name in holes}
-        return _Saved(min(steps), found, outline, list(mine.values()), False, left_out)
+        return _Saved(min(steps), found, outline, list(copies.values()), False, left_out)
 
-    return merged
+    return merge
 
 
-def _is_the_same(name: str, units: list[Units], outlines: list[Outline]) -> bool:
-    """Return whether a unit is the same on all ranks, or the ranks have shards of one whole."""
-    if not all(name in one for one in units) or len({pickle.dumps(one[name]) for one in units}) > 1:
+def _can_be_merged(name: str, units: list[Units], outlines: list[Outline]) -> bool:
+    """Return whether a unit is equal on all ranks, or its tensors are shards of the same whole."""
+    if not all(name in of_rank for of_rank in units) or len({pickle.dumps(of_rank[name]) for of_rank in units}) > 1:
         return False
     for hole in contents.holes_in(units[0][name]):
-        places, placements, dtypes, fingerprints = zip(*(one[hole] for one in outlines), strict=True)
-        if any(one != placements[0] for one in placements) or len(set(dtypes)) > 1:
+        places, placements, dtypes, fingerprints = zip(*(outline[hole] for outline in outlines), strict=True)
+        if any(other != placements[0] for other in placements) or len(set(dtypes)) > 1:
             return False
         if len({place.whole for place in places}) > 1 or placements[0] is None and len(set(fingerprints)) > 1:
             return False
@@ -368,65 +380,69 @@ def _is_the_same(name: str, units: list[Units], outlines: list[Outline]) -> bool
 
 
 class _Plan:
-    """How this rank's objects get their state: checked before anything is changed."""
+    """A checked plan to load a save into this rank's objects; nothing is changed before it is complete."""
 
     def __init__(
         self, saved: _Saved, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: tuple[Any, ...]
     ) -> None:
-        """Raises ValueError for another model, optimizer or others; LookupError if no trained parameter is left."""
+        """Plan the load; the objects must match those that were saved.
+
+        Raises ValueError for another model, optimizer or others, and LookupError if no trained parameter can be loaded.
+        """
         self.saved = saved
         present = contents.units_of(model, optimizer, others)
-        now = {name: Layout.of(tensor) for name, tensor in contents.tensors_in(present).items()}
-        _ensure_same_objects(saved, present, now)
+        layouts = {name: Layout.of(tensor) for name, tensor in contents.tensors_in(present).items()}
+        _ensure_same_objects(saved, present, layouts)
         trained = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
         if trained and trained <= set(saved.left_out):
             raise LookupError(NO_REPLICA)
         groups = [] if optimizer is None else optimizer.param_groups
         parameters = [Layout.of(parameter) for group in groups for parameter in group["params"]]
         self._layouts = {
-            name: _layout_of(name, whole, placements, now, parameters)
+            name: _choose_layout(name, whole, placements, layouts, parameters)
             for name, (whole, placements) in saved.outline.items()
         }
         self._found = {name: values for name in self._layouts if (values := self._own_values(name)) is not None}
         self.lacking = {
             name: math.prod(layout.whole) for name, layout in self._layouts.items() if name not in self._found
         }
-        """Elements of the tensors that must come from other ranks."""
+        """Number of elements of each tensor that must come from other ranks, by name."""
 
     def _own_values(self, name: str) -> torch.Tensor | None:
-        for one in self.saved.copies:
-            if self.saved.may_take(one, name) and one.parts[name].place == self._layouts[name].place:
-                return one.parts[name].values
+        for copy in self.saved.copies:
+            if self.saved.may_load(copy, name) and copy.parts[name].place == self._layouts[name].place:
+                return copy.parts[name].values
         return None
 
     def gather(self, lacking: dict[str, int], given: list[Copy]) -> None:
-        """Exchange the parts of tensors that any rank lacks, out of the copies that each rank gives.
+        """Exchange the parts of the tensors that any rank is `lacking`; this rank sends those in `given`.
 
-        Raises, on all ranks, LookupError if some are missing, and ValueError if ranks had different values of a whole.
+        All ranks must call this with the same `lacking`. Raises on all ranks: LookupError if parts are missing,
+        ValueError if a tensor to be sharded differed between ranks.
         """
         problem: tuple[type[Exception], str] | None = None
-        for names in _batches(lacking):
-            answers = from_all([[one.parts[name] for one in given if self._gives(one, name)] for name in names])
+        for names in _exchange_batches(lacking):
+            answers = from_all([[copy.parts[name] for copy in given if self._must_send(copy, name)] for name in names])
             for name, parts_of_ranks in zip(names, zip(*answers, strict=True), strict=True):
                 parts = [part for parts in parts_of_ranks for part in parts]
                 if name in self._layouts:
                     try:
-                        self._found[name] = _joined(self._layouts[name], parts)
+                        self._found[name] = _assemble_part(self._layouts[name], parts)
                     except (LookupError, ValueError) as error:
                         problem = problem or (type(error), f"dist_state: {name}: {error}")
         if lacking:
             _raise_agreed(from_all(problem))
 
-    def _gives(self, one: Copy, name: str) -> bool:
-        """Return whether a copy's part is needed: of a replica one is enough."""
-        part = one.parts.get(name)
-        return part is not None and (self.saved.is_of_same_ranks or part.placements is not None or one.rank == 0)
+    def _must_send(self, copy: Copy, name: str) -> bool:
+        """Return whether a copy's part is needed; only rank 0's is if all ranks have replicas."""
+        part = copy.parts.get(name)
+        return part is not None and (self.saved.is_of_same_ranks or part.placements is not None or copy.rank == 0)
 
     def units(self) -> Units:
-        """Return the units with their tensors, none of which shares memory with a copy that objects could keep."""
+        """Return the units with their tensors, cloned if loading would let objects keep a copy's memory."""
         tensors = {name: self._layouts[name].tensor(values) for name, values in self._found.items()}
-        kept = {name: tensor if _is_copied_on_load(name) else tensor.clone() for name, tensor in tensors.items()}
-        units: Units = contents.put_together(self.saved.units, kept)
+        safe = {name: tensor if _is_copied_on_load(name) else tensor.clone() for name, tensor in tensors.items()}
+        units: Units = contents.put_together(self.saved.units, safe)
         return units
 
 
@@ -434,11 +450,11 @@ def _is_copied_on_load(name: str) -> bool:
     return name.startswith("model.") and "_extra_state" not in name
 
 
-def _joined(layout: Layout, parts: list[Part]) -> torch.Tensor:
-    """Return this rank's part of a tensor out of the parts of all ranks."""
+def _assemble_part(layout: Layout, parts: list[Part]) -> torch.Tensor:
+    """Return this rank's part of a tensor, assembled from the parts of all ranks."""
     if not parts:
         raise LookupError("parts of it are missing")
-    if any(one.placements is None and not torch.equal(one.values, parts[0].values) for one in parts[1:]):
+    if any(part.placements is None and not torch.equal(part.values, parts[0].values) for part in parts[1:]):
         raise ValueError(DIFFERED)
     values = torch.empty(layout.place.shape, dtype=parts[0].values.dtype)
     try:
@@ -448,16 +464,17 @@ def _joined(layout: Layout, parts: list[Part]) -> torch.Tensor:
     return values
 
 
-def _ensure_same_objects(saved: _Saved, present: Units, now: dict[str, Layout]) -> None:
-    before = _shapes(saved.units, {name: whole for name, (whole, _) in saved.outline.items()})
-    after = _shapes(present, {name: layout.whole for name, layout in now.items()})
+def _ensure_same_objects(saved: _Saved, present: Units, layouts: dict[str, Layout]) -> None:
+    """Raise ValueError if the present model, optimizer or others do not match the saved ones."""
+    before = _model_shapes(saved.units, {name: whole for name, (whole, _) in saved.outline.items()})
+    after = _model_shapes(present, {name: layout.whole for name, layout in layouts.items()})
     names = sorted(name for name in before.keys() | after if before.get(name, 0) != after.get(name, 0))
-    wrong = [name.removeprefix("model.") for name in names if name not in saved.left_out]
-    if wrong:
-        raise ValueError(OTHER.format(names=_listed(wrong)))
+    different = [name.removeprefix("model.") for name in names if name not in saved.left_out]
+    if different:
+        raise ValueError(OTHER.format(names=_shorten_list(different)))
     kinds = present[contents.KINDS]
     if saved.units.get(contents.KINDS, kinds) != kinds:
-        raise ValueError(_difference(saved.units[contents.KINDS], kinds))
+        raise ValueError(_kinds_difference(saved.units[contents.KINDS], kinds))
     groups = {name: group for name, group in saved.units.items() if name.startswith("optimizer.param_groups.")}
     if any(
         name not in present or len(group["params"]) != len(present[name]["params"]) for name, group in groups.items()
@@ -465,51 +482,60 @@ def _ensure_same_objects(saved: _Saved, present: Units, now: dict[str, Layout]) 
         raise ValueError(OTHER.format(names="the optimizer's parameters"))
 
 
-def _shapes(units: Units, wholes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the model's tensors; None for extra state, which may change its shape."""
+def _model_shapes(units: Units, wholes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of the model's tensors by name; None for extra state, whose shape may change."""
     names = [name for name in units if name.startswith("model.")]
     return {name: None if "_extra_state" in name else wholes.get(name) for name in names}
 
 
-def _difference(then: list[str | None], now: list[str | None]) -> str:
-    """Return what differs between the kinds of optimizer and others."""
+def _kinds_difference(then: list[str | None], now: list[str | None]) -> str:
+    """Return a message about the difference between the saved and present classes of optimizer and others."""
     if (then[0] is None) != (now[0] is None):
         return OTHER.format(names="no optimizer, or one too many")
     if len(then) != len(now):
-        return OTHERS.format(then=_count(len(then) - 1), now=_count(len(now) - 1))
+        return OTHERS.format(then=_others_text(len(then) - 1), now=_others_text(len(now) - 1))
     return OTHER.format(
-        names=_listed([f"{before} is {after} now" for before, after in zip(then, now, strict=True) if before != after])
+        names=_shorten_list(
+            [f"{before} is {after} now" for before, after in zip(then, now, strict=True) if before != after]
+        )
     )
 
 
-def _layout_of(
-    name: str, whole: tuple[int, ...], placements: Any, now: dict[str, Layout], parameters: list[Layout]
+def _choose_layout(
+    name: str, whole: tuple[int, ...], placements: Any, layouts: dict[str, Layout], parameters: list[Layout]
 ) -> Layout:
-    """Return how a saved tensor has to lie: as now, as its parameter, or as another tensor of its shape."""
-    here = now.get(name)
+    """Return the layout to load a saved tensor with.
+
+    That is its present one, its parameter's, or that of a similar tensor. `layouts` has the present layouts by name,
+    and `parameters` those of the optimizer's parameters.
+    """
+    present = layouts.get(name)
     if name.startswith("model."):
-        return here if here is not None and here.whole == whole else Layout(whole)
+        return present if present is not None and present.whole == whole else Layout(whole)
     number = name.split(".")[2] if name.startswith("optimizer.state.") else ""
     if number.isdigit() and int(number) < len(parameters):
-        here = parameters[int(number)]
-        if whole and whole == here.whole:
-            return here
-    if placements is None or here is not None and here.placements is None:
+        present = parameters[int(number)]
+        if whole and whole == present.whole:
+            return present
+    if placements is None or present is not None and present.placements is None:
         return Layout(whole)
-    if here is not None and here.whole == whole:
-        return here
-    sharded = [one for one in (here, *now.values()) if one is not None and one.placements is not None]
-    for one in sharded:
-        if one.whole == whole and one.placements == placements:
-            return one
-    meshes = [one.mesh for one in sharded if one.placements is not None and len(one.placements) == len(placements)]
+    if present is not None and present.whole == whole:
+        return present
+    candidates = [present, *layouts.values()]
+    sharded = [layout for layout in candidates if layout is not None and layout.placements is not None]
+    for layout in sharded:
+        if layout.whole == whole and layout.placements == placements:
+            return layout
+    meshes = [
+        layout.mesh for layout in sharded if layout.placements is not None and len(layout.placements) == len(placements)
+    ]
     return Layout(whole, placements, meshes[0]) if meshes else Layout(whole)
 
 
-def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Yield the names of tensors that the ranks exchange at once: thousands of exchanges of small ones would take long.
+def _exchange_batches(sizes: dict[str, int]) -> Iterator[list[str]]:
+    """Yield lists of names of tensors to exchange at once, since one exchange per tensor would take long.
 
-    >>> list(_batches({"a": 6, "b": BATCH, "c": 1, "d": 1}))
+    >>> list(_exchange_batches({"a": 6, "b": BATCH, "c": 1, "d": 1}))
     [['a'], ['b'], ['c', 'd']]
     """
     names, total = list[str](), 0
@@ -523,8 +549,8 @@ def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:
         yield names
 
 
-def _parameters(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters: a wrapper has those of its model."""
+def _parameter_ids(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the parameters, which are the same for a model and its wrapper."""
     return set(map(id, model.parameters()))
 
 
@@ -533,22 +559,25 @@ SKIPPED = (types.ModuleType, types.FrameType, types.TracebackType, types.CodeTyp
 
 
 def _variable_that_holds(target: Any) -> str | None:
-    """Return the name of a variable from which `target` can be reached, of the running cell and its functions."""
+    """Return the name of a variable from which `target` can be reached, or None.
+
+    Variables are those of the running cell and of the functions that it runs.
+    """
     seen: set[int] = set()
-    for name, value in _variables():
+    for name, value in _visible_variables():
         todo = [value]
         while todo:
-            one = todo.pop()
-            if one is target:
+            candidate = todo.pop()
+            if candidate is target:
                 return name
-            if id(one) not in seen and gc.is_tracked(one) and not _is_skipped(type(one)):
-                seen.add(id(one))
-                todo += _references(one)
+            if id(candidate) not in seen and gc.is_tracked(candidate) and not _is_skipped_type(type(candidate)):
+                seen.add(id(candidate))
+                todo += _followed_references(candidate)
     return None
 
 
-def _variables() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the functions that run, and of their modules; not those of IPython (`Out`, `_`)."""
+def _visible_variables() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of running functions and their modules, without IPython's (`Out`, `_`)."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -563,7 +592,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _running_cell() -> int | None:
-    """Return the number of the cell that runs; None in a function of a program."""
+    """Return the number of the running cell; None outside of IPython."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     frame: types.FrameType | None = sys._getframe()
     while shell is not None and frame is not None:
@@ -573,21 +602,21 @@ def _running_cell() -> int | None:
     return None
 
 
-def _is_skipped(kind: type) -> bool:
-    return issubclass(kind, SKIPPED) or any(one.__module__.startswith(ELSEWHERE) for one in kind.__mro__)
+def _is_skipped_type(kind: type) -> bool:
+    return issubclass(kind, SKIPPED) or any(base.__module__.startswith(ELSEWHERE) for base in kind.__mro__)
 
 
-def _references(value: Any) -> list[Any]:
-    if isinstance(value, types.FunctionType):  # not its globals
+def _followed_references(value: Any) -> list[Any]:
+    if isinstance(value, types.FunctionType):  # its globals are not followed
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     return gc.get_referents(value)
 
 
-def _listed(names: list[str], most: int = 5) -> str:
+def _shorten_list(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def _count(number: int) -> str:
+def _others_text(number: int) -> str:
     return f"{number} other{'s' if number != 1 else ''}"
 
 

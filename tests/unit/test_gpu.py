@@ -26,7 +26,7 @@ class ToldGpu(Gpu):
         self.looks = list(looks)
         self.count = 0
 
-    _used = True  # type: ignore[assignment]
+    _is_used = True  # type: ignore[assignment]
 
     def begun(self) -> int:
         return self.count

@@ -50,4 +50,4 @@ def test_an_app_is_interrupted_as_a_cell_is() -> None:
     ],
 )
 def test_functions_of_ddip_that_no_interrupt_may_end_are_marked(function: Callable[..., Any]) -> None:
-    assert function.__code__ in stacks._whole
+    assert function.__code__ in stacks._uninterruptible

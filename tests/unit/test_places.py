@@ -44,9 +44,13 @@ def test_what_a_wait_for_a_store_looks_at_in_turns_is_not_where_a_rank_is() -> N
         exec(compile(f"def {name}(): ...", file, "exec"), scope)
         return scope[name].__code__, 1
 
-    stack = [line("lexists", "genericpath.py"), line("_has", stores.__file__), line("new_group", "distributed_c10d.py")]
-    assert stacks._place(stack).function == "new_group"
-    assert stacks._place(stack[2:]).function == "new_group"
+    stack = [
+        line("lexists", "genericpath.py"),
+        line("_has_keys", stores.__file__),
+        line("new_group", "distributed_c10d.py"),
+    ]
+    assert stacks._locate_lines(stack).function == "new_group"
+    assert stacks._locate_lines(stack[2:]).function == "new_group"
 
 
 def test_equal_stacks_are_shown_once() -> None:

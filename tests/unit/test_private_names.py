@@ -71,28 +71,28 @@ def test_the_client_sends_as_ddip_asks() -> None:
 def test_settings_of_the_process_are_read_and_put_back() -> None:
     process_settings.begin_cell()
     with torch.utils._device.DeviceContext("meta"):
-        device, modes = process_settings._modes()
+        device, modes = process_settings._read_modes()
         assert device == torch.device("meta") and len(modes) == 1
-        process_settings._put_modes((None, []))
+        process_settings._write_modes((None, []))
         assert torch.ones(1).device == torch.device("cpu")
-        process_settings._put_modes((device, modes))
+        process_settings._write_modes((device, modes))
     with torch.autocast("cpu", torch.float16):
-        former = process_settings._autocast()
+        former = process_settings._read_autocast()
         assert former[0] == 1
-    now = process_settings._autocast()
-    process_settings._put_autocast(former)
-    assert torch.is_autocast_enabled("cpu") and process_settings._autocast() == former
-    process_settings._put_autocast(now)
-    environment = process_settings._environment()
+    now = process_settings._read_autocast()
+    process_settings._write_autocast(former)
+    assert torch.is_autocast_enabled("cpu") and process_settings._read_autocast() == former
+    process_settings._write_autocast(now)
+    environment = process_settings._read_environment()
     assert environment == dict(os.environb)
-    process_settings._put_environment({**environment, b"DDIP_ODD": b"\xff"})
+    process_settings._write_environment({**environment, b"DDIP_ODD": b"\xff"})
     assert os.environb.pop(b"DDIP_ODD") == b"\xff"
     filters = warnings.filters
     with warnings.catch_warnings():
         assert warnings.filters is not filters
-        process_settings._put_filters(filters)
+        process_settings._write_filters(filters)
         assert warnings.filters is filters
-    process_settings._put_inference(False)
+    process_settings._write_inference(False)
     assert process_settings.end_cell(None) == []
 
 

@@ -1,4 +1,4 @@
-"""Find what one rank alone can see of common mistakes in a distributed training, for ``%dipcheck``."""
+"""Find common mistakes of distributed training that one rank can detect on its own, for ``%dipcheck``."""
 
 from __future__ import annotations
 
@@ -22,74 +22,78 @@ DISTRIBUTES_LOADERS = ("Trainer", "Fabric", "Accelerator", "Learner", "Seq2SeqTr
 DROPOUTS = (torch.nn.modules.dropout._DropoutNd,)
 
 _epochs: weakref.WeakKeyDictionary[DistributedSampler[Any], list[int]] = weakref.WeakKeyDictionary()
-"""The epoch of each sampler at the times when it was iterated over."""
+"""Epochs of each sampler, one entry per iteration over it."""
 
 
 @functools.cache
 def watch_samplers() -> None:
-    """Note the epochs over which samplers iterate, from now on; a sampler does not count them."""
+    """Record the epoch of each `DistributedSampler` iteration from now on, as samplers do not."""
     iterate = DistributedSampler.__iter__
 
     @functools.wraps(iterate)
     def wrapper(self: DistributedSampler[Any]) -> Iterator[Any]:
-        found = iterate(self)
+        iterator = iterate(self)
         _epochs.setdefault(self, []).append(self.epoch)
-        return found
+        return iterator
 
     DistributedSampler.__iter__ = wrapper  # type: ignore[method-assign]
 
 
 def advise(names: list[str], size: int) -> Checked:
-    """Return the advice about the variables `names` (none: all) of a rank of a group of `size`."""
+    """Return advice about the variables `names` (all if empty) on a rank of a group of `size` ranks."""
     walk = history.walk_now(checksums=False, keep=True)
-    found = [*_of_optimizers(walk), *_of_modules(walk), *_of_samplers(walk)]
+    found = [*_optimizer_advice(walk), *_module_advice(walk), *_sampler_advice(walk)]
     if size > 1:
-        found += _of_loaders(walk)
-    chosen = [one for one in found if not names or variable_of(one["path"]) in names]
-    known = walk.names.intersection(names) if names else walk.names
+        found += _loader_advice(walk)
+    selected = [entry for entry in found if not names or variable_of(entry["path"]) in names]
+    checked_names = walk.names.intersection(names) if names else walk.names
     generators = (
         0 if names else sum(role_at(path, walk) == "generator" for path in walk.objects if path.startswith("<"))
     )
-    return {"advice": chosen, "names": sorted(known), "objects": len(known) + generators}
+    return {"advice": selected, "names": sorted(checked_names), "objects": len(checked_names) + generators}
 
 
-def _few(names: Iterable[str]) -> str:
+def _shorten_list(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - SHOWN_NAMES} more" if len(listed) > SHOWN_NAMES else ""
     return f"{', '.join(listed[:SHOWN_NAMES])}{more}"
 
 
-def _of_optimizers(walk: Walk) -> Iterator[Advice]:
+def _optimizer_advice(walk: Walk) -> Iterator[Advice]:
     optimizers = {path: walk.objects[path] for path in walk.optimizers}
     optimized = {id(p) for opt in optimizers.values() for group in opt.param_groups for p in group["params"]}
-    within = tuple(f"{path}." for path in optimizers)
+    optimizer_prefixes = tuple(f"{path}." for path in optimizers)
     owned = {id(p) for path in walk.modules for p in walk.objects[path].parameters()}
-    owned |= {id(value) for path, value in walk.objects.items() if not path.startswith(within)}  # a user's own tensors
+    owned |= {
+        id(value) for path, value in walk.objects.items() if not path.startswith(optimizer_prefixes)
+    }  # tensors that are in no model
     for path, optimizer in optimizers.items():
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        lost = [p for p in parameters if id(p) not in owned]
-        if lost:
-            what = f"{len(lost)} of its {len(parameters)} parameters belong to no model in the variables"
+        orphaned = [p for p in parameters if id(p) not in owned]
+        if orphaned:
+            what = f"{len(orphaned)} of its {len(parameters)} parameters belong to no model in the variables"
             yield {"path": path, "what": what, "todo": "make the optimizer again, from the model's parameters"}
     for path in walk.modules:
         trained = [(name, p) for name, p in walk.objects[path].named_parameters() if p.requires_grad]
         missing = [name for name, p in trained if id(p) not in optimized]
         if missing and len(missing) < len(trained):
-            what = f"{len(missing)} of {len(trained)} trainable parameters are in no optimizer: {_few(missing)}"
+            what = (
+                f"{len(missing)} of {len(trained)} trainable parameters are in no optimizer: {_shorten_list(missing)}"
+            )
             yield {"path": path, "what": what, "todo": "give them to the optimizer, or requires_grad_(False)"}
 
 
-def _of_modules(walk: Walk) -> Iterator[Advice]:
+def _module_advice(walk: Walk) -> Iterator[Advice]:
     for path in walk.modules:
         module = walk.objects[path]
         if module.training:
-            off = [n for n, m in module.named_modules() if isinstance(m, DROPOUTS) and m.p > 0 and not m.training]
-            if off:
+            disabled = [n for n, m in module.named_modules() if isinstance(m, DROPOUTS) and m.p > 0 and not m.training]
+            if disabled:
                 todo = f"{path}.train() before the training"
-                yield {"path": path, "what": f"trains, with dropout off in {_few(off)}", "todo": todo}
+                yield {"path": path, "what": f"trains, with dropout off in {_shorten_list(disabled)}", "todo": todo}
 
 
-def _of_samplers(walk: Walk) -> Iterator[Advice]:
+def _sampler_advice(walk: Walk) -> Iterator[Advice]:
     for path, role in walk.roles.items():
         sampler = walk.objects[path]
         if role == "sampler" and isinstance(sampler, DistributedSampler) and sampler.shuffle:
@@ -99,7 +103,7 @@ def _of_samplers(walk: Walk) -> Iterator[Advice]:
                 yield {"path": path, "what": what, "todo": f"{path}.set_epoch(epoch) before each epoch"}
 
 
-def _of_loaders(walk: Walk) -> Iterator[Advice]:
+def _loader_advice(walk: Walk) -> Iterator[Advice]:
     if any(type(value).__name__ in DISTRIBUTES_LOADERS for value in walk.objects.values()):
         return
     for path, role in walk.roles.items():

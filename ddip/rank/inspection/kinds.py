@@ -1,4 +1,4 @@
-"""What kind of object is it, and which small value stands for it: answers without running user code."""
+"""Classify objects and represent them by small values, without running user code."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import torch.utils.hooks
 from ddip.rank.runtime import libraries
 
 HEAP_TYPE = 1 << 9
-"""Of a type's flags: it was made by a ``class`` statement."""
+"""Flag of types that a ``class`` statement created."""
 SHORT_TEXT = 64
 NUMBERS = (complex, bool, type(None))
 LONG_BITS = 1024
-"""An int with more bits has no text that Python writes in any case: a checksum stands for it."""
+"""Limit above which an int is represented by a checksum, as Python may refuse to convert it to text."""
 BY_REPR = (
     range,
     slice,
@@ -105,7 +105,7 @@ OPAQUE_MODULES = (
     "typing",
     "zmq",
 )
-"""Modules whose objects hold no state of a training, or are different in each process: sockets, pages, bars."""
+"""Modules whose objects hold no training state or differ per process: sockets, pages, progress bars."""
 SKIPPED_ATTRIBUTES = {
     "__weakref__",
     "__dict__",
@@ -126,11 +126,11 @@ ROLES: tuple[tuple[str, type], ...] = (
     ("sampler", torch.utils.data.Sampler),
     ("subset", torch.utils.data.Subset),
 )
-"""What an object is in a training, by a class that it is made from."""
+"""Roles of objects in a training, each with the base class that identifies it."""
 
 
 class _NoLeaf:
-    """Stands for an object that has parts."""
+    """The type of `NO_LEAF`, which `leaf_value` returns for an object with parts."""
 
 
 NO_LEAF = _NoLeaf()
@@ -145,7 +145,10 @@ def is_heap_type(kind: type) -> bool:
 
 
 def instance_dict(value: Any) -> dict[Any, Any] | None:
-    """Return the attributes of `value`, without asking it: a property ``__dict__`` is user code."""
+    """Return the instance dictionary of `value` without running user code; None if it has none.
+
+    A property ``__dict__`` is user code, and counts as no dictionary.
+    """
     for kind in mro_of(type(value)):
         found = _dict_of(kind).get("__dict__")
         if found is not None:
@@ -155,7 +158,7 @@ def instance_dict(value: Any) -> dict[Any, Any] | None:
 
 
 def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each slot that is filled."""
+    """Yield the name and value of each slot that has a value."""
     for kind in mro_of(type(value)):
         if is_heap_type(kind):
             for name, found in list(_dict_of(kind).items()):
@@ -178,7 +181,7 @@ def type_name(kind: type) -> str:
 
 
 def is_user_module(name: Any) -> bool:
-    """Return whether the user wrote the module: it is no library's."""
+    """Return whether the user wrote the module `name`, and it is not part of a library."""
     if name == "__main__":
         return True
     module = sys.modules.get(name) if type(name) is str else None
@@ -187,20 +190,20 @@ def is_user_module(name: Any) -> bool:
 
 
 def is_opaque(kind: type, mro: tuple[type, ...]) -> bool:
-    """Return whether objects of `kind` are not looked into."""
+    """Return whether a walk skips the contents of objects of `kind`."""
     module = module_name(kind)
-    return any(one in mro for one in OPAQUE) or any(
+    return any(base in mro for base in OPAQUE) or any(
         module == name or module.startswith(f"{name}.") for name in OPAQUE_MODULES
     )
 
 
 def role_of(mro: tuple[type, ...]) -> str:
-    """Return what objects of a type with this `mro` are in a training; empty for anything else."""
+    """Return the role in a training of objects of a type with this `mro`; "" if they have none."""
     return next((role for role, kind in ROLES if kind in mro), "")
 
 
 def is_plain_key(key: Any) -> bool:
-    """Return whether `key` is the same in each process: a number, a text, an enum; an ``id()`` is not."""
+    """Return whether `key` is equal in all processes: a number, text or enum, but not an ``id()``."""
     kind = type(key)
     if kind is int:
         return bool(abs(key) < 1 << 32)
@@ -208,16 +211,16 @@ def is_plain_key(key: Any) -> bool:
 
 
 def key_text(key: Any) -> str:
-    """Return a plain key as it stands in a path."""
+    """Return the text of a plain key in a path."""
     kind = type(key)
     return f"{kind.__name__}.{(instance_dict(key) or {}).get('_name_')}" if enum.Enum in mro_of(kind) else repr(key)
 
 
 def leaf_value(value: Any) -> Any:
-    """Return what stands for a number, a text or a constant; `NO_LEAF` for an object with parts."""
+    """Return a small value for a number, text or constant; `NO_LEAF` for an object with parts."""
     kind = type(value)
     if kind is int:
-        return value if value.bit_length() <= LONG_BITS else _sum_of_int(value)
+        return value if value.bit_length() <= LONG_BITS else _checksum_of_int(value)
     if kind in NUMBERS:
         return value
     if kind is float:
@@ -235,13 +238,13 @@ def leaf_value(value: Any) -> Any:
     return NO_LEAF
 
 
-def _sum_of_int(value: int) -> tuple[str, int, int]:
+def _checksum_of_int(value: int) -> tuple[str, int, int]:
     length = value.bit_length()
     return "int", length, zlib.crc32(value.to_bytes(length // 8 + 1, "little", signed=True))
 
 
 def array_of(value: Any, mro: tuple[type, ...]) -> Any:
-    """Return an array or a number of NumPy's as a plain array, without a copy; None for anything else."""
+    """Return a NumPy array as a plain one without a copy, a NumPy scalar as an array, otherwise None."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -251,7 +254,7 @@ def array_of(value: Any, mro: tuple[type, ...]) -> Any:
 
 
 def is_of_file(array: Any) -> bool:
-    """Return whether an array is a file's content, which may be larger than the memory."""
+    """Return whether an array is a memory-mapped file, which may be larger than the memory."""
     numpy = sys.modules["numpy"]
     while numpy.ndarray in mro_of(type(array)):
         array = numpy.ndarray.base.__get__(array)
@@ -259,7 +262,7 @@ def is_of_file(array: Any) -> bool:
 
 
 def generator_state(value: Any, mro: tuple[type, ...]) -> bytes | None:
-    """Return the state of a generator of random numbers; None for anything else."""
+    """Return the state of a random number generator as bytes; None for any other object."""
     if torch.Generator in mro:
         return bytes(value.get_state().tolist())
     if random.Random in mro:
@@ -274,7 +277,7 @@ def generator_state(value: Any, mro: tuple[type, ...]) -> bytes | None:
 
 
 def process_wide() -> list[tuple[str, Any]]:
-    """Return the generators that functions without a generator of their own draw from."""
+    """Return the process-wide random number generators, each with its path."""
     found: list[tuple[str, Any]] = [
         ("<random>", random._inst),  # type: ignore[attr-defined]
         ("<torch.random>", torch.default_generator),
@@ -282,23 +285,23 @@ def process_wide() -> list[tuple[str, Any]]:
     if "numpy.random" in sys.modules:
         found.append(("<numpy.random>", sys.modules["numpy.random"].mtrand._rand))
     if torch.cuda.is_initialized():
-        found += [(f"<torch.cuda.random {n}>", one) for n, one in enumerate(torch.cuda.default_generators)]
+        found += [(f"<torch.cuda.random {n}>", gpu) for n, gpu in enumerate(torch.cuda.default_generators)]
     return found
 
 
-_is_users: dict[str, bool] = {}
-"""What is known of modules, by name: there are thousands."""
+_user_module_cache: dict[str, bool] = {}
+"""Cache of `is_user_module` by module name, as there are thousands of modules."""
 
 
 def user_modules() -> list[tuple[str, types.ModuleType]]:
     """Return the modules that the user wrote, by name."""
     names = list(sys.modules)
-    if len(_is_users) != len(names):
-        for name in set(names).difference(_is_users):
-            _is_users[name] = name not in ("__main__", "__mp_main__") and is_user_module(name)
+    if len(_user_module_cache) != len(names):
+        for name in set(names).difference(_user_module_cache):
+            _user_module_cache[name] = name not in ("__main__", "__mp_main__") and is_user_module(name)
     return [
         (name, sys.modules[name])
-        for name in sorted(n for n, users in _is_users.items() if users)
+        for name in sorted(n for n, users in _user_module_cache.items() if users)
         if name in sys.modules
     ]
 
@@ -315,15 +318,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory may be read: not one of a subclass with memory of its own kind."""
+    """Return whether a tensor's memory can be read; False for subclasses with ``__torch_dispatch__``."""
     kind = type(tensor)
     return kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or "__torch_dispatch__" not in {
-        name for one in mro_of(kind)[:-2] for name in _dict_of(one) if one not in (torch.Tensor, torch._C.TensorBase)
+        name for base in mro_of(kind)[:-2] for name in _dict_of(base) if base not in (torch.Tensor, torch._C.TensorBase)
     }
 
 
 def is_readable_number(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is one number that a person can read, such as a step."""
+    """Return whether `tensor` is a single number on the CPU, such as a step count."""
     return bool(
         tensor.numel() == 1
         and tensor.device.type == "cpu"

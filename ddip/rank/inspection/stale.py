@@ -1,8 +1,9 @@
-"""Have objects refuse to work that hold the rank or the size of a group that has changed its size.
+"""Make objects raise an error if they hold the rank or the size of a group that has changed its size.
 
-One rule for all libraries: an attribute that is 0 on rank 0, 1 on rank 1 and so on is a rank, and an attribute of the
-same object that is the number of ranks is the size. A sampler with the former size would leave out a part of the data,
-without a word. Whoever reads one of the two gets an error that says what to do; whoever sets it goes on.
+One heuristic serves all libraries: an attribute that is 0 on rank 0, 1 on rank 1 and so on is a rank, and an attribute
+of the same object that equals the number of ranks is the group's size. A sampler with the former size would silently
+skip a part of the data. Reading one of the attributes raises an error that says what to do; setting one makes the
+object usable again.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ STALE = "this {kind} was made for a group of {size} ranks ({name}), and the grou
 
 
 def rank_marks(rank: int) -> list[int]:
-    """Return the hashes of the attributes that are the number of this rank."""
+    """Return the path hashes of attributes that equal this `rank`, as candidates for rank attributes."""
     walk = history.walk_now(checksums=False, keep=True)
-    return [hash_of(path) for path in _attributes(walk) if _is_number(walk.values.get(path), rank)]
+    return [hash_of(path) for path in _attribute_paths(walk) if _is_number(walk.values.get(path), rank)]
 
 
 def refuse_stale(marks: list[int], size: int) -> list[str]:
-    """Make objects refuse to work that have one of these attributes, and another that is the former `size`.
+    """Make objects with a rank attribute and an attribute equal to the former `size` raise an error.
 
-    Returns their paths.
+    `marks` has the path hashes of rank attributes. Returns the paths of the objects.
     """
     walk = history.walk_now(checksums=False, keep=True)
     ranks, holders = set(marks), dict[Path, list[str]]()
-    attributes = _attributes(walk)
+    attributes = _attribute_paths(walk)
     for path in attributes:
         if hash_of(path) in ranks:
             holder, _, key = walk.links[path]
@@ -42,13 +43,13 @@ def refuse_stale(marks: list[int], size: int) -> list[str]:
             for path in attributes
             if walk.links[path][0] == holder and _is_number(walk.values.get(path), size)
         ]
-        if sizes and _refuse(walk.objects[holder], sizes, names, size):
+        if sizes and _make_unusable(walk.objects[holder], sizes, names, size):
             found.append(holder)
     return sorted(found)
 
 
-def _attributes(walk: Walk) -> list[Path]:
-    """Return the paths of the numbers that objects hold as attributes."""
+def _attribute_paths(walk: Walk) -> list[Path]:
+    """Return the paths of all attributes of objects."""
     return [path for path, (holder, how, _) in walk.links.items() if how == "attribute" and holder in walk.objects]
 
 
@@ -56,28 +57,30 @@ def _is_number(value: Any, number: int) -> bool:
     return type(value) is int and value == number
 
 
-def _refuse(value: Any, sizes: list[str], ranks: list[str], size: int) -> bool:
-    """Put properties that raise in the place of these attributes of `value`; return whether that is possible."""
+def _make_unusable(value: Any, sizes: list[str], ranks: list[str], size: int) -> bool:
+    """Replace attributes of `value` by properties that raise; return False if its class prevents it."""
     kind = type(value)
     if not is_heap_type(kind) or instance_dict(value) is None:
         return False
     text = STALE.format(kind=kind.__name__, size=size, name=f"{sizes[0]}={size}")
     names = [*sizes, *(name for name in ranks if name not in sizes)]
-    attributes = {name: _property(name, text, kind) for name in names}
-    made = type(kind.__name__, (kind,), {"__module__": kind.__module__, **attributes})
+    attributes = {name: _raising_property(name, text, kind) for name in names}
+    subclass = type(kind.__name__, (kind,), {"__module__": kind.__module__, **attributes})
     try:
-        value.__class__ = made
-    except TypeError:  # its memory is laid out in another way
+        value.__class__ = subclass
+    except TypeError:  # the subclass has another memory layout
         return False
     return True
 
 
-def _property(name: str, text: str, kind: type) -> property:
+def _raising_property(name: str, text: str, kind: type) -> property:
+    """Return a property that raises a RuntimeError if read, and restores the class `kind` if set."""
+
     def refuse(self: Any) -> Any:
         raise RuntimeError(text)
 
-    def take(self: Any, new: Any) -> None:
+    def set_value(self: Any, new: Any) -> None:
         self.__class__ = kind
         setattr(self, name, new)
 
-    return property(refuse, take)
+    return property(refuse, set_value)

@@ -1,11 +1,11 @@
-"""Tell the notebook this rank's state in a form that compares: a hash per path, and the text of the paths it asks for.
+"""Report this rank's state to the notebook as comparable hashes, with the text of paths on request.
 
-    snapshots(cell)   after which cells the state was recorded
+    snapshots(cell)   names of the cells after which the state was recorded
     compare(cells)    hashes of all values now, and after the last two good cells that every rank has recorded
-    describe(paths)   path and value, in words, of some of those
+    describe(paths)   path and value, in words, of some of them
 
-The hashes of a rank take 16 bytes per path. They travel in ddip's own messages, never over the user's process group:
-after a fault, a collective of ddip's could meet one of the user's.
+A path takes 24 bytes. The hashes travel in ddip messages, never over the user's process group: after a fault, a
+collective by ddip could be matched with one of the user's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = "#version"
 MOST_AT_REST = 400
 LENGTHS = ("#length", "#keys", "#members")
 STEPPED_ROLES = ("optimizer", "scheduler", "scaler")
-"""Objects whose values seldom differ by design, whatever they are."""
+"""Roles of objects whose values seldom differ by design, whatever their type."""
 IN_WORDS = {
     "generator": "another position",
     "sum": "other values",
@@ -32,17 +32,18 @@ IN_WORDS = {
     "text": "another text",
     "int": "another number",
 }
-"""What stands for a value that is no number, by the first item."""
+"""Texts for values that are represented by a tuple, by the tuple's first item."""
 MISSING = object()
 _walk: Walk | None = None
-"""The walk of the last comparison, until the next cell."""
+"""Walk of the last comparison, kept until the next cell."""
 _by_hash: dict[int, Path] = {}
+"""Paths of that walk by their hashes."""
 
 
 def snapshots(failed: str) -> list[str]:
     """Return the names of the cells after which the state was recorded, the latest first.
 
-    `failed` is the name of a cell that has failed on some rank, or empty: what came since is dropped.
+    Snapshots since the cell `failed` began are dropped first; it has failed on some rank ("": no cell has).
     """
     if failed:
         history.forget_since(failed)
@@ -50,21 +51,21 @@ def snapshots(failed: str) -> list[str]:
 
 
 def compare(cells: list[str], after_fault: bool) -> Compared:
-    """Walk over the variables, and return what the other ranks' can be compared with.
+    """Walk over the variables and return their hashes, to be compared with those of other ranks.
 
-    `cells` are those after which every rank has recorded its state, the latest first. Raises TimeoutError if the walk
-    takes too long.
+    `cells` names the cells with a snapshot on every rank, the latest first. Raises TimeoutError if the walk takes too
+    long.
     """
     global _walk
     last, former = (*(history.after(cell) for cell in cells), None, None)[:2]
     _walk = walk = history.walk_now(known=() if last is None else last.names)
     _by_hash.clear()
     _by_hash.update({hash_of(path.removesuffix(VERSION)): path.removesuffix(VERSION) for path in walk.values})
-    at_rest = _moved(walk, last, former) if after_fault and last is not None and former is not None else []
+    at_rest = _find_changed_flags(walk, last, former) if after_fault and last is not None and former is not None else []
     return {
-        "now": _packed(walk.values),
-        "good": b"" if last is None else _packed(last.values),
-        "former": b"" if former is None else _packed(former.values),
+        "now": _pack_hashes(walk.values),
+        "good": b"" if last is None else _pack_hashes(last.values),
+        "former": b"" if former is None else _pack_hashes(former.values),
         "has_history": last is not None,
         "at_rest": at_rest,
         "is_cut": walk.is_cut,
@@ -72,14 +73,14 @@ def compare(cells: list[str], after_fault: bool) -> Compared:
 
 
 def forget() -> None:
-    """Let go of the walk of the last comparison."""
+    """Free the walk of the last comparison."""
     global _walk
     _walk = None
     _by_hash.clear()
 
 
 def describe(hashes: list[int]) -> dict[int, Described]:
-    """Return path, value and owner of each of these paths that this rank has."""
+    """Return path, value and owner by hash, for those of the path `hashes` that this rank has."""
     assert _walk is not None
     found: dict[int, Described] = {}
     sharded = {variable_of(path) for path in _walk.sharded}
@@ -103,12 +104,12 @@ def describe(hashes: list[int]) -> dict[int, Described]:
 
 
 def hash_of(text: str) -> int:
-    """Return 64 bits that stand for `text` in every process."""
+    """Return a 64-bit hash of `text` that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _packed(values: Mapping[Path, Any]) -> bytes:
-    """Return path, value and version of each path, as 8 bytes each; 0 stands for none."""
+def _pack_hashes(values: Mapping[Path, Any]) -> bytes:
+    """Return the hashes of path, value and version of each path, 8 bytes each; 0 means none."""
     rows: dict[Path, list[int]] = {}
     for path, value in values.items():
         is_version = path.endswith(VERSION)
@@ -120,26 +121,29 @@ def _packed(values: Mapping[Path, Any]) -> bytes:
     return packed.tobytes()
 
 
-def _moved(walk: Walk, last: Snapshot, former: Snapshot) -> list[AtRest]:
-    """Return the flags, constants and empty containers that were the same after good cells, and are not now.
+def _find_changed_flags(walk: Walk, last: Snapshot, former: Snapshot) -> list[AtRest]:
+    """Return flags, constants and empty containers that were equal after both good cells and differ now.
 
-    Only in variables that the last good cell has used: elsewhere nobody knows what rest is. Variables themselves are no
-    such flags, the failed cell may have set them on purpose; nor are gradients, and a model's training mode.
+    Only variables that the last good cell changed are considered, as the usual state of others is unknown. Variables
+    themselves are left out, because the failed cell may have set them on purpose, and so are gradients and training
+    modes.
     """
     found: list[AtRest] = []
-    used = {variable_of(path) for path, value in last.values.items() if former.values.get(path, MISSING) != value}
+    changed_variables = {
+        variable_of(path) for path, value in last.values.items() if former.values.get(path, MISSING) != value
+    }
     for path, before in last.values.items():
         if not _is_flag(path, before) or former.values.get(path, MISSING) != before or re.fullmatch(r"\w+", path):
             continue
-        if variable_of(path) not in used or path.endswith((".grad", ".training")):
+        if variable_of(path) not in changed_variables or path.endswith((".grad", ".training")):
             continue
-        now = walk.values.get(path, MISSING)
-        if type(now) is type(before) and now == before:
+        current = walk.values.get(path, MISSING)
+        if type(current) is type(before) and current == before:
             continue
-        if now is MISSING and f"{path}{VERSION}" not in walk.values and f"{path}#type" not in walk.values:
-            continue  # its object is another one, or is gone
+        if current is MISSING and f"{path}{VERSION}" not in walk.values and f"{path}#type" not in walk.values:
+            continue  # the object itself was replaced or removed
         owner, part = owner_of(path, walk)
-        text = "set" if now is MISSING else text_of(now)
+        text = "set" if current is MISSING else text_of(current)
         found.append({"path": path, "before": text_of(before), "now": text, "owner": owner, "part": part})
         if len(found) == MOST_AT_REST:
             break
@@ -156,7 +160,7 @@ def _is_flag(path: Path, value: Any) -> bool:
 
 
 def is_count(path: Path, value: Any) -> bool:
-    """Return whether values at `path` seldom differ by design: counters, flags, enums, lengths, generators."""
+    """Return whether values at `path` seldom differ between ranks by design, such as counters and flags."""
     if path.endswith(LENGTHS) or path.endswith(("#type", "#left", "#line")) or type(value) in (int, bool, type(None)):
         return True
     if type(value) is tuple:
@@ -165,7 +169,7 @@ def is_count(path: Path, value: Any) -> bool:
 
 
 def is_counter(path: Path, value: Any) -> bool:
-    """Return whether `value` is evidence even at a path that no good cell had: a counter, an enum, a generator."""
+    """Return whether `value` is a counter, enum or generator, which is evidence even at a new path."""
     if type(value) is int and "#" not in path:
         return True
     if type(value) is tuple:
@@ -175,18 +179,18 @@ def is_counter(path: Path, value: Any) -> bool:
 
 def _is_parameter(path: Path, walk: Walk) -> bool:
     facts = walk.values.get(f"{path}#type")
-    return type(facts) is tuple and facts[-1] is True  # it requires a gradient
+    return type(facts) is tuple and facts[-1] is True  # requires_grad
 
 
 def variable_of(path: Path) -> str:
-    """Return the variable, the module or the process-wide generator at the beginning of `path`."""
+    """Return the variable, user module or process-wide generator with which `path` begins."""
     if path.startswith("<"):
         return path.partition(">")[0] + ">"
     return path.partition("#")[0].partition(".")[0].partition("[")[0]
 
 
 def owner_of(path: Path, walk: Walk) -> tuple[Path, str]:
-    """Return the object to name for a difference at `path`, and which part of it differs."""
+    """Return the path of the object to report for a difference at `path`, and which part of it differs."""
     base = path.partition("#")[0]
     if base.startswith("<") and type(walk.values.get(base)) is tuple:
         return base, "state"
@@ -207,7 +211,7 @@ def owner_of(path: Path, walk: Walk) -> tuple[Path, str]:
 
 
 def role_at(path: Path, walk: Walk) -> str:
-    """Return what the object around `path` is in a training; empty for any other."""
+    """Return the role in a training of the object around `path`; "" if it has none."""
     base = path.partition("#")[0]
     if base.startswith("<") and type(walk.values.get(base)) is tuple:
         return "generator"
@@ -219,7 +223,7 @@ def role_at(path: Path, walk: Walk) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a value in words, for a line."""
+    """Return a recorded value as text for a message."""
     if type(value) is tuple:
         kind = value[0] if value else ""
         return IN_WORDS.get(kind, repr(value))

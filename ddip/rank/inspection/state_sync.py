@@ -1,12 +1,12 @@
-"""Copy one rank's state into the objects of the other ranks: the same tensors and wrappers, with other values.
+"""Copy one rank's state into the existing objects of the other ranks: tensors and wrappers keep their identity.
 
-    walk, on every rank     which paths differ from the source's?
-    plan, of the source     tensors by their paths; numbers and structure pickled, with objects that every rank has
-                            as references to their paths
+    walk, on every rank     find the paths that differ from those of the source
+    plan, on the source     list tensors by path; pickle numbers and structure, with references by path to objects that
+                            every rank has
     try, on every rank      unpickle the plan; if that fails on any rank, nothing changes
-    apply                   broadcast the tensors, set the rest, clear the gradients
+    apply                   broadcast the tensors, set everything else, clear the gradients
 
-It runs at the same time on all ranks, in a healthy group in which nothing is pending.
+It runs on all ranks at the same time, in a healthy group without pending collectives.
 """
 
 from __future__ import annotations
@@ -34,74 +34,80 @@ from ddip.rank.inspection.walk import Path, Walk
 
 BUCKET_BYTES = 64 << 20
 FIXED = ("local", "class")
-"""How an object is held where nothing can be put in its place: by a suspended generator, by its instance."""
+"""Kinds of links whose target cannot be replaced: a local of a suspended generator, the class of an instance."""
 CONTENT = ("length", "keys", "members", "items")
 Table = dict[int, int]
-"""Hashes of values by hashes of paths."""
+"""Hashes of values by the hashes of their paths."""
 
 
 @dataclass
 class _Id:
-    """Stands for a dictionary's key that is the ``id()`` of an object."""
+    """A dictionary key that is the ``id()`` of the object at `path`."""
 
     path: Path
 
 
 @dataclass
 class _Plan:
-    """Changes that the other ranks take from the source."""
+    """Changes to apply on the other ranks, made by the source."""
 
     tensors: list[Path]
     states: dict[Path, Any]
-    """Of generators of random numbers."""
+    """States of random number generators and arrays, by path."""
     contents: bytes
-    """Pickled: for each container, its path, and whether all its items are taken or only those that are missing."""
+    """Pickled containers: path, whether all items are replaced or only missing ones added, and the items."""
     leaves: bytes
-    """Pickled: path of the holder, how it holds the value, the key, the value."""
+    """Pickled values: path of the holder, kind of link, key, value."""
     gradients: list[Path]
-    """Those that differ; they are cleared."""
+    """Gradients that differ, which all ranks clear."""
     refused: dict[Path, str]
+    """Paths that are not copied, with the reason."""
 
 
 def sync(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
-    """Copy from rank `source` what differs in these variables, or at these paths (their hashes).
+    """Copy differing values in the variables `names` or at `paths` from rank `source` to the others.
 
-    Values that differed after the good cell ``cells[0]`` differ by design and stay, but for parameters and buffers of
-    the modules in `names`. Returns the paths that were copied or refused. Raises if a value cannot be unpickled on a
-    rank; then nothing has changed on any.
+    `paths` has hashes of paths. Values that differed after the good cell ``cells[0]`` differ by design and are not
+    copied, except for parameters and buffers of modules in `names`. Returns the copied and refused paths. Raises
+    RuntimeError if a rank cannot unpickle a value; then nothing has changed on any rank.
     """
     last = history.after(cells[0]) if cells else None
     walk = history.walk_now(keep=True, known=() if last is None else last.names)
     table = {hash_of(path): hash_of(repr(value)) for path, value in walk.values.items()}
-    good = {} if last is None else _table(last.values, set(walk.values))
+    good = {} if last is None else _hash_values(last.values, set(walk.values))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (table, good, list(walk.sharded), walk.names))
-    tables, goods = [one[0] for one in gathered], [one[1] for one in gathered]
-    sharded = sorted({variable_of(path) for one in gathered for path in one[2]})
+    tables, goods = [table for table, *_ in gathered], [good for _, good, *_ in gathered]
+    sharded = sorted({variable_of(path) for _, _, sharded_paths, _ in gathered for path in sharded_paths})
     refused = {name: f"rank {source} has no such variable" for name in names if name not in gathered[source][3]}
     refused |= dict.fromkeys(set(sharded).intersection(names), "each rank has another part of its parameters")
     if refused:
         return {"copied": [], "refused": refused}
     plans: list[Any] = [None]
     if dist.get_rank() == source:
-        wanted = _Wanted(set(names), set(paths), set(sharded), walk, tables, goods)
-        plans = [_make_plan(walk, wanted, tables)]
+        selection = _Selection(set(names), set(paths), set(sharded), walk, tables, goods)
+        plans = [_make_plan(walk, selection, tables)]
     dist.broadcast_object_list(plans, src=source)
     plan: _Plan = plans[0]
-    _apply(walk, plan, source)
+    _apply_plan(walk, plan, source)
     _clear_gradients(walk, names, plan)
     history.begin_anew()
-    copied = [*plan.tensors, *plan.states, *plan.gradients, *(entry[0] for entry in _read(plan.contents, walk))]
-    copied += [_joined(*entry[:3]) for entry in _read(plan.leaves, walk)]
+    copied = [
+        *plan.tensors,
+        *plan.states,
+        *plan.gradients,
+        *(entry[0] for entry in _unpickle_entries(plan.contents, walk)),
+    ]
+    copied += [_path_at(*entry[:3]) for entry in _unpickle_entries(plan.leaves, walk)]
     return {"copied": sorted(set(copied)), "refused": plan.refused}
 
 
-def _table(values: Mapping[Path, Any], paths: Collection[Path]) -> Table:
+def _hash_values(values: Mapping[Path, Any], paths: Collection[Path]) -> Table:
     return {hash_of(path): hash_of(repr(value)) for path, value in values.items() if path in paths}
 
 
 def _is_setting(path: Path) -> bool:
-    """Return whether it is an optimizer's, such as the learning rate: whole on each rank even if states are sharded."""
+    """Return whether `path` is an optimizer setting, which each rank has whole even if states are sharded."""
     return ".param_groups[" in path
 
 
@@ -109,8 +115,8 @@ def _is_gradient(path: Path) -> bool:
     return path.partition("#")[0].endswith(".grad")
 
 
-class _Wanted:
-    """Selects the source's paths that the others take."""
+class _Selection:
+    """The set of the source's paths to copy: ``path in selection``."""
 
     def __init__(
         self, names: set[str], paths: set[int], left_out: set[str], walk: Walk, tables: list[Table], goods: list[Table]
@@ -122,14 +128,14 @@ class _Wanted:
 
     @property
     def left_out(self) -> dict[Path, str]:
-        """The variables that differ and are sharded, with the reason why they are not copied."""
+        """Sharded variables that differ, with the reason why they are not copied."""
         paths = [path for path in self._walk.values if self._differs(path) and not _is_setting(path)]
-        named = {variable_of(path) for path in paths if self._is_named(path)}
-        return dict.fromkeys(sorted(named & self._left_out), "each rank has another part of its parameters")
+        named_variables = {variable_of(path) for path in paths if self._is_named(path)}
+        return dict.fromkeys(sorted(named_variables & self._left_out), "each rank has another part of its parameters")
 
     @property
     def gradients(self) -> list[Path]:
-        """The gradients that differ."""
+        """The paths of gradients that differ."""
         paths = dict.fromkeys(path.partition("#")[0] for path in self._walk.values if _is_gradient(path))
         facts = ("", "#type", VERSION)
         return [p for p in paths if any(self._differs(f"{p}{f}") and self._is_named(f"{p}{f}") for f in facts)]
@@ -150,26 +156,26 @@ class _Wanted:
         values = [table.get(number) for table in self._tables]
         if variable_of(path) not in self._names or values == self._ranks:
             return False
-        if base not in self._walk.links or path.endswith(LENGTHS):  # a variable, or what a container has
+        if base not in self._walk.links or path.endswith(LENGTHS):  # a variable, or the items of a container
             return True
         good = {table.get(number) for table in self._goods if table}
         return len(good) < 2 or f"{base}{VERSION}" == path or any(base.startswith(f"{m}.") for m in self._modules)
 
 
-def _make_plan(walk: Walk, wanted: _Wanted, tables: list[Table]) -> _Plan:
-    everywhere = _Everywhere(walk, tables)
-    plan = _Plan([], {}, b"", b"", wanted.gradients, wanted.left_out)
+def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
+    common = _CommonObjects(walk, tables)
+    plan = _Plan([], {}, b"", b"", selection.gradients, selection.left_out)
     contents: dict[Path, tuple[bool, Any]] = {}
     leaves: dict[Path, tuple[Path, str, Any, Any]] = {}
     iterators = [path for path, value in walk.objects.items() if isinstance(value, _BaseDataLoaderIter)]
-    for path in [path for path in walk.values if path in wanted]:
+    for path in [path for path in walk.values if path in selection]:
         base, _, fact = path.partition("#")
         held_by = next((root for root in iterators if base.startswith(f"{root}.")), "")
-        if held_by:  # half of its position is on the stack of a generator
+        if held_by:  # its position is partly on a generator's stack
             plan.refused[held_by] = "the iterator of a loader cannot be set: make it again on all ranks"
             continue
         value = walk.objects.get(base)
-        if isinstance(value, torch.Tensor) and everywhere.has(base):
+        if isinstance(value, torch.Tensor) and common.has(base):
             if value.layout is not torch.strided or value.is_quantized:
                 plan.refused[base] = "it is sparse or quantized"
             elif any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
@@ -178,25 +184,25 @@ def _make_plan(walk: Walk, wanted: _Wanted, tables: list[Table]) -> _Plan:
                 )
             elif base not in plan.tensors and fact != "type":
                 plan.tensors.append(base)
-        elif (fact in CONTENT or isinstance(value, set)) and everywhere.has(base):
+        elif (fact in CONTENT or isinstance(value, set)) and common.has(base):
             contents[base] = fact == "items" or contents.get(base, (False,))[0], _content_of(value)
         elif fact in ("left", "line", "version"):
             plan.refused[base] = "an iterator or a suspended generator cannot be set" if fact != "version" else ""
-        elif everywhere.has(base) and (state := _state_of(value)) is not None:
+        elif common.has(base) and (state := _state_of(value)) is not None:
             plan.states[base] = state
         else:
             _add_leaf(base, walk, leaves, plan)
-    for path in [p for p, (holder, *_) in leaves.items() if holder and not everywhere.has(holder)]:
-        del leaves[path]  # it comes with the container that some rank lacks
+    for path in [p for p, (holder, *_) in leaves.items() if holder and not common.has(holder)]:
+        del leaves[path]  # it comes with its container, which some rank lacks
     plan.refused = {path: why for path, why in plan.refused.items() if why}
-    plan.contents = _dump_each(sorted(contents.items()), everywhere, plan)
-    everywhere.replaced = set(leaves)  # themselves by value: a reference would be to what each rank has already
-    plan.leaves = _dump_each(list(leaves.values()), everywhere, plan)
+    plan.contents = _dump_each(sorted(contents.items()), common, plan)
+    common.replaced = set(leaves)  # pickle these by value: a reference would mean the receiver's own object
+    plan.leaves = _dump_each(list(leaves.values()), common, plan)
     return plan
 
 
 def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, Any]], plan: _Plan) -> None:
-    """Find what must be set to bring the value at `base`: a tuple is replaced whole."""
+    """Add the assignment to `leaves` that copies the value at `base`; a tuple is replaced as a whole."""
     while base in walk.links:
         holder, how, key = walk.links[base]
         if how in FIXED or how == "gradient":
@@ -207,7 +213,7 @@ def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, A
             base = holder
             continue
         value = walk.objects[base] if base in walk.objects else _leaf_at(owner, how, key)
-        ids = {id(one): path for path, one in walk.objects.items()} if how == "item" and type(key) is int else {}
+        ids = {id(item): path for path, item in walk.objects.items()} if how == "item" and type(key) is int else {}
         leaves[base] = holder, how, _Id(ids[key]) if key in ids else key, value
         return
     if base in namespace():
@@ -215,7 +221,7 @@ def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, A
 
 
 def _leaf_at(owner: Any, how: str, key: Any) -> Any:
-    """Return the number or text that `owner` holds."""
+    """Return the value at `key` in `owner`, linked as `how` says, without running user code."""
     match how:
         case "item":
             base = next(kind for kind in kinds.mro_of(type(owner)) if kind.__module__ in ("builtins", "collections"))
@@ -224,10 +230,10 @@ def _leaf_at(owner: Any, how: str, key: Any) -> Any:
             return owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents
         case "_parameters" | "_buffers" | "_modules":
             return kinds.instance_dict(owner)[how][key]  # type: ignore[index]
-    own = kinds.instance_dict(owner) or {}
+    attributes = kinds.instance_dict(owner) or {}
     if isinstance(owner, type):
-        own = type.__dict__["__dict__"].__get__(owner)  # type: ignore[attr-defined]
-    return own[key] if key in own else dict(kinds.slots_of(owner))[key]
+        attributes = type.__dict__["__dict__"].__get__(owner)  # type: ignore[attr-defined]
+    return attributes[key] if key in attributes else dict(kinds.slots_of(owner))[key]
 
 
 def _content_of(container: Any) -> Any:
@@ -239,7 +245,7 @@ def _content_of(container: Any) -> Any:
 
 
 def _state_of(value: Any) -> Any:
-    """Return what is written into a generator of random numbers or an array in place; None for anything else."""
+    """Return the state of a random number generator or a writable array; None for any other object."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if type(value) is random.Random:
@@ -266,17 +272,17 @@ def _set_state(value: Any, state: Any) -> None:
         value.set_state(state)
 
 
-class _Everywhere:
-    """The objects that every rank has at the same path, with the same type."""
+class _CommonObjects:
+    """Objects that every rank has at the same path and with the same type."""
 
     def __init__(self, walk: Walk, tables: list[Table]) -> None:
         self._walk, self._tables = walk, tables
         self._paths = {id(value): path for path, value in walk.objects.items()}
         self.replaced: set[Path] = set()
-        """Paths of objects to which no reference is written."""
+        """Paths of objects that are pickled by value, not by reference."""
 
     def has(self, path: Path) -> bool:
-        """Return whether every rank has an object like that of the source at `path`."""
+        """Return whether every rank has an object of the same type at `path`."""
         kind = hash_of(f"{path}#type")
         if f"{path}#type" in self._walk.values:
             return len({table.get(kind) for table in self._tables}) == 1
@@ -284,21 +290,21 @@ class _Everywhere:
         return any(all(fact in table for table in self._tables) for fact in facts)
 
     def path_of(self, value: Any) -> Path | None:
-        """Return the path of `value`, if every rank has it."""
+        """Return the path of `value` if every rank has it there and it is not to be replaced; otherwise None."""
         path = self._paths.get(id(value))
         return path if path is not None and path not in self.replaced and self.has(path) else None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Write an object that every rank has as its path."""
+    """A pickler that writes objects that every rank has as references to their paths."""
 
-    def __init__(self, file: io.BytesIO, everywhere: _Everywhere) -> None:
+    def __init__(self, file: io.BytesIO, common: _CommonObjects) -> None:
         super().__init__(file)
-        self._everywhere = everywhere
+        self._common = common
 
     def persistent_id(self, value: Any) -> Path | None:
-        """See ``pickle.Pickler``."""
-        return self._everywhere.path_of(value)
+        """Return the path to write instead of `value`; None to pickle it by value."""
+        return self._common.path_of(value)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -307,41 +313,41 @@ class _Unpickler(pickle.Unpickler):
         self._walk = walk
 
     def persistent_load(self, path: Path) -> Any:
-        """See ``pickle.Unpickler``."""
+        """Return this rank's object at `path`."""
         return self._walk.objects[path]
 
 
-def _dump_each(entries: Sequence[tuple[Any, ...]], everywhere: _Everywhere, plan: _Plan) -> bytes:
-    """Pickle the entries, one after the other; name those that cannot be pickled."""
+def _dump_each(entries: Sequence[tuple[Any, ...]], common: _CommonObjects, plan: _Plan) -> bytes:
+    """Pickle the entries one after the other; add those that cannot be pickled to ``plan.refused``."""
     file = io.BytesIO()
     for entry in entries:
         begin = file.tell()
         try:
-            _Pickler(file, everywhere).dump(entry)
+            _Pickler(file, common).dump(entry)
         except Exception as error:
             file.seek(begin)
             file.truncate()
-            path = entry[0] if len(entry) == 2 else _joined(*entry[:3])
+            path = entry[0] if len(entry) == 2 else _path_at(*entry[:3])
             plan.refused[path] = f"it cannot be pickled: {type(error).__name__}"
     return file.getvalue()
 
 
-def _read(data: bytes, walk: Walk) -> list[Any]:
+def _unpickle_entries(data: bytes, walk: Walk) -> list[Any]:
     file, entries = io.BytesIO(data), []
     while file.tell() < len(data):
         entries.append(_Unpickler(file, walk).load())
     return entries
 
 
-def _joined(holder: Path, how: str, key: Any) -> Path:
+def _path_at(holder: Path, how: str, key: Any) -> Path:
     return str(key) if how == "variable" else f"{holder}[{key!r}]" if how == "item" else f"{holder}.{key}"
 
 
-def _apply(walk: Walk, plan: _Plan, source: int) -> None:
+def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
     errors: list[Any] = [None] * dist.get_world_size()
     contents, leaves, error = [], [], ""
     try:
-        contents, leaves = _read(plan.contents, walk), _read(plan.leaves, walk)
+        contents, leaves = _unpickle_entries(plan.contents, walk), _unpickle_entries(plan.leaves, walk)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     dist.all_gather_object(errors, error)
@@ -353,14 +359,19 @@ def _apply(walk: Walk, plan: _Plan, source: int) -> None:
         for path, (takes_all, items) in contents:
             _replace_content(walk.objects[path], items, takes_all)
         for holder, how, key, value in leaves:
-            _set(walk.objects.get(holder), how, id(walk.objects[key.path]) if isinstance(key, _Id) else key, value)
+            _set_value(
+                walk.objects.get(holder), how, id(walk.objects[key.path]) if isinstance(key, _Id) else key, value
+            )
         for path, state in plan.states.items():
             _set_state(walk.objects[path], state)
-    _broadcast([walk.objects[path] for path in plan.tensors], source)
+    _broadcast_tensors([walk.objects[path] for path in plan.tensors], source)
 
 
 def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
-    """Bring what is missing and remove what is too much; the other items stay this rank's own, unless all are taken."""
+    """Give `container` the same keys or length as `items`.
+
+    It keeps its own items at common keys and positions, unless `takes_all` is set. Sets are always replaced.
+    """
     mro = kinds.mro_of(type(container))
     if dict in mro:
         kept = {} if takes_all else dict(items)
@@ -379,7 +390,7 @@ def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
         base.extend(container, items[base.__len__(container) :])
 
 
-def _set(owner: Any, how: str, key: Any, value: Any) -> None:
+def _set_value(owner: Any, how: str, key: Any, value: Any) -> None:
     match how:
         case "variable":
             namespace()[key] = value
@@ -391,22 +402,22 @@ def _set(owner: Any, how: str, key: Any, value: Any) -> None:
         case "_parameters" | "_buffers" | "_modules":
             kinds.instance_dict(owner)[how][key] = value  # type: ignore[index]
         case _:
-            own = kinds.instance_dict(owner)
+            attributes = kinds.instance_dict(owner)
             if isinstance(owner, type):
                 type.__setattr__(owner, key, value)
-            elif own is not None:
-                own[key] = value
+            elif attributes is not None:
+                attributes[key] = value
             else:
                 object.__setattr__(owner, key, value)
 
 
-def _broadcast(tensors: list[torch.Tensor], source: int) -> None:
-    """Send `tensors` from the source, many in one message, as bytes."""
+def _broadcast_tensors(tensors: list[torch.Tensor], source: int) -> None:
+    """Broadcast `tensors` from rank `source` in place, as bytes in buckets of about `BUCKET_BYTES`."""
     buckets: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         bucket = buckets.setdefault(tensor.device, [])
         bucket.append(tensor)
-        if sum(one.numel() * one.element_size() for one in bucket) > BUCKET_BYTES:
+        if sum(part.numel() * part.element_size() for part in bucket) > BUCKET_BYTES:
             _send_bucket(buckets.pop(tensor.device), source)
     for bucket in buckets.values():
         _send_bucket(bucket, source)
@@ -414,16 +425,17 @@ def _broadcast(tensors: list[torch.Tensor], source: int) -> None:
 
 def _send_bucket(bucket: list[torch.Tensor], source: int) -> None:
     with torch.no_grad():
-        flat = [one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for one in bucket]
+        values = [tensor.detach().resolve_conj().resolve_neg() for tensor in bucket]
+        flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in values]
         data = torch.cat(flat)
         dist.broadcast(data, src=source)
         if dist.get_rank() != source:
-            for tensor, part in zip(bucket, data.split([one.numel() for one in flat]), strict=True):
+            for tensor, part in zip(bucket, data.split([tensor.numel() for tensor in flat]), strict=True):
                 tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _clear_gradients(walk: Walk, names: list[str], plan: _Plan) -> None:
-    """Clear the gradients of the models whose state was copied."""
+    """Clear the gradients of the models in `names` and of those whose state was copied."""
     copied = {variable_of(path) for path in [*plan.tensors, *plan.states, *plan.gradients]}.union(names)
     for path, value in walk.objects.items():
         if isinstance(value, torch.nn.Parameter) and variable_of(path) in copied:

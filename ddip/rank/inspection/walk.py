@@ -40,19 +40,19 @@ Path: TypeAlias = str
 _gradient_of: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 MAX_NODES, MAX_DEPTH = 50_000, 30
 WHOLE_ITEMS, EDGE_ITEMS = 256, 32
-"""A list or dictionary with more items than the first is sampled: so many at each end."""
+"""Length up to which all items of a list or dictionary are visited, and items visited at each end of a longer one."""
 MOST_MEMBERS = 1024
-"""A set with more members is compared by its length only: its order is another one on each rank."""
+"""Limit above which a set is compared by its length only."""
 SLICE_NODES = 32
 """Objects between two points at which a walk may pause."""
 PRIVATE_NAMES = {"In", "Out", "exit", "quit", "get_ipython", "open", "rank", "world_size", "device"}
-"""Variables of IPython's and ddip's own."""
+"""Variables that IPython and ddip set."""
 UNIQUE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|0x[0-9a-f]{6,}")
 PLAIN_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter, types.MappingProxyType)
 
 
 def variables_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's variables: those that do not begin with an underscore, without IPython's own."""
+    """Return the user's variables, without modules, names with a leading underscore and `PRIVATE_NAMES`."""
     found = {k: v for k, v in list(namespace.items()) if type(k) is str and not k.startswith("_")}
     return {k: v for k, v in found.items() if k not in PRIVATE_NAMES and type(v) is not types.ModuleType}
 
@@ -60,9 +60,9 @@ def variables_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
 class Walk:
     """One walk over `variables`; iterate over `steps` to the end, then read `values`.
 
-    Names in `known` are walked before the others, so that a variable that only one rank has made cannot give another
-    name to an object that all ranks have. With `checksums`, values of tensors are compared too. With `keep`, `objects`
-    and `links` are there afterwards, to change what was found.
+    Names in `known` are walked first, so that a variable that only one rank has created cannot give another path to an
+    object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects` and `links`
+    are filled, so that callers can change the objects.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class Walk:
         self.modules: list[Path] = []
         """Paths of the outermost modules."""
         self.roles: dict[Path, str] = {}
-        """What an object is in a training: ``optimizer``, ``scheduler``, ``sampler``, ``loader`` and so on."""
+        """Roles of objects in a training: ``optimizer``, ``scheduler``, ``sampler``, ``loader`` and so on."""
         self.sharded: set[Path] = set()
-        """Tensors of which this rank has a part."""
+        """Paths of tensors of which this rank has a part."""
         self.objects: dict[Path, Any] = {}
         self.links: dict[Path, tuple[Path, str, Any]] = {}
-        """Where the object at a path is kept: path of its holder, ``item``, ``attribute`` or ``cell``, and the key."""
+        """Link to the object at a path: path of its holder, kind of link such as ``item`` or ``attribute``, key."""
         self.nodes = 0
         self.is_cut = False
-        """Whether the namespace has more objects than a walk visits."""
+        """True if the namespace has more than `MAX_NODES` objects, which the walk has not visited."""
         self._checksums, self._keep = checksums, keep
         self._names: dict[int, Path] = {}
         self._alive: list[Any] = []
-        """Objects that were visited: a temporary one must live, or its id is used again."""
+        """Visited objects, kept alive so that the id of a temporary one is not reused during the walk."""
         self._inner: set[Path] = set()
         self._lost: list[Path] = []
-        """Models of a former group, which refuse to be used."""
+        """Paths of wrappers of a former group, which refuse to be used."""
         self._first: collections.deque[tuple[Path, Any, int]] = collections.deque()
         self._queue: collections.deque[tuple[Path, Any, int]] = collections.deque()
         self._last: collections.deque[tuple[Path, list[tuple[Any, Any]], int]] = collections.deque()
@@ -106,12 +106,12 @@ class Walk:
 
     @property
     def optimizers(self) -> list[Path]:
-        """Return the paths of the optimizers."""
+        """The paths of all optimizers."""
         return [path for path, role in self.roles.items() if role == "optimizer"]
 
     @property
     def steps(self) -> Iterator[None]:
-        """Do the walk; yield where it may pause, or be abandoned."""
+        """The steps of the walk, between which it may pause or be abandoned."""
         self._queue.extend((name, value, 0) for name, value in self._roots)
         yield from self._drain()
         self._queue.extend((name, value, 0) for name, value in self._later)
@@ -120,11 +120,11 @@ class Walk:
             for name, module in kinds.user_modules():
                 self._visit_module(name, module)
         yield from self._drain()
-        for kept in (self._roots, self._later, self._alive, self._names):  # or objects would live on with the walk
+        for kept in (self._roots, self._later, self._alive, self._names):  # the walk must not keep objects alive
             kept.clear()  # type: ignore[attr-defined]
 
     def finish(self) -> Walk:
-        """Do the walk without a pause."""
+        """Complete the walk without a pause, and return it."""
         for _ in self.steps:
             pass
         return self
@@ -150,20 +150,20 @@ class Walk:
                     with torch._C.DisableTorchFunctionSubclass():
                         work = self._visit(path, value, depth)
                     if work is not None:
-                        yield from self._sum(path, work)
-                except Exception as error:  # such as of a nested tensor, which has no sizes: its version counts
+                        yield from self._add_checksum(path, work)
+                except Exception as error:  # a nested tensor has no sizes: only its version is recorded
                     if f"{path}#version" not in self.values:
                         self.values[path] = f"<{type(error).__name__}>"
             if self.nodes % SLICE_NODES == 0:
                 yield
 
-    def _sum(self, path: Path, work: Checksum | BytesSum | ItemsSum) -> Iterator[None]:
+    def _add_checksum(self, path: Path, work: Checksum | BytesSum | ItemsSum) -> Iterator[None]:
         for _ in work.parts:
             yield
         if work.total is not None:
             self.values[f"{path}#items" if isinstance(work, ItemsSum) else path] = ("sum", work.total)
 
-    def _put(self, path: Path, value: Any, depth: int, holder: Path, how: str, key: Any) -> None:
+    def _enqueue(self, path: Path, value: Any, depth: int, holder: Path, how: str, key: Any) -> None:
         if self._keep:
             self.links.setdefault(path, (holder, how, key))
         self._queue.append((path, value, depth + 1))
@@ -171,7 +171,7 @@ class Walk:
     # -- one object
 
     def _visit(self, path: Path, value: Any, depth: int) -> Checksum | BytesSum | ItemsSum | None:
-        """Record `value`; return the checksum that is still to be computed, if any."""
+        """Record `value`; return a checksum that is still to be computed, or None."""
         kind = type(value)
         leaf = kinds.leaf_value(value)
         if leaf is not kinds.NO_LEAF:
@@ -202,12 +202,12 @@ class Walk:
         elif kind is types.FunctionType:
             self._visit_function(path, value, depth)
         elif kind is types.MethodType:
-            self._put(f"{path}.__self__", value.__self__, depth, path, "attribute", "__self__")
-            self._put(f"{path}.__func__", value.__func__, depth, path, "attribute", "__func__")
+            self._enqueue(f"{path}.__self__", value.__self__, depth, path, "attribute", "__self__")
+            self._enqueue(f"{path}.__func__", value.__func__, depth, path, "attribute", "__func__")
         elif functools.partial in mro:
             for name in ("func", "args", "keywords"):
                 part = getattr(functools.partial, name).__get__(value)
-                self._put(f"{path}.{name}", part, depth, path, "attribute", name)
+                self._enqueue(f"{path}.{name}", part, depth, path, "attribute", name)
         elif type in mro:
             self._visit_class(path, value, depth)
         elif kind is types.GeneratorType:
@@ -231,7 +231,7 @@ class Walk:
         work = None
         local = kinds.local_part(tensor)
         self.values[f"{path}#version"] = "inference" if tensor.is_inference() else tensor._version
-        if local is not None:  # a DTensor: its version counts; the values are this rank's part, and differ by design
+        if local is not None:  # a DTensor: ranks have different parts, so only its version compares
             self.sharded.add(path)
             self.values[f"{path}#type"] = type(tensor).__name__
         else:
@@ -244,7 +244,7 @@ class Walk:
                 work = Checksum(tensor)
         if tensor.is_leaf and tensor.requires_grad:
             gradient = _gradient_of(tensor)
-            self._put(f"{path}.grad", gradient, depth, path, "gradient", "grad")
+            self._enqueue(f"{path}.grad", gradient, depth, path, "gradient", "grad")
         if work is not None and work.is_freed:
             self.values[path] = FREED
             return None
@@ -256,14 +256,14 @@ class Walk:
         view: Any = mapping.items() if proxy else dict.items(mapping)
         self.values[f"{path}#keys"] = length
         first = next(iter(view), (None, None))[0]
-        if length <= WHOLE_ITEMS or torch.Tensor in mro_of(type(first)):  # the latter of an optimizer
+        if length <= WHOLE_ITEMS or torch.Tensor in mro_of(type(first)):  # tensor keys: an optimizer's state
             items, work = list(view), None
         else:
             items = [*itertools.islice(view, EDGE_ITEMS), *itertools.islice(reversed(view), EDGE_ITEMS)]
             work = self._sum_items(path, list(view), is_ordered=False)
         if all(kinds.is_plain_key(key) for key, _ in items):
             for text, key, value in sorted(((kinds.key_text(k), k, v) for k, v in items), key=operator.itemgetter(0)):
-                self._put(f"{path}[{text}]", value, depth, path, "item", key)
+                self._enqueue(f"{path}[{text}]", value, depth, path, "item", key)
         else:
             self._last.append((path, items, depth))
         if type(mapping) not in PLAIN_DICTS:
@@ -271,13 +271,13 @@ class Walk:
         return work
 
     def _visit_keyed(self, path: Path, items: list[tuple[Any, Any]], depth: int) -> None:
-        """Visit a dictionary whose keys are objects, or ids of objects, that have names by now."""
+        """Visit a dictionary whose keys are objects or their ids, after the objects have got names."""
         for number, (key, value) in enumerate(items):
             name = self._names.get(key if type(key) is int else id(key))
             if name is None and (kinds.is_plain_key(key) or _is_plain_tuple(key)):
                 name = repr(key) if type(key) is tuple else kinds.key_text(key)
             name = name or f"<{type(key).__name__} {number}>"
-            self._put(f"{path}[{name}]", value, depth, path, "item", key)
+            self._enqueue(f"{path}[{name}]", value, depth, path, "item", key)
 
     def _visit_sequence(self, path: Path, sequence: Any, depth: int) -> ItemsSum | None:
         mro = mro_of(type(sequence))
@@ -285,19 +285,21 @@ class Walk:
         length = base.__len__(sequence)
         fields = vars(type(sequence)).get("_fields") if base is tuple else None
         if base is not tuple:
-            refers = length > 0 and type(base.__getitem__(sequence, 0)) is weakref.ref  # the collector shortens it
+            refers = (
+                length > 0 and type(base.__getitem__(sequence, 0)) is weakref.ref
+            )  # garbage collection changes its length
             self.values[f"{path}#length"] = 0 if refers else length
         edges = [*range(EDGE_ITEMS), *range(length - EDGE_ITEMS, length)]
         work = None if length <= WHOLE_ITEMS else self._sum_items(path, list(base.__iter__(sequence)))
         for number in range(length) if length <= WHOLE_ITEMS else edges:
             name = f"{path}.{fields[number]}" if fields else f"{path}[{number}]"
-            self._put(name, base.__getitem__(sequence, number), depth, path, "item", number)
+            self._enqueue(name, base.__getitem__(sequence, number), depth, path, "item", number)
         if type(sequence) is not base:
             self._visit_attributes(path, sequence, depth)
         return work
 
     def _sum_items(self, path: Path, items: list[Any], is_ordered: bool = True) -> ItemsSum | None:
-        """Return the checksum of all items of a long container, which otherwise is sampled."""
+        """Return a checksum over all items of a long container, of which only the ends are visited."""
         return ItemsSum(items, is_ordered) if self._checksums else None
 
     def _visit_set(self, path: Path, items: Any, base: Any) -> None:
@@ -309,7 +311,7 @@ class Walk:
             self.values[path] = zlib.crc32(repr(sorted(map(kinds.key_text, members))).encode())
 
     def _visit_module(self, name: str, module: Any) -> None:
-        """Visit the data of a module that the user wrote."""
+        """Visit the global variables of a module that the user wrote."""
         path = f"<{name}>"
         self.values[f"{path}#type"] = "module"
         if self._keep:
@@ -317,36 +319,36 @@ class Walk:
         for key, value in sorted(vars(module).copy().items()):
             foreign = type(value) in (types.FunctionType, type) and value.__module__ != name
             if not key.startswith("__") and type(value) is not types.ModuleType and not foreign:
-                self._put(f"{path}.{key}", value, 0, path, "attribute", key)
+                self._enqueue(f"{path}.{key}", value, 0, path, "attribute", key)
 
     def _visit_function(self, path: Path, function: Any, depth: int) -> None:
         self.values[f"{path}#type"] = function.__qualname__
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
-                self._put(f"{path}.<{name}>", cell.cell_contents, depth, path, "cell", name)
-            except ValueError:  # it is empty
+                self._enqueue(f"{path}.<{name}>", cell.cell_contents, depth, path, "cell", name)
+            except ValueError:  # an empty cell
                 continue
         for name, value in sorted(vars(function).items()):
-            self._put(f"{path}.{name}", value, depth, path, "attribute", name)
+            self._enqueue(f"{path}.{name}", value, depth, path, "attribute", name)
 
     def _visit_class(self, path: Path, kind: Any, depth: int) -> None:
-        """Visit the data of a class that the user wrote."""
+        """Visit the data attributes of a class, if the user wrote it."""
         self.values[f"{path}#type"] = kinds.type_name(kind)
-        own = type.__dict__["__dict__"].__get__(kind)
-        if kinds.is_user_module(own.get("__module__")):
-            for name in sorted(own):
-                if not name.startswith("__") and type(own[name]) not in kinds.CODE:
-                    self._put(f"{path}.{name}", own[name], depth, path, "attribute", name)
+        attributes = type.__dict__["__dict__"].__get__(kind)
+        if kinds.is_user_module(attributes.get("__module__")):
+            for name in sorted(attributes):
+                if not name.startswith("__") and type(attributes[name]) not in kinds.CODE:
+                    self._enqueue(f"{path}.{name}", attributes[name], depth, path, "attribute", name)
 
     def _visit_generator(self, path: Path, generator: Any, depth: int) -> None:
-        """Visit the variables of a suspended generator."""
+        """Visit the local variables of a suspended generator."""
         frame = generator.gi_frame
         self.values[f"{path}#line"] = None if frame is None else frame.f_lineno
         if frame is None or libraries.is_librarys(frame.f_code.co_filename) and depth > MAX_DEPTH // 2:
             return
         names = frame.f_locals
         for name, value in sorted(names.items()):
-            self._put(f"{path}.<{name}>", value, depth, path, "local", name)
+            self._enqueue(f"{path}.<{name}>", value, depth, path, "local", name)
         if sys.version_info < (3, 13):
             names.clear()  # the frame keeps this copy, and with it the last batch
 
@@ -356,7 +358,7 @@ class Walk:
             self.values[path] = itertools.count.__repr__(iterator)
         elif kind in (enumerate, zip):
             for number, part in enumerate(kind.__reduce__(iterator)[1]):  # type: ignore[call-arg]
-                self._put(f"{path}.<{number}>", part, depth, path, "local", number)
+                self._enqueue(f"{path}.<{number}>", part, depth, path, "local", number)
         elif not kinds.is_heap_type(kind) and kind.__name__.endswith("iterator"):
             self.values[f"{path}#left"] = operator.length_hint(iterator, -1)
         else:
@@ -377,10 +379,10 @@ class Walk:
             self.roles[path] = role
         self._visit_attributes(path, value, depth)
         if kinds.is_user_module(kinds.module_name(kind)):
-            self._put(f"{path}.__class__", kind, depth, path, "class", "__class__")
+            self._enqueue(f"{path}.__class__", kind, depth, path, "class", "__class__")
 
     def _visit_attributes(self, path: Path, value: Any, depth: int) -> None:
-        own = instance_dict(value) or {}
+        attributes = instance_dict(value) or {}
         mro = mro_of(type(value))
         module = torch.nn.Module in mro
         if module and wrappers.is_lost(value):
@@ -389,9 +391,9 @@ class Walk:
         wrapper, optimizer = torch.nn.parallel.DistributedDataParallel in mro, torch.optim.Optimizer in mro
         if module and path not in self._inner:
             self.modules.append(path)
-        for name in sorted((name for name in list(own) if type(name) is str), key=str):
+        for name in sorted((name for name in list(attributes) if type(name) is str), key=str):
             if module and name in ("_parameters", "_buffers", "_modules"):  # net.weight, not net._parameters['weight']
-                for part, child in sorted(dict.items(own[name])):
+                for part, child in sorted(dict.items(attributes[name])):
                     self._inner.add(f"{path}.{part}")
                     if self._keep:
                         self.links.setdefault(f"{path}.{part}", (path, name, part))
@@ -399,13 +401,13 @@ class Walk:
             elif (
                 wrapper and name.startswith("_") or optimizer and name == "defaults" or is_lost and name.startswith("_")
             ):
-                continue  # of the reducer, which is made ready before the next cell; what param_groups has; no use
-            elif name not in kinds.SKIPPED_ATTRIBUTES and not (module and "_hooks" in name and not own[name]):
+                continue  # reducer internals, copies of param_groups, or a wrapper of a former group
+            elif name not in kinds.SKIPPED_ATTRIBUTES and not (module and "_hooks" in name and not attributes[name]):
                 shown = UNIQUE_ID.sub("<id>", name) if len(name) > 20 else name
-                self._put(f"{path}.{shown}", own[name], depth, path, "attribute", name)
+                self._enqueue(f"{path}.{shown}", attributes[name], depth, path, "attribute", name)
         for name, child in slots_of(value):
             if name not in kinds.SKIPPED_ATTRIBUTES:
-                self._put(f"{path}.{name}", child, depth, path, "attribute", name)
+                self._enqueue(f"{path}.{name}", child, depth, path, "attribute", name)
 
 
 def _is_plain_tuple(key: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Have the ranks written equally often to the parameters that they share in a cell?
+"""Count in-place writes to shared parameters per cell, so that the notebook can find ranks at different steps.
 
-An error or a stop may come after the collectives of a step, when one rank has taken the step and another has not: none
-of them waits, and all would go on, with parameters, or shards, of different steps. Counted are the parameters of DDP
-wrappers, and sharded ones (DTensor, FSDP1) that an optimizer has.
+An error or a stop can arrive after the collectives of an optimizer step, when one rank has taken the step and another
+has not. No rank waits then, so all would continue with parameters or shards of different steps. This module counts
+writes to the parameters of DDP wrappers, and to the sharded parameters (DTensor, FSDP1) of optimizers.
 """
 
 from __future__ import annotations
@@ -21,96 +21,108 @@ from torch.optim import Optimizer
 
 @dataclass
 class _Owner:
-    """A wrapper, or an optimizer with sharded parameters."""
+    """The write count of a DDP wrapper, or of an optimizer with sharded parameters."""
 
     name: str
-    """The same on all ranks: the group in which it was made, and how many were made there before it."""
+    """Identifier, equal on all ranks: the group's store, and how many owners were created in that group before."""
     before: int
-    """How often its parameters had been written to when the cell began, or it was made."""
+    """Writes to its parameters before the current cell, or before the owner was created in this cell."""
 
 
 _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
-_group, _next = "", itertools.count()  # the store of the current group, and the number of its next owner
+_group, _numbers = "", itertools.count()  # the store of the current group, and the numbers for its owners
 optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""All that were made in this process."""
-_of_wrappers: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-"""Weak: hooks of a parameter may hold its wrapper."""
+"""All living optimizers of this process."""
+_wrapper_parameters: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+"""Trainable parameters of each wrapper, as weak references because hooks of a parameter may hold the wrapper."""
 
 
 def watch() -> None:
-    """Once: see which optimizers are made."""
-    own = Optimizer.add_param_group
+    """Patch `Optimizer.add_param_group` to record each new optimizer; call this once per process."""
+    original = Optimizer.add_param_group
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        own(self, param_group)
+        original(self, param_group)
         optimizers.add(self)
-        if any(_is_sharded(one) for one in self.param_groups[-1]["params"]):
-            _watch(self)
+        if any(_is_sharded(parameter) for parameter in self.param_groups[-1]["params"]):
+            _add_owner(self)
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def begin_group(store: str) -> None:
-    """Those made from now on belong to the group of this `store`: one of its ranks may be younger than the others."""
-    global _group, _next
-    _group, _next = store, itertools.count()
+    """Number wrappers and optimizers from zero, under the name of the new group's `store`.
+
+    A replaced rank has created fewer of them than the others, so numbers only match within one group.
+    """
+    global _group, _numbers
+    _group, _numbers = store, itertools.count()
 
 
 def watch_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
-    """Count what is written to the parameters of `module`."""
-    _of_wrappers[wrapper] = [weakref.ref(one) for one in module.parameters() if one.requires_grad]
-    _watch(wrapper)
+    """Count writes to the trainable parameters of `module`, which `wrapper` wraps."""
+    _wrapper_parameters[wrapper] = [
+        weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad
+    ]
+    _add_owner(wrapper)
 
 
-def _watch(owner: nn.Module | Optimizer) -> None:
+def _add_owner(owner: nn.Module | Optimizer) -> None:
     if owner not in _owners:
-        _owners[owner] = _Owner(f"{_group} {next(_next)}", 0)
-    _owners[owner].before = _writes(owner)
+        _owners[owner] = _Owner(f"{_group} {next(_numbers)}", 0)
+    _owners[owner].before = _count_writes(owner)
 
 
 def forget(wrapper: nn.Module) -> None:
-    """It is used no more."""
+    """Stop counting writes for `wrapper`, which is no longer used."""
     _owners.pop(wrapper, None)
 
 
 def begin_cell() -> None:
-    """Count anew."""
-    for owner, known in list(_owners.items()):
-        known.before = _writes(owner)
+    """Restart all write counts from zero."""
+    for owner, record in list(_owners.items()):
+        record.before = _count_writes(owner)
 
 
 def count() -> dict[str, int]:
-    """How often the cell has written to each of them, by its name.
+    """Return how often the cell has written to each owner's parameters, by the owner's name.
 
-    One that is garbage may be gone from one rank and not yet from another: those that all ranks have are compared.
+    Garbage may be collected on one rank earlier than on another, so the notebook compares owners that all ranks have.
     """
-    return {known.name: _writes(owner) - known.before for owner, known in list(_owners.items())}
+    return {record.name: _count_writes(owner) - record.before for owner, record in list(_owners.items())}
 
 
-def _writes(owner: nn.Module | Optimizer) -> int:
-    """torch counts what is written to a tensor, but for those made in inference mode."""
+def _count_writes(owner: nn.Module | Optimizer) -> int:
+    """Sum the version counters of the owner's parameters.
+
+    Returns 0 if one was created in inference mode, as torch does not count writes to such tensors.
+    """
     parameters: Iterable[Tensor | None]
     if isinstance(owner, Optimizer):
-        parameters = [one for group in owner.param_groups for one in group["params"] if _is_sharded(one)]
+        parameters = [
+            parameter for group in owner.param_groups for parameter in group["params"] if _is_sharded(parameter)
+        ]
     else:
-        parameters = [one() for one in _of_wrappers[owner]]
+        parameters = [reference() for reference in _wrapper_parameters[owner]]
     with contextlib.suppress(RuntimeError):
-        return sum(one._version for one in parameters if one is not None)
+        return sum(parameter._version for parameter in parameters if parameter is not None)
     return 0
 
 
 def find_flat_storages() -> set[int]:
-    """Return the addresses (to torch) of the storages of FSDP1's parameters and their optimizer states.
+    """Return torch's storage addresses of FSDP1 flat parameters and their optimizer states.
 
-    These are plain tensors, in a `state_dict()` also the parameters.
+    The states are plain tensors, and so are the parameters in a `state_dict()`: only their storages identify them.
     """
     found = set()
     for optimizer in list(optimizers):
-        for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             if getattr(parameter, "_fsdp_flattened", False):
-                states = [one for one in optimizer.state.get(parameter, {}).values() if isinstance(one, Tensor)]
-                found |= {one.untyped_storage()._cdata for one in [parameter.data, *states] if one.dim()}
+                tensors = [
+                    tensor for tensor in optimizer.state.get(parameter, {}).values() if isinstance(tensor, Tensor)
+                ]
+                found |= {tensor.untyped_storage()._cdata for tensor in [parameter.data, *tensors] if tensor.dim()}
     return found
 
 

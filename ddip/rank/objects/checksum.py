@@ -1,4 +1,4 @@
-"""Compare tensors across ranks by a number for each."""
+"""Checksums of tensors, arrays and long lists, to compare them across ranks."""
 
 from __future__ import annotations
 
@@ -13,59 +13,60 @@ from torch import Tensor
 
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ROW = 1024
-"""Numbers of 64 bits that are summed before the sum is weighted by its place."""
+"""64-bit words that are summed into one row, before the row's sum is weighted by its position."""
 PART_BYTES = 8 << 20
-"""Bytes that are summed between two points at which a computation may pause: about 1 ms."""
+"""Bytes that are summed between two points at which a computation may pause; about 1 ms."""
 PART_ITEMS, MOST_NESTED = 2048, 1 << 16
-"""Items of a list that are summed at once, and how many these may have in turn."""
+"""List items that are summed at once, and the limit for all items of the tuples and lists among them."""
 PLAIN_IDS = frozenset(map(id, (int, float, complex, bool, str, bytes, type(None))))
 NESTED_IDS = frozenset(map(id, (tuple, list)))
-"""Types by their ids: a metaclass may have an ``__eq__`` of its own."""
+"""Ids of types; types themselves are not compared because a metaclass may define ``__eq__``."""
 FREED = "<freed>"
 WEIGHT = 2654435761
-"""Knuth's multiplier: sums of rows at different places count differently."""
+"""Knuth's multiplier, which makes the checksum depend on the order of the rows."""
 
 
 def checksum(tensors: list[Tensor]) -> tuple[int | None, ...]:
-    """Return a number for each tensor; equal tensors have equal numbers on any device."""
+    """Return a checksum for each tensor; equal tensors have equal checksums on any device."""
     return tuple(Checksum(tensor).finish() for tensor in tensors)
 
 
 class Checksum:
-    """A sum of a tensor's bits as 64-bit integers, weighted by place: exact, in whatever order a device adds.
+    """A sum of a tensor's bits as 64-bit integers, weighted by position.
 
-    One pass over the memory, without a wider copy: 20 ms for 0.4 GB. A permutation within a row of 8 KiB is not seen.
-    `total` is None for a tensor without memory of its own (meta) or in a layout of a library (mkldnn).
+    It is exact in whatever order a device adds. It takes one pass over the memory without a wider copy (20 ms for 0.4
+    GB), and does not detect a permutation within a row of 8 KiB. `total` is None for a tensor without memory (meta) or
+    with an opaque layout (mkldnn).
     """
 
     def __init__(self, tensor: Tensor) -> None:
         memory = _memory_of(tensor.detach())
         self.total: int | None = 0 if memory else None
-        self._memory = [one for one in memory if one.numel() > 0]
+        self._memory = [part for part in memory if part.numel() > 0]
         self.is_freed = any(map(_is_freed, self._memory))
-        """Whether its memory was given back, as FSDP does with whole parameters: it must not be read."""
+        """True if its memory was freed, as FSDP does with gathered parameters; it must not be read then."""
 
     def finish(self) -> int | None:
-        """Compute it without a pause."""
+        """Compute the checksum without a pause and return it."""
         for _ in self.parts:
             pass
         return self.total
 
     @property
     def parts(self) -> Iterator[None]:
-        """Compute it; yield where it may pause."""
+        """The steps of the computation; `total` is complete after the last one."""
         for tensor in () if self.is_freed else self._memory:
-            yield from self._add(*_integers(tensor))
+            yield from self._add_tensor(*_as_integers(tensor))
 
-    def _add(self, flat: Tensor, per_word: int) -> Iterator[None]:
+    def _add_tensor(self, flat: Tensor, per_word: int) -> Iterator[None]:
         whole = flat.numel() // (per_word * ROW) * (per_word * ROW)
         step = PART_BYTES // flat.element_size()
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for begin in range(0, whole, step):
             rows = flat[begin : min(begin + step, whole)].view(torch.int64).view(-1, ROW).sum(1)
             first = begin // (per_word * ROW)
-            places = torch.arange(first, first + rows.numel(), device=flat.device)
-            total += (rows * (places * WEIGHT + 1)).sum()
+            positions = torch.arange(first, first + rows.numel(), device=flat.device)
+            total += (rows * (positions * WEIGHT + 1)).sum()
             if begin + step < whole:
                 yield
         if whole < flat.numel():
@@ -75,7 +76,7 @@ class Checksum:
 
 
 def _memory_of(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that have the values of `tensor`."""
+    """Return the strided tensors that hold the values of `tensor`; none if it has no memory to read."""
     if tensor.device.type == "meta":
         return []
     match tensor.layout:
@@ -95,8 +96,8 @@ def _is_freed(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < needed
 
 
-def _integers(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the elements as integers in one dimension, and how many make 64 bits."""
+def _as_integers(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the elements as a flat integer tensor, and how many of them make 64 bits."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.resolve_neg().contiguous().reshape(-1)
@@ -106,21 +107,21 @@ def _integers(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 class BytesSum:
-    """A checksum of the bytes of a NumPy array, in parts; no part is a copy of more than `PART_BYTES`."""
+    """A CRC-32 of the bytes of a NumPy array, computed in parts that copy `PART_BYTES` at most."""
 
     def __init__(self, array: Any) -> None:
         self.total = 0
         self._array = array
 
     def finish(self) -> int:
-        """Compute it without a pause."""
+        """Compute the checksum without a pause and return it."""
         for _ in self.parts:
             pass
         return self.total
 
     @property
     def parts(self) -> Iterator[None]:
-        """Compute it; yield where it may pause."""
+        """The steps of the computation; `total` is complete after the last one."""
         flat = self._array.reshape(-1) if self._array.flags.c_contiguous else self._array.flat
         step = max(1, PART_BYTES // max(1, self._array.itemsize))
         for begin in range(0, self._array.size, step):
@@ -129,9 +130,9 @@ class BytesSum:
 
 
 class ItemsSum:
-    """A checksum of a long list of numbers, texts and tuples of them, in parts; no code of the items runs.
+    """A checksum of a long list of numbers, texts and tuples of them, computed in parts.
 
-    `total` is None if there is anything else among them.
+    No code of the items runs. `total` is None if the list has any other item.
     """
 
     def __init__(self, items: list[Any], is_ordered: bool) -> None:
@@ -140,7 +141,7 @@ class ItemsSum:
 
     @property
     def parts(self) -> Iterator[None]:
-        """Compute it; yield where it may pause."""
+        """The steps of the computation; `total` is set after the last one."""
         total = 0
         for begin in range(0, len(self._items), PART_ITEMS):
             part = self._items[begin : begin + PART_ITEMS]
@@ -155,7 +156,10 @@ class ItemsSum:
 
 
 def _are_plain(items: list[Any]) -> bool:
-    """Return whether these are numbers and texts, or tuples and lists of some: not large, and without code."""
+    """Return whether `items` are numbers and texts, or tuples and lists of these.
+
+    The tuples and lists may have `MOST_NESTED` items at most, all together.
+    """
     found = set(map(id, map(type, items)))
     if not found & NESTED_IDS:
         return found <= PLAIN_IDS

@@ -1,12 +1,12 @@
-"""The training iteration that a failed cell has broken off: noticed on the rank, ended before the next cell.
+"""Detect a training iteration that a failed cell left unfinished, and reset it before the next cell.
 
-    cell       backward passes and optimizer steps are counted, and autograd's nodes, of which a forward pass makes some
-    report     goes with the cell's reply: has it ended within an iteration, how many steps has it taken?
-    facts      before the next cell, if a cell that trained has failed: the same of what must be looked for
-    reset      all ranks alike: wrappers and shards are ready for a forward pass, gradients are cleared if the notebook
-               has found that a rank was within an iteration, or that ranks were in different ones
+    cell       count backward passes, optimizer steps, and autograd nodes, which any forward pass creates
+    report     goes with the cell's reply: is an iteration unfinished, and how many steps did the cell take?
+    facts      before the next cell, if a training cell has failed: details for which objects must be searched
+    reset      on all ranks: make wrappers and shards ready for a forward pass, and clear gradients if the notebook has
+               found a rank within an iteration, or ranks in different iterations
 
-A forward pass of any module makes autograd nodes, and torch counts them: no hook is needed on the modules.
+A forward pass of any module creates autograd nodes, and torch counts them, so the modules need no hook.
 """
 
 from __future__ import annotations
@@ -30,43 +30,45 @@ from ddip.rank.objects import changes, live_objects, sharded_training, wrappers
 from ddip.rank.objects.checksum import checksum
 
 SAMPLE = 64
-"""How many numbers of each gradient are compared with those of other ranks."""
+"""Elements of each gradient that are compared with those of other ranks."""
 MOST_ITEMS = 100
-"""Of a list or a dict, among which models are looked for to name them."""
+"""Items of a list or dict that are searched for models, to name them."""
 
 _count_nodes: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-"""How many autograd nodes this thread has made."""
+"""Return how many autograd nodes the calling thread has created."""
 
 
 class _Cell:
-    """Counts of the current cell on the main thread, from its beginning."""
+    """Counts of the current cell on the main thread, since the cell began."""
 
     backwards = 0
     steps = 0
     is_within_call = False
-    """Has a backward pass, or an optimizer's step, begun and not ended?"""
+    """True while a backward pass or an optimizer step has begun and not ended."""
     threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-    """Which threads but the main one have done these."""
+    """Threads other than the main thread that ran a backward pass or an optimizer step."""
     nodes = 0
-    """How many autograd nodes there were when the last of these ended, or the cell began."""
+    """Autograd nodes when the last backward pass or step ended, or else when the cell began."""
     gradients: Mapping[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-    """The gradients that parameters of optimizers had when the cell began, by the parameters' ids, and how often each
-    had been written to. A gradient that is made later may get the id of one that is gone."""
+    """Gradients of the optimizers' parameters when the cell began, each with its version, by the parameters' ids.
+
+    The references are weak and not ids, because a later gradient may get the id of a freed one."""
 
 
 def watch() -> None:
-    """Once, before the first cell: count backward passes and steps.
+    """Count backward passes and optimizer steps; call this once per process, before the first cell.
 
-    torch has no hook for the end of a backward pass, and its exceptions may be caught by the cell.
+    It wraps a private function, because torch has no hook for the end of a backward pass, and the cell may catch the
+    exception of a failed one.
     """
     run = getattr(torch.autograd, "_engine_run_backward", None)
     if run is not None:
-        torch.autograd._engine_run_backward = _counting(run)  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = _wrap_backward(run)  # type: ignore[attr-defined]
     register_optimizer_step_pre_hook(_begin_step)
     register_optimizer_step_post_hook(_end_step)
 
 
-def _counting(run: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("accumulate_grad"):  # torch.autograd.grad
@@ -74,11 +76,11 @@ def _counting(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = run(*args, **kwargs)
         except BaseException:
-            _note_thread()
+            _record_thread()
             _Cell.is_within_call = True
             raise
         _Cell.backwards += 1
-        _end_call()
+        _finish_call()
         return result
 
     return wrapper
@@ -86,44 +88,44 @@ def _counting(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        _note_thread()
+        _record_thread()
         _Cell.is_within_call = True
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         _Cell.steps += 1
-        _end_call()
+        _finish_call()
 
 
-def _end_call() -> None:
+def _finish_call() -> None:
     _Cell.is_within_call = False
-    if _note_thread():  # nodes are counted per thread
+    if _record_thread():  # nodes are counted per thread
         _Cell.nodes = _count_nodes()
 
 
-def _note_thread() -> bool:
-    """Note that this thread trains; return whether it is the main one.
+def _record_thread() -> bool:
+    """Record that the calling thread trains; return whether it is the main thread.
 
-    One that Python has not started is autograd's: it does nothing outside of a backward pass.
+    Threads that Python did not start belong to autograd and are not recorded: they do nothing outside a backward pass.
     """
     ident = threading.get_ident()
     if ident == threading.main_thread().ident:
         return True
-    known = [thread for thread in threading.enumerate() if thread.ident == ident]
-    _Cell.threads.update(thread for thread in known if not isinstance(thread, threading._DummyThread))
+    matching = [thread for thread in threading.enumerate() if thread.ident == ident]
+    _Cell.threads.update(thread for thread in matching if not isinstance(thread, threading._DummyThread))
     return False
 
 
 def begin_cell() -> None:
-    """Count from zero."""
+    """Reset all counts to zero, and remember which gradients exist."""
     _Cell.backwards = _Cell.steps = 0
     _Cell.threads.clear()
     _Cell.is_within_call = False
     _Cell.nodes = _count_nodes()
-    groups = [group for one in list(changes.optimizers) for group in one.__dict__.get("param_groups", ())]
+    groups = [group for optimizer in list(changes.optimizers) for group in optimizer.__dict__.get("param_groups", ())]
     _Cell.gradients = {}
-    with contextlib.suppress(RuntimeError):  # of a gradient made in inference mode
+    with contextlib.suppress(RuntimeError):  # a gradient created in inference mode has no version
         _Cell.gradients = {
             id(parameter): (weakref.ref(gradient), gradient._version)
             for group in groups
@@ -133,7 +135,10 @@ def begin_cell() -> None:
 
 
 def report() -> IterationReport:
-    """Return where the cell that has just ended was in its training; unknown if a thread trains that outlives it."""
+    """Return where in a training iteration the cell has ended.
+
+    If a thread that trains outlives the cell, the position is unknown and only ``in_thread`` is set.
+    """
     if any(thread.is_alive() for thread in _Cell.threads):
         return {"forward": False, "unfinished": False, "backwards": 0, "steps": 0, "in_thread": True}
     return {
@@ -149,36 +154,40 @@ def report() -> IterationReport:
 
 
 def facts() -> IterationFacts:
-    """What only a look at the objects of this rank can tell of a cell that trained and has failed."""
+    """Inspect this rank's training objects after a failed cell that trained.
+
+    Returns whether an iteration is unfinished, per DDP wrapper which gradients exist and their checksums, and the
+    variables of models whose gradients the cell changed.
+    """
     things = live_objects.find_all()
     unfinished, hidden = sharded_training.find_unfinished(things)
     gradients = {}
     for number, parameters in wrappers.averaged().items():
-        there = [parameter.grad is not None for parameter in parameters]
-        samples = [_sample(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        exists = [parameter.grad is not None for parameter in parameters]
+        samples = [_sample_gradient(parameter.grad) for parameter in parameters if parameter.grad is not None]
         devices = dict.fromkeys(sample.device for sample in samples)
         parts = [torch.cat([sample for sample in samples if sample.device == device]) for device in devices]
-        gradients[number] = [*there, *checksum(parts)]
+        gradients[number] = [*exists, *checksum(parts)]
     return {
-        "unfinished": unfinished or bool(_unscaled(things)),
+        "unfinished": unfinished or bool(_unscaled_states(things)),
         "gradients": gradients,
         "models": [
             name
-            for name, parameters in _models(things).items()
-            if any(id(one) in hidden or _is_changed(one) for one in parameters)
+            for name, parameters in _parameters_by_model(things).items()
+            if any(id(parameter) in hidden or _is_changed(parameter) for parameter in parameters)
         ],
     }
 
 
-def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Some numbers of `gradient`, spread over all of it."""
+def _sample_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Return at least `SAMPLE` evenly spaced elements of `gradient` as floats, or all if it has fewer."""
     values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
     return flat[:: max(1, flat.numel() // SAMPLE)].float()
 
 
 def _is_changed(parameter: torch.Tensor) -> bool:
-    """Return whether the cell has changed, made or dropped the gradient of `parameter`."""
+    """Return whether the cell has created, changed or dropped the gradient of `parameter`."""
     gradient, before = parameter.grad, _Cell.gradients.get(id(parameter))
     if gradient is None:
         return before is not None
@@ -186,14 +195,15 @@ def _is_changed(parameter: torch.Tensor) -> bool:
 
 
 def reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
-    """Make everything on this rank ready for a forward pass; returns the names of models whose gradients were cleared.
+    """Make this rank's training objects ready for a forward pass.
 
-    If the cell has not `broken` an iteration, gradients stay; else those of `models` go, or all if there are none. In a
-    new group the wrappers are new already.
+    Returns the variables of the models whose gradients were cleared. If the failed cell has `broken` an iteration, the
+    gradients of `models` are cleared, or all gradients if `models` is empty; otherwise gradients stay. After a rebuild
+    (not `is_same_group`), wrappers have new reducers already.
     """
     things = live_objects.find_all()
     wrappers.reset(live_objects.of_kind(things, DistributedDataParallel), broken, is_same_group)
-    if is_same_group:  # else shards are lost
+    if is_same_group:  # after a rebuild, shards are lost
         sharded_training.reset(things, broken)
     cleared = _clear_gradients(things, models) if broken else []
     begin_cell()
@@ -201,68 +211,76 @@ def reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
 
 
 def _clear_gradients(things: Sequence[Any], models: list[str]) -> list[str]:
-    for states in _unscaled(things):
+    for states in _unscaled_states(things):
         states.clear()
     for accelerator in live_objects.of_class(things, *live_objects.ACCELERATOR):
-        accelerator.step = 0  # it counts micro-batches
-    chosen = {name: parameters for name, parameters in _models(things).items() if name in models or not models}
-    known = {id(one) for parameters in chosen.values() for one in parameters}
-    of_shards = sharded_training.clear_gradients(things, known)
+        accelerator.step = 0  # its count of micro-batches
+    selected = {
+        name: parameters for name, parameters in _parameters_by_model(things).items() if name in models or not models
+    }
+    parameter_ids = {id(parameter) for parameters in selected.values() for parameter in parameters}
+    with_hidden_gradients = sharded_training.clear_gradients(things, parameter_ids)
     cleared = []
-    for name, parameters in chosen.items():
-        if any(parameter.grad is not None or id(parameter) in of_shards for parameter in parameters):
+    for name, parameters in selected.items():
+        if any(parameter.grad is not None or id(parameter) in with_hidden_gradients for parameter in parameters):
             cleared.append(name)
         for parameter in parameters:
             parameter.grad = None
     return cleared
 
 
-def _unscaled(things: Sequence[Any]) -> list[dict[int, Any]]:
-    """What gradient scalers keep of optimizers between ``unscale_`` and ``update``."""
+def _unscaled_states(things: Sequence[Any]) -> list[dict[int, Any]]:
+    """Return the per-optimizer states of gradient scalers that are between ``unscale_`` and ``update``."""
     scalers = live_objects.of_kind(things, torch.amp.GradScaler)
     states: list[dict[int, Any]] = [scaler.__dict__.get("_per_optimizer_states", {}) for scaler in scalers]
     ready = torch.amp.grad_scaler.OptState.READY
-    return [known for known in states if any(one["stage"] is not ready for one in known.values())]
+    return [
+        per_optimizer
+        for per_optimizer in states
+        if any(state["stage"] is not ready for state in per_optimizer.values())
+    ]
 
 
 # -- models
 
 
-def _models(things: Sequence[Any]) -> dict[str, list[torch.Tensor]]:
-    """All parameters of this process by the variable that holds their model: of several, the one that has most of them;
-    empty for those that no variable holds."""
-    left = {id(one): one for one in _parameters(things)}
-    known = [(name, live_objects.parameters_in(module)) for name, module in _named_modules()]
+def _parameters_by_model(things: Sequence[Any]) -> dict[str, list[torch.Tensor]]:
+    """Group all parameters of this process by the variable that holds their model.
+
+    If several variables hold a parameter, the largest model gets it. The key "" has the parameters of no variable.
+    """
+    remaining = {id(parameter): parameter for parameter in _all_parameters(things)}
+    models = [(name, live_objects.parameters_in(module)) for name, module in _named_modules()]
     found = {}
-    for name, parameters in sorted(known, key=lambda model: -len(model[1])):
-        found[name] = [left.pop(id(one)) for one in parameters if id(one) in left]
-    return {**found, "": list(left.values())}
+    for name, parameters in sorted(models, key=lambda model: -len(model[1])):
+        found[name] = [remaining.pop(id(parameter)) for parameter in parameters if id(parameter) in remaining]
+    return {**found, "": list(remaining.values())}
 
 
-def _parameters(things: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _all_parameters(things: Sequence[Any]) -> Iterator[torch.Tensor]:
     for module in live_objects.of_kind(things, torch.nn.Module):
-        yield from (one for one in module.__dict__.get("_parameters", {}).values() if one is not None)
+        yield from (parameter for parameter in module.__dict__.get("_parameters", {}).values() if parameter is not None)
     for optimizer in live_objects.of_kind(things, torch.optim.Optimizer):
         for group in optimizer.__dict__.get("param_groups", ()):
             yield from group["params"]
 
 
 def _named_modules() -> Iterator[tuple[str, torch.nn.Module]]:
-    """Models that variables hold, themselves or in an attribute or an item: ``net``, ``learn.model``."""
+    """Yield models in variables, their attributes and items, each with its expression: ``learn.model``."""
     for name, value in list(namespace().items()):
         if name.startswith("_") or isinstance(value, type | ModuleType):
             continue
         if issubclass(type(value), torch.nn.Module):
             yield name, value
         elif type(value) in (list, tuple):
-            yield from _modules_in((f"{name}[{place}]", one) for place, one in enumerate(value[:MOST_ITEMS]))
+            yield from _modules_in((f"{name}[{index}]", item) for index, item in enumerate(value[:MOST_ITEMS]))
         elif type(value) is dict:
             items = itertools.islice(value.items(), MOST_ITEMS)
-            yield from _modules_in((f"{name}[{key!r}]", one) for key, one in items if type(key) in (str, int))
+            yield from _modules_in((f"{name}[{key!r}]", item) for key, item in items if type(key) in (str, int))
         else:
             with contextlib.suppress(AttributeError):
                 attributes = object.__getattribute__(value, "__dict__")
-                yield from _modules_in((f"{name}.{key}", one) for key, one in list(attributes.items()))
+                yield from _modules_in((f"{name}.{key}", item) for key, item in list(attributes.items()))
 
 
 def _modules_in(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -1,4 +1,4 @@
-"""Find the objects of training that live in this process, wherever variables, closures and libraries keep them."""
+"""Find all training objects of this process, even those that only closures or libraries hold."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Any, TypeVar
 import torch
 
 FSDP2_STATES = ("torch.distributed.fsdp._fully_shard._fsdp_state", "torch.distributed._composable.fsdp._fsdp_state")
-"""Modules that have FSDP2's ``FSDPState``; the last one is torch 2.4's and 2.5's."""
+"""Modules that define FSDP2's ``FSDPState``; the last one is for torch 2.4 and 2.5."""
 ACCELERATOR = ("accelerate.accelerator", "Accelerator")
 T = TypeVar("T")
 _frozen = 0
-"""How many objects were frozen at most when this was last looked at, without any of the program's."""
+"""Number of frozen objects when it was last read; a higher number now means that the program froze its own."""
 
 
 def freeze() -> None:
-    """Have collections skip everything that is there, which must be no object of training."""
+    """Exclude all existing objects from garbage collection; call this before any training object exists."""
     global _frozen
     gc.freeze()
     _frozen = gc.get_freeze_count()
 
 
 def all_objects() -> list[Any]:
-    """Return all collectable objects, but for those of `freeze`: the program may have frozen its own.
+    """Return all collectable objects, without the objects that `freeze` excluded.
 
-    They cannot be listed as long as they are frozen, so none is from here on.
+    If the program itself has frozen objects since, all frozen objects are unfrozen first, because Python does not list
+    them otherwise.
     """
     global _frozen
     if gc.get_freeze_count() > _frozen:
@@ -37,16 +38,16 @@ def all_objects() -> list[Any]:
 
 
 def find_all() -> list[Any]:
-    """Find modules, optimizers, scalers, accelerators and FSDP2's states in one pass over all collectable objects.
+    """Find modules, optimizers, gradient scalers, accelerators and FSDP2 states.
 
-    Proxies that only claim to be of such a kind are left out.
+    It takes one pass over all collectable objects. Proxies that only claim such a class (``__class__``) are not found.
     """
     names = [*((name, "FSDPState") for name in FSDP2_STATES), ACCELERATOR]
     imported = [getattr(sys.modules.get(module), name, None) for module, name in names]
     kinds = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, *filter(None, imported))
     things = all_objects()
-    there = {id(type(thing)): type(thing) for thing in things}  # a class may have no hash
-    wanted = {number for number, kind in there.items() if issubclass(kind, kinds)}
+    types = {id(type(thing)): type(thing) for thing in things}  # by id, as a metaclass may be unhashable
+    wanted = {number for number, kind in types.items() if issubclass(kind, kinds)}
     return [thing for thing in things if id(type(thing)) in wanted]
 
 
@@ -56,19 +57,20 @@ def of_kind(things: Sequence[Any], kind: type[T]) -> list[T]:
 
 
 def of_class(things: Sequence[Any], module: str, *names: str) -> list[Any]:
-    """Select the objects of a class that `module` has, under one of `names`; none if it is not imported."""
+    """Select the objects of the classes `names` of `module`; none if the module is not imported."""
     kinds = tuple(getattr(sys.modules[module], name) for name in names if hasattr(sys.modules.get(module), name))
     return [thing for thing in things if kinds and issubclass(type(thing), kinds)]
 
 
 def parameters_in(module: torch.nn.Module) -> list[torch.Tensor]:
-    """List the parameters of `module` and of the modules in it, without calling methods, which may be a user's."""
+    """List the parameters of `module` and its submodules without calling user-overridable methods."""
     found: dict[int, torch.Tensor] = {}
-    seen, left = set[int](), [module]
-    while left:
-        part = left.pop()
+    seen, pending = set[int](), [module]
+    while pending:
+        part = pending.pop()
         if id(part) not in seen:
             seen.add(id(part))
-            found |= {id(one): one for one in part.__dict__.get("_parameters", {}).values() if one is not None}
-            left += [one for one in part.__dict__.get("_modules", {}).values() if one is not None]
+            parameters = part.__dict__.get("_parameters", {}).values()
+            found |= {id(parameter): parameter for parameter in parameters if parameter is not None}
+            pending += [child for child in part.__dict__.get("_modules", {}).values() if child is not None]
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What the names of a rank mean, for a person who types: completion, help, and whether there is such a variable."""
+"""Answer name requests of the notebook: tab completion, ``?`` help, and whether a variable exists."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ddip.rank import namespace
 
 
 def has(name: str) -> bool:
-    """Is there such a variable? May be asked beside a cell."""
+    """Return whether the variable `name` exists; may be called while a cell runs."""
     return name in namespace()
 
 
 def complete(code: str, cursor: int) -> dict[str, Any]:
-    """The answer to Jupyter's ``complete_request``.
+    """Answer Jupyter's ``complete_request`` for `code` with the cursor at offset `cursor`.
 
-    From the objects themselves: jedi, which looks at their source, takes seconds when it is first asked about torch.
+    It inspects live objects without jedi, which analyses source code and takes seconds for its first look at torch.
     """
     shell: Any = get_ipython()
-    usual, shell.Completer.use_jedi = shell.Completer.use_jedi, False
+    former_setting, shell.Completer.use_jedi = shell.Completer.use_jedi, False
     try:
         return dict(shell.kernel.do_complete(code, cursor))
     finally:
-        shell.Completer.use_jedi = usual
+        shell.Completer.use_jedi = former_setting
 
 
 def inspect(code: str, cursor: int, detail: int) -> dict[str, Any]:
-    """The answer to Jupyter's ``inspect_request``."""
+    """Answer Jupyter's ``inspect_request`` for `code` with the cursor at offset `cursor`."""
     return dict(get_ipython().kernel.do_inspect(code, cursor, detail))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Modules of the notebook on a host that does not have its folder."""
+"""Receive modules of the notebook on a host that does not share its folder, and reload them."""
 
 from __future__ import annotations
 
@@ -16,63 +16,68 @@ from ddip.protocol.text import readable
 from ddip.rank.runtime import process_settings
 
 _old_objects: dict[tuple[str, str], list[Any]] = {}
-"""Functions and classes of modules that were loaded again, which are kept up to date: autoreload's own."""
+"""State of `autoreload.superreload`: functions and classes of reloaded modules, which it keeps up to date."""
 
 
 def write(folder: str, name: str, files: dict[str, bytes]) -> None:
-    """Put the `files` of the module `name`, by their paths, into `folder`, in place of what was there of it.
+    """Write the module `name` into `folder` and replace its former files.
 
-    Raises ValueError if a path is not one of such a module, and OSError; what was there stays then.
+    `files` has the contents by path relative to `folder`. Raises ValueError if a path does not belong to the
+    module, and OSError if a file cannot be written; the former files stay until all new ones are written.
     """
     for path in files:
-        _check(path, name)
+        _check_path(path, name)
     root = Path(folder)
     root.mkdir(mode=0o700, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+    staging = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
     try:
         for path, data in files.items():
-            file = new / path
+            file = staging / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
         shutil.rmtree(root / name, ignore_errors=True)
         root.joinpath(f"{name}.py").unlink(missing_ok=True)
-        shutil.rmtree(root / "__pycache__", ignore_errors=True)  # of a file of the same size and second it would count
-        for made in new.iterdir():
-            made.replace(root / made.name)
+        shutil.rmtree(
+            root / "__pycache__", ignore_errors=True
+        )  # Python would take it for a new file of equal size and second
+        for entry in staging.iterdir():
+            entry.replace(root / entry.name)
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check(path: str, name: str) -> None:
-    """Raise ValueError unless `path` is one of the module `name`."""
+def _check_path(path: str, name: str) -> None:
+    """Raise ValueError unless the relative `path` is a file of the module or package `name`."""
     parts = PurePosixPath(path).parts
-    plain = "/".join(parts) == path and not {"..", "/", "//"}.intersection(parts) and "\0" not in path
-    inside = parts == (f"{name}.py",) or (len(parts) > 1 and parts[0] == name)
-    if not name.isidentifier() or not plain or not inside:
+    is_plain = "/".join(parts) == path and not {"..", "/", "//"}.intersection(parts) and "\0" not in path
+    is_inside = parts == (f"{name}.py",) or (len(parts) > 1 and parts[0] == name)
+    if not name.isidentifier() or not is_plain or not is_inside:
         raise ValueError(f"{path!r} is no path of a file of the module {name!r}")
 
 
 def take(folder: str, names: list[str], reload: bool) -> dict[str, str]:
-    """Look into `folder` for modules from now on, and first.
+    """Put `folder` first on the import path, and reload modules that are imported already.
 
-    Returns what is to be said of those of the modules `names` that are imported here already, and cannot be loaded
-    again, or are not to.
+    Returns a message by name for each module that could not be reloaded, or that is imported while `reload` is False.
     """
     if folder in sys.path:
         sys.path.remove(folder)
     sys.path.insert(0, folder)
     process_settings.own_folders.add(folder)
     importlib.invalidate_caches()
-    told = {}
+    messages = {}
     for name in names:
-        loaded = [module for module in sys.modules if module == name or module.startswith(f"{name}.")]
-        if loaded:
-            told[name] = _load_again(loaded) if reload else IMPORTED
-    return {name: text for name, text in told.items() if text}
+        imported = [module for module in sys.modules if module == name or module.startswith(f"{name}.")]
+        if imported:
+            messages[name] = _reload_modules(imported) if reload else IMPORTED
+    return {name: message for name, message in messages.items() if message}
 
 
-def _load_again(loaded: list[str]) -> str:
-    """Returns why that was not possible; empty if it was. What a module has imported is loaded before it."""
+def _reload_modules(loaded: list[str]) -> str:
+    """Reload modules, last imported first; return the error of the first that fails, or "".
+
+    Submodules and dependencies were imported later than their parents, so they are reloaded before them.
+    """
     for name in reversed(loaded):
         try:
             autoreload.superreload(sys.modules[name], old_objects=_old_objects)

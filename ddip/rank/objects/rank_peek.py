@@ -1,15 +1,15 @@
-"""What the namespace of this rank holds at this moment, for the notebook, while a cell runs.
+"""Copy variables of this rank for the notebook while a cell runs (``%dipull --now``).
 
-    a thread of its own    take  -->  pickle  -->  shared memory  -->  the answer; what is large stays
-    control thread         part of what stays, for who cannot read that memory
-                           drop  -->  what stays is let go of, and who still pickles gives up
+    own thread        take  -->  pickle  -->  shared memory  -->  answer; large pickles stay on the rank
+    control thread    part  -->  a part of a stored pickle, for a notebook that cannot read the shared memory
+                      drop  -->  free stored pickles, and abandon a running pickling
 
-The cell waits meanwhile, between two of its steps: no operator writes to a tensor while it is copied. If the main
-thread is inside a long operation, such as a collective, no one waits for its end: the memory is copied until two
-copies are equal, and the notebook says that the operation may have written a part of it.
+The main thread pauses between two bytecodes of the cell, so no operator writes to a tensor while it is copied. If it is
+inside a long operation, such as a collective, the peek does not wait for the operation to end: it copies the memory
+until two copies are equal, and the notebook says that the operation may have written a part of it.
 
-Of tensors and arrays the pickle has the address: the system copies from there, which fails where a cell has given that
-memory back, and does no harm. A container that has changed under the pickler is tried again.
+The pickle refers to the memory of tensors and arrays by address, and the kernel copies from there. That copy fails
+without harm if the cell has freed the memory. If a container changes while it is pickled, the peek tries again.
 """
 
 from __future__ import annotations
@@ -45,101 +45,106 @@ from ddip.rank.runtime.gpu import Gpu, gpu
 from ddip.rank.runtime.housekeeping import cells
 
 ATTEMPTS = 20
-"""At an object that changes while it is pickled."""
+"""Tries at pickling an object that changes meanwhile."""
 MOVE_SECONDS = 0.01
-"""Between the two copies: a thread that this one has taken the core of gets on with what it writes."""
+"""Pause between the two copies, so that a thread whose core this one took can continue its write."""
 PICKLE_SECONDS = 1.0
-"""For which the cell waits until objects are pickled, whose code may hang; for memory it waits until that is copied."""
+"""Limit of the cell's pause for pickling, as objects' code may hang; the copying of memory has no limit."""
 MOST_AT_ONCE = 8
-"""That may pickle: each that was given up, and does not end, has a thread for good."""
+"""Limit of concurrent peeks: one that was abandoned and never returns occupies its thread indefinitely."""
 _CHANGED = re.compile("(changed size|changed|mutated) during iteration")
-"""What Python's containers say to an iterator."""
+"""Errors of Python's containers that change during an iteration."""
 _COPIED = (list, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
-"""Copied before they are pickled: in one step of the interpreter, in which no other thread can change them."""
+"""Containers to copy before pickling: the copy is one step of the interpreter, which other threads cannot interrupt."""
 
 NO_MORE = StackLocation(state="finished")
-"""Where a pickling is that has ended, or has not begun."""
+"""Location of a pickling that has ended or has not begun."""
 
 _MISSING = object()
 _lock = threading.Lock()
 _peeks: dict[int, Peek] = {}
-"""Those that pickle, or of which something stays, by the number that the notebook has given them."""
+"""Peeks that are pickling or have stored pickles, by the notebook's number for them."""
 _pickling: set[Peek] = set()
-"""Those that pickle, also when they were given up."""
+"""Peeks that are still pickling, including abandoned ones."""
 _dropped: collections.deque[int] = collections.deque(maxlen=100)
-"""Numbers of those that were dropped before their thread had begun."""
+"""Numbers of peeks that were dropped before their thread began."""
 
 
 class GivenUp(BaseException):
-    """Nobody waits any more."""
+    """The request timed out, so its pickling must end."""
 
 
 class Changed(Exception):
-    """An object has changed while it was pickled."""
+    """An object changed while it was pickled."""
 
 
 class Peek:
-    """One, of some names."""
+    """One request for the current values of some variables."""
 
     def __init__(self) -> None:
         self.given_up = False
-        self.stays: dict[str, SharedBytes | bytearray] = {}
+        self.stored: dict[str, SharedBytes | bytearray] = {}
         self.thread = threading.get_ident()
         self.along: list[str] = []
-        """What functions read, and the notebook does not know."""
+        """Names that pickled functions read and the notebook does not have."""
         self.shares: list[str] = []
-        """What belongs to a variable that stays."""
+        """Relations to variables that are not sent: ``opt holds parameters of net``."""
         self.name = ""
-        """Of the variable that is pickled now."""
+        """Variable that is being pickled."""
         self.inside = ""
-        """The operation of the main thread that may have written to memory while that was copied."""
+        """Operation of the main thread that may have written to tensors while they were copied; usually empty."""
         self._in_pickle = False
-        """Does code of the objects' own run? An exception may be raised in it."""
+        """True while the objects' own code may run, in which an exception may be raised to end it."""
 
     def pickled(
         self, found: dict[str, Any], known: Collection[str]
     ) -> tuple[dict[str, Pickled], dict[str, SharedBytes | bytearray], list[str]]:
-        """The variables as they are now: the pickles, where they lie, and names whose tensors have moved to the CPU."""
+        """Pickle the current values of `found` and store them.
+
+        The variables that functions read come along unless they are `known`. Returns the pickles, the memory that holds
+        each, and the names whose tensors were copied to the CPU. Raises Changed if the objects changed in all
+        `ATTEMPTS`.
+        """
         for _ in range(ATTEMPTS):
             pause = Pause(lambda: self.given_up, PICKLE_SECONDS)
             try:
-                return self._pickled(found, known, pause)
+                return self._pickle_once(found, known, pause)
             except (RuntimeError, Changed) as error:
                 if not isinstance(error, Changed) and not _CHANGED.search(str(error)):
                     raise
-                last = str(error)  # and no traceback, whose frames have what was pickled
+                last = str(error)  # not the error: its traceback's frames hold the pickled objects
             finally:
                 pause.end()
         raise Changed(
             f"{last} ({ATTEMPTS} times): the cell changes it all the time; keep a copy of it in the cell now and then"
         )
 
-    def _pickled(
+    def _pickle_once(
         self, found: dict[str, Any], known: Collection[str], pause: Pause
     ) -> tuple[dict[str, Pickled], dict[str, SharedBytes | bytearray], list[str]]:
-        runs = cells.busy and not cells.doing
-        if runs:
+        is_cell_running = cells.busy and not cells.doing
+        if is_cell_running:
             pause.begin()
         graph = Graph(lambda file, buffers: _Pickler(self, file, buffers))
         copies = {id(value): copy.copy(value) for value in found.values() if type(value) in _COPIED}
-        moved = [name for name, value in found.items() if self._add(graph, name, copies.get(id(value), value))]
-        self.along, done = [], {*found, *known}
-        while new := graph.pickler.find_globals(done):
-            done.update(new)
-            self.along += new
-            moved += [name for name in new if self._add(graph, name, graph.pickler.globals[name])]
-        pickled, lies = graph.pickled(), dict[str, SharedBytes | bytearray]()
+        moved = [name for name, value in found.items() if self._add_to_graph(graph, name, copies.get(id(value), value))]
+        self.along, known_names = [], {*found, *known}
+        while new_names := graph.pickler.find_globals(known_names):
+            known_names.update(new_names)
+            self.along += new_names
+            moved += [name for name in new_names if self._add_to_graph(graph, name, graph.pickler.globals[name])]
+        pickled, memory = graph.pickled(), dict[str, SharedBytes | bytearray]()
         try:
-            is_safe = not runs or pause.prolong()
+            is_safe = not is_cell_running or pause.prolong()
             for self.name in pickled:
-                lies[self.name] = self._laid(pickled[self.name])
+                memory[self.name] = self._store_pickle(pickled[self.name])
             if graph.pickler.is_stale():
                 raise Changed("a tensor of it has changed size")
-            if runs and graph.pickler.has_memory:
+            if is_cell_running and graph.pickler.has_memory:
                 time.sleep(MOVE_SECONDS)
             for self.name in pickled:
-                if not self._is_still(pickled[self.name], lies[self.name]) or graph.pickler.has_changed():
-                    if not runs or pause.prolong():
+                if not self._is_unchanged(pickled[self.name], memory[self.name]) or graph.pickler.has_changed():
+                    if not is_cell_running or pause.prolong():
                         raise RuntimeError(
                             "another thread writes to a tensor of it; keep a copy of it there now and then"
                         )
@@ -148,12 +153,12 @@ class Peek:
             self.shares = pickling.find_shares(graph, sent, dict(namespace()))
             self.inside = "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.here()))
         except BaseException:
-            for there in lies.values():
-                _close(there)
+            for stored in memory.values():
+                _close_memory(stored)
             raise
-        return pickled, lies, moved
+        return pickled, memory, moved
 
-    def _add(self, graph: Graph[_Pickler], name: str, value: Any) -> bool:
+    def _add_to_graph(self, graph: Graph[_Pickler], name: str, value: Any) -> bool:
         with _lock:
             self.ensure_wanted()
             self.name, self._in_pickle = name, True
@@ -162,104 +167,110 @@ class Peek:
         finally:
             with _lock:
                 self._in_pickle = False
-                raise_in(self.thread, None)  # it may be under way
+                raise_in(self.thread, None)  # drop an exception that is already on its way
 
-    def _laid(self, pickled: Pickled) -> SharedBytes | bytearray:
+    def _store_pickle(self, pickled: Pickled) -> SharedBytes | bytearray:
         try:
-            there = SharedBytes()
+            memory = SharedBytes()
         except OSError:  # not on Linux
             return pickled.joined()
         try:
             for portion in shared.portions(pickled.pieces(), rank_transfer.AT_ONCE):
                 self.ensure_wanted()
-                there.write(portion)
+                memory.write(portion)
         except OSError as error:
-            there.close()
+            memory.close()
             if error.errno == errno.EFAULT:
                 raise Changed("the memory of a tensor of it was given back") from None
             raise
         except BaseException:
-            there.close()
+            memory.close()
             raise
-        return there
+        return memory
 
-    def _is_still(self, pickled: Pickled, there: SharedBytes | bytearray) -> bool:
-        """Copy the memory once more, in parts; return whether it is what lies `there`."""
-        if isinstance(there, bytearray):
-            return there == pickled.joined()
-        begin, laid, second = 0, there.view(), None
-        with SharedBytes() as again:
+    def _is_unchanged(self, pickled: Pickled, memory: SharedBytes | bytearray) -> bool:
+        """Copy the pickled memory again, in parts; return whether it equals the first copy in `memory`."""
+        if isinstance(memory, bytearray):
+            return memory == pickled.joined()
+        begin, first_copy, second_copy = 0, memory.view(), None
+        with SharedBytes() as buffer:
             for portion in shared.portions(pickled.pieces(), rank_transfer.AT_ONCE):
                 self.ensure_wanted()
-                again.rewind()
-                again.write(portion)
-                second = second or again.view()  # the first portion is the longest
+                buffer.rewind()
+                buffer.write(portion)
+                second_copy = second_copy or buffer.view()  # the first portion is the longest
                 size = sum(piece.nbytes for piece in portion)
-                if not _are_equal(laid, begin, second, size):
+                if not _are_equal(first_copy, begin, second_copy, size):
                     return False
                 begin += size
         return True
 
     def ensure_wanted(self) -> None:
-        """Raise GivenUp if nobody waits any more."""
+        """Raise GivenUp if the notebook has dropped this peek."""
         if self.given_up:
             raise GivenUp
 
-    def keep(self, name: str, there: SharedBytes | bytearray) -> None:
-        """Until it is dropped."""
+    def keep(self, name: str, memory: SharedBytes | bytearray) -> None:
+        """Store the pickle of `name` until the peek is dropped; raise GivenUp if it has been."""
         with _lock:
             if self.given_up:
-                _close(there)
+                _close_memory(memory)
                 raise GivenUp
-            self.stays[name] = there
+            self.stored[name] = memory
 
     def forget(self) -> None:
-        """Let go of what stays."""
-        for there in self.stays.values():
-            _close(there)
-        self.stays.clear()
+        """Free all stored pickles."""
+        for memory in self.stored.values():
+            _close_memory(memory)
+        self.stored.clear()
 
     def give_up(self) -> StackLocation:
-        """On the control thread: let go of what stays; returns where the pickling is, if it has not ended: nowhere in
-        particular for what is only large. In Python code it ends now, if that is no library's import and the like."""
+        """Free stored pickles and end a running pickling; call this on the control thread.
+
+        Raises GivenUp in the pickling thread if that runs objects' code, outside of libraries and `with` statements.
+        Returns the location of the pickling: `NO_MORE` if it has ended, an empty one inside this module.
+        """
         self.given_up = True
         self.forget()
         if self not in _pickling:
             return NO_MORE
-        frame, place = stacks.of_thread(self.thread)
+        frame, location = stacks.of_thread(self.thread)
         if self._in_pickle and not libraries.library_in(frame) and libraries.call_of_with(frame) is None:
             raise_in(self.thread, GivenUp)
         if frame is not None and frame.f_code is Gpu.copied.__code__:
             return StackLocation(inner="a copy from the GPU")
-        return StackLocation() if frame is None or frame.f_code.co_filename == __file__ else place
+        return StackLocation() if frame is None or frame.f_code.co_filename == __file__ else location
 
 
 class _Pickler(pickling.Pickler):
-    """That of a peek, which can be given up, and knows what it has the addresses of."""
+    """A pickler that can be abandoned, and that records which memory the pickle refers to."""
 
     def __init__(self, peek: Peek, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(file, buffers)
         self._peek = peek
         self._addresses: list[tuple[Any, int, int]] = []
         self._small: list[tuple[Any, bytearray]] = []
-        """Memory that is in the pickle itself, and what it was."""
+        """Small memory that is in the pickle itself, each with the copy that was pickled."""
 
     @property
     def has_memory(self) -> bool:
-        """Whether the memory of a tensor was pickled."""
+        """True if the pickle has the memory of a tensor."""
         return bool(self._addresses)
 
     def persistent_id(self, obj: Any) -> None:
-        """Called with each object. As it is Python code, other threads get their turn: pickle holds the interpreter."""
+        """Raise GivenUp if the peek was abandoned; pickle calls this for each object.
+
+        As this is Python code, other threads get their turn; pickle otherwise keeps the interpreter lock.
+        """
         if self._peek.given_up:
             raise GivenUp
 
     def on_cpu(self, obj: Any) -> Any:
-        """A tensor or storage, on the CPU."""
+        """Return a tensor or storage, copied from the GPU if it is there."""
         return gpu.copied(obj) if pickling.is_elsewhere(obj) else obj
 
     def memory_of(self, storage: Any) -> Any:
-        """The bytes of an UntypedStorage of the CPU."""
+        """Return the bytes of an UntypedStorage on the CPU, and record its address; small ones are copied now."""
         self._addresses.append((storage, storage.data_ptr(), storage.nbytes()))
         memory = super().memory_of(storage)
         if not 0 < storage.nbytes() < pickling.INLINE:
@@ -268,69 +279,72 @@ class _Pickler(pickling.Pickler):
         return self._small[-1][1]
 
     def has_changed(self) -> bool:
-        """Return whether memory that is in the pickle itself has been written to since."""
+        """Return whether small memory has been written to since it was pickled."""
         return any(copied != memory for memory, copied in self._small)
 
     def is_stale(self) -> bool:
-        """Is a storage not any more where it was?"""
-        return any((its.data_ptr(), its.nbytes()) != (address, size) for its, address, size in self._addresses)
+        """Return whether a storage has moved or changed its size since it was pickled."""
+        return any(
+            (storage.data_ptr(), storage.nbytes()) != (address, size) for storage, address, size in self._addresses
+        )
 
 
-def _are_equal(laid: mmap.mmap, begin: int, second: mmap.mmap, size: int) -> bool:
-    """Compare without the interpreter, and without a copy."""
-    first = torch.frombuffer(laid, dtype=torch.uint8, count=size, offset=begin)
-    return torch.equal(first, torch.frombuffer(second, dtype=torch.uint8, count=size))
+def _are_equal(first_copy: mmap.mmap, begin: int, second_copy: mmap.mmap, size: int) -> bool:
+    """Compare memory without a copy and without holding the interpreter lock."""
+    first = torch.frombuffer(first_copy, dtype=torch.uint8, count=size, offset=begin)
+    return torch.equal(first, torch.frombuffer(second_copy, dtype=torch.uint8, count=size))
 
 
-def _close(there: SharedBytes | bytearray) -> None:
-    if isinstance(there, SharedBytes):
-        there.close()
+def _close_memory(memory: SharedBytes | bytearray) -> None:
+    if isinstance(memory, SharedBytes):
+        memory.close()
 
 
 def take(number: int, names: list[str], most: int, known: list[str]) -> Peeked:
-    """Pickle `names` as they are now, beside the cell that may run; with errors by name, and the missing names.
+    """Pickle the current values of `names` while a cell may run, with errors by name and missing names.
 
-    What is longer than `most` bytes stays here until `drop`, in memory that processes of this host can read, or for
-    `part`.
+    Pickles longer than `most` bytes are stored on the rank until `drop`: in shared memory of this host, or for `part`.
+    Names in `known` are not sent along with functions that read them. Raises RuntimeError if the request timed out.
     """
     try:
-        peek = _begin(number)
+        peek = _begin_peek(number)
         try:
-            return _take(peek, names, most, known)
+            return _pickle_names(peek, names, most, known)
         except BaseException:
             peek.given_up = True
             raise
         finally:
-            _end(number, peek)
+            _end_peek(number, peek)
     except GivenUp:
         raise RuntimeError("nobody waits for this any more") from None
 
 
-def _begin(number: int) -> Peek:
+def _begin_peek(number: int) -> Peek:
     peek = Peek()
     with _lock:
         if number in _dropped:
             raise GivenUp
         if len(_pickling) >= MOST_AT_ONCE:
-            places = {str(stacks.of_thread(other.thread)[1]) for other in _pickling}
-            raise RuntimeError(f"{MOST_AT_ONCE} former ones have not ended: {'; '.join(sorted(places))}")
+            locations = {str(stacks.of_thread(running.thread)[1]) for running in _pickling}
+            raise RuntimeError(f"{MOST_AT_ONCE} former ones have not ended: {'; '.join(sorted(locations))}")
         _peeks[number] = peek
         _pickling.add(peek)
     return peek
 
 
-def _end(number: int, peek: Peek) -> None:
+def _end_peek(number: int, peek: Peek) -> None:
     with _lock:
         _pickling.discard(peek)
-        if peek.given_up or not peek.stays:
+        if peek.given_up or not peek.stored:
             _peeks.pop(number, None)
             peek.forget()
 
 
-def _take(peek: Peek, names: list[str], most: int, known: list[str]) -> Peeked:
-    here = namespace()
-    found = {name: value for name in names if (value := here.get(name, _MISSING)) is not _MISSING}  # in one step each
-    told: Peeked = {
+def _pickle_names(peek: Peek, names: list[str], most: int, known: list[str]) -> Peeked:
+    variables = namespace()
+    # one lookup per name, as the cell may delete it meanwhile
+    found = {name: value for name in names if (value := variables.get(name, _MISSING)) is not _MISSING}
+    answer: Peeked = {
         "values": {},
         "sizes": [],
         "paths": {},
@@ -343,41 +357,41 @@ def _take(peek: Peek, names: list[str], most: int, known: list[str]) -> Peeked:
         "busy": cells.busy and not cells.doing,
         "inside": "",
     }
-    if told["missing"]:
-        return told
+    if answer["missing"]:
+        return answer
     try:
-        pickled, lies, told["moved"] = peek.pickled(found, known)
-        told["inside"] = peek.inside
+        pickled, stored, answer["moved"] = peek.pickled(found, known)
+        answer["inside"] = peek.inside
     except Exception as error:
-        told["errors"][peek.name] = readable(f"{type(error).__name__}: {error}")
-        return told
-    told["along"], told["shares"] = peek.along, peek.shares
+        answer["errors"][peek.name] = readable(f"{type(error).__name__}: {error}")
+        return answer
+    answer["along"], answer["shares"] = peek.along, peek.shares
     try:
-        for name, there in lies.items():
-            told["sizes"].append((name, pickled[name].sizes))
+        for name, memory in stored.items():
+            answer["sizes"].append((name, pickled[name].sizes))
             if pickled[name].size > most:
-                peek.keep(name, there)
-                told["paths"].update({name: there.path} if isinstance(there, SharedBytes) else {})
-            elif isinstance(there, SharedBytes):
-                with there:
-                    told["values"][name] = bytearray(there.view())
+                peek.keep(name, memory)
+                answer["paths"].update({name: memory.path} if isinstance(memory, SharedBytes) else {})
+            elif isinstance(memory, SharedBytes):
+                with memory:
+                    answer["values"][name] = bytearray(memory.view())
             else:
-                told["values"][name] = there
+                answer["values"][name] = memory
     except BaseException:
-        for there in lies.values():
-            _close(there)
+        for memory in stored.values():
+            _close_memory(memory)
         raise
-    return told
+    return answer
 
 
 def part(number: int, name: str, begin: int, end: int) -> bytes:
-    """The bytes from `begin` to `end` of what stays."""
-    there = _peeks[number].stays[name]
-    return bytes((there.view() if isinstance(there, SharedBytes) else there)[begin:end])
+    """Return the bytes from `begin` to `end` of the stored pickle of `name`."""
+    memory = _peeks[number].stored[name]
+    return bytes((memory.view() if isinstance(memory, SharedBytes) else memory)[begin:end])
 
 
 def drop(number: int) -> dict[str, Any]:
-    """The notebook wants no more of this one; returns the `StackLocation` of the pickling, as a dict."""
+    """End and free the peek with this `number`; return the `StackLocation` of its pickling as a dict."""
     with _lock:
         peek = _peeks.pop(number, None)
         if peek is None:

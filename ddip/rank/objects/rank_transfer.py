@@ -1,12 +1,11 @@
-"""Objects in and out of the namespace of this rank.
+"""Push objects into this rank's namespace, and pull objects from it.
 
-What is large comes and goes in parts, so that a person sees it go on, and no copy of the whole is made on the way. What
-is pushed to several ranks of one host is in memory once there: each of them has it as its own, and what a rank changes
-is copied before (``protocol/objects/shared.py``). What the notebook pulls from a rank beside it is in memory once, too.
+Large objects travel in parts, so that the user sees progress and nothing copies the whole object on the way. If several
+ranks of one host get the same push, it is in memory once: each rank maps it privately, and the system copies a page
+before a rank changes it (``protocol/objects/shared.py``). A pull to a notebook on the same host also needs memory once.
 
-All names of a push arrive on all ranks, or none does, in one message to each: a rank that could unpickle all of it puts
-it into the namespace at once, and keeps what was there before, until the notebook knows of all ranks. Where one could
-not, the others put that back.
+A push is all-or-nothing. A rank that could unpickle all names sets them at once, and keeps the replaced values until
+the notebook has heard from all ranks. If any rank failed, the others restore the replaced values.
 """
 
 from __future__ import annotations
@@ -27,42 +26,43 @@ from ddip.rank.runtime.housekeeping import cells
 
 Memory: TypeAlias = "SharedBytes | bytearray | mmap.mmap"
 AT_ONCE = 1 << 24
-"""Bytes of one call of the system's, within which no stop is heard."""
+"""Limit of bytes per system call, as a stop takes effect only between calls."""
 
 LIGHT = (type(None), bool, int, float, complex, str, bytes)
-"""Types of what may be kept for a while where it has been replaced."""
+"""Types whose short values cost nothing to keep after they were replaced."""
 
 _push = 0
-"""Number of the push that came last."""
-_before: dict[str, Any] = {}
-"""What it has replaced, until all ranks have it; `_nothing` where there was no such name."""
+"""Number of the latest push."""
+_replaced: dict[str, Any] = {}
+"""Values that the latest push replaced, kept until all ranks have it; `_nothing` for names that did not exist."""
 _nothing = object()
 pickling.find_parts = changes.find_flat_storages
-_arriving: dict[int, Memory] = {}
-"""What is pushed, by the number of the load: of this rank alone, or shared with others of this host."""
-_leaving: dict[str, SharedBytes | bytearray] = {}
-"""Pickled objects that leave in parts, or that the notebook reads where they are."""
+_incoming: dict[int, Memory] = {}
+"""Pushed bytes by load number, in private memory or in memory shared with other ranks of this host."""
+_outgoing: dict[str, SharedBytes | bytearray] = {}
+"""Pickled objects that the notebook fetches in parts, or reads from shared memory."""
 
 
 def add(load: int, part: bytes, first: bool, share: bool) -> str:
-    """The next part of a load of pickled objects.
+    """Append `part` to an incoming load of pickled objects.
 
-    Returns where others of this host can `attach` all of it, to `share` it; empty: nowhere.
+    The `first` part allocates the load; that of load 0 also drops all former transfers. Returns the path under which
+    other ranks of this host can `attach` the load; "" if it is not shared.
     """
     if first:
         if not load:
             drop()
-        _arriving[load] = _shared() if share else bytearray()
-    there = _arriving[load]
-    if isinstance(there, SharedBytes):
-        there.write([part])
-        return there.path
-    assert isinstance(there, bytearray)
-    there += part
+        _incoming[load] = _allocate_memory() if share else bytearray()
+    memory = _incoming[load]
+    if isinstance(memory, SharedBytes):
+        memory.write([part])
+        return memory.path
+    assert isinstance(memory, bytearray)
+    memory += part
     return ""
 
 
-def _shared() -> SharedBytes | bytearray:
+def _allocate_memory() -> SharedBytes | bytearray:
     try:
         return SharedBytes()
     except OSError:
@@ -70,166 +70,168 @@ def _shared() -> SharedBytes | bytearray:
 
 
 def attach(load: int, path: str, size: int) -> bool:
-    """Take a load of `size` bytes from where another process of this host has it; False: that cannot be."""
+    """Map a load of `size` bytes that another process of this host has; return False if it cannot be read."""
     if not load:
         drop()
     try:
-        found = shared.view(path)
+        memory = shared.view(path)
     except (OSError, ValueError):
         return False
-    if len(found) != size:  # the path means something else here
+    if len(memory) != size:  # this host has another file at the path
         return False
-    _arriving[load] = found
+    _incoming[load] = memory
     return True
 
 
 def lacking(names: list[str]) -> list[str]:
-    """Those of `names` that functions read, and that are not here."""
-    here = namespace()
-    return [name for name in names if pickling.lacks(here, name)]
+    """Return those of `names` that the notebook should send along with the functions that read them."""
+    variables = namespace()
+    return [name for name in names if pickling.lacks(variables, name)]
 
 
 def put(
     push: int, places: list[Place], along: list[str], small: bytes | bytearray = b"", paths: Paths | None = None
 ) -> Put:
-    """Unpickle what has come, and put it into the namespace, if all of it can be; `places` say where it lies, in order.
+    """Unpickle a push and set its variables, or restore all of them if one cannot be unpickled.
 
-    Names that only came `along` replace nothing. `small` is all of it, as load 0, where it is not worth a way of its
-    own; `paths` say where another process of this host has the loads. What it replaces is kept until `settle`, or until
-    something else comes or goes; until then `drop` brings it back, by the number of the `push`.
+    `places` locate the pickles in the loads, in loading order. Names that only came `along` replace nothing. `small`
+    has the bytes of load 0 if they came with this message; `paths` locate loads of another process of this host.
+    Replaced values are kept until `settle` or the next transfer; until then, ``drop(push)`` restores them.
     """
     global _push
     settle()
     _push = push
     if small:
-        _arriving[0] = bytearray(small)
+        _incoming[0] = bytearray(small)
     if not all(attach(load, path, size) for load, (path, size) in (paths or {}).items()):
         drop()
         return {"errors": {}, "unread": True, "replaces": False}
-    loads, errors = _taken(), dict[str, str]()
-    pickled = {name: _lying(loads[load], begin, sizes) for name, load, begin, sizes in places}
+    loads, errors = _take_incoming(), dict[str, str]()
+    pickled = {name: _pickled_at(loads[load], begin, sizes) for name, load, begin, sizes in places}
     loader = Loader(pickled)
-    here = namespace()
+    variables = namespace()
     for name in pickled:
         try:
             value = loader.load(name)
         except KeyboardInterrupt:
             drop(push)
             raise
-        except BaseException as error:  # of a user's class; it is the answer
+        except BaseException as error:  # raised by a user's class; the answer reports it
             errors[name] = readable(f"{type(error).__name__}: {error}")
             drop(push)
             break
-        _before[name] = here.get(name, _nothing)
+        _replaced[name] = variables.get(name, _nothing)
         if name in along:
-            pickling.bring(here, {name: value})
+            pickling.bring(variables, {name: value})
         else:
-            here[name] = value  # the next may have code that reads it
-    return {"errors": errors, "unread": False, "replaces": any(_is_heavy(value) for value in _before.values())}
+            variables[name] = value  # code of the next object may read it
+    return {"errors": errors, "unread": False, "replaces": any(_is_heavy(value) for value in _replaced.values())}
 
 
-def _lying(memory: bytearray | mmap.mmap, begin: int, sizes: list[int]) -> Pickled:
-    came = Pickled.of(memory, sizes, begin)
-    return Pickled.of(came.joined(), sizes) if len(memory) <= shared.COPIED else came
+def _pickled_at(memory: bytearray | mmap.mmap, begin: int, sizes: list[int]) -> Pickled:
+    """Return the pickle at offset `begin`; a copy if `memory` is too small to be worth a mapping."""
+    pickled = Pickled.of(memory, sizes, begin)
+    return Pickled.of(pickled.joined(), sizes) if len(memory) <= shared.COPIED else pickled
 
 
 def _is_heavy(value: object) -> bool:
-    """May it be large, or hold something that is to be let go of soon?"""
+    """Return whether `value` may be large, or may hold resources that should be freed soon."""
     return value is not _nothing and (type(value) not in LIGHT or sys.getsizeof(value) > pickling.INLINE)
 
 
 def settle() -> None:
-    """All ranks have what was pushed: let go of what it has replaced, as after a cell."""
-    if _before:
+    """Free the values that the latest push replaced; all ranks have it. A stop ends finalizers that hang."""
+    if _replaced:
         with cells.letting_go():
-            _before.clear()
+            _replaced.clear()
 
 
-def _taken() -> dict[int, bytearray | mmap.mmap]:
-    """All that has come, which is gone when no object has it for its memory any more."""
-    came = {load: there.view() if isinstance(there, SharedBytes) else there for load, there in _arriving.items()}
-    _let_go()
-    return came
+def _take_incoming() -> dict[int, bytearray | mmap.mmap]:
+    """Return the memory of all incoming loads by number; it is freed once no object uses it."""
+    loads = {load: memory.view() if isinstance(memory, SharedBytes) else memory for load, memory in _incoming.items()}
+    _free_incoming()
+    return loads
 
 
-def _let_go() -> None:
-    """Of what has come."""
-    for there in _arriving.values():
-        if isinstance(there, SharedBytes):
-            there.close()
-    _arriving.clear()
+def _free_incoming() -> None:
+    """Free the incoming loads."""
+    for memory in _incoming.values():
+        if isinstance(memory, SharedBytes):
+            memory.close()
+    _incoming.clear()
 
 
 def drop(push: int = 0) -> None:
-    """Forget what has come, and what was to leave; of the `push` with this number, what it has replaced comes back."""
+    """Free all transfers, and restore the values that `push` replaced if it is the latest push."""
     if push and push == _push:
-        here = namespace()
-        for name, value in _before.items():
+        variables = namespace()
+        for name, value in _replaced.items():
             if value is _nothing:
-                here.pop(name, None)
+                variables.pop(name, None)
             else:
-                here[name] = value
+                variables[name] = value
     settle()
-    for there in _leaving.values():
-        if isinstance(there, SharedBytes):
-            there.close()
-    _leaving.clear()
-    _let_go()
+    for memory in _outgoing.values():
+        if isinstance(memory, SharedBytes):
+            memory.close()
+    _outgoing.clear()
+    _free_incoming()
 
 
 def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed:
-    """Pickle `names`; with errors by name, the missing names, and those moved to the CPU.
+    """Pickle `names`, along with the variables that their functions read.
 
-    What their functions read goes along, unless it is `known` to who gets it.
-    What is longer than `most` bytes stays here until `drop`: for the notebook to read in `paths`, to `share` it, or for
-    `part`.
+    Variables in `known` do not come along, because the receiver has them. Pickles longer than `most` bytes stay on the
+    rank until `drop`: in memory that the notebook reads at the returned `paths` if `share` is set, otherwise for
+    `part`. If a name is missing, nothing is pickled into the answer.
     """
     drop()
-    here = namespace()
-    missing = [name for name in names if name not in here]
-    found, has = {name: here[name] for name in names if name in here}, frozenset(known)
-    told = pickling.dump_all(found, lambda read: [name for name in read if name not in has], here)
-    packed = {} if missing else told.pickled  # nothing is taken
+    variables = namespace()
+    missing = [name for name in names if name not in variables]
+    found = {name: variables[name] for name in names if name in variables}
+    known_names = frozenset(known)
+    dump = pickling.dump_all(found, lambda read: [name for name in read if name not in known_names], variables)
+    packed = {} if missing else dump.pickled
     large = [name for name, pickled in packed.items() if pickled.size > most]
     for name in large:
-        _leaving[name] = _laid(packed[name], share)
+        _outgoing[name] = _store_pickle(packed[name], share)
     return {
         "values": {name: pickled.joined() for name, pickled in packed.items() if name not in large},
         "sizes": [(name, pickled.sizes) for name, pickled in packed.items()],
-        "paths": {name: there.path for name, there in _leaving.items() if isinstance(there, SharedBytes)},
-        "errors": told.errors,
+        "paths": {name: memory.path for name, memory in _outgoing.items() if isinstance(memory, SharedBytes)},
+        "errors": dump.errors,
         "missing": missing,
-        "moved": told.moved,
-        "along": told.along,
-        "shares": told.shares,
+        "moved": dump.moved,
+        "along": dump.along,
+        "shares": dump.shares,
         "wrappers": {name: kind for name, value in found.items() if (kind := wrapper_of(value))},
     }
 
 
-def _laid(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
-    """Where it lies to be fetched."""
-    there = _shared() if share else bytearray()
-    if isinstance(there, bytearray):
+def _store_pickle(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
+    """Copy a pickle into memory for the notebook to fetch; shared memory if `share` is set and it fits."""
+    memory = _allocate_memory() if share else bytearray()
+    if isinstance(memory, bytearray):
         return pickled.joined()
     try:
         for portion in shared.portions(pickled.pieces(), AT_ONCE):
-            there.write(portion)
-    except OSError:  # there is no room
-        there.close()
+            memory.write(portion)
+    except OSError:  # no room in shared memory
+        memory.close()
         return pickled.joined()
     except BaseException:
-        there.close()
+        memory.close()
         raise
-    return there
+    return memory
 
 
 def wrapper_of(value: object) -> str:
-    """Name of the wrapper that `value` is; empty if it is none."""
+    """Return the class name of the DDP or FSDP wrapper that `value` is; "" for any other object."""
     kinds = (kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
     return next((kind for kind in kinds if kind in WRAPPERS.values()), "")
 
 
 def part(name: str, begin: int, end: int) -> bytes:
-    """A part of an object that `pack` keeps."""
-    there = _leaving[name]
-    return bytes(memoryview(there.view() if isinstance(there, SharedBytes) else there)[begin:end])
+    """Return the bytes from `begin` to `end` of a pickle that `pack` has stored."""
+    memory = _outgoing[name]
+    return bytes(memoryview(memory.view() if isinstance(memory, SharedBytes) else memory)[begin:end])

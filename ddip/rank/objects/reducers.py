@@ -1,6 +1,7 @@
-"""Replace a DDP wrapper's reducer in place: the wrapper is ready for a forward pass then, with its settings and hooks.
+"""Replace a DDP wrapper's reducer in place, which makes the wrapper ready for a forward pass.
 
-The reducer is C++ and cannot be set back. A new one has the buckets of a first step, so all ranks do this together.
+The wrapper keeps its settings and hooks. The reducer is a C++ object that cannot be reset. A new one has the buckets
+of a first step, so all ranks must replace theirs together.
 ``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
 """
 
@@ -20,22 +21,22 @@ from torch.nn.parallel import DistributedDataParallel
 from ddip.rank.runtime import c10d
 
 FIRST_STEP = {"_has_rebuilt_buckets": False, "_static_graph_delay_allreduce_enqueued": False}
-"""What a DDP knows of its reducer's first step."""
+"""Attributes of a DDP wrapper whose reducer has not taken its first step."""
 STATES = {
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook": "PowerSGDState",
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook": "PostLocalSGDState",
 }
-"""States of torch's communication hooks that are counted per step, by the module that has them."""
+"""Classes of torch's communication-hook states that count steps, by the module that defines them."""
 GROUPS = ("process_group", "subgroup")
 """Attributes of these states that hold a process group."""
 BUILTIN = "BuiltinCommHookType."
-"""How the name of a communication hook begins that torch has in C++."""
+"""Prefix of the names of torch's C++ communication hooks."""
 _trained: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""The parameters that required a gradient when a wrapper was made, which its reducer has: they may be frozen now."""
+"""Names of the parameters in each wrapper's reducer: those that required a gradient when the wrapper was made."""
 
 
 def note_trained(wrapper: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Remember which parameters of `module` the reducer of `wrapper` will have."""
+    """Record which parameters of `module` the reducer of `wrapper` will manage."""
     _trained[wrapper] = trained_in(module)
 
 
@@ -45,14 +46,15 @@ def trained_in(module: torch.nn.Module) -> frozenset[str]:
 
 
 def trained_by(wrapper: Any) -> frozenset[str]:
-    """Return the names of the parameters that the reducer of `wrapper` has."""
+    """Return the names of the parameters that the reducer of `wrapper` manages; some may be frozen since."""
     return _trained.get(wrapper) or trained_in(wrapper.module)
 
 
 def remove_reducer(wrapper: torch.nn.Module) -> None:
-    """Remove the reducer: it has hooks on the parameters, which would take part in the backward pass of the next.
+    """Remove the reducer of `wrapper` and its hooks on the parameters.
 
-    They are removed apart from it: what torch has compiled may hold the reducer.
+    Otherwise the hooks would run in the backward pass of the next reducer. They are removed explicitly, because code
+    compiled by torch may keep the reducer alive.
     """
     if wrapper.__dict__.get("reducer") is not None:
         getattr(wrapper.__dict__["reducer"], "_remove_autograd_hooks", list)()
@@ -62,7 +64,7 @@ def remove_reducer(wrapper: torch.nn.Module) -> None:
 
 
 def builtin_hook(wrapper: Any) -> str:
-    """Name of the C++ communication hook that `wrapper` uses; empty without one. Python does not keep it."""
+    """Return the name of the C++ communication hook of `wrapper`, read from DDP's logger; "" without one."""
     if wrapper.__dict__.get("logger") is None:
         return ""
     name = str(wrapper._get_ddp_logging_data().get("comm_hook", ""))
@@ -70,66 +72,69 @@ def builtin_hook(wrapper: Any) -> str:
 
 
 def replace_reducer(wrapper: Any, builtin: str = "") -> None:
-    """Give `wrapper` a new reducer, with the communication hook that it had; `builtin` names one of torch's C++ hooks.
+    """Give `wrapper` a new reducer with its former communication hook; `builtin` names a C++ hook.
 
-    The states of torch's own hooks begin again: what they keep depends on the buckets and on the steps of this rank.
+    States of torch's own hooks are reset, because they depend on the buckets and on the steps of this rank.
     """
-    told = wrapper.__dict__
-    hooks: list[tuple[Any, Any]] = list(told.get("_comm_hooks") or [])
+    attributes = wrapper.__dict__
+    hooks: list[tuple[Any, Any]] = list(attributes.get("_comm_hooks") or [])
     remove_reducer(wrapper)
-    told.update(FIRST_STEP)
+    attributes.update(FIRST_STEP)
     _end_mixed_precision(wrapper)
-    with _as_made(wrapper):
+    with _with_initial_gradients(wrapper):
         parameters, sparse = wrapper._build_params_for_reducer()
         names = wrapper._build_debug_param_to_name_mapping(parameters)
         wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
     if wrapper.static_graph:
         wrapper.reducer._set_static_graph()
         wrapper.logger._set_static_graph()
-    if told.get("mixed_precision") is not None:
-        wrapper.reducer._set_mixed_precision_param_dtype(told["mixed_precision"].param_dtype)
-    told["_comm_hooks"] = []
+    if attributes.get("mixed_precision") is not None:
+        wrapper.reducer._set_mixed_precision_param_dtype(attributes["mixed_precision"].param_dtype)
+    attributes["_comm_hooks"] = []
     for hook, state in hooks:
         begin_again(state)
         wrapper.register_comm_hook(state, hook)
-    if hooks and isinstance(hooks[0][1], weakref.ref):  # an optimizer that steps within the backward pass
+    if hooks and isinstance(hooks[0][1], weakref.ref):  # the optimizer steps within the backward pass
         wrapper.reducer._set_optimizer_in_backward()
     if builtin:
         wrapper._register_builtin_comm_hook(getattr(BuiltinCommHookType, builtin))
 
 
 def restart_settings(wrapper: Any, broken: bool) -> None:
-    """End a ``join`` that the failed cell has left open, and a ``no_sync`` if it has `broken` an iteration."""
-    told = wrapper.__dict__
-    told["require_forward_param_sync"] = True
+    """End the ``join`` and ``no_sync`` contexts that a failed cell has left open.
+
+    ``no_sync`` is only ended if the cell has `broken` an iteration.
+    """
+    attributes = wrapper.__dict__
+    attributes["require_forward_param_sync"] = True
     if broken:
-        told["require_backward_grad_sync"] = True
-    told["_join_config"] = join._JoinConfig.construct_disabled_join_config()
+        attributes["require_backward_grad_sync"] = True
+    attributes["_join_config"] = join._JoinConfig.construct_disabled_join_config()
 
 
 def is_known_state(state: Any) -> bool:
-    """Return whether `state` is one of torch's own states of a communication hook."""
+    """Return whether `state` belongs to one of torch's communication hooks that ddip can reset."""
     kind = type(state)
     return STATES.get(kind.__module__) == kind.__qualname__
 
 
 def begin_again(state: Any) -> None:
-    """Set a state of one of torch's communication hooks back to its first step; others are left as they are."""
+    """Reset the state of a torch communication hook to its first step; leave other states unchanged."""
     if is_known_state(state):
-        given = inspect.signature(type(state)).parameters
-        state.__init__(**{name: getattr(state, name) for name in given if hasattr(state, name)})
+        arguments = inspect.signature(type(state)).parameters
+        state.__init__(**{name: getattr(state, name) for name in arguments if hasattr(state, name)})
     elif hasattr(state, "wait_for_stream_enqueued"):  # DDP's mixed precision
         state.wait_for_stream_enqueued = False
 
 
 def is_of_the_world(state: Any) -> bool:
-    """Can the next group have this state of a communication hook?"""
+    """Return whether this state of a communication hook uses no group but the default one."""
     groups = [getattr(state, name, None) for name in GROUPS] if is_known_state(state) else [state]
     return all(group is None or group is c10d.world() for group in groups)
 
 
 def of_this_world(state: Any) -> Any:
-    """The state of a communication hook, whose group was the former default one."""
+    """Return `state` of a communication hook with the current default group in place of the former one."""
     if not is_known_state(state):
         return None if state is None else c10d.world()
     for name in GROUPS:
@@ -144,21 +149,21 @@ def is_averaging(state: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _as_made(wrapper: Any) -> Iterator[None]:
-    """While this lasts, the parameters that require a gradient are those that did when `wrapper` was made."""
+def _with_initial_gradients(wrapper: Any) -> Iterator[None]:
+    """Make the parameters require gradients as when `wrapper` was created; restore their settings on exit."""
     trained = trained_by(wrapper)
-    now = [(parameter, parameter.requires_grad) for parameter in wrapper.module.parameters()]
+    former = [(parameter, parameter.requires_grad) for parameter in wrapper.module.parameters()]
     for name, parameter in wrapper.module.named_parameters():
         parameter.requires_grad_(name in trained)
     try:
         yield
     finally:
-        for parameter, requires_grad in now:
+        for parameter, requires_grad in former:
             parameter.requires_grad_(requires_grad)
 
 
 def _end_mixed_precision(wrapper: DistributedDataParallel) -> None:
-    """Put the parameters in full precision back, which the hooks of a finished backward pass would have done."""
+    """Restore full-precision parameters, as the hooks of a finished backward pass would have done."""
     if wrapper.__dict__.get("mixed_precision") is None:
         return
     wrapper._submodule_to_event.clear()

@@ -1,6 +1,6 @@
-"""The training state of sharded models (FSDP2, FSDP1, DeepSpeed), set back when a failed cell has broken an iteration.
+"""Reset sharded models (FSDP2, FSDP1, DeepSpeed) after a failed cell that left an iteration unfinished.
 
-A model that cannot be set back refuses its next use. ``tests/unit/test_private_names.py`` fails when a release of torch
+A model that cannot be reset refuses its next use. ``tests/unit/test_private_names.py`` fails when a release of torch
 changes what is used here.
 """
 
@@ -15,7 +15,7 @@ from ddip.rank.objects import wrappers
 from ddip.rank.objects.live_objects import FSDP2_STATES, of_class
 
 BY_TORCH = "_reset_iter_state"
-"""torch 2.14's own method of ``FSDPState``."""
+"""Method of ``FSDPState`` that resets an iteration, since torch 2.14."""
 HELD = (
     "_all_gather_result",
     "_post_reduce_event",
@@ -23,7 +23,7 @@ HELD = (
     "_all_reduce_state",
     "_partial_reduce_output",
 )
-"""Attributes of FSDP2's parameter groups that hold what belongs to one iteration; not all releases have all."""
+"""Attributes of FSDP2 parameter groups that hold state of one iteration; some torch releases lack some of them."""
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 DEEPSPEED = "deepspeed.runtime.engine"
 BROKEN = (
@@ -38,14 +38,15 @@ BROKEN_ENGINE = (
 
 
 def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
-    """Return whether a sharded model is within an iteration, and the ids of parameters with gradients elsewhere.
+    """Find sharded models within an iteration, and parameters with hidden gradients.
 
-    That is, in no parameter's ``.grad`` before they are reduced. A model that cannot be looked at counts as within an
-    iteration: `reset` then has it refuse its next use.
+    A hidden gradient is not in ``.grad`` before it is reduced. Returns whether any model is within an iteration, and
+    the ids of the parameters. If a model cannot be inspected, it counts as within an
+    iteration, and `reset` then makes it refuse its next use.
     """
     unfinished, hidden = False, set[int]()
-    models = [(root, _is_within_pass, _hidden) for root in _roots(things)]
-    models += [(root, _is_within_fsdp1_pass, _hidden_in_fsdp1) for root in _fsdp1_roots(things)]
+    models = [(root, _is_within_pass, _hidden_gradients) for root in _fsdp2_roots(things)]
+    models += [(root, _is_within_fsdp1_pass, _hidden_gradients_fsdp1) for root in _fsdp1_roots(things)]
     for root, is_within_pass, find_hidden in models:
         try:
             unfinished = unfinished or is_within_pass(root)
@@ -56,33 +57,42 @@ def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
 
 
 def reset(things: Sequence[Any], broken: bool) -> None:
-    """On all ranks: free what was gathered, and have each sharded model expect a forward pass."""
-    for root in _roots(things):
+    """Free gathered parameters and make each sharded model ready for a forward pass.
+
+    All ranks must call this. If the failed cell has `broken` an iteration, DeepSpeed engines are reset or refuse their
+    next use.
+    """
+    for root in _fsdp2_roots(things):
         try:
             _reset_root(root)
-            _hidden(root)
+            _hidden_gradients(root)
         except Exception as error:
             for part in root._modules:
                 wrappers.refuse(part, BROKEN.replace("{why}", type(error).__name__))
     for module in _fsdp1_roots(things):
         try:
             _reset_fsdp1(module)
-            _hidden_in_fsdp1(module)
+            _hidden_gradients_fsdp1(module)
         except Exception as error:
             wrappers.refuse(module, BROKEN.replace("{why}", type(error).__name__))
     for engine in of_class(things, DEEPSPEED, "DeepSpeedEngine") if broken else ():
         if type(engine.optimizer).__module__.startswith("deepspeed.runtime"):  # ZeRO, or half precision
             wrappers.refuse(engine, BROKEN_ENGINE)
-        else:  # gradients lie in the parameters, and micro-batches are counted
+        else:  # gradients are in ``.grad``: only the count of micro-batches needs a reset
             engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
 
 
 def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
-    """Drop gradients that are in no parameter of a module, of models whose parameters have these ids.
+    """Drop the hidden gradients of models that have a parameter with an id in `models`.
 
-    Returns the ids of the parameters that had one.
+    Returns the ids of the parameters that had a hidden gradient.
     """
-    fully_sharded = [one for root in _roots(things) for group in _groups(root) for one in group.fsdp_params]
+    fully_sharded = [
+        parameter
+        for root in _fsdp2_roots(things)
+        for group in _parameter_groups(root)
+        for parameter in group.fsdp_params
+    ]
     cleared = set()
     for parameter in fully_sharded:
         if id(parameter.sharded_param) in models and _is_unreduced(parameter):
@@ -91,7 +101,7 @@ def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     for flat in (flat for root in _fsdp1_roots(things) for flat in _flat_parameters(root)):
-        parts = _parts(flat)
+        parts = _flat_and_originals(flat)
         if models.isdisjoint(map(id, parts)):
             continue
         if _has_gradient(flat):
@@ -108,22 +118,22 @@ def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
 # -- FSDP2
 
 
-def _roots(things: Sequence[Any]) -> list[Any]:
-    """The states of those models that have had a forward pass; the others have none to be set back.
+def _fsdp2_roots(things: Sequence[Any]) -> list[Any]:
+    """Return the FSDP2 root states, without those of former groups, which refuse to be used.
 
-    Not those of a former group, which refuse to be used.
+    Only models that have run a forward pass have root states with an iteration to reset.
     """
-    states = [one for module in FSDP2_STATES for one in of_class(things, module, "FSDPState")]
+    states = [state for module in FSDP2_STATES for state in of_class(things, module, "FSDPState")]
     states = [state for state in states if getattr(state, "_is_root", True)]
-    return [state for state in states if not any(map(wrappers.is_lost, _modules(state)))]
+    return [state for state in states if not any(map(wrappers.is_lost, _modules_of(state)))]
 
 
-def _modules(state: Any) -> tuple[torch.nn.Module, ...]:
+def _modules_of(state: Any) -> tuple[torch.nn.Module, ...]:
     return tuple(getattr(state, "_modules", ()))
 
 
-def _groups(root: Any) -> list[Any]:
-    """The parameter groups of all modules of a model; torch before 2.12 has at most one per module."""
+def _parameter_groups(root: Any) -> list[Any]:
+    """Return the parameter groups of all modules of a model; torch before 2.12 has at most one per module."""
     found: list[Any] = []
     for state in root._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -133,24 +143,24 @@ def _groups(root: Any) -> list[Any]:
 
 def _is_within_pass(root: Any) -> bool:
     shared = root._state_ctx
-    states = [*shared.all_states, *_groups(root)]
+    states = [*shared.all_states, *_parameter_groups(root)]
     return (
         shared.iter_forward_root is not None
         or shared.post_backward_final_callback_queued
         or any(state._training_state.name != "IDLE" for state in states)
-        or any(_is_unreduced(parameter) for group in _groups(root) for parameter in group.fsdp_params)
-        or any(getattr(group, "_partial_reduce_output", None) is not None for group in _groups(root))
+        or any(_is_unreduced(parameter) for group in _parameter_groups(root) for parameter in group.fsdp_params)
+        or any(getattr(group, "_partial_reduce_output", None) is not None for group in _parameter_groups(root))
     )
 
 
-def _hidden(root: Any) -> set[int]:
-    """Return the ids of the parameters of `root`, sharded and gathered, that have gradients elsewhere."""
+def _hidden_gradients(root: Any) -> set[int]:
+    """Return the ids of the sharded and gathered parameters of `root` with hidden gradients."""
     return {
-        id(one)
-        for group in _groups(root)
+        id(tensor)
+        for group in _parameter_groups(root)
         for parameter in group.fsdp_params
         if _is_unreduced(parameter) or getattr(group, "_partial_reduce_output", None) is not None
-        for one in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+        for tensor in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
     }
 
 
@@ -160,22 +170,22 @@ def _is_unreduced(parameter: Any) -> bool:
 
 
 def _reset_root(root: Any) -> None:
-    """Set a model back; torch 2.14 can do most of that itself."""
+    """Reset an FSDP2 model, with torch's own method if this release has it."""
     if hasattr(root, BY_TORCH):
         getattr(root, BY_TORCH)()
     else:
         _reset_by_hand(root)
-    for group in _groups(root):
+    for group in _parameter_groups(root):
         for parameter in group.fsdp_params:
             parameter.grad_offload_event = None
-            if parameter.sharded_state.name != "SHARDED":  # an interrupt came while a group was resharded
+            if parameter.sharded_state.name != "SHARDED":  # an interrupt arrived during a reshard
                 parameter.to_sharded()
 
 
 def _reset_by_hand(root: Any) -> None:
-    """Do what ``FSDPState._reset_iter_state`` of torch 2.14 does."""
+    """Reset an FSDP2 model as ``FSDPState._reset_iter_state`` of torch 2.14 does."""
     shared, comm = root._state_ctx, root._comm_ctx
-    for group in _groups(root):
+    for group in _parameter_groups(root):
         result = group._all_gather_result
         if result is not None and hasattr(result.all_gather_work, "wait"):
             result.all_gather_work.wait()
@@ -194,7 +204,7 @@ def _reset_by_hand(root: Any) -> None:
     for state in shared.all_states:
         getattr(state, "_modules_to_run_forward", set()).clear()
         state._training_state = type(state._training_state).IDLE
-    for group in _groups(root):
+    for group in _parameter_groups(root):
         group._to_sharded()
     shared.iter_forward_root = None
     shared.post_backward_final_callback_queued = False
@@ -205,11 +215,11 @@ def _reset_by_hand(root: Any) -> None:
 
 def _fsdp1_roots(things: Sequence[Any]) -> list[Any]:
     found = of_class(things, FSDP1, "FullyShardedDataParallel")
-    return [one for one in found if getattr(one, "_is_root", True) and not wrappers.is_lost(one)]
+    return [module for module in found if getattr(module, "_is_root", True) and not wrappers.is_lost(module)]
 
 
 def _fsdp1_states(root: Any) -> list[Any]:
-    """The parts of a model that have parameters."""
+    """Return the FSDP1 states in a model that hold parameters."""
     return [state for state in root._all_fsdp_states if state._handle]
 
 
@@ -217,21 +227,23 @@ def _flat_parameters(root: Any) -> list[Any]:
     return [state._handle.flat_param for state in _fsdp1_states(root)]
 
 
-def _parts(flat: Any) -> list[Any]:
-    """Return `flat`, and the parameters in it if the user's are kept."""
+def _flat_and_originals(flat: Any) -> list[Any]:
+    """Return `flat`, and with ``use_orig_params`` also the original parameters in it."""
     return [flat, *(flat._params or ())]
 
 
 def _has_gradient(flat: Any) -> bool:
-    return getattr(flat, "_saved_grad_shard", None) is not None or any(one.grad is not None for one in _parts(flat))
+    return getattr(flat, "_saved_grad_shard", None) is not None or any(
+        part.grad is not None for part in _flat_and_originals(flat)
+    )
 
 
-def _hidden_in_fsdp1(root: Any) -> set[int]:
+def _hidden_gradients_fsdp1(root: Any) -> set[int]:
     return {
         id(part)
         for flat in _flat_parameters(root)
         if getattr(flat, "_saved_grad_shard", None) is not None or _is_unreduced_flat(flat)
-        for part in _parts(flat)
+        for part in _flat_and_originals(flat)
     }
 
 
@@ -246,13 +258,13 @@ def _is_within_fsdp1_pass(root: Any) -> bool:
 
 
 def _is_unreduced_flat(flat: Any) -> bool:
-    """Return whether this parameter has the gradient of a micro-batch under ``no_sync``."""
-    whole = getattr(flat, "_unpadded_unsharded_size", None)
-    return flat.grad is not None and flat.grad.shape == whole and flat._local_shard.shape != whole
+    """Return whether `flat` has an unsharded gradient, from a micro-batch under ``no_sync``."""
+    whole_size = getattr(flat, "_unpadded_unsharded_size", None)
+    return flat.grad is not None and flat.grad.shape == whole_size and flat._local_shard.shape != whole_size
 
 
 def _reset_fsdp1(root: Any) -> None:
-    """Do what the end of a backward pass would have done."""
+    """Reset an FSDP1 model as the end of a backward pass would have done."""
     from torch.distributed.fsdp import _runtime_utils
 
     device = torch.device(root.compute_device)

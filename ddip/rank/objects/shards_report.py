@@ -1,4 +1,4 @@
-"""How a model lies on this rank, for ``%dipshards``."""
+"""Report which part of each parameter and buffer of a model this rank holds, for ``%dipshards``."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from ddip.sharded.layout import DTensor, gathered, local_of
 
 
 def describe(name: str) -> ShardsReport:
-    """The model in the variable `name`, or a part of it: ``model.encoder``. It computes and sends nothing."""
+    """Describe the model in the variable `name`, or a part such as ``model.encoder``; sends nothing."""
     first, *rest = name.split(".")
-    here = namespace()
-    if first not in here:
+    variables = namespace()
+    if first not in variables:
         return {"kind": "", "is_there": False, "tensors": None}
-    value = here[first]
+    value = variables[first]
     for part in rest:
-        parts = value._modules if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})  # a Trainer's
+        parts = (
+            value._modules if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})
+        )  # ``trainer.model`` works, too
         if parts.get(part) is None:
             return {"kind": "", "is_there": False, "tensors": None}
         value = parts[part]
     kind = type(value).__name__
-    return {"kind": kind, "is_there": True, "tensors": _tensors(value) if isinstance(value, torch.nn.Module) else None}
+    return {
+        "kind": kind,
+        "is_there": True,
+        "tensors": _describe_tensors(value) if isinstance(value, torch.nn.Module) else None,
+    }
 
 
-def _tensors(model: torch.nn.Module) -> list[TensorReport]:
+def _describe_tensors(model: torch.nn.Module) -> list[TensorReport]:
     averaged = {
         id(parameter)
         for module in model.modules()
@@ -38,14 +44,14 @@ def _tensors(model: torch.nn.Module) -> list[TensorReport]:
     }
     sharded = gathered(model)
     found = [
-        _described(name, sharded.get(id(parameter), parameter), "DDP" if id(parameter) in averaged else "plain")
+        _describe_tensor(name, sharded.get(id(parameter), parameter), "DDP" if id(parameter) in averaged else "plain")
         for name, parameter in model.named_parameters()
     ]
-    return [*found, *(_described(name, buffer, "plain, buffer") for name, buffer in model.named_buffers())]
+    return [*found, *(_describe_tensor(name, buffer, "plain, buffer") for name, buffer in model.named_buffers())]
 
 
-def _described(name: str, tensor: torch.Tensor, otherwise: str) -> TensorReport:
-    """`otherwise`: what to call the placement of a tensor that is no DTensor."""
+def _describe_tensor(name: str, tensor: torch.Tensor, otherwise: str) -> TensorReport:
+    """Describe a parameter or buffer; `otherwise` is the placement to report if it is not a DTensor."""
     if is_lazy(tensor):
         return {
             "name": name,
@@ -63,23 +69,23 @@ def _described(name: str, tensor: torch.Tensor, otherwise: str) -> TensorReport:
         "name": name,
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "placement": _placements(tensor) if isinstance(tensor, DTensor) else otherwise,
+        "placement": _placements_text(tensor) if isinstance(tensor, DTensor) else otherwise,
         "local": list(local.shape),
         "bytes": local.numel() * local.element_size(),
         "whole_bytes": tensor.numel() * tensor.element_size(),
     }
 
 
-def _placements(tensor: Any) -> str:
-    """torch's words, with the names of the mesh's dimensions where it has some."""
+def _placements_text(tensor: Any) -> str:
+    """Return the placements as torch writes them, with the mesh dimensions' names if they have some."""
     names = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)
     return ", ".join(
-        f"{name}: {_placement(placement)}" if name else _placement(placement)
+        f"{name}: {_placement_text(placement)}" if name else _placement_text(placement)
         for name, placement in zip(names, tensor.placements, strict=True)
     )
 
 
-def _placement(placement: Any) -> str:
+def _placement_text(placement: Any) -> str:
     if placement.is_replicate():
         return "Replicate()"
     dim = getattr(placement, "dim", None)

@@ -1,15 +1,15 @@
-"""What wraps a model for one process group (DDP, FSDP), when that group is formed again.
+"""Handle DDP and FSDP wrappers when the process group is rebuilt, and reset DDP wrappers after a failed cell.
 
-    leave    retire    each wrapper of the former group says so if it is used; DDP's reducer goes
+    leave    retire    remove DDP reducers; each wrapper of the former group raises an error if it is used
     join               the next group
-             revive    a DDP over the default group goes on if all ranks have it: reducer and logger are made anew, and
-                       rank 0's parameters and buffers are sent to all
+             revive    a DDP wrapper over the default group that all ranks have gets a new reducer and logger, and rank
+                       0's parameters and buffers are sent to all ranks
 
-    reset              after a failed cell that trained, in the same group: each DDP gets a new reducer
+    reset              after a failed cell that trained, in the same group: each DDP wrapper gets a new reducer
 
-Which of its wrappers is which, a rank knows by what they wrap and by their order: DDP's constructor meets the other
-ranks, so all ranks make theirs in the same one. Where there is any doubt they are not revived. FSDP's are not either:
-the shards of ranks that stopped at different steps fit no more (``ddip.dist_state`` keeps some that do).
+Ranks match their wrappers by structure and order of creation. The order is the same on all ranks because DDP's
+constructor communicates. Ambiguous wrappers are not revived. Neither are FSDP wrappers, because ranks may have stopped
+at different steps and their shards no longer fit together (``ddip.dist_state`` keeps shards that do).
 ``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
 """
 
@@ -39,7 +39,7 @@ WRAPPERS = {
     "torch.distributed.fsdp": "FSDPModule",
     "torch.distributed._composable.fsdp": "FSDPModule",
 }
-"""Modules that hold the group that they were made in, by the module that has them; the last one is torch 2.4's."""
+"""Wrapper classes that keep the group they were created in, by defining module; the last one is for torch 2.4."""
 LOST = (
     "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Wrap its "
     "module again, such as model = DDP(model.module); the parameters are unchanged"
@@ -54,45 +54,50 @@ BROKEN = (
     "its module, such as model = DDP(model.module); the parameters are unchanged"
 )
 SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap", "dim")
-"""Of a DDP, what must be the same on all ranks for their collectives to match."""
+"""Settings of a DDP wrapper that must be equal on all ranks for their collectives to match."""
 BUCKET_BYTES = 250 << 20
-"""Of parameters that are sent together, as DDP's constructor does."""
+"""Size of the buckets in which rank 0's parameters are sent, as in DDP's constructor."""
 
 
-_made: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-"""The DDPs over the default group, numbered in the order in which they were made."""
-_next = itertools.count()
-"""Of these numbers."""
+_numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+"""DDP wrappers over the default group, numbered in the order of their creation."""
+_counter = itertools.count()
+"""Source of the numbers in `_numbers`."""
 _retired: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Those of a former group, with the handle of the hook that refuses."""
-_texts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-"""What such a hook says."""
+"""Unusable wrappers, mostly of former groups, each with the handle of the hook that raises the error."""
+_error_texts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+"""Error texts of these hooks."""
 _builtin_hooks: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-"""Names of the C++ communication hooks of those that can be revived."""
+"""Names of the C++ communication hooks of revivable wrappers."""
 _revivable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Of those, the ones that can go on in the next group."""
-_untold: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Of those, or of those that have gone on since, the ones of which the user has not been told."""
+"""Retired wrappers that can be revived in the next group."""
+_unreported: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Retired or since revived wrappers that have not been reported to the user."""
 _dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Wrappers of ddip that are no longer used."""
 share_also: Callable[[], None] | None = None
-"""An app's: called on all ranks when wrappers were revived; gives all of them rank 0's state of optimizers it knows."""
+"""Set by an app: called on all ranks after wrappers were revived, to send rank 0's state of the app's optimizers."""
 
 
 def watch() -> None:
-    """Once: see in which order DDPs are made."""
-    register_module_module_registration_hook(_number)
+    """Number DDP wrappers in the order of their creation; call this once per process."""
+    register_module_module_registration_hook(_number_wrapper)
 
 
-def _number(module: torch.nn.Module, name: str, part: Any) -> None:
-    """A `module` gets a `part`: DDP's constructor takes the model when it knows its group."""
+def _number_wrapper(module: torch.nn.Module, name: str, part: Any) -> None:
+    """Number `module` if it is a DDP wrapper that is being created.
+
+    torch calls this when `module` registers a submodule `part`. DDP's constructor registers the model after it has set
+    its group.
+    """
     if name == "module" and isinstance(module, DistributedDataParallel):
         reducers.note_trained(module, part)
-        if _is_over_the_world(module):
-            _made[module] = next(_next)
+        if _uses_default_group(module):
+            _numbers[module] = next(_counter)
             changes.watch_wrapper(module, part)
 
 
-def _is_over_the_world(wrapper: torch.nn.Module) -> bool:
+def _uses_default_group(wrapper: torch.nn.Module) -> bool:
     return wrapper.__dict__.get("process_group") is c10d.world()
 
 
@@ -100,123 +105,130 @@ def _is_over_the_world(wrapper: torch.nn.Module) -> bool:
 
 
 def retire() -> int:
-    """Have each wrapper of the group that is left say so when it is used.
+    """Make all wrappers of the group that this rank leaves unusable, and remove their DDP reducers.
 
-    Returns how many there are, with those of former groups of which the user has not been told.
-
-    DDP's reducer goes: it has hooks on the parameters, which would take part in the backward pass of the next wrapper.
+    A reducer's hooks on the parameters would otherwise run in the backward pass of the next wrapper. Returns how many
+    wrappers have not been reported to the user yet, including wrappers of earlier groups.
     """
-    if not _all():
+    if not _find_wrappers():
         return 0
-    collect_garbage()  # it may hold some, on one rank or the other
-    for wrapper in _all():
+    collect_garbage()  # ranks may differ in which wrappers are garbage
+    for wrapper in _find_wrappers():
         if wrapper in _retired or wrapper in _dropped:
             continue
-        if isinstance(wrapper, DistributedDataParallel) and wrapper in _made and _can_be_revived(wrapper):
+        if isinstance(wrapper, DistributedDataParallel) and wrapper in _numbers and _can_be_revived(wrapper):
             _revivable.add(wrapper)
             _builtin_hooks[wrapper] = reducers.builtin_hook(wrapper)
         reducers.remove_reducer(wrapper)
         refuse(wrapper, LOST if isinstance(wrapper, DistributedDataParallel) else LOST_SHARDS)
-        _untold.add(wrapper)
-    return len(_untold)
+        _unreported.add(wrapper)
+    return len(_unreported)
 
 
 def forget_gone() -> None:
-    """The user has been told of those that were retired."""
-    _untold.clear()
+    """Mark all retired wrappers as reported to the user."""
+    _unreported.clear()
 
 
-def _all() -> list[torch.nn.Module]:
+def _find_wrappers() -> list[torch.nn.Module]:
     loaded = [(sys.modules[module], name) for module, name in WRAPPERS.items() if module in sys.modules]
     kinds = tuple(getattr(module, name) for module, name in loaded if hasattr(module, name))
     return [thing for thing in all_objects() if issubclass(type(thing), kinds)]
 
 
 def refuse(wrapper: torch.nn.Module, text: str) -> None:
-    """Have `wrapper` raise a RuntimeError with `text` when it is used next."""
-    _texts[wrapper] = text.format(name=type(wrapper).__name__)
-    _retired[wrapper] = wrapper.register_forward_pre_hook(_refuse, prepend=True)
+    """Make `wrapper` raise a RuntimeError with `text` when it is used.
+
+    ``{name}`` in the text is replaced by the wrapper's class.
+    """
+    _error_texts[wrapper] = text.format(name=type(wrapper).__name__)
+    _retired[wrapper] = wrapper.register_forward_pre_hook(_raise_refusal, prepend=True)
 
 
-def _refuse(wrapper: torch.nn.Module, *_: Any) -> None:
-    raise RuntimeError(_texts[wrapper])
+def _raise_refusal(wrapper: torch.nn.Module, *_: Any) -> None:
+    raise RuntimeError(_error_texts[wrapper])
 
 
 def is_lost(module: torch.nn.Module) -> bool:
-    """Is this a wrapper of a former group, which refuses to be used?"""
+    """Return whether `module` is a wrapper that `refuse` has made unusable, such as one of a former group."""
     return module in _retired
 
 
 def drop(wrapper: torch.nn.Module) -> None:
-    """Be done with a wrapper of ddip's own: its hooks on the parameters go now, and not when it is collected."""
+    """Discard a wrapper that ddip has created, with its reducer and the reducer's hooks on the parameters."""
     _dropped.add(wrapper)
-    _untold.discard(wrapper)
+    _unreported.discard(wrapper)
     changes.forget(wrapper)
     for name in ("reducer", "logger"):
         wrapper.__dict__.pop(name, None)
 
 
 def _can_be_revived(wrapper: DistributedDataParallel) -> bool:
-    """Is all of `wrapper` known that its constructor was told?
+    """Return whether a new reducer can be given all settings that the constructor of `wrapper` got.
 
-    A user's hook for gradients may keep a state, which depends on the steps that its rank has done; with mixed
-    precision of DDP's own hooks lie elsewhere; a device mesh is of the former group.
+    That fails for a user's communication hook with state, which depends on the steps of its rank, for DDP's mixed
+    precision, whose hooks are elsewhere, and for a device mesh, which belongs to the former group.
     """
     if not compat_torch.is_on(compat_torch.WRAPPERS):
         return False
-    told = wrapper.__dict__
-    hooks: list[tuple[Any, Any]] = told.get("_comm_hooks") or []
-    data: Any = wrapper._get_ddp_logging_data() if told.get("logger") is not None else {}
+    attributes = wrapper.__dict__
+    hooks: list[tuple[Any, Any]] = attributes.get("_comm_hooks") or []
+    data: Any = wrapper._get_ddp_logging_data() if attributes.get("logger") is not None else {}
     return (
-        told.get("logger") is not None
-        and _is_over_the_world(wrapper)
+        attributes.get("logger") is not None
+        and _uses_default_group(wrapper)
         and (len(hooks) == 1 or bool(reducers.builtin_hook(wrapper)) if data.get("comm_hook") else not hooks)
         and all(reducers.is_of_the_world(state) for _, state in hooks)
-        and told.get("mixed_precision") is None
-        and told.get("device_mesh") is None
-        and not told.get("_use_python_reducer")
+        and attributes.get("mixed_precision") is None
+        and attributes.get("device_mesh") is None
+        and not attributes.get("_use_python_reducer")
     )
 
 
-# -- the next one
+# -- the next group
 
 
 def begin_group() -> None:
-    """The rank joins a group: where nothing waits to be revived, all ranks begin to count anew."""
+    """Restart the numbering of wrappers for a group that this rank joins, unless some wait to be revived."""
     if not _revivable:
-        _number_anew(())
+        _renumber_wrappers(())
 
 
 def revive() -> int:
-    """On all ranks, in the group that they have just joined: have the DDPs go on that each of them has."""
+    """Revive the DDP wrappers that all ranks have in the group they have just joined; return how many.
+
+    All ranks must call this. If it fails, the wrappers stay unusable; after an interrupt, the next group retries.
+    """
     try:
         revived = _revive_common()
         if revived and share_also is not None:
             share_also()
-    except Exception:  # but an interrupt: it is tried again in the next group
+    except Exception:  # an interrupt is not caught: the next group retries
         _revivable.clear()
-        _made.clear()  # it would fail before each cell from here on: they are lost
+        _numbers.clear()  # a retry would fail before each cell
         raise
     _revivable.clear()
-    _number_anew(revived)
+    _renumber_wrappers(revived)
     return len(revived)
 
 
 def _revive_common() -> list[torch.nn.Module]:
-    """Revive those that all ranks have; returns them in the order of rank 0's."""
-    mine = {_made[wrapper]: wrapper for wrapper in list(_revivable)}
-    described = {number: _description(wrapper) for number, wrapper in mine.items()}
-    theirs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(theirs, described)
-    wrappers = [mine[numbers[dist.get_rank()]] for numbers in matches(theirs)]
+    """Revive the wrappers that all ranks have; return them in the order of rank 0."""
+    own_wrappers = {_numbers[wrapper]: wrapper for wrapper in list(_revivable)}
+    fingerprints = {number: _structure_hash(wrapper) for number, wrapper in own_wrappers.items()}
+    of_all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, fingerprints)
+    wrappers = [own_wrappers[matched[dist.get_rank()]] for matched in matches(of_all_ranks)]
     for wrapper in wrappers:
-        _revive(wrapper)
+        _revive_wrapper(wrapper)
     return wrappers
 
 
 def matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
-    """The numbers on each rank of those that are one wrapper: the only one of its kind everywhere, or one of several
-    that have the same numbers everywhere.
+    """Match wrappers across ranks by fingerprint; return tuples of each rank's number for one wrapper.
+
+    `described` has, per rank, the fingerprints by number. Wrappers match if each rank has exactly one with this
+    fingerprint, or if all ranks have the same numbers for it.
 
     >>> matches([{0: "a", 1: "b", 2: "b"}, {4: "a", 1: "b", 2: "b"}])
     [(0, 4), (1, 1), (2, 2)]
@@ -225,14 +237,14 @@ def matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
     """
     found = []
     for kind in dict.fromkeys(described[0].values()):
-        numbers = [sorted(number for number, other in one.items() if other == kind) for one in described]
-        if all(len(one) == 1 for one in numbers) or all(one == numbers[0] for one in numbers):
+        numbers = [sorted(number for number, other in of_rank.items() if other == kind) for of_rank in described]
+        if all(len(of_rank) == 1 for of_rank in numbers) or all(of_rank == numbers[0] for of_rank in numbers):
             found += list(zip(*numbers, strict=True))
     return sorted(found)
 
 
-def _description(wrapper: torch.nn.Module) -> str:
-    """What must be the same on all ranks."""
+def _structure_hash(wrapper: torch.nn.Module) -> str:
+    """Return a hash of what must be equal on all ranks: settings, parameters, buffers and hooks."""
     parts = [*wrapper.named_parameters(), *wrapper.named_buffers()]
     text = repr(
         [
@@ -246,13 +258,15 @@ def _description(wrapper: torch.nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _revive(wrapper: Any) -> None:
-    told = wrapper.__dict__
-    told["_comm_hooks"] = [(hook, reducers.of_this_world(state)) for hook, state in told.get("_comm_hooks") or []]
-    told["process_group"] = c10d.world()
-    late = {id(parameter) for parameter in told.get("_delay_all_reduce_params") or []}
-    shared = {name for name, parameter in wrapper.module.named_parameters() if id(parameter) in late}
-    c10d.share_state(wrapper.module, told["parameters_to_ignore"] - shared, BUCKET_BYTES)
+def _revive_wrapper(wrapper: Any) -> None:
+    attributes = wrapper.__dict__
+    attributes["_comm_hooks"] = [
+        (hook, reducers.of_this_world(state)) for hook, state in attributes.get("_comm_hooks") or []
+    ]
+    attributes["process_group"] = c10d.world()
+    delayed_ids = {id(parameter) for parameter in attributes.get("_delay_all_reduce_params") or []}
+    delayed_names = {name for name, parameter in wrapper.module.named_parameters() if id(parameter) in delayed_ids}
+    c10d.share_state(wrapper.module, attributes["parameters_to_ignore"] - delayed_names, BUCKET_BYTES)
     reducers.replace_reducer(wrapper, _builtin_hooks.get(wrapper, ""))
     _retired.pop(wrapper).remove()
 
@@ -261,10 +275,10 @@ def _revive(wrapper: Any) -> None:
 
 
 def reset(wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_group: bool) -> None:
-    """On all ranks, when a cell that trained has failed: have each DDP ready for a forward pass.
+    """Make DDP wrappers ready for a forward pass after a failed cell that trained.
 
-    It gets a new reducer, if `revive` has not given it one; if it cannot have that, it refuses its next use. `broken`:
-    the cell has ended within an iteration.
+    All ranks must call this. In the same group, each wrapper gets a new reducer (otherwise `revive` has replaced it);
+    if that fails, the wrapper refuses its next use. `broken` says that the cell ended within an iteration.
     """
     for wrapper in wrappers:
         if wrapper in _dropped or wrapper.__dict__.get("reducer") is None:
@@ -279,27 +293,33 @@ def reset(wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_gro
 
 
 def averaged() -> dict[str, list[torch.nn.Parameter]]:
-    """The parameters of each DDP over the default group whose gradients are the same on all ranks after a backward
-    pass, by the wrapper's number."""
+    """Return the parameters whose gradients are equal on all ranks after a backward pass.
+
+    They are grouped by wrapper number. Only DDP wrappers over the default group with an averaging communication hook
+    have such parameters.
+    """
     found = {}
-    for wrapper, number in list(_made.items()):
-        told = wrapper.__dict__
-        states = [state for _, state in told.get("_comm_hooks") or []]
+    for wrapper, number in list(_numbers.items()):
+        attributes = wrapper.__dict__
+        states = [state for _, state in attributes.get("_comm_hooks") or []]
         if (
             wrapper not in _retired
             and wrapper not in _dropped
             and all(reducers.is_averaging(state) for state in states)
         ):
             trained = reducers.trained_by(wrapper)
-            parameters = told["_modules"]["module"].named_parameters()
+            parameters = attributes["_modules"]["module"].named_parameters()
             found[str(number)] = [parameter for name, parameter in parameters if name in trained]
     return found
 
 
-def _number_anew(wrappers: Sequence[torch.nn.Module]) -> None:
-    """On all ranks alike: some may have begun to make one that the others have not."""
-    global _next
-    _next = itertools.count()
-    _made.clear()
+def _renumber_wrappers(wrappers: Sequence[torch.nn.Module]) -> None:
+    """Number only `wrappers`, starting from zero.
+
+    All ranks do this, so that numbers agree even if one rank had begun to create another wrapper.
+    """
+    global _counter
+    _counter = itertools.count()
+    _numbers.clear()
     for wrapper in wrappers:
-        _made[wrapper] = next(_next)
+        _numbers[wrapper] = next(_counter)

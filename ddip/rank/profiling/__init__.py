@@ -1,1 +1,1 @@
-"""The profile of a cell on one rank."""
+"""Profile a cell on one rank."""

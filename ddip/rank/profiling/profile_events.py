@@ -1,6 +1,6 @@
-"""What torch's profiler has recorded, as the layers of ``timeline.py``.
+"""Convert events of torch's profiler into the layers of ``timeline.py``.
 
-The names of events are torch's, and those of its GPU activities the profiler's (Kineto).
+torch names the events; its profiler (Kineto) names the GPU activities.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from ddip.rank.profiling.timeline import Interval, Layers
 
 LOADER = "enumerate(DataLoader)#"
 CALLS = ("c10d::", "record_param_comms")
-"""How operations that begin a collective are called, on the thread that begins it."""
+"""Prefixes of operations that begin a collective, on the thread that begins it."""
 WORK = re.compile(r"(gloo|nccl|ucc|mpi|xccl):")
-"""What a backend calls its own part of it."""
+"""Prefix of events of a backend that works at a collective."""
 KERNELS = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 NCCL = "nccl"
-"""In the name of each of its kernels."""
+"""Part of the name of each NCCL kernel."""
 SLACK = 50_000
-"""By which the clocks of the flight recorder and of the profiler may differ, nanoseconds."""
+"""Difference that the clocks of the flight recorder and of the profiler may have, nanoseconds."""
 NO_RECORDER = "?"
-"""In place of a group's name where torch records no collectives: the order in which a rank begins them must do."""
+"""Stands for a group's name if torch's flight recorder is off; collectives are then matched by their order."""
 Ends: TypeAlias = "dict[str, list[Interval]]"
 
 
 @dataclass
 class Recorded:
-    """What all parts of a recording hold."""
+    """Events of all parts of a recording."""
 
     layers: Layers
     work: Ends = field(default_factory=lambda: collections.defaultdict(list))
-    """When backends were at work, by name of what they did."""
+    """Intervals in which backends worked, by name of the operation."""
     calls: list[tuple[int, int, str]] = field(default_factory=list)
-    """Begin and end of each operation that begins a collective."""
+    """Begin, end and name of each operation that begins a collective."""
     count: int = 0
+    """Number of events."""
 
 
 def read(events: Iterable[Any], main_thread: int, recorded: Recorded) -> None:
-    """Add the `events` of one part of a recording; `main_thread` is the system's number for it."""
+    """Add the `events` of one part to `recorded`; `main_thread` is the native id of that thread."""
     layers, on_threads = recorded.layers, collections.defaultdict[int, list[Interval]](list)
-    of_backends: set[int] = set()
+    backend_threads: set[int] = set()
     for event in events:
         recorded.count += 1
         name, thread = event.name(), event.device_resource_id()
         moment = event.start_ns(), event.start_ns() + event.duration_ns()
-        kind = _kind(event)
+        kind = _event_kind(event)
         if kind in KERNELS:
             (layers.network if NCCL in name.lower() else layers.kernels).append(moment)
         elif WORK.match(name):
             recorded.work[name].append(moment)
             if kind == "cpu" and thread != main_thread:
-                of_backends.add(thread)
+                backend_threads.add(thread)
                 layers.transfers.append(moment)
             elif kind == "cpu":
                 layers.network.append(moment)
@@ -71,28 +72,29 @@ def read(events: Iterable[Any], main_thread: int, recorded: Recorded) -> None:
         elif not event.is_user_annotation():
             on_threads[thread].append(moment)
     for thread, ops in on_threads.items():
-        if thread not in of_backends:
+        if thread not in backend_threads:
             layers.ops += ops
 
 
-def _kind(event: Any) -> str:
-    """``cpu``, or what the GPU did."""
+def _event_kind(event: Any) -> str:
+    """Return ``cpu`` for an operation on the CPU, otherwise the kind of activity, such as ``kernel``."""
     if str(event.device_type()).endswith("CPU"):
-        return "cpu" if _activity(event) in ("", "cpu_op", "user_annotation") else "other"
-    return _activity(event) or ("gpu_user_annotation" if WORK.match(event.name()) else "kernel")
+        return "cpu" if _activity_type(event) in ("", "cpu_op", "user_annotation") else "other"
+    return _activity_type(event) or ("gpu_user_annotation" if WORK.match(event.name()) else "kernel")
 
 
-def _activity(event: Any) -> str:
-    """Older releases do not tell."""
+def _activity_type(event: Any) -> str:
+    """Return the profiler's activity type of `event`; "" in torch releases without it."""
     return str(event.activity_type()) if hasattr(event, "activity_type") else ""
 
 
 def collectives(
     recorded: Recorded, entries: Sequence[Entry], ranks: Mapping[str, list[int]], world: Sequence[int]
 ) -> list[CollectiveRow]:
-    """The collectives of the recording: those of the flight recorder, or the calls where torch has none.
+    """Return the collectives of a recording as rows.
 
-    `ranks` are those of each group, by its name; a group that is gone had all, the `world`.
+    They are the flight recorder's `entries`, or profiled calls if there are none. `ranks` has the ranks of each group
+    by its name; a group that was destroyed is taken to have all ranks, `world`.
     """
     begin, end = recorded.layers.begin, recorded.layers.end
     if not entries:
@@ -106,12 +108,14 @@ def collectives(
     for entry in entries:
         if not begin - SLACK <= entry.begun <= end:
             continue
-        its = work.get(entry.op, collections.deque())
-        while its and its[0][1] < entry.begun - SLACK:
-            its.popleft()  # it was begun before the recording
-        done = max(entry.begun, its.popleft()[1]) if its else end
-        of = ranks.get(entry.group, list(world))
-        rows.append((entry.group, of, entry.number, entry.name, entry.shapes, entry.dtypes, entry.begun, done))
+        moments_of_op = work.get(entry.op, collections.deque())
+        while moments_of_op and moments_of_op[0][1] < entry.begun - SLACK:
+            moments_of_op.popleft()  # it began before the recording
+        finished = max(entry.begun, moments_of_op.popleft()[1]) if moments_of_op else end
+        group_ranks = ranks.get(entry.group, list(world))
+        rows.append(
+            (entry.group, group_ranks, entry.number, entry.name, entry.shapes, entry.dtypes, entry.begun, finished)
+        )
     return rows
 
 
@@ -120,7 +124,7 @@ def _call_name(name: str) -> str:
 
 
 def empty(fault: str) -> ProfileReport:
-    """In place of a report."""
+    """Return a report without figures, which gives `fault` as the reason."""
     return {
         "fault": fault,
         "note": "",

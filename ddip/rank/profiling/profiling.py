@@ -1,15 +1,14 @@
-"""A cell's profile on this rank: recorded by torch's profiler while the cell runs, divided and written when it is asked
-for.
+"""Profile a cell on this rank: torch's profiler records it, and the notebook then collects figures and a trace.
 
-    cell begins     profiler and sampler start
-    it runs         an event takes 200 bytes; when it is over, 1.6 KB for a moment. Nobody can count events while they
-                    are recorded, so when the process has grown by so much that they may be too many, the profiler stops
-                    where the cell's own code is, they are counted, and it starts again: the recording has parts
-    cell ends       both stop
-    collect         called by the notebook then: the figures, and one trace of all parts
+    cell begins     start the profiler and the sampler
+    cell runs       An event takes 200 bytes, and at the end 1.6 KB for a moment. Events cannot be counted while they
+                    are recorded. If the process has grown so much that they may be too many, the profiler stops when
+                    the cell's own code runs, the events are counted, and it starts again: a recording has parts.
+    cell ends       stop both
+    collect         compute the figures and write one trace of all parts, when the notebook asks
 
-The cell goes its way whatever becomes of that: a fault is told, and torch allows one profiler at a time, so one that
-the cell starts has precedence.
+Profiling must not affect the cell, so faults are only reported with the profile. torch allows one profiler at
+a time, so ddip's stops if the cell starts its own.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ from ddip.rank.runtime.gpu import gpu
 
 MOST_EVENTS = 300_000
 GROWTH_BYTES = 64 << 20
-"""Of the process; as many events take that, or more."""
+"""Growth of the process after which a part ends; `MOST_EVENTS` events take at least that much."""
 PATIENCE_SECONDS = 2.0
-"""For which a part waits to end at a place where no operation is cut in two."""
+"""Wait for the cell's own code before a part ends elsewhere, which may cut an operation in two."""
 DRAIN_AT = 1200
-"""Collectives after which the flight recorder is read: it keeps the last 2000."""
+"""Collectives after which the flight recorder is drained; it keeps the last 2000."""
 MOST_ROWS = 50_000
-"""Collectives that are told."""
+"""Limit of collectives in a report."""
 STARTERS = ("_prepare_profiler", "_enable_profiler")
-"""Functions of ``torch.autograd.profiler`` that each of torch's profilers begins with."""
+"""Functions of ``torch.autograd.profiler`` that every torch profiler calls first."""
 OTHER = "a profiler that the cell itself has started"
 IN_A_THREAD = "a thread of the cell has started a profiler"
 
 _wanted = ""
-"""Folder for the trace of the next cell; empty: it is not profiled."""
+"""Folder for the trace of the next cell; "" if that is not profiled."""
 _recording: _Recording | None = None
-"""The profile of the cell that runs, or of the last one."""
+"""Recording of the running cell, or of the last one."""
 
 
 class _Recording:
-    """Of one cell."""
+    """The recording of one cell, with the report made from it."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder if os.access(folder, os.W_OK) else None
@@ -70,17 +69,17 @@ class _Recording:
         self.fault = self.note = ""
         self.report: ProfileReport | None = None
         self.trace: IO[bytes] | None = None
-        """For a notebook on another host."""
+        """Open trace file for a notebook on another host, which fetches it in parts."""
         self._thread = threading.get_native_id()
         self._profiler: Any = None
         self._parts: list[IO[bytes]] = []
         self._starters: dict[str, Callable[..., Any]] = {}
-        self._sampler = Sampler(self._look)
+        self._sampler = Sampler(self._check_limits)
         self._base = resident()
-        self._due: float | None = None
-        """Since when a part is to end; on ``time.monotonic``."""
-        self._is_asked = False
-        """Will the main thread come to `pause`?"""
+        self._due_since: float | None = None
+        """Time since which the current part should end, on ``time.monotonic``; None while it may continue."""
+        self._pause_requested = False
+        """True if the main thread will call `pause`."""
         self._entries: dict[tuple[int, int], Entry] = {}
         self._begun = 0
         self._groups: dict[str, list[int]] = {}
@@ -89,7 +88,7 @@ class _Recording:
     # -- while the cell runs
 
     def start(self) -> None:
-        """On the main thread, before the cell's code."""
+        """Start recording; call this on the main thread, before the cell's code."""
         if torch_profiler._is_profiler_enabled:
             self.fault = "a profiler of a former cell's is still on"
             return
@@ -100,25 +99,27 @@ class _Recording:
 
     def _start_part(self) -> None:
         with trace_file.quiet():
-            profiler = torch.profiler.profile(activities=_activities())
+            profiler = torch.profiler.profile(activities=_profiled_activities())
             profiler.start()
         self._profiler = profiler
         self._starters = {name: getattr(torch_profiler, name) for name in STARTERS}
         for name, starter in self._starters.items():
-            setattr(torch_profiler, name, self._giving_way(starter))
+            setattr(torch_profiler, name, self._stop_before(starter))
 
-    def _giving_way(self, starter: Callable[..., Any]) -> Callable[..., Any]:
+    def _stop_before(self, starter: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `starter` so that this recording stops before the cell's own profiler starts."""
+
         def start(*args: Any, **kwargs: Any) -> Any:
             if threading.get_native_id() == self._thread:
                 self.finish(OTHER)
-            else:  # it takes the recording away; to write what is left would crash the process (torch 2.14)
+            else:  # it ends our recording, whose export would crash the process (torch 2.14)
                 self.fault = IN_A_THREAD
             return starter(*args, **kwargs)
 
         return start
 
     def _stop_part(self) -> Any:
-        """Returns the profiler, which has its events until they are taken."""
+        """Stop the profiler and return it, with its events."""
         for name, starter in self._starters.items():
             setattr(torch_profiler, name, starter)
         self._starters = {}
@@ -127,34 +128,40 @@ class _Recording:
             profiler.stop()
         return profiler
 
-    def _take(self, profiler: Any) -> None:
-        """The events of a part."""
+    def _read_part(self, profiler: Any) -> None:
+        """Read the events of a stopped `profiler`, and export its trace to a file."""
         profile_events.read(profiler.profiler.kineto_results.events(), self._thread, self.recorded)
         self._parts.append(trace_file.exported(profiler, self._folder))
 
-    def _look(self) -> None:
-        """Now and then, on the sampler's thread."""
+    def _check_limits(self) -> None:
+        """Drain a full flight recorder, and request the end of a part that has grown too long.
+
+        Runs on the sampler's thread.
+        """
         if self._profiler is None:
             return
         if _collectives_begun() - self._begun >= DRAIN_AT:
-            self._drain()
-        if self._due is None and resident() - self._base > GROWTH_BYTES:
-            self._due = time.monotonic()
-        if self._due is not None and not self._is_asked and switches.is_on(switches.PROFILE):
-            self._is_asked = True
+            self._drain_recorder()
+        if self._due_since is None and resident() - self._base > GROWTH_BYTES:
+            self._due_since = time.monotonic()
+        if self._due_since is not None and not self._pause_requested and switches.is_on(switches.PROFILE):
+            self._pause_requested = True
             _ask_main_thread()
 
-    def _drain(self) -> None:
-        """The flight recorder."""
+    def _drain_recorder(self) -> None:
+        """Copy the entries of the flight recorder, before it overwrites them."""
         self._begun = _collectives_begun()
         self._entries |= {entry.record: entry for entry in flight_recorder.entries()}
 
     def pause(self, path: str) -> None:
-        """On the main thread, between two instructions of the code in the file `path`."""
-        self._is_asked = False
+        """End the part if it is due and `path`, the file of the running code, is not a library's.
+
+        Called on the main thread between two bytecodes.
+        """
+        self._pause_requested = False
         try:
-            if self._due is not None and self._profiler is not None and not self.fault:
-                is_late = time.monotonic() > self._due + PATIENCE_SECONDS
+            if self._due_since is not None and self._profiler is not None and not self.fault:
+                is_late = time.monotonic() > self._due_since + PATIENCE_SECONDS
                 if is_late or not libraries.is_librarys(path):
                     self._next_part()
         except Exception as error:
@@ -162,53 +169,53 @@ class _Recording:
 
     def _next_part(self) -> None:
         end = time.time_ns()
-        self._take(self._stop_part())
-        self._due, self._base = None, resident()
+        self._read_part(self._stop_part())
+        self._due_since, self._base = None, resident()
         if self.recorded.count < MOST_EVENTS:
             self._start_part()
         else:
-            self._close(f"{self.recorded.count:,} events, as many as are kept", end)
+            self._end_recording(f"{self.recorded.count:,} events, as many as are kept", end)
 
     @stacks.never_interrupted
     def finish(self, why: str = "") -> None:
-        """The cell has ended, or `why` the recording does before."""
+        """Stop recording at the end of the cell, or earlier for the reason `why`."""
         try:
             if self._profiler is not None:
                 end = time.time_ns()
                 profiler = self._stop_part()
-                self._close(why, end)
+                self._end_recording(why, end)
                 if not self.fault:
-                    self._take(profiler)
+                    self._read_part(profiler)
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
 
-    def _close(self, why: str, end: int) -> None:
+    def _end_recording(self, why: str, end: int) -> None:
         layers = self.recorded.layers
         self._sampler.stop()
         layers.end, layers.samples = end, self._sampler.samples
         self.note = why
-        self._drain()
+        self._drain_recorder()
         self._world = list(range(dist.get_world_size())) if dist.is_initialized() else []
         self._groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.groups().items()}
 
     # -- afterwards
 
     def collect(self, path: str) -> ProfileReport:
-        """Write the trace to `path`, or keep it for `part`; once."""
+        """Return the report; the first call also writes the trace to `path` ("": keeps it for `part`)."""
         if self.report is None:
             try:
-                self.report = self._collected(path)
+                self.report = self._build_report(path)
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
             if self.report is None:
                 self.report = profile_events.empty(self.fault or "nothing was recorded")
         return self.report
 
-    def _collected(self, path: str) -> ProfileReport | None:
+    def _build_report(self, path: str) -> ProfileReport | None:
         if self.fault or not self._parts:
             return None
         divided = timeline.divide(self.recorded.layers)
-        size = self._write(path)
+        size = self._write_trace(path)
         entries = sorted(self._entries.values(), key=lambda entry: entry.record)
         rows: list[CollectiveRow] = profile_events.collectives(self.recorded, entries, self._groups, self._world)
         report: ProfileReport = {
@@ -229,19 +236,19 @@ class _Recording:
         freed.give_back_all()
         return report
 
-    def _write(self, path: str) -> int:
-        """Returns the size of the trace, bytes."""
+    def _write_trace(self, path: str) -> int:
+        """Write the trace of all parts to `path` ("": a temporary file); return its size in bytes."""
         if path:
-            part = Path(f"{path}.part")
+            partial = Path(f"{path}.part")
             try:
-                with part.open("wb") as file:
+                with partial.open("wb") as file:
                     trace_file.write(self._parts, file)
                     size = file.tell()
-                part.replace(path)
+                partial.replace(path)
             except BaseException:
-                part.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
                 raise
-        else:  # it stays open until the notebook has it
+        else:  # it stays open until the notebook has fetched it
             self.trace = tempfile.TemporaryFile()  # noqa: SIM115
             trace_file.write(self._parts, self.trace)
             size = self.trace.tell()
@@ -249,7 +256,7 @@ class _Recording:
         return size
 
     def drop(self) -> None:
-        """Another cell begins."""
+        """Discard the recording, because another cell begins."""
         self.finish()
         for file in (*self._parts, self.trace):
             if file is not None:
@@ -258,7 +265,7 @@ class _Recording:
 
 @stacks.never_interrupted
 def _on_main_thread(frame: FrameType) -> None:
-    """Called by Python when it has finished an instruction; an interrupt waits (``stacks.py``)."""
+    """Let the recording end its part; Python calls this between two bytecodes, shielded from interrupts."""
     if _recording is not None:
         _recording.pause(frame.f_code.co_filename)
 
@@ -266,7 +273,7 @@ def _on_main_thread(frame: FrameType) -> None:
 _ask_main_thread = pending_calls.prepare(_on_main_thread)
 
 
-def _activities() -> list[Any]:
+def _profiled_activities() -> list[Any]:
     activities = torch.profiler.ProfilerActivity
     return [activities.CPU, *([activities.CUDA] if gpu.device.type == "cuda" else [])]
 
@@ -281,7 +288,7 @@ def _collectives_begun() -> int:
 
 
 def ask(wanted: str) -> None:
-    """A cell has come; is it to be profiled, and if so, what is the folder of the traces beside the notebook?"""
+    """Prepare for the next cell: `wanted` is the folder for its trace, or "" if it is not profiled."""
     global _wanted, _recording
     _wanted = wanted
     former, _recording = _recording, None
@@ -290,7 +297,7 @@ def ask(wanted: str) -> None:
 
 
 def begin() -> None:
-    """The cell's code begins."""
+    """Start recording if the cell that begins is to be profiled."""
     global _recording, _wanted
     folder, _wanted = _wanted, ""
     if folder:
@@ -303,7 +310,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """It has ended."""
+    """Stop recording at the end of the cell."""
     if _recording is not None:
         _recording.finish()
 
@@ -313,20 +320,22 @@ def end() -> None:
 
 @functools.cache
 def prepare() -> None:
-    """Before the first cell that is profiled: torch imports for seconds what its profiler needs, on some ranks longer
-    than on others."""
+    """Run an empty profile before the first profiled cell.
+
+    torch's profiler imports modules for seconds, and some ranks take longer than others.
+    """
     if not torch_profiler._is_profiler_enabled:
-        with trace_file.quiet(), torch.profiler.profile(activities=_activities()):
+        with trace_file.quiet(), torch.profiler.profile(activities=_profiled_activities()):
             pass
 
 
 def collect(path: str) -> ProfileReport:
-    """The profile of the last cell; its trace is written to `path`, or, if that is empty, comes by `part`."""
+    """Return the report of the last cell, and write its trace to `path` ("": keep it for `part`)."""
     return profile_events.empty("the cell has not begun there") if _recording is None else _recording.collect(path)
 
 
 def part(begin: int, end: int) -> bytes:
-    """Of the trace; without an end it is let go."""
+    """Return the bytes from `begin` to `end` of the kept trace; an empty range frees the trace."""
     trace = None if _recording is None else _recording.trace
     if trace is None or begin >= end:
         if trace is not None:
@@ -337,5 +346,5 @@ def part(begin: int, end: int) -> bytes:
 
 
 def clock() -> int:
-    """Nanoseconds; on the control thread."""
+    """Return this host's time in nanoseconds; runs on the control thread."""
     return time.time_ns()

@@ -1,18 +1,19 @@
-"""Divide the time of a cell on a rank among its causes: pure functions over intervals, in nanoseconds.
+"""Attribute the time of a cell on a rank to causes, with pure functions over intervals in nanoseconds.
 
-Each moment counts once, for the first of these that it is in:
+Each moment counts once, for the first of these layers that it is in:
 
     kernels     the GPU computes                                                       compute
-    network     the rank waits in a collective, for certain: a kernel of nccl's, or
-                a call that returns when it is done                                    communication
-    loading     the next batch of a data loader is awaited, or made                    data loading
-    transfers   gloo's own threads work at a collective while the main thread is
-                blocked, which a sample of its CPU time says                           communication
-    ops         operations of torch's on the rank's threads                            compute
+    network     the rank certainly waits in a collective: an NCCL kernel, or a
+                blocking call                                                          communication
+    loading     the rank waits for a data loader, or loads a batch itself              data loading
+    transfers   gloo threads work at a collective while the main thread is blocked,
+                according to samples of its CPU time                                   communication
+    ops         torch operations run on the rank's threads                             compute
     the rest    the main thread runs Python                                            compute, "in Python"
-                it is blocked: it sleeps, reads a file, waits for a process            idle
+                the main thread is blocked: it sleeps, reads a file, waits for
+                a process                                                              idle
 
-``group/profiling/stragglers.py`` finds out which part of communication is waiting for other ranks.
+``group/profiling/stragglers.py`` computes which part of communication is waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from typing import TypeAlias
 
 Interval: TypeAlias = tuple[int, int]
 Piece: TypeAlias = tuple[int, int, float]
-"""Begin, end, and which part of the time between them counts."""
+"""Begin, end, and the share of the time between them that counts."""
 LAYERS = ("kernels", "network", "loading", "transfers", "ops")
-"""The first layer that a moment is in has it."""
+"""Layers in order of precedence: a moment counts for the first one that it is in."""
 BOTH, REST = "transfers beside ops", "rest"
 
 
 @dataclass
 class Layers:
-    """What happened between `begin` and `end`; intervals of a layer may overlap, in any order."""
+    """Intervals by layer between `begin` and `end`; those of a layer may overlap, in any order."""
 
     begin: int
     end: int
@@ -44,56 +45,60 @@ class Layers:
     transfers: list[Interval] = field(default_factory=list)
     ops: list[Interval] = field(default_factory=list)
     samples: list[Interval] = field(default_factory=list)
-    """A moment, and how much time the main thread had had a core, or waited for one, until then."""
+    """Pairs of a time and the main thread's CPU time up to then, including waits for a core."""
 
 
 @dataclass
 class Divided:
-    """The time of a rank, seconds; all but `python` add up to it, with the time of the pieces of `communication`."""
+    """A rank's time by cause, in seconds.
+
+    `compute`, `loading`, `idle` and the weighted pieces of `communication` add up to the whole time.
+    """
 
     compute: float = 0.0
     python: float = 0.0
-    """Part of `compute`: no operation was under way, nor a kernel."""
+    """Part of `compute` without a torch operation or kernel."""
     loading: float = 0.0
     idle: float = 0.0
     communication: list[Piece] = field(default_factory=list)
 
 
 def divide(layers: Layers) -> Divided:
-    """Divide the time of `layers`, from one sample of the CPU time to the next."""
-    slots = _slots(layers)
+    """Attribute the time of `layers` to causes, for each interval between two CPU time samples."""
+    slots = _sample_slots(layers)
     begins = [begin for begin, _, _ in slots]
     stretches = collections.defaultdict[int, list[tuple[int, int, str]]](list)
-    for begin, end, kind in _stretches(layers, begins):
+    for begin, end, kind in _layer_stretches(layers, begins):
         stretches[bisect.bisect_right(begins, begin) - 1].append((begin, end, kind))
-    found = Divided()
+    divided = Divided()
     for number, (_, _, blocked) in enumerate(slots):
-        _add(found, stretches[number], blocked)
-    found.communication = _joined(found.communication)
-    return found
+        _add_slot(divided, stretches[number], blocked)
+    divided.communication = _merge_pieces(divided.communication)
+    return divided
 
 
-def _stretches(layers: Layers, cuts: Iterable[int]) -> Iterator[tuple[int, int, str]]:
-    """Yield the moments of `layers` in order, each with the layer that has it, and end a stretch at each cut."""
+def _layer_stretches(layers: Layers, cuts: Iterable[int]) -> Iterator[tuple[int, int, str]]:
+    """Yield stretches of `layers` in order, each with its layer, split at each of the times `cuts`."""
     events = [(cut, 0, 0) for cut in cuts] + [(layers.end, 0, 0)]
     for number, name in enumerate(LAYERS):
         for begin, end in getattr(layers, name):
             begin, end = max(begin, layers.begin), min(end, layers.end)
             if begin < end:
                 events += [(begin, number, 1), (end, number, -1)]
-    on, at = [0] * len(LAYERS), layers.begin
+    active, position = [0] * len(LAYERS), layers.begin
     for moment, number, step in sorted(events):
-        if at < moment:
-            first = next((name for name, count in zip(LAYERS, on, strict=True) if count), REST)
-            yield at, moment, BOTH if first == "transfers" and on[-1] else first
-            at = moment
-        on[number] += step
+        if position < moment:
+            first = next((name for name, count in zip(LAYERS, active, strict=True) if count), REST)
+            yield position, moment, BOTH if first == "transfers" and active[-1] else first
+            position = moment
+        active[number] += step
 
 
-def _slots(layers: Layers) -> list[tuple[int, int, float | None]]:
-    """Return begin and end of the time between two samples, and how long the main thread was blocked; None: unknown.
+def _sample_slots(layers: Layers) -> list[tuple[int, int, float | None]]:
+    """Return the intervals between samples, each with the nanoseconds that the main thread was blocked.
 
-    How long it has waited for a core is told when it gets one: what is more than a slot can hold was before that.
+    These are None where no samples were taken. The system adds a wait for a core when it is over, so time that exceeds
+    a slot is carried to the slots before it.
     """
     samples, found, earlier = sorted(layers.samples), list[tuple[int, int, float | None]](), 0
     for (a, before), (b, after) in reversed([*itertools.pairwise(samples)]):
@@ -107,10 +112,11 @@ def _slots(layers: Layers) -> list[tuple[int, int, float | None]]:
     return sorted(found, key=lambda slot: slot[0])
 
 
-def _add(found: Divided, stretches: Sequence[tuple[int, int, str]], blocked: float | None) -> None:
-    """Add the stretches of a slot in which the main thread was `blocked` so long; None: whenever no operation was on.
+def _add_slot(divided: Divided, stretches: Sequence[tuple[int, int, str]], blocked: float | None) -> None:
+    """Add a slot's stretches to `divided`; the main thread was `blocked` for that many nanoseconds of it.
 
-    A blocked thread waits for gloo first, then for gloo beside operations, then for its loader or idly.
+    Blocked time is attributed to gloo transfers first, then to transfers beside operations, then to the loader and idle
+    time. If it is None, the thread counts as blocked whenever no operation runs.
     """
     spent = collections.Counter[str]()
     for a, b, kind in stretches:
@@ -124,16 +130,16 @@ def _add(found: Divided, stretches: Sequence[tuple[int, int, str]], blocked: flo
         rest = (blocked - sum(waits.values())) * spent[REST] / ((spent[REST] + spent["loading"]) or 1)
         idle = min(spent[REST], rest)
     python = spent[REST] - idle + spent["transfers"] - waits["transfers"]
-    found.idle += idle / 1e9
-    found.python += python / 1e9
-    found.compute += (spent["kernels"] + spent["ops"] + spent[BOTH] - waits[BOTH] + python) / 1e9
-    found.loading += spent["loading"] / 1e9
+    divided.idle += idle / 1e9
+    divided.python += python / 1e9
+    divided.compute += (spent["kernels"] + spent["ops"] + spent[BOTH] - waits[BOTH] + python) / 1e9
+    divided.loading += spent["loading"] / 1e9
     shares = {kind: seconds / spent[kind] for kind, seconds in waits.items() if seconds > 0} | {"network": 1.0}
-    found.communication += [(a, b, shares[kind]) for a, b, kind in stretches if kind in shares]
+    divided.communication += [(a, b, shares[kind]) for a, b, kind in stretches if kind in shares]
 
 
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """In order; neighbours of the same weight as one."""
+def _merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """Sort `pieces`, and merge neighbours with the same share."""
     found: list[Piece] = []
     for a, b, share in sorted(pieces):
         if found and found[-1][1] == a and abs(found[-1][2] - share) < 1e-3:

@@ -1,1 +1,1 @@
-"""The process of a rank: its libraries, devices, threads, settings and errors."""
+"""Manage the process of a rank: its libraries, devices, threads, settings and errors."""

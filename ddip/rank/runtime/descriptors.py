@@ -1,4 +1,4 @@
-"""File descriptors for what ddip does itself on a rank: a cell may have opened all that the limit allows."""
+"""Reserve file descriptors for ddip on a rank, because a cell may have opened all that the limit allows."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ import threading
 from collections.abc import Iterator
 
 FILES, A_PEERS_FILES = 16, 2
-"""So many a group takes on a rank, and so many more for each of its ranks."""
+"""Descriptors that a group needs on each rank, and those that it needs additionally per rank of the group."""
 MORE = 1024
-"""So many beyond the soft limit, if the hard one allows it, while ddip needs them."""
+"""Amount by which the soft limit is raised while ddip needs descriptors, if the hard limit allows it."""
 
 _lock = threading.Lock()
 _users = 0
-"""How many need spare descriptors now."""
+"""Number of callers in `spare`."""
 _former = (0, 0)
-"""The limits before the first of them came."""
+"""Soft and hard limit before the first of them."""
 
 
 def of_a_group(size: int) -> int:
-    """How many a group of `size` takes."""
+    """Return how many descriptors a group of `size` ranks needs on each rank."""
     return FILES + A_PEERS_FILES * size
 
 
 @contextlib.contextmanager
 def spare(count: int) -> Iterator[None]:
-    """While this lasts, `count` more can be opened; raises OSError if not even the hard limit allows them.
+    """Raise the limit so that `count` more descriptors can be opened, and restore it on exit.
 
-    C++ code of torch ends the process where it gets none. Main thread and control thread may be in here at once.
+    torch's C++ code ends the process if it gets no descriptor. Main thread and control thread may be in here at the
+    same time. Raises OSError if the hard limit does not allow `count` more.
     """
     global _users, _former
     with _lock:
         _users += 1
         if _users == 1:
             _former = resource.getrlimit(resource.RLIMIT_NOFILE)
-            _raise(*_former)
+            _raise_limit(*_former)
     try:
-        _check(count)
+        _ensure_available(count)
         yield
     finally:
         with _lock:
@@ -47,18 +48,18 @@ def spare(count: int) -> Iterator[None]:
                 resource.setrlimit(resource.RLIMIT_NOFILE, _former)
 
 
-def _raise(soft: int, hard: int) -> None:
+def _raise_limit(soft: int, hard: int) -> None:
     if soft != resource.RLIM_INFINITY:
         most = soft + MORE if hard == resource.RLIM_INFINITY else min(soft + MORE, hard)
-        with contextlib.suppress(ValueError, OSError):  # macOS has a limit of its own
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _check(count: int) -> None:
+def _ensure_available(count: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         opened = len(os.listdir("/dev/fd"))
-    except OSError:  # there is none to look with
+    except OSError:  # no descriptor is left to list the folder
         opened = limit
     if limit != resource.RLIM_INFINITY and opened + count > limit:
         raise OSError(

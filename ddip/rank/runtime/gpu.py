@@ -1,20 +1,20 @@
-"""The GPU of this rank: is its work done, does its context live, and how much memory does it hold?
+"""Track the GPU of this rank: whether its work is done, whether its context is usable, how much memory it holds.
 
-A collective of nccl returns at once. It waits for the other ranks on the GPU, and what the cell does next, such as
-``backward()`` and ``step()``, queues up behind it. When the collective is aborted the queue goes on with garbage, and
-nothing raises (torch's own words: "subsequent GPU operations might run on corrupted/incomplete data"). So:
+An NCCL collective returns at once. It waits for the other ranks on the GPU, and the cell's next operations, such as
+``backward()`` and ``step()``, queue up behind it. If the collective is aborted, the queue continues with garbage and
+nothing raises (torch: "subsequent GPU operations might run on corrupted/incomplete data"). Therefore:
 
-    the cell goes well    its end is when the GPU has done all of it: until then it can be stopped and released
-    it fails              a moment is given to what is queued, which may wait for ranks that never come
-    a release             a rank whose GPU still works is interrupted before the abort, or its code would go on with
-                          what the abort left, beyond the call that waits, such as ``.item()``; and the user is told
-                          that its tensors may be wrong
+    cell succeeds    It ends only when the GPU has done all its work. Until then it can be stopped and aborted.
+    cell fails       Queued work gets a moment to finish; it may wait for ranks that never come.
+    abort            A rank whose GPU is still busy is interrupted before the abort. Otherwise its code would continue
+                     after the call that waits, such as ``.item()``, with the garbage that the abort left. The user is
+                     told that its tensors may be wrong.
 
-What asks CUDA is called on the main thread, or waits in a thread of its own, without the interpreter: the allocator's
-functions take a lock that is held while somebody waits for kernels, and to ask whether a stream is done can wait for
-whoever waits for that stream, with the interpreter held, in which no release would be heard.
+Calls into CUDA are made on the main thread, or in a thread that waits without the interpreter lock. The allocator takes
+a lock that is held during waits for kernels, and a query of a stream can block behind a thread that waits for this
+stream. If the control thread or the interpreter lock were blocked in such a call, the rank would miss an abort.
 
-On the CPU, all of this does nothing.
+On a CPU device, none of this does anything.
 """
 
 from __future__ import annotations
@@ -31,87 +31,89 @@ from ddip.protocol.reports import GpuFigures, GpuState
 from ddip.rank.runtime import c10d
 
 FAILED_SECONDS = 0.2
-"""For which the GPU may go on after its cell has failed, before the notebook hears of that."""
+"""Time that the GPU gets to finish after a failed cell, before the notebook is notified."""
 LOOK_SECONDS = 0.02
-"""For which it is waited for, to see whether it works."""
+"""Wait to find out whether the GPU is busy."""
 SPARE_BYTES = 1 << 28
-"""What a cache may keep after a cell. To empty it waits for kernels, and the next cell must allocate again."""
+"""Unused memory that a cache may keep after a cell: emptying it waits for kernels, and costs the next cell time."""
 
 
 class Gpu:
-    """What the rank knows of its GPU."""
+    """State of this rank's GPU."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.state: GpuState = "done"
-        """Of what cells have asked for; under way while one runs."""
+        """State of the work that cells have queued; under way while a cell runs."""
         self.figures: GpuFigures | None = None
-        """As the main thread noted them last, after a cell."""
+        """Memory figures after the last cell, recorded by the main thread."""
         self.uuid = ""
-        """By which the driver knows it; empty where torch does not tell (before 2.5 or so)."""
+        """UUID of the device in the driver; "" in torch releases that do not have it (before about 2.5)."""
         self.lost = ""
-        """What a context said that can compute nothing any more: a new process is needed."""
+        """Error of a CUDA context that is no longer usable, which requires a new process."""
         self.waits = False
-        """For the GPU, at the end of a cell."""
+        """True while the main thread waits for the GPU at the end of a cell."""
         self.last: tuple[CodeType | None, int] = (None, 0)
-        """Where the cell has begun its last collective: code and number of the line."""
-        self._side: torch.cuda.Stream | None = None
-        """Of copies that wait for nothing that the GPU has to do."""
-        self._noted = 0
-        """Collectives, sends and receives that Python code has begun; torch counts them, but for some sends."""
-        self._before = 0
-        """What had been begun before this cell."""
+        """Code and line number of the cell's last collective."""
+        self._copy_stream: torch.cuda.Stream | None = None
+        """Stream for copies that do not wait for queued work."""
+        self._begun_in_python = 0
+        """Collectives, sends and receives begun by Python code, as torch does not count some sends."""
+        self._begun_before_cell = 0
+        """Value of `begun` when this cell began."""
 
     @property
-    def _used(self) -> bool:
+    def _is_used(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_initialized()
 
     def use(self, device: torch.device) -> None:
-        """This is the rank's device."""
+        """Set the rank's device."""
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self._side = self._side or torch.cuda.Stream(device)  # now: later, to make one may wait for a kernel
+            self._copy_stream = self._copy_stream or torch.cuda.Stream(
+                device
+            )  # created now, as it could wait for a kernel later
             self.note_figures()
 
     def begin_cell(self) -> None:
-        """What is begun from here on is the cell's that has come."""
+        """Count operations from here on as those of the cell that begins."""
         self.last, self.waits = (None, 0), False
-        if self._used:
+        if self._is_used:
             self.state = "under way"
-            self._before = self.begun()
+            self._begun_before_cell = self.begun()
 
     def copied(self, obj: Any) -> Any:
-        """A tensor or storage of an accelerator, copied to the CPU as it is now; what is queued is not waited for.
+        """Return a copy on the CPU of a tensor or storage as it is now, without waiting for queued work.
 
-        On any thread but the control thread: it may wait for whoever keeps the driver busy, without the interpreter.
+        Not for the control thread: it may wait for other users of the driver, without the interpreter lock.
         """
-        if isinstance(obj, torch.UntypedStorage):  # which would be copied with the interpreter held
+        if isinstance(obj, torch.UntypedStorage):  # its own copy would hold the interpreter lock
             whole = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
             return self.copied(whole).untyped_storage()
-        if self._side is None or obj.device != self.device:
+        if self._copy_stream is None or obj.device != self.device:
             return obj.cpu()
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._copy_stream):
             return obj.cpu()
 
     def note_begun(self, code: CodeType | None = None, line: int = 0) -> None:
-        """A collective begins, at this line of a cell, or a send or receive."""
-        self._noted += 1
+        """Count a collective, send or receive that begins, and store the cell's line that began it."""
+        self._begun_in_python += 1
         if code is not None:
             self.last = code, line
 
     def begun(self) -> int:
-        """A number that grows with each collective, send and receive that this rank begins in its group."""
-        return self._noted + c10d.begun_on_devices() if self._used else 0
+        """Return a counter of the collectives, sends and receives that this rank has begun."""
+        return self._begun_in_python + c10d.begun_on_devices() if self._is_used else 0
 
     def is_under_way(self) -> bool:
-        """Has this cell begun something with other ranks, and is the GPU not done? Takes LOOK_SECONDS at most."""
-        return self.begun() != self._before and self._look(LOOK_SECONDS) != "done"
+        """Return whether the cell has begun a collective and the GPU is not done, within `LOOK_SECONDS`."""
+        return self.begun() != self._begun_before_cell and self._wait_for_state(LOOK_SECONDS) != "done"
 
     def finish(self) -> None:
-        """Wait until the GPU has done all that the cell has asked for; raises what that raises."""
-        if self._used:
-            with self._waiting():
+        """Wait until the GPU has done all work of the cell; raises its errors."""
+        if self._is_used:
+            with self._flag_waiting():
                 self._synchronize()
             self.state = "done"
 
@@ -119,7 +121,7 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _flag_waiting(self) -> Iterator[None]:
         self.waits = True
         try:
             yield
@@ -127,19 +129,19 @@ class Gpu:
             self.waits = False
 
     def settle(self) -> GpuState:
-        """After a cell, on the main thread: has the GPU done its work? Waits a moment if it has not."""
+        """Return the GPU's state after a cell, and wait a moment for its work; runs on the main thread."""
         if self.state != "done":
-            self.state = self._look(FAILED_SECONDS)
+            self.state = self._wait_for_state(FAILED_SECONDS)
         if self.state == "done":
             self.note_figures()
         return self.state
 
-    def _look(self, seconds: float) -> GpuState:
-        """Is the GPU done, within so many seconds?"""
+    def _wait_for_state(self, seconds: float) -> GpuState:
+        """Wait for the GPU for at most `seconds` and return its state; store the error of a lost context."""
         errors: list[RuntimeError] = []
 
         def wait() -> None:
-            for _ in range(2):  # some errors are told once, and are over then; those of a lost context, always
+            for _ in range(2):  # some errors are raised only once, those of a lost context always
                 try:
                     self._synchronize()
                     errors.clear()
@@ -158,8 +160,8 @@ class Gpu:
         return "lost"
 
     def note_figures(self) -> None:
-        """On the main thread only."""
-        if self._used:
+        """Record UUID and memory figures; runs on the main thread only."""
+        if self._is_used:
             properties = torch.cuda.get_device_properties(self.device)
             self.uuid = str(getattr(properties, "uuid", ""))
             self.figures = {
@@ -169,9 +171,11 @@ class Gpu:
             }
 
     def tidy(self, empty: bool) -> None:
-        """When a cell's garbage is gone, on the main thread; `empty`: give back what torch's caches hold and nobody
-        uses, if that is much."""
-        if not self._used or self.state != "done":
+        """Update the figures after a cell's garbage was collected; runs on the main thread.
+
+        With `empty`, caches of torch are emptied if more than `SPARE_BYTES` in them are unused.
+        """
+        if not self._is_used or self.state != "done":
             return
         with contextlib.suppress(RuntimeError):
             if empty:
@@ -184,13 +188,16 @@ class Gpu:
 
 
 def _spare_pinned() -> int:
-    """Bytes of pinned host memory that are cached and not in use; 0 where torch does not tell (before 2.8 or so)."""
+    """Return the bytes of unused cached pinned host memory; 0 in torch releases before about 2.8."""
     stats: dict[str, Any] = getattr(torch.cuda, "host_memory_stats", dict)()
     return int(stats.get("allocated_bytes.current", 0)) - int(stats.get("active_bytes.current", 0))
 
 
 def _empty_pinned() -> None:
-    """Public from torch 2.15 or so; before that, private or not there."""
+    """Empty the cache of pinned host memory.
+
+    The function is public since about torch 2.15; before, it was private or did not exist.
+    """
     public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     getattr(torch._C, "_host_emptyCache", lambda: None)() if public is None else public()
 
@@ -199,5 +206,5 @@ gpu = Gpu()
 
 
 def settle() -> GpuState:
-    """See `Gpu.settle`."""
+    """Return the GPU's state after a cell (`Gpu.settle`)."""
     return gpu.settle()

@@ -1,4 +1,4 @@
-"""What a rank does between cells, and what it tells about itself."""
+"""Clean up between cells, and report the identity and figures of this process."""
 
 from __future__ import annotations
 
@@ -32,59 +32,62 @@ from ddip.rank.native import freed, self_tests
 from ddip.rank.runtime.gpu import gpu
 
 _NO_WORKERS = SimpleNamespace(MP_STATUS_CHECK_INTERVAL=0.0)
-"""In place of torch's module, in a torch that has another."""
+"""Stands for `torch.utils.data._utils` in torch releases where that differs."""
 ANSWER_LEAVES_WITHIN = 0.02
-"""Seconds after which a cell's last message has left this process: the collection holds the GIL, so it must not begin
+"""Seconds after which a cell's last message has left this process. A collection holds the GIL, so it must not begin
 before the output thread has sent that message."""
 
 REST, LONGEST_REST = 5, 0.5
-"""How many times as long as the last collection took a rank rests before the next, and for how many seconds at most:
-the cells of "Run All" are not to wait. What a cell imports makes it long; torch._dynamo, which the first optimizer
-imports, 70 ms."""
+"""Pause before a collection as a multiple of the last one's duration, and its limit in seconds, so that the cells of
+"Run All" do not wait. Imports make a collection long: 70 ms for torch._dynamo, which the first optimizer imports."""
 WORKER_SECONDS = 0.05
-"""What a worker of a data loader that is garbage gets to end by itself."""
+"""Time for the worker of a garbage data loader to end by itself, before it is terminated."""
 TIDY_SECONDS = 1.0
-"""That it may take to take apart what a cell has left, before that can be interrupted, and the rank is not idle."""
+"""Duration of a cleanup after which it can be interrupted, and the rank no longer counts as idle."""
 
 
 class Cells:
-    """What this rank knows of its cells: is one running, how long did the last one take."""
+    """Timing of this rank's cells and requests, and the cleanup after them."""
 
     def __init__(self) -> None:
         self.collect = True
         self.threads: int | None = None
-        """To be shared out at the next cell: OpenMP counts for each thread, so the main thread must do it."""
+        """Thread count to set when the next cell begins, on the main thread because OpenMP settings are per thread."""
         self.collections = 0
         self.tidying_since: float | None = None
-        """When it was begun to take apart what a cell has left; on ``time.monotonic``."""
+        """Start of the running cleanup on ``time.monotonic``; None if none runs."""
         self.doing = ""
-        """What ddip has asked for, while that is done."""
+        """Name of the ddip request that runs; "" for a cell."""
         self.seconds: float | None = None
-        self._took = 0.0
-        """That the last collection took, seconds."""
+        """Duration of the last cell."""
+        self._collection_seconds = 0.0
+        """Duration of the last collection, seconds."""
         self._started: float | None = None
         self._pending: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
-        """What the last cell raised, until its frames are let go."""
+        """Exception of the last cell, until the cleanup frees its frames."""
 
     @property
     def busy(self) -> bool:
+        """True while a cell or a ddip request runs."""
         return self._started is not None
 
     @property
     def busy_for(self) -> float | None:
-        """Seconds since the cell that runs, or what ddip has asked for, has begun."""
+        """The seconds since the running cell or ddip request began; None if none runs."""
         started = self._started
         return None if started is None else time.perf_counter() - started
 
     def begin_request(self, doing: str) -> None:
-        """What ddip has asked for begins."""
+        """Mark the start of a ddip request."""
         self.doing, self._started = doing, time.perf_counter()
 
     def end_request(self) -> None:
+        """Mark the end of a ddip request."""
         self.doing, self._started = "", None
 
     def begin(self) -> None:
+        """Mark the start of a cell, after a pending cleanup of a failed one."""
         if self._pending:
             self._pending.cancel()
         if self._error is not None:  # the memory of the failed cell may be needed
@@ -95,29 +98,30 @@ class Cells:
             _set_threads(threads)
 
     def end(self, error: BaseException | None) -> None:
+        """Mark the end of a cell that may have raised `error`, and schedule the cleanup."""
         if self._started is not None:
             self.seconds = time.perf_counter() - self._started
         self._started = None
         self._error = error
-        self._pending = asyncio.get_running_loop().call_later(rest_after(self._took), self.tidy)
+        self._pending = asyncio.get_running_loop().call_later(rest_after(self._collection_seconds), self.tidy)
 
     def tidy(self) -> None:
-        """What is done when the cell's answer has left, or at the latest before the next.
+        """Clean up after a cell: free the frames of its error, collect garbage, empty caches.
 
-        It runs finalizers of the cell's objects. One that waits for ever, for a lock that nobody opens, would hold up
-        the next cell, so who stops that one ends this, too: `interrupt_tidying`.
+        It runs when the cell's answer has left, and after a failed cell at the latest before the next one. Finalizers
+        may wait indefinitely for a lock and delay the next cell; stopping that cell ends them (`interrupt_tidying`).
         """
         with self.letting_go():
-            self._tidy()
+            self._tidy_now()
 
     @contextlib.contextmanager
     def letting_go(self) -> Iterator[None]:
-        """While objects are let go of whose finalizers may wait for ever: who stops the next cell ends that, too."""
-        with contextlib.suppress(KeyboardInterrupt), self._interruptible():
+        """Make finalizers that run in this context interruptible: stopping the next cell ends one that hangs."""
+        with contextlib.suppress(KeyboardInterrupt), self._allow_interrupts():
             yield
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _allow_interrupts(self) -> Iterator[None]:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.tidying_since = time.monotonic()
         try:
@@ -128,44 +132,44 @@ class Cells:
 
     @property
     def is_tidying_long(self) -> bool:
-        """Has this rank taken apart for a while what its last cell has left? Something in there may wait for ever."""
+        """True if a cleanup has run for over `TIDY_SECONDS`, so that a finalizer may hang."""
         since = self.tidying_since
         return since is not None and time.monotonic() > since + TIDY_SECONDS
 
     def interrupt_tidying(self) -> None:
-        """From the control thread: the next cell is stopped, which may wait for this."""
+        """Interrupt a long cleanup, for which a stopped cell may wait; runs on the control thread."""
         if self.is_tidying_long:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def _tidy(self) -> None:
+    def _tidy_now(self) -> None:
         error, self._error = self._error, None
         if error is not None:
-            _let_go(error)
-            error = None  # its frames keep what they have told of their variables, from Python 3.12 on
+            _free_frames(error)
+            error = None  # since Python 3.12, its frames keep the variables that were read from them
         if self.collect:
             began = time.perf_counter()
             collect_garbage()
             freed.give_back()
-            self._took = time.perf_counter() - began
+            self._collection_seconds = time.perf_counter() - began
             self.collections += 1
         gpu.tidy(empty=self.collect)
 
 
 def rest_after(took: float) -> float:
-    """Seconds from the end of a cell to the collection, if the last one took so many."""
+    """Return the seconds from a cell's end to its collection, if the last collection `took` so many."""
     return max(ANSWER_LEAVES_WITHIN, min(REST * took, LONGEST_REST))
 
 
 def collect_garbage() -> None:
-    """With the workers of data loaders in it, which nobody can tell to end any more.
+    """Collect garbage, and end the workers of data loaders in it quickly.
 
-    They see that within 5 s, and torch waits for each of them as long. ``tqdm.auto`` leaves such a loader with each
-    bar: it makes one more iterator than it uses.
+    Such workers notice only within 5 s that they are orphaned, and torch waits for each of them as long. ``tqdm.auto``
+    leaves such a loader with each bar, because it creates one more iterator than it uses.
     """
-    children = multiprocessing.active_children()  # reaps what has ended since
+    children = multiprocessing.active_children()  # also reaps ended ones
     ended: list[BaseProcess] = []
     for child in children:
-        vars(child)["terminate"] = partial(_terminate, child, ended)
+        vars(child)["terminate"] = partial(_terminate_worker, child, ended)
     workers: Any = torch.utils.data._utils if compat_torch.is_on(compat_torch.WORKERS) else _NO_WORKERS
     patience, workers.MP_STATUS_CHECK_INTERVAL = workers.MP_STATUS_CHECK_INTERVAL, WORKER_SECONDS
     try:
@@ -178,13 +182,13 @@ def collect_garbage() -> None:
             _remove_shared_memory(child)
 
 
-def _terminate(worker: BaseProcess, ended: list[BaseProcess]) -> None:
+def _terminate_worker(worker: BaseProcess, ended: list[BaseProcess]) -> None:
     ended.append(worker)
     type(worker).terminate(worker)
 
 
 def _remove_shared_memory(worker: BaseProcess) -> None:
-    """What this worker has not passed on: torch makes a file, opens and removes it; it may have been ended between."""
+    """Remove shared memory files that a terminated worker has created and not yet unlinked."""
     if get_sharing_strategy() == "file_descriptor":
         worker.join(TIDY_SECONDS)
         for path in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
@@ -192,38 +196,41 @@ def _remove_shared_memory(worker: BaseProcess) -> None:
 
 
 def _set_threads(count: int) -> None:
-    """What `OMP_NUM_THREADS` does at the start of a process."""
+    """Set the number of threads as `OMP_NUM_THREADS` does at the start of a process."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(count)  # for what a cell starts
-    with contextlib.suppress(Exception):  # no descriptor is left to look which libraries there are, or no open()
+        os.environ[name] = str(count)  # for processes that a cell starts
+    with contextlib.suppress(Exception):  # no descriptor is left to find the libraries, or the cell replaced open()
         threadpoolctl.threadpool_limits(count)
     torch.set_num_threads(count)
 
 
 def attribute_of(error: BaseException, name: str, default: Any = None) -> Any:
-    """An attribute of an exception whose class may do anything with attributes; `default` if it cannot be had."""
+    """Return an attribute of an exception, bypassing its class's ``__getattribute__`` and ``__getattr__``.
+
+    Returns `default` if there is no such attribute, or a property of the class fails.
+    """
     try:
         return BaseException.__getattribute__(error, name)
     except Exception:
         return default
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Let go of the frames of a failed cell: they hold its tensors, its data loaders, the sockets of its groups.
+def _free_frames(error: BaseException | None) -> None:
+    """Free the frames of a failed cell, which hold its tensors, data loaders and groups' sockets.
 
-    They are cleared, since they are often part of a cycle, and what the collector takes apart cannot tidy up in order:
-    torch waits 5 s for each worker of a data loader then. IPython and Python keep them for debuggers, which nobody can
-    use on a rank; ``%tb`` goes with them.
+    Frames are cleared explicitly, because they are often part of a cycle. The collector destroys a cycle in any order,
+    and torch then waits 5 s for each worker of a data loader. IPython and Python keep the frames for debuggers, which
+    cannot be used on a rank; ``%tb`` stops working, too.
     """
-    known: set[int] = set()
+    seen: set[int] = set()
     errors = [error]
     while errors:
         link = errors.pop()
-        if link is not None and id(link) not in known:
-            known.add(id(link))
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
             traceback.clear_frames(attribute_of(link, "__traceback__"))
             errors += [attribute_of(link, "__cause__"), attribute_of(link, "__context__")]
-            errors += attribute_of(link, "exceptions", ())  # of a group
+            errors += attribute_of(link, "exceptions", ())  # of an exception group
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -243,7 +250,7 @@ def set_collect(collect: bool) -> None:
 
 
 def hello() -> Hello:
-    """This process, and what its torch can do."""
+    """Return versions, host, PID and capabilities of this process; turns off native mechanisms that fail."""
     import torch.distributed as dist
 
     self_tests.turn_off_failing()
@@ -265,8 +272,8 @@ def hello() -> Hello:
     }
 
 
-def _resident() -> int | None:
-    """Memory of this process, bytes; None if it has no descriptor left to look with."""
+def _resident_bytes() -> int | None:
+    """Return the resident memory of this process in bytes; None if no descriptor is left to read it."""
     if sys.platform == "linux":
         try:
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -278,9 +285,9 @@ def _resident() -> int | None:
 
 
 def figures() -> Figures:
-    """Memory (bytes), state and seconds of the last cell; safe while a cell runs."""
+    """Return memory (bytes), state, and seconds of the last cell; may be called while a cell runs."""
     return {
-        "memory": _resident(),
+        "memory": _resident_bytes(),
         "gpu": gpu.figures,
         "busy": cells.busy,
         "busy_for": cells.busy_for,

@@ -1,24 +1,24 @@
-"""Settings of the whole process that a cell may leave changed: gradients off, autocast on, another default dtype.
+"""Restore or report process-wide settings that a cell has left changed, such as gradients, autocast or default dtype.
 
-Code that changes such a setting for a while (``torch.no_grad()``, ``optimizer.step``) changes it back when it ends. An
-exception within the few instructions that change it back leaves it changed for all cells to come. An interrupt waits
-for such code (``libraries.py``), but not for long, and a fault does not wait at all.
+Code that changes such a setting temporarily (``torch.no_grad()``, ``optimizer.step``) restores it at its end. If an
+exception hits the few instructions that restore it, all later cells run with the changed setting. Interrupts are
+delayed for such code (``libraries.py``), but only briefly, and errors are not delayed at all.
 
-Each setting is read when a cell begins and when it has ended. If they differ, one rule decides:
+Each setting is read when a cell begins and when it has ended. If the two values differ, one rule decides:
 
-    the traceback shows that the code which should have changed it back was cut off     ddip puts it back
-    else the cell has set it, on purpose or by mistake                                  it stays, and is reported
+    the traceback shows that the code which would have restored it was cut off      ddip restores it
+    otherwise the cell has set it, on purpose or by mistake                         it stays, and is reported
 
-That code is recognized by its frames in the traceback: a function of a library, or what a ``with`` statement calls,
-which names one of the functions that change the setting. A user who types ``torch.set_grad_enabled(False)`` in a cell
-that fails later keeps that; the notebook prints the line that restores it. The notebook prints nothing after a cell
-that went well, unless the cell has left its ranks with different values.
+That code is recognized by its frames in the traceback: a function of a library, or one called by a ``with`` statement,
+whose code names one of the functions that change the setting. If a user calls ``torch.set_grad_enabled(False)`` in a
+cell that fails later, the setting stays and the notebook prints the line that restores it. After a cell that succeeded,
+the notebook prints nothing, unless the cell has left its ranks with different values.
 
-A new rank (after a repair, or in a larger group) gets those of `CARRIED`, the variables of ``os.environ`` and the
-entries of ``sys.path`` that cells have changed on the ranks that were there before.
+A new rank (after a repair, or in a larger group) gets the settings in `CARRIED`, and the variables of ``os.environ``
+and entries of ``sys.path`` that cells have changed on the existing ranks.
 
-What is not in the table: signal handlers and trace functions (``aside.py``), ``sys.stdout`` and ``sys.stderr``
-(``mending.py``), generators, and names that are new in ``os.environ``, which imports add.
+Handled elsewhere or not at all: signal handlers and trace functions (``aside.py``), ``sys.stdout`` and ``sys.stderr``
+(``mending.py``), random number generators, and new names in ``os.environ``, which imports add.
 """
 
 from __future__ import annotations
@@ -41,54 +41,57 @@ from ddip.protocol.reports import SettingLeft
 from ddip.rank.runtime.libraries import is_librarys
 
 DEVICES = ("cpu", "cuda")
-"""Those for which autocast is looked at."""
+"""Device types whose autocast setting is read."""
 ENVIRONMENT, FILTERS = "environment", "warning filters"
-"""The list of filters is another one exactly within ``warnings.catch_warnings()``; all other code changes the list."""
+"""Keys of two settings. Only ``warnings.catch_warnings()`` replaces the filter list; other code changes the list."""
 CARRIED = ("gradients", "anomaly mode", "default dtype", "deterministic algorithms", "matmul precision", "cuDNN")
-"""Settings that a new rank takes over, beside its directory: results depend on them."""
+"""Settings that a new rank takes over besides the directory, because results depend on them."""
 DIRECTORY, SAME_DIRECTORY, PATH = "working directory", "unchanged working directory", "sys.path"
-"""The second is for ranks on the same host only."""
+"""Keys of what a new rank takes over; the second is only for ranks on the same host."""
 OF_A_RANK = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(MASTER|TORCHELASTIC|DDIP|SLURM|PMI|OMPI)_\w+|\w+_VISIBLE_DEVICES"
     r"|\w+_SOCKET_IFNAME|(OLD)?PWD|HOSTNAME|TMPDIR|(TORCHINDUCTOR|TRITON)_CACHE_DIR)"
 )
-"""Variables that differ by rank or host; torch sets the last ones when it compiles."""
+"""Environment variables that differ by rank or host; torch sets the last ones when it compiles."""
 CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
 CHAINED = 20
-"""Exceptions that are looked at, of a chain."""
+"""Limit of exceptions in a chain that are inspected."""
 _entered: list[Any] = []
-"""Contexts of torch that are entered until this process ends: there is no other way to change what they change."""
+"""Entered torch contexts that stay entered until this process ends, because nothing else changes their setting."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: how it is read and changed, and who changes it."""
+    """A process-wide setting, with functions that read, write and describe it."""
 
     read: Callable[[], Any]
-    put: Callable[[Any], object]
+    write: Callable[[Any], object]
     setters: frozenset[str]
     """Names in the code of functions that change it."""
-    left: Callable[[Any, Any], str]
-    """How a user would call the value after the cell; its arguments are that of before, and that of after."""
+    describe: Callable[[Any, Any], str]
+    """Returns a description of the value after the cell for users; its arguments are the values before and after."""
     restore: Callable[[Any, Any], str]
-    """What a user types to have the former one again; the same arguments."""
+    """Returns the line that a user types to restore the value before; same arguments."""
     differs_by_rank: bool = False
-    """May ranks have different values without anybody asking why?"""
+    """True if different values on different ranks are normal."""
 
 
-def _call(name: str, value: Any) -> str:
+def _call_text(name: str, value: Any) -> str:
     return f"{name}({value!r})"
 
 
-def _autocast() -> tuple[Any, ...]:
-    """Also how many ``with`` statements are within each other: torch empties its cache of cast weights at the last."""
+def _read_autocast() -> tuple[Any, ...]:
+    """Return nesting depth, cache setting, and per device whether autocast is on and its dtype.
+
+    The depth matters because torch empties its cache of cast weights when the outermost ``with`` statement ends.
+    """
     torch.autocast_increment_nesting()
     nesting = torch.autocast_decrement_nesting()
     devices = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES)
     return nesting, torch.is_autocast_cache_enabled(), *devices
 
 
-def _put_autocast(value: tuple[Any, ...]) -> None:
+def _write_autocast(value: tuple[Any, ...]) -> None:
     nesting, cached, *devices = value
     while torch.autocast_increment_nesting() <= nesting:
         pass
@@ -101,17 +104,17 @@ def _put_autocast(value: tuple[Any, ...]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _put_inference(value: bool) -> None:
+def _write_inference(value: bool) -> None:
     _entered.append(torch.inference_mode(value))
     _entered[-1].__enter__()
 
 
-def _modes() -> tuple[Any, list[Any]]:
-    """What ``with torch.device(...)``, ``torch.set_default_device`` and modes of ``torch.overrides`` have entered."""
+def _read_modes() -> tuple[Any, list[Any]]:
+    """Return the default device and the stack of torch function modes."""
     return torch.utils._device.CURRENT_DEVICE, torch.overrides._get_current_function_mode_stack()
 
 
-def _put_modes(value: tuple[Any, list[Any]]) -> None:
+def _write_modes(value: tuple[Any, list[Any]]) -> None:
     for _ in torch.overrides._get_current_function_mode_stack():
         torch.overrides._pop_mode()
     torch.utils._device.CURRENT_DEVICE, modes = value
@@ -121,55 +124,55 @@ def _put_modes(value: tuple[Any, list[Any]]) -> None:
 
 def _restore_modes(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> str:
     device = None if before[0] is None else str(before[0])
-    return _call("torch.set_default_device", device) if before[0] != after[0] else "torch.overrides._pop_mode()"
+    return _call_text("torch.set_default_device", device) if before[0] != after[0] else "torch.overrides._pop_mode()"
 
 
-def _put_filters(value: list[Any]) -> None:
+def _write_filters(value: list[Any]) -> None:
     warnings.filters = value  # type: ignore[assignment]
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-def _directory() -> str:
+def _read_directory() -> str:
     try:
         return os.getcwd()
-    except OSError:  # somebody has removed it
+    except OSError:  # the directory was removed
         return ""
 
 
-def _environment() -> dict[Any, Any]:
-    """``os.environ.copy()`` takes a hundred times as long."""
+def _read_environment() -> dict[Any, Any]:
+    """Return a copy of the environment as bytes, a hundred times as fast as ``os.environ.copy()``."""
     return dict(os.environ._data)  # type: ignore[attr-defined]
 
 
-def _put_environment(value: dict[Any, Any]) -> None:
-    now = os.environb
-    for name in [name for name in now if name not in value]:
-        del now[name]
-    now.update({name: text for name, text in value.items() if now.get(name) != text})
+def _write_environment(value: dict[Any, Any]) -> None:
+    environment = os.environb
+    for name in [name for name in environment if name not in value]:
+        del environment[name]
+    environment.update({name: text for name, text in value.items() if environment.get(name) != text})
 
 
 def _changed_names(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
     return [os.fsdecode(name) for name, value in before.items() if after.get(name) != value]
 
 
-def _numpy(function: str) -> Any:
+def _call_numpy(function: str) -> Any:
     numpy = sys.modules.get("numpy")
     return getattr(numpy, function)() if numpy is not None else {}
 
 
-def _put_numpy(function: str) -> Callable[[dict[str, Any]], None]:
+def _numpy_writer(function: str) -> Callable[[dict[str, Any]], None]:
     return lambda value: getattr(sys.modules["numpy"], function)(**value) if value else None
 
 
-def _onoff(what: str) -> Callable[[Any, Any], str]:
+def _on_or_off(what: str) -> Callable[[Any, Any], str]:
     return lambda before, after: f"{what} {'enabled' if after else 'disabled'}"
 
 
-def _cudnn() -> tuple[bool, ...]:
+def _read_cudnn() -> tuple[bool, ...]:
     return tuple(getattr(torch.backends.cudnn, name) for name in CUDNN_FLAGS)
 
 
-def _put_cudnn(value: tuple[bool, ...]) -> None:
+def _write_cudnn(value: tuple[bool, ...]) -> None:
     for name, flag in zip(CUDNN_FLAGS, value, strict=True):
         setattr(torch.backends.cudnn, name, flag)
 
@@ -179,19 +182,19 @@ SETTINGS = {
         torch.is_grad_enabled,
         torch.set_grad_enabled,
         frozenset({"set_grad_enabled", "_set_grad_enabled"}),
-        _onoff("gradients"),
-        lambda before, _: _call("torch.set_grad_enabled", before),
+        _on_or_off("gradients"),
+        lambda before, _: _call_text("torch.set_grad_enabled", before),
     ),
     "inference mode": Setting(
         torch.is_inference_mode_enabled,
-        _put_inference,
+        _write_inference,
         frozenset({"_inference_mode_context"}),
-        _onoff("inference mode"),
+        _on_or_off("inference mode"),
         lambda before, _: f"torch.inference_mode({before}).__enter__()",
     ),
     "autocast": Setting(
-        _autocast,
-        _put_autocast,
+        _read_autocast,
+        _write_autocast,
         frozenset({"set_autocast_enabled", "autocast_increment_nesting", "autocast_decrement_nesting"}),
         lambda before, after: "autocast entered" if after[0] > before[0] else "autocast changed",
         lambda before, after: (
@@ -207,7 +210,7 @@ SETTINGS = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.set_anomaly_enabled(*value),
         frozenset({"set_anomaly_enabled"}),
-        lambda before, after: _onoff("anomaly detection")(before[0], after[0]),
+        lambda before, after: _on_or_off("anomaly detection")(before[0], after[0]),
         lambda before, _: f"torch.set_anomaly_enabled{before}",
     ),
     "default dtype": Setting(
@@ -218,8 +221,8 @@ SETTINGS = {
         lambda before, _: f"torch.set_default_dtype({before})",
     ),
     "default device": Setting(
-        _modes,
-        _put_modes,
+        _read_modes,
+        _write_modes,
         frozenset({"_pop_mode", "_push_mode", "CURRENT_DEVICE"}),
         lambda before, after: f"the default device {after[0]}" if before[0] != after[0] else "a torch function mode on",
         _restore_modes,
@@ -228,19 +231,19 @@ SETTINGS = {
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
         frozenset({"use_deterministic_algorithms", "_set_deterministic_algorithms", "set_deterministic_debug_mode"}),
-        _onoff("deterministic algorithms"),
-        lambda before, _: _call("torch.set_deterministic_debug_mode", before),
+        _on_or_off("deterministic algorithms"),
+        lambda before, _: _call_text("torch.set_deterministic_debug_mode", before),
     ),
     "matmul precision": Setting(
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
         frozenset({"set_float32_matmul_precision"}),
         lambda _, after: f"the float32 matmul precision {after!r}",
-        lambda before, _: _call("torch.set_float32_matmul_precision", before),
+        lambda before, _: _call_text("torch.set_float32_matmul_precision", before),
     ),
     "cuDNN": Setting(
-        _cudnn,
-        _put_cudnn,
+        _read_cudnn,
+        _write_cudnn,
         frozenset({"set_flags"}),
         lambda _, after: f"cuDNN's flags {after}",
         lambda before, _: "; ".join(
@@ -252,20 +255,20 @@ SETTINGS = {
         torch.set_num_threads,
         frozenset({"set_num_threads"}),
         lambda _, after: f"{after} threads for torch",
-        lambda before, _: _call("torch.set_num_threads", before),
+        lambda before, _: _call_text("torch.set_num_threads", before),
         differs_by_rank=True,
     ),
     FILTERS: Setting(
         lambda: warnings.filters,
-        _put_filters,
+        _write_filters,
         frozenset({FILTERS}),
         lambda *_: "warnings.catch_warnings() entered",
         lambda *_: "warnings.resetwarnings()",
         differs_by_rank=True,
     ),
     ENVIRONMENT: Setting(
-        _environment,
-        _put_environment,
+        _read_environment,
+        _write_environment,
         frozenset({"environ", "_unpatch_dict"}),
         lambda before, after: f"os.environ changed ({', '.join(_changed_names(before, after))})",
         lambda before, after: "; ".join(
@@ -275,23 +278,23 @@ SETTINGS = {
         differs_by_rank=True,
     ),
     DIRECTORY: Setting(
-        _directory,
+        _read_directory,
         os.chdir,
         frozenset({"chdir"}),
         lambda _, after: f"the working directory {after}",
-        lambda before, _: _call("os.chdir", before),
+        lambda before, _: _call_text("os.chdir", before),
         differs_by_rank=True,
     ),
     "numpy's errors": Setting(
-        lambda: _numpy("geterr"),
-        _put_numpy("seterr"),
+        lambda: _call_numpy("geterr"),
+        _numpy_writer("seterr"),
         frozenset({"seterr", "_extobj_contextvar"}),
         lambda _, after: f"np.seterr changed ({after})",
         lambda before, _: f"np.seterr(**{before})",
     ),
     "numpy's print options": Setting(
-        lambda: _numpy("get_printoptions"),
-        _put_numpy("set_printoptions"),
+        lambda: _call_numpy("get_printoptions"),
+        _numpy_writer("set_printoptions"),
         frozenset({"set_printoptions", "format_options"}),
         lambda *_: "numpy's print options changed",
         lambda before, _: f"np.set_printoptions(**{before})",
@@ -307,22 +310,26 @@ SETTINGS = {
 if not compat_torch.is_on(compat_torch.DEVICES):
     del SETTINGS["default device"]
 _before: dict[str, Any] = {}
+"""Settings when the current cell began."""
 _start: dict[str, Any] = {}
-"""The settings that a new rank takes over, as they were before the first cell."""
+"""Settings that a new rank takes over, as they were before the first cell."""
 own_folders: set[str] = set()
-"""Entries of ``sys.path`` that are ddip's."""
+"""Entries of ``sys.path`` that ddip has added."""
 
 
 def begin_cell() -> None:
-    """A cell begins; takes 20 to 30 microseconds."""
+    """Read all settings when a cell begins, in 20 to 30 microseconds."""
     _before.clear()
     for name, setting in SETTINGS.items():
         _before[name] = setting.read()
 
 
 def end_cell(error: BaseException | None) -> list[SettingLeft]:
-    """The cell has ended, perhaps with `error`: put back what was cut off; returns what else has another value now."""
-    left: list[SettingLeft] = []
+    """Restore or report the settings that have changed when a cell ends, perhaps with `error`.
+
+    Settings are restored if `error` cut off the code that would have restored them; the others are returned.
+    """
+    changed: list[SettingLeft] = []
     cut_off: set[str] | None = None
     for name, before in _before.items():
         setting = SETTINGS[name]
@@ -330,26 +337,28 @@ def end_cell(error: BaseException | None) -> list[SettingLeft]:
         if after is before or (after == before and name != FILTERS):
             continue
         if cut_off is None:
-            cut_off = _names_cut_off(error)
+            cut_off = _names_in_cut_off_code(error)
         if setting.setters & cut_off:
-            setting.put(before)
+            setting.write(before)
         elif name != ENVIRONMENT or _changed_names(before, after):
-            told = setting.left(before, after), setting.restore(before, after), setting.differs_by_rank
-            left.append(SettingLeft(left=told[0], restore=told[1], differs_by_rank=told[2]))
-    return left
+            description, line = setting.describe(before, after), setting.restore(before, after)
+            changed.append(SettingLeft(left=description, restore=line, differs_by_rank=setting.differs_by_rank))
+    return changed
 
 
-def _names_cut_off(error: BaseException | None) -> set[str]:
-    """Names in the code of all functions that should have changed something back, and that `error` has ended."""
+def _names_in_cut_off_code(error: BaseException | None) -> set[str]:
+    """Return the names in the code of functions that `error` ended before they could restore settings."""
     names: set[str] = set() if error is None else {FILTERS}
-    for one in _chain(error):
-        for code, in_with in _cut_off(one.__traceback__):
-            names.update(name for name in code.co_names if in_with or name != "environ")  # many only read that
+    for link in _error_chain(error):
+        for code, in_with in _cut_off_code(link.__traceback__):
+            names.update(
+                name for name in code.co_names if in_with or name != "environ"
+            )  # most functions only read os.environ
     return names
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """`error`, and what it came of: an interrupt may have come while another error was on its way."""
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error` and its causes: an interrupt may have arrived while another error was propagating."""
     for _ in range(CHAINED):
         if error is None:
             return
@@ -357,15 +366,18 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _cut_off(trace: TracebackType | None) -> Iterator[tuple[CodeType, bool]]:
-    """Code of libraries that the cell has called, and of all that ``with`` statements have; the latter is marked."""
+def _cut_off_code(trace: TracebackType | None) -> Iterator[tuple[CodeType, bool]]:
+    """Yield code of libraries that the cell has called, and all code called by ``with`` statements.
+
+    The flag is True for the latter.
+    """
     in_cell = in_with = False
     while trace is not None:
         code = trace.tb_frame.f_code
-        of_library = is_librarys(code.co_filename)
-        in_cell |= not of_library
+        is_library = is_librarys(code.co_filename)
+        in_cell |= not is_library
         in_with |= code.co_name in ("__enter__", "__exit__")
-        if in_with or (in_cell and of_library):
+        if in_with or (in_cell and is_library):
             yield code, in_with
         trace = trace.tb_next
 
@@ -374,53 +386,59 @@ def _cut_off(trace: TracebackType | None) -> Iterator[tuple[CodeType, bool]]:
 
 
 def note_start() -> None:
-    """This rank is about to run its first cell: note what it has before."""
+    """Record the settings before this rank's first cell."""
     _start.update({name: SETTINGS[name].read() for name in (*CARRIED, DIRECTORY, ENVIRONMENT)})
     _start[PATH] = list(sys.path)
 
 
 def find_changed() -> dict[str, bytes]:
-    """Return what cells have changed of the settings that a new rank takes over, pickled; ``$`` begins variables."""
+    """Return the pickled settings that cells have changed and a new rank takes over.
+
+    Keys are names of settings, ``sys.path``, and ``$NAME`` for environment variables.
+    """
     found: dict[str, Any] = {}
-    if directory := _directory():
+    if directory := _read_directory():
         found[DIRECTORY if directory != _start[DIRECTORY] else SAME_DIRECTORY] = directory
-    before, now = _start[ENVIRONMENT], _environment()
-    for name in [os.fsdecode(name) for name in {**before, **now} if before.get(name) != now.get(name)]:
+    before, after = _start[ENVIRONMENT], _read_environment()
+    for name in [os.fsdecode(name) for name in {**before, **after} if before.get(name) != after.get(name)]:
         if not OF_A_RANK.fullmatch(name):
             found[f"${name}"] = os.environ.get(name)
     path = [entry for entry in sys.path if entry not in own_folders]
     if path != _start[PATH]:
-        first = next((place for place, entry in enumerate(path) if entry in _start[PATH]), len(path))
+        first = next((index for index, entry in enumerate(path) if entry in _start[PATH]), len(path))
         added = [entry for entry in path[first:] if entry not in _start[PATH]]
         found[PATH] = path[:first], added, [entry for entry in _start[PATH] if entry not in path]
-    found |= {name: now for name in CARRIED if (now := SETTINGS[name].read()) != _start[name]}
+    found |= {name: value for name in CARRIED if (value := SETTINGS[name].read()) != _start[name]}
     return {name: pickle.dumps(value) for name, value in found.items()}
 
 
 def take_over(changed: dict[str, bytes]) -> list[tuple[str, str]]:
-    """Set what another rank has found changed; return what differed here, each with an error or ``""``."""
-    told = []
+    """Apply the settings that `find_changed` returned on another rank.
+
+    Returns a description of each setting that differed on this rank, with an error or "".
+    """
+    applied = []
     for name in sorted(changed, key=lambda name: (name in CARRIED, name == PATH, name.startswith("$"))):
         value = pickle.loads(changed[name])
         if name == PATH:
-            done = PATH if _take_path(*value) else "", ""
+            outcome = PATH if _apply_path(*value) else "", ""
         elif name.startswith("$"):
-            done = _take_variable(name[1:], value), ""
+            outcome = _apply_variable(name[1:], value), ""
         else:
-            done = _take_setting(SETTINGS[DIRECTORY if name == SAME_DIRECTORY else name], value)
-        if done[0]:
-            told.append(done)
-    return told
+            outcome = _apply_setting(SETTINGS[DIRECTORY if name == SAME_DIRECTORY else name], value)
+        if outcome[0]:
+            applied.append(outcome)
+    return applied
 
 
-def _take_path(first: list[str], last: list[str], removed: list[str]) -> bool:
+def _apply_path(first: list[str], last: list[str], removed: list[str]) -> bool:
     before = list(sys.path)
     kept = [entry for entry in before if entry not in (*first, *last, *removed)]
     sys.path[:] = [*first, *kept, *last]
     return sys.path != before
 
 
-def _take_variable(name: str, value: str | None) -> str:
+def _apply_variable(name: str, value: str | None) -> str:
     if os.environ.get(name) == value:
         return ""
     if value is None:
@@ -430,12 +448,12 @@ def _take_variable(name: str, value: str | None) -> str:
     return name
 
 
-def _take_setting(setting: Setting, value: Any) -> tuple[str, str]:
+def _apply_setting(setting: Setting, value: Any) -> tuple[str, str]:
     before = setting.read()
     if before == value:
         return "", ""
     try:
-        setting.put(value)
+        setting.write(value)
     except Exception as error:
-        return setting.left(before, value), f"{type(error).__name__}: {error}"
-    return setting.left(before, value), ""
+        return setting.describe(before, value), f"{type(error).__name__}: {error}"
+    return setting.describe(before, value), ""

@@ -1,14 +1,15 @@
-"""Waits for other ranks in a store (``torch.distributed.Store``), where an interrupt or a release can end them.
+"""Make waits for other ranks in a ``torch.distributed.Store`` interruptible, and let an abort end them.
 
-torch waits in C++ until the timeout of the store, half an hour by default, and nothing can stop that:
+torch waits in C++ until the timeout of the store, half an hour by default, and nothing can stop such a wait:
 
-    FileStore, HashStore    ``wait`` and ``get`` look for a key every 10 ms; so do we, in Python
-                            C++ code (gloo while it sets up a group, RPC) does it by itself, and opens the file of a
-                            FileStore each time: a link to itself is in its place until the wait has failed
-    TCPStore                waits on its connection, which a release shuts down (``sockets.py``); but before, it tries
-                            to connect until somebody listens, so we wait until somebody does
+    FileStore, HashStore    torch's ``wait`` and ``get`` poll for a key every 10 ms; the functions here do so in Python.
+                            C++ code (gloo while it sets up a group, RPC) polls by itself, and opens the file of a
+                            FileStore each time. To end that, the file is replaced by a symbolic link to itself until
+                            the wait has failed.
+    TCPStore                It waits on its connection, which an abort shuts down (``sockets.py``). Before that, torch
+                            retries the connection until there is a listener, so ddip waits for the listener first.
 
-The functions are called ``wrapper``, a name that is left out where a rank tells in which function it is.
+The wrapping functions are named ``wrapper``, because locations of ranks leave out that name.
 """
 
 from __future__ import annotations
@@ -28,100 +29,106 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 Method: TypeAlias = Callable[..., Any]
-_torch: Any = dist  # torch's own types do not know its stores
-_POLLED = (_torch.FileStore, _torch.HashStore)
+_torch: Any = dist  # torch's type stubs lack its stores
+_POLLED_STORES = (_torch.FileStore, _torch.HashStore)
 POLL_SECONDS = 0.01
-"""As long as FileStore itself sleeps."""
+"""Poll interval, the same as in FileStore."""
 CONNECT_SECONDS = 1.0
 TCP_TIMEOUT = timedelta(seconds=300)
-"""torch's default."""
+"""Timeout of stores; torch's default."""
 BACKLOG = 1024
-"""Ranks that may connect at once."""
+"""Limit of ranks that connect at the same time."""
 _servers: dict[int, Any] = {}
-"""Stores that are served for a group to be, by port."""
+"""Stores that this rank serves for the next group, by port."""
 _files: set[str] = set()
-"""Of the FileStores that this process has made."""
+"""Paths of the FileStores that this process has created."""
 _served: set[int] = set()
-"""Ports at which this rank has served a TCPStore."""
+"""Ports on which this rank has served a TCPStore."""
 
 
 @functools.cache
 def watch(released: Callable[[], bool]) -> None:
-    """Once; from now on, the waits of this process end when `released` says so."""
-    _torch.Store.wait = _wait(_torch.Store.wait, released)
-    _torch.Store.get = _get(_torch.Store.get)
-    for name, wrap in {"multi_get": _get, "barrier": _barrier, "queue_pop": _queue_pop(released)}.items():
-        if hasattr(_torch.Store, name):  # not in older versions
+    """Patch torch's stores so that waits in this process end when `released` returns True."""
+    _torch.Store.wait = _wrap_wait(_torch.Store.wait, released)
+    _torch.Store.get = _wrap_get(_torch.Store.get)
+    for name, wrap in {
+        "multi_get": _wrap_get,
+        "barrier": _wrap_barrier,
+        "queue_pop": _wrap_queue_pop(released),
+    }.items():
+        if hasattr(_torch.Store, name):  # older versions lack it
             setattr(_torch.Store, name, wrap(getattr(_torch.Store, name)))
-    _torch.FileStore.__init__ = _recorded(_torch.FileStore.__init__)
-    _torch.TCPStore.__init__ = _connect(_torch.TCPStore.__init__, released)
+    _torch.FileStore.__init__ = _wrap_file_store_init(_torch.FileStore.__init__)
+    _torch.TCPStore.__init__ = _wrap_tcp_store_init(_torch.TCPStore.__init__, released)
 
 
 def listen(address: str) -> int:
-    """Serve the store of the next group, on a free port of `address` and nowhere else; returns the port."""
+    """Serve the store of the next group on a free port of `address` only; return the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
     port = int(listener.getsockname()[1])
-    _servers.clear()  # of a group that nobody has joined
-    # a rank that was released may serve, on its control thread, what it will join next
+    _servers.clear()  # may have the store of a group that was never joined
+    # not through the patched constructor: an aborted rank may serve, on its control thread, the group to join next
     served = _torch.TCPStore.__new__(_torch.TCPStore)
-    own = getattr(_torch.TCPStore.__init__, "__wrapped__", _torch.TCPStore.__init__)
-    own(served, address, port, None, True, TCP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    original_init = getattr(_torch.TCPStore.__init__, "__wrapped__", _torch.TCPStore.__init__)
+    original_init(
+        served, address, port, None, True, TCP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     _servers[port] = served
     _served.add(port)
     return port
 
 
 def client(store: str, rank: int, seconds: float) -> Any:
-    """The store ``tcp://address:port/number``, as `rank` uses it; rank 0 serves it already.
+    """Return the store ``tcp://address:port/number`` for use by `rank`; rank 0 serves it already.
 
-    Raises DistStoreError if it cannot be reached for so many `seconds`, or is released.
+    Raises DistStoreError if the store cannot be reached within `seconds`, or the wait is aborted.
     """
     parts = urlsplit(store)
     assert parts.port is not None
     if rank == 0:
         return _servers.pop(parts.port)
     timeout = timedelta(seconds=seconds)
-    reached = _torch.TCPStore(parts.hostname, parts.port, None, False, timeout, wait_for_workers=False)
-    reached.set_timeout(TCP_TIMEOUT)
-    return reached
+    connected = _torch.TCPStore(parts.hostname, parts.port, None, False, timeout, wait_for_workers=False)
+    connected.set_timeout(TCP_TIMEOUT)
+    return connected
 
 
-def _wait(method: Method, released: Callable[[], bool]) -> Method:
+def _wrap_wait(method: Method, released: Callable[[], bool]) -> Method:
     @functools.wraps(method)
     def wrapper(store: Any, keys: Sequence[str], *timeout: timedelta) -> Any:
-        inner = _innermost(store)
-        if not isinstance(inner, _POLLED):
+        inner = _unwrap_prefixes(store)
+        if not isinstance(inner, _POLLED_STORES):
             return method(store, keys, *timeout)
         end = time.monotonic() + (timeout or (inner.timeout,))[0].total_seconds()
-        while not _has(store, inner, keys):
-            _raise_if(released, f"this rank waited for {', '.join(keys)} in a {type(inner).__name__}")
+        while not _has_keys(store, inner, keys):
+            _raise_if_released(released, f"this rank waited for {', '.join(keys)} in a {type(inner).__name__}")
             if time.monotonic() >= end:
-                return method(store, keys, timedelta(milliseconds=1))  # it raises what torch raises
+                return method(store, keys, timedelta(milliseconds=1))  # raises torch's timeout error
             time.sleep(POLL_SECONDS)
         return method(store, keys, *timeout)
 
     return wrapper
 
 
-def _get(method: Method) -> Method:
-    """``get`` of a key, or ``multi_get`` of several."""
+def _wrap_get(method: Method) -> Method:
+    """Wrap ``get`` of a key, or ``multi_get`` of several, so that it waits with the patched ``wait``."""
 
     @functools.wraps(method)
     def wrapper(store: Any, key: str | Sequence[str]) -> Any:
-        if isinstance(_innermost(store), _POLLED):
+        if isinstance(_unwrap_prefixes(store), _POLLED_STORES):
             store.wait([key] if isinstance(key, str) else key)
         return method(store, key)
 
     return wrapper
 
 
-def _barrier(method: Method) -> Method:
-    """With torch's own keys: a process without ddip may take part."""
+def _wrap_barrier(method: Method) -> Method:
+    """Wrap ``barrier``, with the same keys as torch, because a process without ddip may take part."""
 
     @functools.wraps(method)
     def wrapper(store: Any, key: str, world_size: int, timeout: timedelta | None = None) -> None:
-        if not isinstance(_innermost(store), _POLLED):
+        if not isinstance(_unwrap_prefixes(store), _POLLED_STORES):
             method(store, key, world_size, *([] if timeout is None else [timeout]))
             return
         if store.add(f"{key}/num_members", 1) == world_size:
@@ -131,19 +138,21 @@ def _barrier(method: Method) -> Method:
     return wrapper
 
 
-def _queue_pop(released: Callable[[], bool]) -> Callable[[Method], Method]:
+def _wrap_queue_pop(released: Callable[[], bool]) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def wrapper(store: Any, key: str, block: bool = True) -> Any:
-            inner = _innermost(store)
-            if not block or not isinstance(inner, _POLLED):
+            inner = _unwrap_prefixes(store)
+            if not block or not isinstance(inner, _POLLED_STORES):
                 return method(store, key, block)
             end = time.monotonic() + inner.timeout.total_seconds()
             while True:
                 try:
                     return method(store, key, False)
                 except _torch.QueueEmptyError:
-                    _raise_if(released, f"this rank waited for an entry of queue {key} in a {type(inner).__name__}")
+                    _raise_if_released(
+                        released, f"this rank waited for an entry of queue {key} in a {type(inner).__name__}"
+                    )
                     if time.monotonic() >= end:
                         raise
                 time.sleep(POLL_SECONDS)
@@ -153,17 +162,19 @@ def _queue_pop(released: Callable[[], bool]) -> Callable[[Method], Method]:
     return wrap
 
 
-def _connect(method: Method, released: Callable[[], bool]) -> Method:
+def _wrap_tcp_store_init(method: Method, released: Callable[[], bool]) -> Method:
     @functools.wraps(method)
     def wrapper(store: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(("world_size", "is_master", "timeout"), args, strict=False)) | kwargs
-        if not given.get("is_master", False):
-            end = time.monotonic() + given.get("timeout", TCP_TIMEOUT).total_seconds()
-            while not _listens(host_name, port) and time.monotonic() < end:
-                _raise_if(released, f"this rank tried to connect to the TCPStore at {host_name}:{port}")
+        arguments = dict(zip(("world_size", "is_master", "timeout"), args, strict=False)) | kwargs
+        if not arguments.get("is_master", False):
+            end = time.monotonic() + arguments.get("timeout", TCP_TIMEOUT).total_seconds()
+            while not _is_listening(host_name, port) and time.monotonic() < end:
+                _raise_if_released(released, f"this rank tried to connect to the TCPStore at {host_name}:{port}")
                 time.sleep(POLL_SECONDS)
         else:
-            _raise_if(released, f"this rank was about to wait for the others in the TCPStore at {host_name}:{port}")
+            _raise_if_released(
+                released, f"this rank was about to wait for the others in the TCPStore at {host_name}:{port}"
+            )
             _served.add(port)
         method(store, host_name, port, *args, **kwargs)
 
@@ -171,11 +182,11 @@ def _connect(method: Method, released: Callable[[], bool]) -> Method:
 
 
 def ports() -> set[int]:
-    """At which this rank has served stores: it waits in them itself, through connections of its own."""
+    """Return the ports on which this rank has served stores; it also connects to these itself."""
     return set(_served)
 
 
-def _recorded(method: Method) -> Method:
+def _wrap_file_store_init(method: Method) -> Method:
     @functools.wraps(method)
     def wrapper(store: Any, file_name: str, *args: Any, **kwargs: Any) -> None:
         _files.add(os.path.abspath(file_name))
@@ -185,51 +196,51 @@ def _recorded(method: Method) -> Method:
 
 
 class FileWaits:
-    """Waits of the main thread in a FileStore, from C++ code of ``torch.distributed``, since a release."""
+    """Ends waits of C++ code of ``torch.distributed`` in a FileStore on the main thread, after an abort."""
 
     def __init__(self) -> None:
-        self._place: tuple[int, int] | None = None
-        self._aside: dict[str, str] = {}
+        self._position: tuple[int, int] | None = None
+        self._moved_files: dict[str, str] = {}
 
     def end(self) -> bool:
-        """End a wait; returns whether to look again. A thread at the same place as before waits there."""
+        """End a wait if the main thread has not moved since the last call; return whether to call this again."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         in_torch = frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed")
-        former, self._place = self._place, (id(frame), frame.f_lasti) if frame is not None and in_torch else None
-        if self._place is not None and self._place == former:
+        former, self._position = self._position, (id(frame), frame.f_lasti) if frame is not None and in_torch else None
+        if self._position is not None and self._position == former:
             for path in _files:
-                with contextlib.suppress(OSError):  # it has been removed
-                    self._break(path)
+                with contextlib.suppress(OSError):  # the file was removed
+                    self._replace_by_link(path)
         return in_torch
 
-    def _break(self, path: str) -> None:
-        """Put a link to itself in place of a file: who opens it fails at once. Another rank may have done it."""
+    def _replace_by_link(self, path: str) -> None:
+        """Replace a file by a symbolic link to itself, so that opening it fails, if it is not one already."""
         if not os.path.islink(path):
-            aside = f"{path}.ddip-{os.getpid()}"
-            os.rename(path, aside)
-            self._aside[path] = aside
+            moved = f"{path}.ddip-{os.getpid()}"
+            os.rename(path, moved)
+            self._moved_files[path] = moved
             os.symlink(path, path)
 
     def close(self) -> None:
-        """Put the files back: a store may be used again."""
-        for path, aside in self._aside.items():
+        """Restore the replaced files, because their stores may be used again."""
+        for path, moved in self._moved_files.items():
             with contextlib.suppress(OSError):
-                os.replace(aside, path)
+                os.replace(moved, path)
 
 
-def _innermost(store: Any) -> Any:
+def _unwrap_prefixes(store: Any) -> Any:
     while isinstance(store, _torch.PrefixStore):
         store = store.underlying_store
     return store
 
 
-def _has(store: Any, inner: Any, keys: Sequence[str]) -> bool:
-    """Are all `keys` there? ``check`` alone would wait, in C++, for the file itself."""
+def _has_keys(store: Any, inner: Any, keys: Sequence[str]) -> bool:
+    """Return whether the store has all `keys`; ``check`` alone would wait in C++ for a missing file."""
     return (not isinstance(inner, _torch.FileStore) or os.path.lexists(inner.path)) and bool(store.check(list(keys)))
 
 
-def _listens(host: str, port: int) -> bool:
-    """Does anybody? Also true where it cannot be found out: torch will say why."""
+def _is_listening(host: str, port: int) -> bool:
+    """Return whether a process listens; also True after other errors, because torch will report them."""
     try:
         with socket.create_connection((host, port), CONNECT_SECONDS):
             return True
@@ -239,6 +250,6 @@ def _listens(host: str, port: int) -> bool:
         return True
 
 
-def _raise_if(released: Callable[[], bool], what: str) -> None:
+def _raise_if_released(released: Callable[[], bool], what: str) -> None:
     if released():
         raise _torch.DistStoreError(f"{what}, and was released")
