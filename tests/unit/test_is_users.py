@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from ddip.rank.kernel import kernel, shell
+from ddip.protocol import remote
+from ddip.rank.kernel import cell_report, kernel, shell
 from ddip.rank.profiling import profiling
-from ddip.rank.runtime import stacks
+from ddip.rank.runtime import current, stacks
 
 
 def run_code(inner: Callable[[], bool]) -> bool:
@@ -38,6 +39,12 @@ def test_what_lets_no_exception_through_is_left_alone() -> None:
 
 def test_an_app_is_interrupted_as_a_cell_is() -> None:
     assert stacks.calls_users_code(named("hook"))()
+
+
+def test_what_ddip_does_around_a_cell_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "begin", lambda: stacks.is_users(sys._getframe()))
+    assert cell_report._call_checked("runtime.current.begin") is False
+    assert remote.call("runtime.current.begin")["ok"] is True  # a request of the notebook
 
 
 @pytest.mark.parametrize(

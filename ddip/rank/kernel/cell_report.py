@@ -9,7 +9,7 @@ from ddip.protocol.cell_messages import Asked
 from ddip.protocol.remote import call
 from ddip.protocol.reports import CellReport, IterationReport
 from ddip.rank.kernel.shell import RankShell
-from ddip.rank.runtime import c10d
+from ddip.rank.runtime import c10d, stacks
 from ddip.rank.runtime.gpu import gpu
 
 UNKNOWN: IterationReport = {"forward": True, "unfinished": True, "backwards": 0, "steps": 0, "in_thread": False}
@@ -18,6 +18,7 @@ _unchecked: list[str] = []
 """Errors of `_call_checked` since the cell began."""
 
 
+@stacks.runs_around_cells
 def _call_checked(target: str, *args: Any) -> Any:
     """Return the result of ``call(target, *args)``, or None after an error, which is then reported."""
     reply = call(target, *args)
@@ -35,7 +36,8 @@ def begin_cell(asked: Asked) -> None:
     _call_checked("runtime.current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
 
 
-def of_the_cell(shell: RankShell) -> CellReport:
+@stacks.runs_around_cells
+def build_report(shell: RankShell) -> CellReport:
     """Build the report of the cell that has just ended, without its ``seconds``.
 
     Errors in ddip itself are put into the report instead of raised: the notebook must learn that the cell has ended.

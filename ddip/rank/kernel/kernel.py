@@ -36,7 +36,7 @@ from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
 from ddip.protocol.text import packing
 from ddip.rank.inspection.state_history import history, paused
 from ddip.rank.kernel import answers, app_hooks, refusals
-from ddip.rank.kernel.cell_report import begin_cell, of_the_cell
+from ddip.rank.kernel.cell_report import begin_cell, build_report
 from ddip.rank.kernel.shell import RankShell
 from ddip.rank.objects import live_objects
 from ddip.rank.process_group import membership
@@ -45,7 +45,7 @@ from ddip.rank.runtime import libraries, tracebacks
 from ddip.rank.runtime.aside import Aside
 from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
-from ddip.rank.runtime.stacks import is_users, never_interrupted
+from ddip.rank.runtime.stacks import is_users, never_interrupted, runs_around_cells
 from ddip.rank.streams import cell_log
 from ddip.rank.streams.mending import restore_streams
 from ddip.rank.streams.streams import RankStream, tag_threads_with_cells
@@ -317,6 +317,7 @@ class RankKernel(CellKernel):
             reply = self._error_reply("execute", error)
             return cast(CellReply, {**reply, "silent": True})  # the notebook waits for no more messages
 
+    @runs_around_cells
     def _begin_output(self, asked: Asked) -> dict[str, Any]:
         """Attribute output and state changes from now on to the new cell; return the header of its request."""
         header: dict[str, Any] = self.get_parent("shell")["header"]
@@ -372,7 +373,7 @@ class RankKernel(CellKernel):
     def _end_cell(self, reply: dict[str, Any], header: dict[str, Any]) -> CellReply:
         """End the cell of the request `header`, and return `reply` with a report on this rank and its group."""
         self.restore_streams()
-        report, raised = of_the_cell(self.shell), self.shell.raised
+        report, raised = build_report(self.shell), self.shell.raised
         if cell_log.has_log(header["msg_id"]):
             for stream in self._streams:
                 stream.flush_all()

@@ -74,6 +74,8 @@ _uninterruptible: set[CodeType] = set()
 """Functions of ddip that must not be interrupted."""
 _run_user_code: set[CodeType] = {Gpu.finish.__code__}
 """Functions of ddip that run users' code."""
+_around_cells: set[CodeType] = set()
+"""Functions that make ddip's own calls before and after a cell."""
 
 
 def never_interrupted(function: F) -> F:
@@ -85,6 +87,12 @@ def never_interrupted(function: F) -> F:
 def calls_users_code(function: F) -> F:
     """Mark a function of ddip that runs users' code, such as an app's code around a cell."""
     _run_user_code.add(function.__code__)
+    return function
+
+
+def runs_around_cells(function: F) -> F:
+    """Mark a function that makes ddip's own calls before or after a cell, which no interrupt may end."""
+    _around_cells.add(function.__code__)
     return function
 
 
@@ -100,8 +108,8 @@ def is_users(frame: FrameType | None) -> bool:
             return False
         if name == "run_code" or frame.f_code in _run_user_code:
             return True
-        if frame.f_code == call.__code__:  # these run ddip's code before and after a cell
-            return frame.f_back is None or frame.f_back.f_code.co_name not in ("_begin_output", "of_the_cell")
+        if frame.f_code == call.__code__:
+            return frame.f_back is None or frame.f_back.f_code not in _around_cells
         frame = frame.f_back
     return False
 
