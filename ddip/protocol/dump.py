@@ -19,7 +19,10 @@ FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 
 
 def listen(folder: Path, pid: int) -> None:
-    """Have this process, `pid`, write its main thread's stack to a file in `folder` whenever it receives SIGNAL."""
+    """Register a handler that writes the main thread's stack to a file in `folder` on each SIGNAL.
+
+    `pid` is this process; the file is `file_of` it.
+    """
     if SIGNAL is not None:
         faulthandler.register(SIGNAL, file=file_of(folder, pid).open("w"), all_threads=False)
 
@@ -40,5 +43,7 @@ def place_in(text: str) -> StackLocation:
     cell_frame = next((frame for frame in frames if "/ipykernel_" in frame["file"]), None)
     function = frames[0]["function"]
     file = frames[0]["file"].rpartition("/")[2]
-    inner = f"{file}:{frames[0]['line']} in {function}" if cell_frame is None else f"line {cell_frame['line']} of the cell"
+    inner = f"{file}:{frames[0]['line']} in {function}"
+    if cell_frame is not None:
+        inner = f"line {cell_frame['line']} of the cell"
     return StackLocation("" if function == "<module>" else function, inner=inner, state="gil_held")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 State: TypeAlias = Literal["busy", "gil_held", "idle", "finished", "ended", "stopped"]
-"""State of a rank. ``gil_held``: busy and not answering, perhaps as C code holds the interpreter. ``finished``: done with
+"""State of a rank. ``gil_held``: busy and not answering; C code may hold the interpreter. ``finished``: done with
 a cell that other ranks still run. ``ended``: its process is gone. ``stopped``: by SIGSTOP or a debugger; `inner` says
 how to let it continue."""
 

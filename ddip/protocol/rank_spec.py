@@ -44,8 +44,8 @@ class RankSpec:
     store: str
     """Path of the file store that forms the group, or ``tcp://address:port/number`` of the TCPStore of rank 0."""
     groups: int
-    """Initial value of torch's count of groups. torch makes group names from the count, and device meshes and functional
-    collectives look groups up by name, so that a former group's name must not be used again for other ranks."""
+    """Initial value of torch's count of groups. torch derives group names from it, and device meshes and functional
+    collectives find groups by name, so other ranks must not reuse a former group's name."""
     seconds: float
     """Timeout of forming the group over gloo, as a foreign process may have taken a rank's connection."""
     interfaces: dict[str, str]

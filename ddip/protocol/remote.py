@@ -25,7 +25,7 @@ def call(target: str, *args: Any) -> dict[str, Any]:
     """Run the function `target`, ``module.function`` of ``ddip.rank``, in this process, which is a rank.
 
     Returns ``{"ok": result}``, or ``{"error": name, "message": text, "traceback": text}``: never an exception object,
-    as ipyparallel's client drops one that it cannot unpickle. Interrupts and exits are returned in the same way, because
+    as ipyparallel's client drops one that it cannot unpickle. Interrupts and exits are returned in the same way, since
     the thread that serves requests must not end.
     """
     module, _, function = target.rpartition(".")

@@ -51,8 +51,8 @@ class Hello(TypedDict):
 
 
 GpuState: TypeAlias = Literal["done", "under way", "lost"]
-"""State of a rank's GPU after a cell. ``done``: idle. ``under way``: kernels of the cell are running. ``lost``: unusable,
-because its context is lost."""
+"""State of a rank's GPU after a cell. ``done``: idle. ``under way``: kernels of the cell are running. ``lost``: the
+GPU is unusable because its context is lost."""
 
 
 class GpuFigures(TypedDict):
@@ -117,7 +117,7 @@ class Vitals(Figures):
 
 
 Place: TypeAlias = "tuple[str, int, int, list[int]]"
-"""Position of a pickled object: its name, the number of its load, its offset there and the sizes of its parts in bytes."""
+"""Position of a pickled object: name, number of its load, offset in the load, and sizes of its parts; bytes."""
 
 
 Paths: TypeAlias = dict[int, tuple[str, int]]
@@ -175,7 +175,7 @@ class Peeked(Packed):
 
 
 class Going(TypedDict):
-    """Objects that are lost with the groups that a rank has left and that the user has not yet been told about."""
+    """Objects lost with the groups that a rank has left, until the user has been told."""
 
     wrappers: int
     """Number of DDP and FSDP wrappers."""
@@ -306,7 +306,8 @@ class IterationFacts(TypedDict):
     unfinished: bool
     """True if shards are still gathered, or gradients are not reduced or only unscaled."""
     gradients: dict[str, list[int | None]]
-    """Per DDP over the default group, by number: a flag per parameter that has a gradient, then the gradients' checksums."""
+    """Per DDP over the default group, by number: a flag per parameter, 1 if it has a gradient, then checksums of these
+    gradients."""
     models: list[str]
     """Variables whose model had gradients changed by the cell; an empty name for a model that no variable holds."""
 
@@ -387,7 +388,7 @@ inputs, and the times at which this rank began it and had its result, in nanosec
 
 
 class ProfileReport(TypedDict):
-    """Breakdown of a cell's time on one rank. `begin` and `end` are ``time.time_ns`` values, sums are seconds."""
+    """Breakdown of a cell's time on one rank: times on ``time.time_ns``, sums in seconds."""
 
     fault: str
     """Reason why there is no profile; empty if there is one."""

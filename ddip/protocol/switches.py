@@ -1,7 +1,7 @@
 """Environment variables that turn off the rank's mechanisms below public interfaces.
 
-``DDIP_NATIVE=0`` in the environment of the notebook turns all of them off. ``DDIP_NATIVE_SOCKETS=0``, for example, turns
-off one. A rank also turns off each mechanism whose self-test fails when the rank starts.
+``DDIP_NATIVE=0`` in the environment of the notebook turns all of them off; ``DDIP_NATIVE_SOCKETS=0`` turns off one. A
+rank also turns off each mechanism whose self-test fails when the rank starts.
 """
 
 from __future__ import annotations

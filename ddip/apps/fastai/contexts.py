@@ -24,7 +24,7 @@ from ddip.apps import patches, rank_exchange
 def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
     """Batch norm over the batches of all ranks, where torch has that: on GPUs."""
     device = torch.device(getattr(learn.dls, "device", None) or "cpu")
-    if not wanted or not rank_exchange.together() or device.type != "cuda":
+    if not wanted or not rank_exchange.on_all_ranks() or device.type != "cuda":
         yield
         return
     plain = {name: module for name, module in learn.model.named_modules() if name and isinstance(module, _BatchNorm)}
@@ -40,10 +40,10 @@ def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
 @functools.wraps(distributed.rank0_first)
 def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `func` on rank 0, then on the others; if it fails there, raise on all."""
-    if not rank_exchange.together():
+    if not rank_exchange.on_all_ranks():
         return func(*args, **kwargs)
     first = rank_exchange.rank() == 0
-    failed = "" if first else rank_exchange.of_rank_0("")
+    failed = "" if first else rank_exchange.broadcast_object("")
     if failed:
         raise RuntimeError(f"rank 0 failed in {getattr(func, '__name__', func)}: {failed}")
     try:
@@ -54,7 +54,7 @@ def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         if first:
-            rank_exchange.of_rank_0(failed)
+            rank_exchange.broadcast_object(failed)
 
 
 def apply() -> None:
@@ -76,10 +76,10 @@ def apply() -> None:
 
     def num_distrib() -> int:
         """Ranks that a barrier can wait for."""
-        return rank_exchange.size() if rank_exchange.together() else 0
+        return rank_exchange.world_size() if rank_exchange.on_all_ranks() else 0
 
     patches.patch(Learner, "distrib_ctx", distrib_ctx)
     patches.patch(Learner, "to_distributed", to_distributed)
     patches.patch(Learner, "detach_distributed", detach_distributed)
-    patches.put_everywhere("rank0_first", distributed.rank0_first, rank0_first)
+    patches.replace_imports("rank0_first", distributed.rank0_first, rank0_first)
     patches.patch(torch_core, "num_distrib", num_distrib)  # as distrib_barrier sees it: ``load`` in a cell on one rank

@@ -57,7 +57,7 @@ class DdipMerge(Passing):
 
 def _gather(callback: GatherPredsCallback) -> None:
     mine = {name: value for name in GATHERED if isinstance(value := vars(callback).get(name), list)}
-    everyone = rank_exchange.gather(mine)
+    everyone = rank_exchange.gather_objects(mine)
     for name in mine:
         setattr(callback, name, plan.in_order([theirs[name] for theirs in everyone]))
 
@@ -65,16 +65,16 @@ def _gather(callback: GatherPredsCallback) -> None:
 def _agreed_seed(learn: Learner, dl: Any) -> int | None:
     """A seed for the order of `dl`; None if each rank has to make all of its batches."""
     if (
-        not rank_exchange.together()
+        not rank_exchange.on_all_ranks()
         or not rank_loaders.is_divisible(dl)
         or rank_loaders.carries_state(dl, learn)
         or _saves_batches(learn)
     ):
         return None
     training = any(isinstance(callback, OfDdip) for callback in learn.cbs)
-    model = () if training else checksum(rank_exchange.state_of(learn.model))
+    model = () if training else checksum(rank_exchange.parameters_and_buffers(learn.model))
     seed = randomness.Seeds.draw().python
-    told = rank_exchange.gather((rank_loaders.looks(dl), rank_exchange.fingerprint(model), seed))
+    told = rank_exchange.gather_objects((rank_loaders.looks(dl), rank_exchange.fingerprint(model), seed))
     same = all(one[:2] == told[0][:2] for one in told)  # each works with data, or a model, of its own otherwise
     return told[0][2] if same else None
 

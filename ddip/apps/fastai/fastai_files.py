@@ -23,7 +23,7 @@ from fastcore.basics import Stateful
 from fastdownload import FastDownload
 
 from ddip.apps import patches, rank_exchange
-from ddip.apps.once import once_a_host
+from ddip.apps.once import once_per_host
 from ddip.rank.runtime import current
 
 
@@ -75,7 +75,7 @@ def _made_once(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         what = f"{function.__name__}({', '.join(map(str, args[:1]))})"
-        return once_a_host(what, lambda: function(*args, **kwargs), lambda: None)
+        return once_per_host(what, lambda: function(*args, **kwargs), lambda: None)
 
     return make
 
@@ -94,7 +94,7 @@ def _trained_once(setup: Callable[..., Any]) -> Callable[..., Any]:
 
         if self.tok is not None:
             return setup(self, items, rules)
-        return once_a_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load)
+        return once_per_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load)
 
     return train_once
 
@@ -117,18 +117,18 @@ def apply() -> None:
 
     @functools.wraps(get)
     def get_once(self: FastDownload, url: str, extract_key: str = "data", force: bool = False) -> Any:
-        return once_a_host(url, lambda: get(self, url, extract_key, force), lambda: get(self, url, extract_key))
+        return once_per_host(url, lambda: get(self, url, extract_key, force), lambda: get(self, url, extract_key))
 
     @functools.wraps(hub)
     def download_once(url: str, dst: str, *args: Any, **kwargs: Any) -> None:
-        once_a_host(url, lambda: hub(url, dst, *args, **kwargs), lambda: None)
+        once_per_host(url, lambda: hub(url, dst, *args, **kwargs), lambda: None)
 
     @functools.wraps(tokenize)
     def tokenize_once(*args: Any, **kwargs: Any) -> Any:
         def found() -> Any:
             return tokenize(*args, **{**kwargs, "skip_if_exists": True})
 
-        return once_a_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
+        return once_per_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
 
     patches.patch(xtras, "save_config_file", _written_at_once(xtras.save_config_file))
     patches.patch(FastDownload, "get", get_once)
@@ -137,7 +137,7 @@ def apply() -> None:
     patches.patch(core.SentencePieceTokenizer, "setup", _trained_once(core.SentencePieceTokenizer.setup))
     vision = sys.modules.get("fastai.vision.utils")
     for name in ("download_images", "resize_images") if vision is not None else ():
-        patches.put_everywhere(name, getattr(vision, name), _made_once(getattr(vision, name)))
+        patches.replace_imports(name, getattr(vision, name), _made_once(getattr(vision, name)))
     patches.patch(Learner, "save", _written(Learner.save))
     patches.patch(Learner, "export", _written(_without_records(Learner.export)))
     patches.patch(Recorder, "__getstate__", _with_records)

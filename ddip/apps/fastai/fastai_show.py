@@ -63,6 +63,6 @@ def apply() -> None:
             self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - after_fit closes it
             self.old_logger, self.learn.logger = self.learn.logger, self._write_line
 
-    patches.put_everywhere("progress_bar", fastprogress.progress_bar, progress_bar)
-    patches.put_everywhere("master_bar", fastprogress.master_bar, master_bar)
+    patches.replace_imports("progress_bar", fastprogress.progress_bar, progress_bar)
+    patches.replace_imports("master_bar", fastprogress.master_bar, master_bar)
     patches.patch(CSVLogger, "before_fit", open_file)

@@ -116,7 +116,7 @@ class DdipLast(OfDdip):
         """What the recorder has written down may be a callback's own: rank 0's counts."""
         recorder = getattr(self.learn, "recorder", None)
         if recorder is not None:
-            recorder.log = type(recorder.log)(rank_exchange.of_rank_0(list(recorder.log)))
+            recorder.log = type(recorder.log)(rank_exchange.broadcast_object(list(recorder.log)))
 
 
 def is_distributed_by_user(learn: Learner) -> bool:
@@ -172,7 +172,7 @@ def apply() -> None:
 
     @functools.wraps(plain)
     def fit(self: Learner, n_epoch: int, *args: Any, **kwargs: Any) -> None:
-        if not rank_exchange.together() or _jobs or is_distributed_by_user(self):
+        if not rank_exchange.on_all_ranks() or _jobs or is_distributed_by_user(self):
             with _tidy(self, _added(args, kwargs)), precision.ended(self):
                 plain(self, n_epoch, *args, **kwargs)
             return
@@ -205,6 +205,6 @@ def _epochs(learn: Learner, n_epoch: int, args: tuple[Any, ...], kwargs: dict[st
     """``lr_find`` asks for as many epochs as one process would need for its steps; an epoch has fewer steps here."""
     for callback in _added(args, kwargs):
         if isinstance(callback, LRFinder):
-            steps = -(-len(learn.dls.train) // rank_exchange.size())
+            steps = -(-len(learn.dls.train) // rank_exchange.world_size())
             return int(callback.num_it) // max(steps, 1) + 1
     return n_epoch

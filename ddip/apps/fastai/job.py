@@ -73,15 +73,15 @@ class Job:
         told = {
             "data": rank_loaders.looks(learn.dls.train),
             "epochs": learn.n_epoch,
-            "model": rank_exchange.fingerprint(checksum(rank_exchange.state_of(learn.model))),
+            "model": rank_exchange.fingerprint(checksum(rank_exchange.parameters_and_buffers(learn.model))),
             "optimizer": _print_of_optimizer(learn),
             "seeds": self.seeds,
         }
-        everyone = rank_exchange.gather(told)
+        everyone = rank_exchange.gather_objects(told)
         _require_same(everyone)
         self.seeds = everyone[0]["seeds"]
         if len({one["model"] for one in everyone}) > 1:
-            rank_exchange.share(rank_exchange.state_of(learn.model))
+            rank_exchange.broadcast_tensors(rank_exchange.parameters_and_buffers(learn.model))
         if len({one["optimizer"] for one in everyone}) > 1:
             _share_optimizer(learn)
         self.common = common
@@ -93,7 +93,7 @@ class Job:
         `may_drop`: items are counted in each step, since a callback may take some out of a batch.
         """
         self.epochs += 1
-        self._may_drop = any(rank_exchange.gather_number(may_drop))
+        self._may_drop = any(rank_exchange.gather_numbers(may_drop))
         self.seen = metrics.Seen()
         seed = (self.seeds.python + self.epochs) % 2**62
         self.learn.dl, self.plan = rank_loaders.of_training(self.learn.dl, self.learn, seed)
@@ -116,9 +116,9 @@ class Job:
         """Of this rank's loss: the mean over the ranks of what they have so weighted is that of one process."""
         weight = self.plan.weights[self.step]
         if self.reductions.of(self.learn.loss_func) == "sum":
-            return float(rank_exchange.size()) if weight else 0.0
+            return float(rank_exchange.world_size()) if weight else 0.0
         if self._used is not None and self._used[1]:
-            return self._used[0] * rank_exchange.size() / self._used[1]
+            return self._used[0] * rank_exchange.world_size() / self._used[1]
         return weight
 
     @property
@@ -129,7 +129,7 @@ class Job:
     @property
     def items(self) -> float:
         """Of this step, as a mean over the ranks."""
-        return self.plan.items[self.step] if self._used is None else self._used[1] / rank_exchange.size()
+        return self.plan.items[self.step] if self._used is None else self._used[1] / rank_exchange.world_size()
 
     def begin_step(self) -> None:
         """A batch has come."""
@@ -142,7 +142,7 @@ class Job:
         if self._may_drop:
             planned = self.plan.weights[self.step] * self.plan.items[self.step]
             mine = planned * _size(self.learn) / self._whole if self._whole else 0.0
-            self._used = mine, rank_exchange.total(mine)
+            self._used = mine, rank_exchange.sum_number(mine)
 
     def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` as it counts; one that does not count is 0, also where it is the mean of nothing."""
@@ -150,7 +150,7 @@ class Job:
 
     def start_loss_allreduce(self) -> None:
         """Begin to make one loss of all; the backward pass goes on meanwhile."""
-        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / rank_exchange.size()
+        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / rank_exchange.world_size()
         self._work = dist.all_reduce(self._loss, async_op=True)
 
     def finish_loss_allreduce(self) -> None:
@@ -199,12 +199,12 @@ class Job:
             return
         self._probing = False
         trainable = _trainable(self.learn.model)
-        theirs = rank_exchange.gather([parameter.grad is not None for parameter in trainable.values()])
+        theirs = rank_exchange.gather_objects([parameter.grad is not None for parameter in trainable.values()])
         used = dict(zip(trainable, zip(*theirs, strict=True), strict=True))
         for name, parameter in trainable.items():
             if any(used[name]):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                rank_exchange.average(parameter.grad)
+                rank_exchange.average_tensor(parameter.grad)
         known = _used.setdefault(self.learn.model, {})
         known.update({name: all(by_rank) for name, by_rank in used.items()})
         self._wrapper = None
@@ -218,7 +218,7 @@ class Job:
 
     def share_buffers(self) -> None:
         """What a model counts by itself (batch norm) is rank 0's, as in any step."""
-        rank_exchange.share(list(self.learn.model.buffers()))
+        rank_exchange.broadcast_tensors(list(self.learn.model.buffers()))
 
     def end(self) -> None:
         """However it ended."""
@@ -280,7 +280,7 @@ def _print_of_optimizer(learn: Learner) -> int:
 def _share_optimizer(learn: Learner) -> None:
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
     state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # another rank has another GPU
-    state, trained, frozen = rank_exchange.of_rank_0((state, trained, getattr(learn.opt, "frozen_idx", 0)))
+    state, trained, frozen = rank_exchange.broadcast_object((state, trained, getattr(learn.opt, "frozen_idx", 0)))
     learn.opt.load_state_dict(state)
     for parameter, known in getattr(learn.opt, "state", {}).items():
         known.update(to_device(dict(known), parameter.device))

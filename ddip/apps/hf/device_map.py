@@ -33,8 +33,8 @@ def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_here(kind: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         typed = kwargs.get("device_map")
-        if isinstance(typed, str) and typed in SPREAD and rank_exchange.together():
-            raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.size()))
+        if isinstance(typed, str) and typed in SPREAD and rank_exchange.on_all_ranks():
+            raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.world_size()))
         return load(kind, *args, **kwargs)
 
     return load_here

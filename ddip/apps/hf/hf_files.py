@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddip.apps import patches
-from ddip.apps.once import once_a_host
+from ddip.apps.once import once_per_host
 
 PATIENCE = 20.0
 """Seconds until a rank does it itself, where the first one of the host does something else, and may wait for it."""
@@ -29,17 +29,17 @@ def apply() -> None:
     for path, name in DOWNLOADS.items():
         if path in sys.modules:
             download = getattr(sys.modules[path], name)
-            patches.put_everywhere(name, download, _downloaded(download))
+            patches.replace_imports(name, download, _downloaded(download))
     datasets = sys.modules.get("datasets")
     if datasets is not None:
-        patches.put_everywhere("load_dataset", datasets.load_dataset, _loaded(datasets.load_dataset))
+        patches.replace_imports("load_dataset", datasets.load_dataset, _loaded(datasets.load_dataset))
         patches.patch(datasets.Dataset, "map", _mapped(datasets.Dataset.map, datasets.is_caching_enabled))
 
 
 def _once(kind: str, what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
     if threading.current_thread() is not threading.main_thread():  # nothing is in order between threads of two ranks
         return fetch()
-    return once_a_host(f"{kind}({what})", fetch, found, PATIENCE, same_error=True, kind=kind)
+    return once_per_host(f"{kind}({what})", fetch, found, PATIENCE, same_error=True, kind=kind)
 
 
 def _downloaded(download: Callable[..., Any]) -> Callable[..., Any]:

@@ -109,14 +109,16 @@ def go_on() -> None:
 def share_states() -> None:
     """On all ranks at once: give them rank 0's state of the optimizers and schedulers that each of them has."""
     mine = {number: thing for thing, number in _kept.items()}
-    described = rank_exchange.gather({number: _description(thing) for number, thing in mine.items()})
+    described = rank_exchange.gather_objects({number: _description(thing) for number, thing in mine.items()})
     things = [mine[numbers[rank_exchange.rank()]] for numbers in matches(described)]
     packed = [_pack(thing.state_dict()) for thing in things]
-    marks = rank_exchange.gather([rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed])
+    marks = rank_exchange.gather_objects(
+        [rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed]
+    )
     for number, (thing, (data, tensors)) in enumerate(zip(things, packed, strict=True)):
         if len({of_rank[number] for of_rank in marks}) > 1:
-            state, received = _unpack(rank_exchange.of_rank_0(data))
-            rank_exchange.share(tensors if rank_exchange.rank() == 0 else received)
+            state, received = _unpack(rank_exchange.broadcast_object(data))
+            rank_exchange.broadcast_tensors(tensors if rank_exchange.rank() == 0 else received)
             if rank_exchange.rank() != 0:
                 thing.load_state_dict({**thing.state_dict(), **state})
 

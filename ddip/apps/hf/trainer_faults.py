@@ -42,7 +42,7 @@ def _tidied(method: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True
         if not current.is_everywhere() and self.args.world_size > 1:
             here = ", ".join(map(str, current.ranks()))
-            raise RuntimeError(ON_SOME.format(method=method.__name__, size=rank_exchange.size(), here=here))
+            raise RuntimeError(ON_SOME.format(method=method.__name__, size=rank_exchange.world_size(), here=here))
         was_in_train = self.is_in_train
         _take_place(self)
         _unwrap_if_lost(self)
@@ -69,7 +69,7 @@ def _unwrap_if_lost(trainer: Any) -> None:
     wrapped = trainer.model_wrapped
     if wrapped is not trainer.model and any(wrappers.is_lost(module) for module in wrapped.modules()):
         trainer.model_wrapped = trainer.model
-        if rank_exchange.together():
+        if rank_exchange.on_all_ranks():
             living.share_states()
 
 

@@ -85,13 +85,13 @@ def _stoppable(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_failed_anywhere(trainer: Any) -> bool:
-    return any(rank_exchange.gather_number(trainer in _failed))
+    return any(rank_exchange.gather_numbers(trainer in _failed))
 
 
 def _level(trainer: Any) -> None:
     """Have all ranks be where rank 0 is, as their parameters will be."""
     faults.clean_up(trainer)
-    loops, callbacks = rank_exchange.of_rank_0(_state(trainer) if rank_exchange.rank() == 0 else None)
+    loops, callbacks = rank_exchange.broadcast_object(_state(trainer) if rank_exchange.rank() == 0 else None)
     for loop, progress in loops.items():
         for name, state in progress.items():
             operator.attrgetter(name)(getattr(trainer, loop)).load_state_dict(state)

@@ -71,7 +71,7 @@ def merge(learn: Learner, metrics: Sequence[Metric], seen: Seen) -> None:
     """Give each of `metrics` what the ranks have accumulated together; a collective."""
     states = [{name: vars(metric).get(name) for name in _state_names(metric)} for metric in metrics]
     replayed = [metric for metric in metrics if needs_batches(metric)]
-    everyone = rank_exchange.gather((states, seen.batches if replayed else []))
+    everyone = rank_exchange.gather_objects((states, seen.batches if replayed else []))
     for number, metric in enumerate(metrics):
         theirs = [states[number] for states, _ in everyone]
         for name in _names(metric, SUMS):

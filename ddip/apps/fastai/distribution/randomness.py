@@ -71,11 +71,11 @@ class Seeds(NamedTuple):
 
 def sync_rng() -> None:
     """Have every rank draw what rank 0 will draw: after a cell on some ranks only, or one that failed, they differ."""
-    if not rank_exchange.together():
+    if not rank_exchange.on_all_ranks():
         return
     state = State.now()
-    if len(set(rank_exchange.gather_number(state.fingerprint()))) > 1:
-        State(*rank_exchange.of_rank_0(tuple(state))).restore()
+    if len(set(rank_exchange.gather_numbers(state.fingerprint()))) > 1:
+        State(*rank_exchange.broadcast_object(tuple(state))).restore()
 
 
 def diverge_rng() -> None:

@@ -93,7 +93,7 @@ def of_training(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
 
     def own(sizes: list[int]) -> Sequence[int]:
         nonlocal made
-        made = plan.training(sizes, rank_exchange.rank(), rank_exchange.size(), in_runs=carries_state(dl, learn))
+        made = plan.training(sizes, rank_exchange.rank(), rank_exchange.world_size(), in_runs=carries_state(dl, learn))
         return made.batches
 
     shard = _shard(dl, seed, own)
@@ -102,7 +102,7 @@ def of_training(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
 
 def of_evaluation(dl: Any, seed: int) -> Any:
     """This rank's batches of `dl`."""
-    return _shard(dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.size()))
+    return _shard(dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.world_size()))
 
 
 Own = Callable[[list[int]], Sequence[int]]
@@ -124,8 +124,8 @@ def _settle(dl: Any) -> None:
     """Texts of a language model are shuffled where they are: from the same order on every rank."""
     if _is_of_texts_in_a_row(dl):
         order = list(dl.items.idxs)
-        if len(set(rank_exchange.gather_number(rank_exchange.fingerprint(order)))) > 1:
-            dl.items.idxs[:] = rank_exchange.of_rank_0(order)
+        if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint(order)))) > 1:
+            dl.items.idxs[:] = rank_exchange.broadcast_object(order)
             dl.make_chunks()
 
 

@@ -49,7 +49,7 @@ class Reductions:
         """Try `loss_func` if it is not known; all ranks come here with their parts of one batch. A collective."""
         if stated(loss_func) or (loss_func is self._tried and self._found):
             return
-        verdicts = set(rank_exchange.gather(trial(loss_func, pred, yb))) - {"no gradient"}
+        verdicts = set(rank_exchange.gather_objects(trial(loss_func, pred, yb))) - {"no gradient"}
         self._tried = loss_func
         self._found = None  # and tried again with the next batch, if nothing can be told from this one
         if verdicts:
