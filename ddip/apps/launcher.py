@@ -1,6 +1,6 @@
 """Make ``notebook_launcher`` in a cell use the ranks instead of starting processes.
 
-Fixes, in accelerate 1: in a process of a group it forks again, or refuses because CUDA or an Accelerator is in use.
+Mends, in accelerate 1: in a process of a group it forks again, or refuses because CUDA or an Accelerator is in use.
 """
 
 from __future__ import annotations
