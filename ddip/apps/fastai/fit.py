@@ -2,7 +2,7 @@
 
 Mends, in fastai 2.8.12: nothing is distributed without ``distrib_ctx``, which fails on the CPU; after an error, a
 learner stays wrapped, in autocast, with the loss function of MixUp, and with its table and files open; each rank sees
-its own loss, so that callbacks decide differently and ranks wait for each other; all ranks but rank 0 lose their logger.
+its own loss, so that callbacks decide differently and ranks wait for each other; only rank 0 keeps its logger.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _added_callbacks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]
 def _epochs_to_run(learn: Learner, n_epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of epochs to run.
 
-    ``lr_find`` computes it from its steps for one process; on several ranks an epoch has fewer steps, so it needs more.
+    ``lr_find`` computes `n_epoch` for the steps of one process. On several ranks an epoch has fewer steps.
     """
     for callback in _added_callbacks(args, kwargs):
         if isinstance(callback, LRFinder):

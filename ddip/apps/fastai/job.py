@@ -93,8 +93,8 @@ class Job:
     def begin_epoch(self, *, may_shorten: bool) -> None:
         """Select this rank's part of the training data for the next epoch. A collective.
 
-        All ranks shuffle alike. If `may_shorten` is true on any rank, a callback may remove items from batches, so items are
-        counted in each step.
+        All ranks shuffle alike. If `may_shorten` is true on any rank, a callback may remove items from batches, and
+        each step counts its items.
         """
         self.epochs += 1
         self._may_shorten = any(rank_exchange.gather_numbers(may_shorten))

@@ -80,7 +80,7 @@ def stated_reduction(loss_func: Any) -> Reduction | None:
 
 
 def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Verdict:
-    """Compare loss and gradient of some items with those of the same items given twice."""
+    """Judge a loss by some items: compare its value and gradient with those of the same items given twice."""
     state, randoms = SavedState(loss_func), randomness.State.now()
     try:
         rows = _rows((pred, *yb))
@@ -88,7 +88,7 @@ def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...])
         state.restore()
         randoms.restore()
         doubled, doubled_gradient = _loss_of(loss_func, pred, yb, rows, 2)
-    except Exception:  # the loss needs whole batches, or it fails and will raise by itself
+    except Exception:  # the loss needs whole batches, or is wrong and will raise in the fit
         return "neither"
     finally:
         state.restore()
