@@ -58,7 +58,7 @@ def is_first_on_host() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _device() -> torch.device:
+def _collective_device() -> torch.device:
     """Return the device for collectives of the default group: the CPU, unless it lacks a CPU backend."""
     on_cpu = "cpu:" in str(dist.get_backend_config())
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -73,7 +73,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 def gather_numbers(number: int) -> list[int]:
     """Return the `number` (63 bits) of each rank; faster than `gather_objects`. A collective."""
-    mine = torch.tensor([number], device=_device())
+    mine = torch.tensor([number], device=_collective_device())
     theirs = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(theirs, mine)
     return [int(number) for number in torch.cat(theirs).tolist()]
@@ -81,7 +81,7 @@ def gather_numbers(number: int) -> list[int]:
 
 def sum_number(number: float) -> float:
     """Return the sum of `number` over the ranks. A collective."""
-    tensor = torch.tensor([number], dtype=torch.float64, device=_device())
+    tensor = torch.tensor([number], dtype=torch.float64, device=_collective_device())
     dist.all_reduce(tensor)
     return float(tensor)
 
@@ -89,7 +89,7 @@ def sum_number(number: float) -> float:
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's `value` on every rank. A collective."""
     values = [value]
-    dist.broadcast_object_list(values, src=0, device=_device())
+    dist.broadcast_object_list(values, src=0, device=_collective_device())
     return values[0]
 
 
@@ -103,10 +103,10 @@ def broadcast_tensors(tensors: list[Tensor]) -> None:
     """Copy rank 0's values of `tensors` to every rank, in place. A collective."""
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.device.type == _device().type or "cpu:" in str(dist.get_backend_config()):
+            if tensor.device.type == _collective_device().type or "cpu:" in str(dist.get_backend_config()):
                 dist.broadcast(tensor.detach(), src=0)
             else:
-                moved = tensor.detach().to(_device())
+                moved = tensor.detach().to(_collective_device())
                 dist.broadcast(moved, src=0)
                 tensor.detach().copy_(moved)
 

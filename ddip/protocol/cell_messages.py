@@ -1,7 +1,7 @@
 """Messages that carry a cell to a rank and its reply back, on the channel of requests.
 
-They replace Jupyter's ``execute_request``, which takes the rank twice as long, and the notebook longer as ipyparallel
-processes the reply.
+They replace Jupyter's ``execute_request``, which costs the rank twice the time, and the notebook the time in which
+ipyparallel processes the reply.
 """
 
 from __future__ import annotations

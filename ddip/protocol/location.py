@@ -23,7 +23,7 @@ class StackLocation:
     source: str = ""
     """Text of that line."""
     inner: str = ""
-    """The innermost frame of all, as ``file.py:12 in function``."""
+    """The innermost frame, including library code, as ``file.py:12 in function``."""
     state: State = "busy"
     collective: str = ""
     """Description of the collective that the rank is in, or began last; only set in a `Stack`."""

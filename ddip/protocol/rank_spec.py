@@ -39,7 +39,7 @@ class RankSpec:
     master_addr: str
     master_port: int
     device: str
-    """``cpu``, or ``cuda:I`` as this process counts its devices."""
+    """``cpu``, or ``cuda:I`` with the index of the device in the rank's process."""
     backend: str
     store: str
     """Path of the file store that forms the group, or ``tcp://address:port/number`` of the TCPStore of rank 0."""
@@ -55,11 +55,11 @@ class RankSpec:
     notebook: str
     """Name of the notebook that lists of processes show."""
     collect: bool
-    """Request to collect garbage after each cell."""
+    """True if the rank collects garbage after each cell."""
     directory: str
-    """Working directory of the notebook; used before the first cell only."""
+    """Working directory of the notebook; only used before the first cell."""
     path: tuple[str, ...]
-    """``sys.path`` of the notebook; used before the first cell only."""
+    """``sys.path`` of the notebook; only used before the first cell."""
 
     @property
     def environment(self) -> dict[str, str]:

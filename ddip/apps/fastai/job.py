@@ -28,7 +28,7 @@ _used: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDi
 
 
 class Job:
-    """One fit of one learner."""
+    """One fit of one learner, distributed over all ranks."""
 
     def __init__(self, learn: Learner) -> None:
         self.learn = learn
@@ -181,7 +181,7 @@ class Job:
             self.learn.model, self.model = self.model, None
 
     def _wrapper_of(self, model: nn.Module) -> nn.Module:
-        trainable = _trainable(model)
+        trainable = _trainable_parameters(model)
         used = _used.get(model, {})
         self._probing = not trainable.keys() <= used.keys()
         if self._probing:  # until used parameters are known, `end_backward` averages gradients
@@ -205,7 +205,7 @@ class Job:
         if not self._probing:
             return
         self._probing = False
-        trainable = _trainable(self.learn.model)
+        trainable = _trainable_parameters(self.learn.model)
         flags_by_rank = rank_exchange.gather_objects([parameter.grad is not None for parameter in trainable.values()])
         used = dict(zip(trainable, zip(*flags_by_rank, strict=True), strict=True))
         for name, parameter in trainable.items():
@@ -241,7 +241,7 @@ def _batch_size(learn: Learner) -> float:
     return float(first.shape[0]) if getattr(first, "ndim", 0) else 1.0
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -286,7 +286,7 @@ def _optimizer_fingerprint(learn: Learner) -> int:
 
 def _broadcast_optimizer(learn: Learner) -> None:
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # another rank has another GPU
+    state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # each rank has a different GPU
     state, trained, frozen = rank_exchange.broadcast_object((state, trained, getattr(learn.opt, "frozen_idx", 0)))
     learn.opt.load_state_dict(state)
     for parameter, known in getattr(learn.opt, "state", {}).items():

@@ -28,7 +28,7 @@ def prepare() -> None:
     for module in PATCHES:
         module.apply()
     if place.is_accelerate_imported():
-        from ddip.apps import launcher  # it needs accelerate
+        from ddip.apps import launcher  # imports accelerate
 
         launcher.apply()
     place.reset_state()

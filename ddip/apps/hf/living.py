@@ -112,13 +112,13 @@ def share_states() -> None:
         {number: _description(stateful) for number, stateful in by_number.items()}
     )
     common = [by_number[numbers[rank_exchange.rank()]] for numbers in matches(descriptions)]
-    packed = [_pack(stateful.state_dict()) for stateful in common]
+    packed = [_pack_state(stateful.state_dict()) for stateful in common]
     fingerprints = rank_exchange.gather_objects(
         [rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed]
     )
     for number, (stateful, (data, tensors)) in enumerate(zip(common, packed, strict=True)):
         if len({of_rank[number] for of_rank in fingerprints}) > 1:
-            state, received = _unpack(rank_exchange.broadcast_object(data))
+            state, received = _unpack_state(rank_exchange.broadcast_object(data))
             rank_exchange.broadcast_tensors(tensors if rank_exchange.rank() == 0 else received)
             if rank_exchange.rank() != 0:
                 stateful.load_state_dict({**stateful.state_dict(), **state})
@@ -133,7 +133,7 @@ def _description(stateful: Any) -> str:
     return repr((type(stateful).__name__, type(inner).__qualname__, shapes))
 
 
-def _pack(state: dict[str, Any]) -> tuple[bytes, list[Tensor]]:
+def _pack_state(state: dict[str, Any]) -> tuple[bytes, list[Tensor]]:
     """Return `state` pickled without its tensors, and the tensors.
 
     Values that cannot be pickled, such as a scheduler's lambda, are left out: each rank keeps its own.
@@ -162,7 +162,7 @@ def _pack_value(value: Any) -> tuple[bytes, list[Tensor]]:
     return data.getvalue(), tensors
 
 
-def _unpack(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
+def _unpack_state(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the packed state with empty tensors, and a list of these tensors to fill."""
     tensors: list[Tensor] = []
 

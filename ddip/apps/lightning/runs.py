@@ -102,7 +102,7 @@ def _align_ranks(trainer: Any) -> None:
 
 def _run_state(trainer: Any) -> tuple[dict[str, dict[str, Any]], list[tuple[Any, dict[str, Any]]]]:
     """Return the progress of `trainer`'s loops, and the state of callbacks that decide for all ranks."""
-    loops = {name: _progress(getattr(trainer, name)) for name in LOOPS}
+    loops = {name: _loop_progress(getattr(trainer, name)) for name in LOOPS}
     callbacks = [
         (callback.state_dict(), {name: vars(callback)[name] for name in SAVED if name in vars(callback)})
         for callback in _deciding_callbacks(trainer)
@@ -110,7 +110,7 @@ def _run_state(trainer: Any) -> tuple[dict[str, dict[str, Any]], list[tuple[Any,
     return loops, callbacks
 
 
-def _progress(loop: Any) -> dict[str, Any]:
+def _loop_progress(loop: Any) -> dict[str, Any]:
     """Return the counts of `loop` and of the loops in it, by the paths of the attributes that hold them."""
     return {name: state for name, state in loop.state_dict().items() if not name.endswith("state_dict")}
 

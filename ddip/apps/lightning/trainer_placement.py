@@ -39,16 +39,16 @@ def settings(what: str, asked: Mapping[str, Any], position: RankPosition) -> dic
     {'max_epochs': 1, 'accelerator': 'cpu', 'devices': 2, 'num_nodes': 1}
     """
     __tracebackhide__ = True  # IPython leaves out this frame
-    accelerator = _accelerator(what, asked.get("accelerator", "auto"), position)
+    accelerator = _choose_accelerator(what, asked.get("accelerator", "auto"), position)
     _check_strategy(what, asked.get("strategy", "auto"), position)
     _check_number(what, asked, position)
     size = position.local_size if position.is_everywhere else 1
     nodes = position.size // position.local_size if position.is_everywhere else 1
-    devices = size if position.device is None or accelerator == "cpu" else _gpus(position, size)
+    devices = size if position.device is None or accelerator == "cpu" else _list_gpus(position, size)
     return {**asked, "accelerator": accelerator, "devices": devices, "num_nodes": nodes}
 
 
-def _accelerator(what: str, asked: Any, position: RankPosition) -> Any:
+def _choose_accelerator(what: str, asked: Any, position: RankPosition) -> Any:
     __tracebackhide__ = True  # IPython leaves out this frame
     if position.device is None and (asked in GPUS or type(asked).__name__ == "CUDAAccelerator"):
         raise ValueError(
@@ -93,8 +93,8 @@ def _check_number(what: str, asked: Mapping[str, Any], position: RankPosition) -
     """Raise ValueError unless ``devices`` times ``num_nodes`` is the number of ranks that train together."""
     __tracebackhide__ = True  # IPython leaves out this frame
     devices, nodes = asked.get("devices", "auto"), asked.get("num_nodes", 1)
-    number, wanted = _number(devices), position.size if position.is_everywhere else 1
-    if number in (None, 0) or not isinstance(nodes, int):  # 0 is refused by Lightning
+    number, wanted = _count_devices(devices), position.size if position.is_everywhere else 1
+    if number in (None, 0) or not isinstance(nodes, int):  # Lightning itself refuses 0
         return
     if number * nodes != wanted:
         typed = f"{what}(devices={devices!r}" + (f", num_nodes={nodes})" if nodes != 1 else ")")
@@ -104,10 +104,10 @@ def _check_number(what: str, asked: Mapping[str, Any], position: RankPosition) -
         raise ValueError(f"{typed}: {actual}; leave it out, or type %makedip -n {number * nodes} first")
 
 
-def _number(devices: Any) -> int | None:
+def _count_devices(devices: Any) -> int | None:
     """Return the requested number of devices; None means all.
 
-    >>> [_number(devices) for devices in ("auto", -1, 2, "2", [0, 1], "0,1", "0,")]
+    >>> [_count_devices(devices) for devices in ("auto", -1, 2, "2", [0, 1], "0,1", "0,")]
     [None, None, 2, 2, 2, 2, 1]
     """
     if devices in ("auto", -1, "-1", None):
@@ -117,10 +117,10 @@ def _number(devices: Any) -> int | None:
     return int(devices) if isinstance(devices, int) else len(devices)
 
 
-def _gpus(position: RankPosition, size: int) -> list[int]:
+def _list_gpus(position: RankPosition, size: int) -> list[int]:
     """Return a list of `size` GPUs with this rank's own at its local rank: Lightning uses only that one.
 
-    >>> _gpus(RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=2, is_everywhere=True), 2)
+    >>> _list_gpus(RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=2, is_everywhere=True), 2)
     [0, 2]
     """
     assert position.device is not None

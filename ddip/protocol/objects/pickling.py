@@ -500,7 +500,7 @@ class PickledNames:
     """Pickled objects by name, in the order of loading; empty if there are errors."""
     errors: dict[str, str] = field(default_factory=dict)
     moved: list[str] = field(default_factory=list)
-    """Names whose tensors moved to the CPU."""
+    """Names whose tensors were moved to the CPU."""
     along: list[str] = field(default_factory=list)
     """Names that were not requested, but that functions read."""
     own: list[str] = field(default_factory=list)
@@ -583,7 +583,7 @@ def dump_all(
     if not packed.errors and reading != [*values, *packed.along]:  # pickle again in the order of loading
         packed.moved, everything, graph = [], {**values, **graph.pickler.globals}, Graph(make)
         for name in reading:
-            _add(packed, graph, name, everything[name])
+            _add_name(packed, graph, name, everything[name])
     if not packed.errors:
         packed.pickled = graph.pickled()
         readers = graph.pickler.readers
@@ -607,7 +607,7 @@ def _add_all(
     done, read = set(pending), graph.pickler.globals
     while pending:
         for name, value in pending.items():
-            _add(packed, graph, name, value)
+            _add_name(packed, graph, name, value)
             readers = readers if read else readers[1:]
         new = graph.pickler.find_globals(done)
         done.update(new)
@@ -618,7 +618,7 @@ def _add_all(
     return [*(name for name in values if name not in readers), *early, *(name for name in readers if name not in early)]
 
 
-def _add(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any) -> None:
+def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any) -> None:
     """Add one name to the graph; after an error, only try it separately, to report each name that fails."""
     try:
         if (Graph(Pickler) if packed.errors else graph).add(name, value):
@@ -710,7 +710,7 @@ def bring(variables: dict[str, Any], values: Mapping[str, Any]) -> None:
 def _plain_data(value: Any) -> bytes | None:
     """Return plain data as bytes; None for other objects, and for more than `MOST_BYTES`."""
     try:
-        data = marshal.dumps(value, 2)  # a format in which equal bytes mean equal values
+        data = marshal.dumps(value, 2)  # equal bytes mean equal values in this format
     except ValueError:
         return None
     return data if len(data) <= MOST_BYTES else None

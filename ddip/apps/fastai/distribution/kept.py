@@ -86,7 +86,7 @@ class SavedState:
     def _keep_cell(self, cell: types.CellType, depth: int) -> None:
         try:
             value = cell.cell_contents
-        except ValueError:  # still empty
+        except ValueError:  # the cell is still empty
             return
         self._undo.append(lambda: setattr(cell, "cell_contents", value))
         self._keep(value, depth)

@@ -42,7 +42,7 @@ def training(sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = Fals
     batches are `size` times as large. With `in_runs`, each rank has consecutive batches, for models that carry state
     from batch to batch.
     """
-    table = [_row(len(sizes), step, size, in_runs) for step in range(-(-len(sizes) // size))]
+    table = [_batches_of_step(len(sizes), step, size, in_runs) for step in range(-(-len(sizes) // size))]
     batches, weights, means = [], [], []
     for row in table:
         counts = [0 if batch is None else sizes[batch] for batch in row]
@@ -54,7 +54,7 @@ def training(sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = Fals
     return Plan(tuple(batches), tuple(weights), tuple(means))
 
 
-def _row(whole: int, step: int, size: int, in_runs: bool) -> list[int | None]:
+def _batches_of_step(whole: int, step: int, size: int, in_runs: bool) -> list[int | None]:
     """Return the number of each rank's batch in `step`; None for ranks that have none left."""
     if not in_runs:
         return [batch if batch < whole else None for batch in range(step * size, (step + 1) * size)]

@@ -54,7 +54,7 @@ def is_divisible(dl: Any) -> bool:
 def summarize(dl: Any) -> dict[str, Any]:
     """Summarize the data of `dl` for comparison: kind, sizes, and a fingerprint of some items."""
     summary = {"kind": type(dl).__name__, "items": _count_items(dl), "batch size": _batch_size(dl), "batches": len(dl)}
-    return {**summary, "sample": _sample(dl)}
+    return {**summary, "sample": _sample_fingerprint(dl)}
 
 
 def _count_items(dl: Any) -> int:
@@ -65,7 +65,7 @@ def _batch_size(dl: Any) -> int:
     return int((dl.bs if isinstance(dl, DataLoader) else dl.batch_size) or 1)
 
 
-def _sample(dl: Any) -> int:
+def _sample_fingerprint(dl: Any) -> int:
     """Return a fingerprint of some items, and of their order if the user has fixed it."""
     fixed_order = vars(dl).get("get_idxs")
     order = tuple(fixed_order()) if fixed_order is not None else ()
@@ -98,20 +98,22 @@ def training_shard(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
         )
         return rank_plan.batches
 
-    shard = _shard(dl, seed, select)
+    shard = _make_shard(dl, seed, select)
     return shard, rank_plan
 
 
 def evaluation_shard(dl: Any, seed: int) -> Any:
     """Return a loader of the batches of `dl` that this rank evaluates."""
-    return _shard(dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.world_size()))
+    return _make_shard(
+        dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.world_size())
+    )
 
 
 SelectBatches = Callable[[list[int]], Sequence[int]]
 """Function from the sizes of all batches to the numbers of this rank's batches."""
 
 
-def _shard(dl: Any, seed: int, select: SelectBatches) -> Any:
+def _make_shard(dl: Any, seed: int, select: SelectBatches) -> Any:
     with randomness.seeded_rng(seed):
         if not isinstance(dl, DataLoader):
             return _torch_shard(dl, select)

@@ -83,7 +83,7 @@ def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...])
     """Judge a loss by some items: compare its value and gradient with those of the same items given twice."""
     state, randoms = SavedState(loss_func), randomness.State.now()
     try:
-        rows = _rows((pred, *yb))
+        rows = _rows_to_take((pred, *yb))
         loss, gradient = _loss_of(loss_func, pred, yb, rows, 1)
         state.restore()
         randoms.restore()
@@ -104,7 +104,7 @@ def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...])
     return "neither"
 
 
-def _rows(values: Any) -> int | None:
+def _rows_to_take(values: Any) -> int | None:
     """Return the number of items to take of each tensor; None for all, if lengths differ."""
     lengths: set[int] = set()
     each(lambda value: lengths.add(len(value)) if _has_rows(value) else None, values)
@@ -119,17 +119,17 @@ def _loss_of(loss_func: Any, pred: Any, yb: Any, rows: int | None, times: int) -
     """Return the loss of the items repeated `times` times, and the gradient of the first predictions."""
     leaves: list[tuple[Tensor, int]] = []
 
-    def some(value: Any) -> Any:
+    def repeat_rows(value: Any) -> Any:
         return torch.cat([value.detach()[:rows]] * times) if _has_rows(value) else value
 
-    def leaf(value: Any) -> Any:
-        value = some(value)
+    def make_leaf(value: Any) -> Any:
+        value = repeat_rows(value)
         if _has_rows(value) and value.is_floating_point():
             leaves.append((value.requires_grad_(), len(value) // times))
         return value
 
     with torch.enable_grad():
-        loss = loss_func(each(leaf, pred), *[each(some, value) for value in yb])
+        loss = loss_func(each(make_leaf, pred), *[each(repeat_rows, value) for value in yb])
         found = torch.autograd.grad(loss, [value for value, _ in leaves], allow_unused=True)
     parts = [
         torch.zeros_like(value[:count]) if gradient is None else gradient[:count]
