@@ -89,7 +89,7 @@ def _has_failed_anywhere(trainer: Any) -> bool:
 
 
 def _align_ranks(trainer: Any) -> None:
-    """Copy rank 0's progress and decisions of callbacks to all ranks, like its parameters. A collective."""
+    """Copy rank 0's progress and callback states to all ranks, as DDP does for parameters. A collective."""
     faults.remove_obsolete_checkpoints(trainer)
     loops, callbacks = rank_exchange.broadcast_object(_run_state(trainer) if rank_exchange.rank() == 0 else None)
     for loop, progress in loops.items():
