@@ -1,14 +1,14 @@
-"""Framework adapters: modules that prepare a framework on every rank.
+"""Framework adapters (apps): modules that prepare a framework on every rank.
 
-Others can add theirs: an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import. What
-it imports at its top is imported once for all ranks, before they are forked: no threads and no CUDA there. All of these
-are optional:
+A package adds an app with an entry point in the group ``ddip.apps`` whose value is a module that the ranks can import.
+The module's top-level imports run once for all ranks, before the ranks are forked, so they must not start threads or
+use CUDA. All of these functions are optional:
 
     prepare()             when the rank has joined the group
-    rejoined()            on all ranks at once, when these are in a new group
+    rejoined()            on all ranks at once, when they have joined a rebuilt group
     begin_cell()          before each cell
-    end_cell(error)       after each, with what it raised or None
-    command(text)         for ``%%dip -a text``; text that this returns on rank 0 is shown
+    end_cell(error)       after each cell, with the exception that it raised, or None
+    command(text)         for ``%%dip -a text``; ddip shows the text that rank 0 returns
     release()             before the rank leaves the group for another one
 """
 
@@ -21,19 +21,22 @@ from ddip.errors import BadInput
 
 GROUP = "ddip.apps"
 NEEDED = {"deepspeed": ("deepspeed",), "fastai": ("fastai", "accelerate")}
-"""What ddip's own apps need, which its core does not."""
+"""Modules that each of these apps needs and ddip itself does not."""
 ANY_OF = {"hf": ("accelerate", "transformers"), "lightning": ("lightning", "pytorch_lightning")}
-"""Apps that need one of these at least."""
+"""Modules of which each of these apps needs at least one."""
 
 
 def find(name: str | None) -> str:
-    """The module of the app `name` (empty for None); raises BadInput that lists what there is."""
+    """Return the module of the app `name`, or an empty string for None.
+
+    Raises BadInput if there is no such app, with a list of all apps, or if its framework is not installed.
+    """
     if name is None:
         return ""
     found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     if name not in found:
-        there = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
-        raise BadInput(f"-a {name}: there is no app {name!r}; {there}")
+        available = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
+        raise BadInput(f"-a {name}: there is no app {name!r}; {available}")
     missing = [module for module in NEEDED.get(name, ()) if find_spec(module) is None]
     any_of = ANY_OF.get(name, ())
     if any_of and all(find_spec(module) is None for module in any_of):

@@ -1,7 +1,8 @@
-"""DeepSpeed after a fault: it keeps groups of its own, which go with the group that ddip forms again.
+"""Let DeepSpeed continue after a fault: its process groups are lost when ddip rebuilds the group.
 
-``deepspeed.init_distributed`` takes the group that is there, and torch builds an op once a host while the other ranks
-wait, so nothing is to be prepared. DeepSpeed is imported by the cells: its import looks for GPUs, and starts compilers.
+There is nothing to prepare: ``deepspeed.init_distributed`` uses the existing group, and torch builds DeepSpeed's ops
+once per host while the other ranks wait. The cells import DeepSpeed, since its import looks for GPUs and starts
+compilers.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from typing import Any, NoReturn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-GONE = (
+STALE = (
     "this engine of DeepSpeed was made in a group that is no more: ddip has formed the group again. Make another with "
     "deepspeed.initialize, of a new model, and load_checkpoint if parameters and optimizer must be what they were"
 )
 
 
 def rejoined() -> None:
-    """Have DeepSpeed make its groups again, and the engines of before say that they cannot go on."""
+    """Make DeepSpeed recreate its groups, and make engines of the former group raise an error when used."""
     _forget_groups()
     runtime = sys.modules.get("deepspeed.runtime.engine")
     if runtime is not None:
-        for engine in [one for one in gc.get_objects() if isinstance(one, runtime.DeepSpeedEngine)]:
+        for engine in [obj for obj in gc.get_objects() if isinstance(obj, runtime.DeepSpeedEngine)]:
             engine.forward = engine.backward = engine.step = engine.save_checkpoint = _refuse
 
 
 def release() -> None:
-    """Have it begin anew in another group."""
+    """Reset DeepSpeed so that it initializes again in the next group."""
     _forget_groups()
     comm = sys.modules.get("deepspeed.comm.comm")
     if comm is not None:
@@ -37,14 +38,14 @@ def release() -> None:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(GONE)
+    raise RuntimeError(STALE)
 
 
 def _forget_groups() -> None:
-    """DeepSpeed keeps them in globals of its modules, and makes those that are not there."""
+    """Clear groups and meshes in the globals of DeepSpeed's modules; DeepSpeed recreates missing ones."""
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"]:
         for name, value in list(vars(module).items()):
             if isinstance(value, ProcessGroup | DeviceMesh):
                 setattr(module, name, None)
-            elif isinstance(value, dict) and any(isinstance(one, ProcessGroup) for one in value.values()):
+            elif isinstance(value, dict) and any(isinstance(item, ProcessGroup) for item in value.values()):
                 value.clear()

@@ -1,6 +1,6 @@
-"""``notebook_launcher`` in a cell: the processes that it would start are there.
+"""Make ``notebook_launcher`` in a cell use the ranks instead of starting processes.
 
-Mends, in accelerate 1: in a process of a group it forks once more, or refuses since CUDA or an Accelerator is in use.
+Mends, in accelerate 1: in a process of a group it forks again, or refuses because CUDA or an Accelerator is in use.
 """
 
 from __future__ import annotations
@@ -19,47 +19,50 @@ CALLED = "\x1b[90mnotebook_launcher: the ranks are there; {} runs on each of the
 
 
 @contextlib.contextmanager
-def _as_in_a_new_process() -> Iterator[None]:
-    """The first Accelerator of a process decides on its settings; those of before are put back if no other is made."""
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Let the function's first Accelerator choose the settings, as in a new process.
+
+    Without a new Accelerator, the former settings are restored.
+    """
     shared = [kind._shared_state for kind in (state.AcceleratorState, state.PartialState, state.GradientState)]
-    before = [dict(one) for one in shared]
-    for one in shared:
-        one.clear()
+    before = [dict(values) for values in shared]
+    for values in shared:
+        values.clear()
     try:
         yield
     finally:
-        for one, values in zip(shared, before, strict=True):
-            if not one:
-                one.update(values)
+        for values, former in zip(shared, before, strict=True):
+            if not values:
+                values.update(former)
 
 
 def apply() -> None:
-    """Have it call the function here."""
-    own = launchers.notebook_launcher
+    """Make ``notebook_launcher`` call its function in this process."""
+    original = launchers.notebook_launcher
 
     def notebook_launcher(
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         num_processes: int | None = None,
         mixed_precision: str = "no",
-        *others: Any,
+        *more_args: Any,
         **settings: Any,
     ) -> None:
-        """Call `function` on this rank, as on all others; the rest of the settings is the group's own.
+        """Call `function` on this rank, as on all others; the group determines the other settings.
 
         Raises ValueError if `num_processes` is not the number of ranks.
         """
         __tracebackhide__ = True
-        if num_processes not in (None, rank_exchange.size()):
-            there = f"the group has {rank_exchange.size()} ranks"
+        if num_processes not in (None, rank_exchange.world_size()):
+            actual = f"the group has {rank_exchange.world_size()} ranks"
             raise ValueError(
-                f"notebook_launcher(num_processes={num_processes}): {there}; leave it out, or type "
+                f"notebook_launcher(num_processes={num_processes}): {actual}; leave it out, or type "
                 f"%makedip -n {num_processes} first"
             )
         print(CALLED.format(getattr(function, "__name__", function)))
-        with _as_in_a_new_process(), patch_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
+        with _fresh_accelerate_state(), patch_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
             function(*args)
 
     patches.patch(launchers, "notebook_launcher", notebook_launcher)
     patches.patch(accelerate, "notebook_launcher", notebook_launcher)
-    patches.put_everywhere("notebook_launcher", own, notebook_launcher)
+    patches.replace_imports("notebook_launcher", original, notebook_launcher)

@@ -1,11 +1,11 @@
-"""Once a host: what its first rank fetches or makes, the others find.
+"""Do work such as a download once per host: the first rank does it, and the other ranks wait for the result.
 
-    first rank    begun, it fetches, and says how that ended         waits for nobody
-    the others    wait for that, then look for what it has left      raise what it has raised
+    first rank     announces the start, does the work, announces the outcome     waits for no other rank
+    other ranks    wait for the outcome, then find the result, such as a file    raise the first rank's error
 
-It is an optimization where the others could do it themselves: with `patience` they do so when the first rank has begun
-something else of the `kind` in its place, has ended its cell without (`end_cell`), or does not begin, since it may wait
-for them elsewhere.
+Ranks that could do the work themselves pass `patience`. They stop waiting if the first rank has begun other work of the
+same `kind` instead, has ended its cell without the work (`end_cell`), or does not begin in time: it may be waiting for
+them elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ WAIT_SECONDS = 0.05
 OK, FAILED, RAISED = b"ok", b"failed:", b"raised:"
 BEGUN = " begun"
 FAILURE = "the first rank of this host failed to get {what}: {error}"
-_calls: Counter[tuple[str, str]] = Counter()
+_call_counts: Counter[tuple[str, str]] = Counter()
+"""Number of calls in this cell, by names of cell and call."""
 
 
-def once_a_host(
+def once_per_host(
     what: str,
     fetch: Callable[[], Any],
     found: Callable[[], Any],
@@ -37,22 +38,22 @@ def once_a_host(
     same_error: bool = False,
     kind: str = "",
 ) -> Any:
-    """Have the first rank of this host `fetch`; the others wait until it has, and look what is `found` then.
+    """Call `fetch` on the first rank of this host; the others wait, then return the result of `found`.
 
-    They raise a RuntimeError that tells what it has raised, or, with `same_error`, that very exception, for code that
-    catches it; where it cannot be pickled they look for themselves.
+    If `fetch` fails, the others raise a RuntimeError that names the error. With `same_error` they raise the error
+    itself, for code that catches it, or call `found` if it cannot be pickled.
 
-    `patience`: seconds that the first rank may take to begin; None: for ever. `kind`: ranks that do things of one kind
-    do the same in the same order, or each its own.
+    `patience` is the time in seconds within which the first rank must begin; None means no limit. If the first rank's
+    nth call of a `kind` is different work from this rank's nth call, this rank stops waiting.
     """
-    if not rank_exchange.together():
+    if not rank_exchange.on_all_ranks():
         return fetch()
-    key, turn = _key(f"what {what}"), _key(f"kind {kind}")
+    key, turn = _next_key(f"what {what}"), _next_key(f"kind {kind}")
     with rank_exchange.single_process_mode():
-        if rank_exchange.is_first_here():
+        if rank_exchange.is_first_on_host():
             store().set(key + BEGUN, OK)
             store().set(turn, OK)
-            return _fetch(key, fetch, same_error)
+            return _fetch_and_announce(key, fetch, same_error)
         outcome = _wait_for(key, turn, patience)
         if outcome.startswith(FAILED) and not same_error:
             raise RuntimeError(FAILURE.format(what=what, error=outcome.removeprefix(FAILED).decode()))
@@ -62,37 +63,40 @@ def once_a_host(
 
 
 def end_cell() -> None:
-    """Whoever waits for something that this cell has not done need not wait any more."""
-    _calls.clear()
-    if rank_exchange.together() and rank_exchange.is_first_here():
-        with contextlib.suppress(RuntimeError):  # of a group that was released nobody waits any more
-            store().set(_over(), OK)
+    """Announce the end of the cell, so that no rank waits for work that the cell has not done."""
+    _call_counts.clear()
+    if rank_exchange.on_all_ranks() and rank_exchange.is_first_on_host():
+        with contextlib.suppress(RuntimeError):  # in a released group no rank waits any longer
+            store().set(_cell_end_key(), OK)
 
 
-def _key(name: str) -> str:
-    """In the store, of what all ranks of this host call by `name` for the first time in this cell, the second, ..."""
+def _next_key(name: str) -> str:
+    """Return the store key of this rank's next call `name` in this cell; all ranks of a host count alike."""
     call = (current.name(), name)
-    _calls[call] += 1
-    return f"ddip once {current.name()} {os.environ['GROUP_RANK']} {_calls[call]} {name}"
+    _call_counts[call] += 1
+    return f"ddip once {current.name()} {os.environ['GROUP_RANK']} {_call_counts[call]} {name}"
 
 
-def _over() -> str:
+def _cell_end_key() -> str:
     return f"ddip once {current.name()} {os.environ['GROUP_RANK']} over"
 
 
-def _fetch(key: str, fetch: Callable[[], Any], same_error: bool) -> Any:
+def _fetch_and_announce(key: str, fetch: Callable[[], Any], same_error: bool) -> Any:
     outcome = OK
     try:
         return fetch()
     except BaseException as error:
-        outcome = (_pickled(error) if same_error else b"") or FAILED + f"{type(error).__name__}: {error}".encode()
+        outcome = (_pickle_error(error) if same_error else b"") or FAILED + f"{type(error).__name__}: {error}".encode()
         raise
     finally:
         store().set(key, outcome)
 
 
-def _pickled(error: BaseException) -> bytes:
-    """Empty if that cannot be done, as for those whose constructor takes more than their text."""
+def _pickle_error(error: BaseException) -> bytes:
+    """Return the pickled error; empty if it cannot be pickled and unpickled.
+
+    That fails for exceptions whose constructor takes other arguments than their text.
+    """
     try:
         pickled = pickle.dumps(error) if isinstance(error, Exception) else b""
         pickle.loads(pickled)
@@ -102,14 +106,14 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _wait_for(key: str, turn: str, patience: float | None) -> bytes:
-    """How the first rank's part has ended; OK also if it has not begun, and is not waited for any more."""
+    """Return the outcome of the first rank's work; OK also if the first rank does not begin it."""
     began = time.monotonic()
     begun = patience is None
     while not store().check([key]):
         if patience is not None and not begun:
-            is_its_turn_over = store().check([turn]) or store().check([_over()])  # said after what it begins
+            has_moved_on = store().check([turn]) or store().check([_cell_end_key()])  # set after the key of the start
             begun = store().check([key + BEGUN])
-            if not begun and (is_its_turn_over or time.monotonic() > began + patience):
+            if not begun and (has_moved_on or time.monotonic() > began + patience):
                 return OK
         time.sleep(WAIT_SECONDS)
     outcome: bytes = store().get(key)

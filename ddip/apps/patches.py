@@ -1,4 +1,4 @@
-"""What an app changes in a framework while it is there, and how that is taken out again."""
+"""Change a framework while an app is active, and undo the changes when it leaves."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 _undo: list[Callable[[], object]] = []
 _NOTHING = object()
-_THEIRS = (
+_PATCHED_PACKAGES = (
     *("fastai", "fastdownload", "fastprogress", "accelerate", "transformers", "datasets", "huggingface_hub", "peft"),
     *("trl", "tokenizers", "diffusers", "sentence_transformers", "evaluate", "__main__"),
 )
-"""Packages whose modules import from each other by name, and what cells have imported before the app came."""
+"""Packages whose modules hold names imported from each other; ``__main__`` holds what cells imported earlier."""
 
 
 def patch(owner: Any, name: str, value: Any) -> None:
-    """Set the attribute `name` of a class or module, until ``restore``."""
+    """Set the attribute `name` of the class or module `owner` until `restore`."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)
 
@@ -31,26 +31,26 @@ def patch(owner: Any, name: str, value: Any) -> None:
     _undo.append(undo)
 
 
-def put_everywhere(name: str, original: Any, value: Any) -> None:
-    """Set what modules have imported from each other by name: in each that holds `original`."""
-    _swap(name, original, value)
-    _undo.append(lambda: _swap(name, value, original))  # also in modules that are imported from here on
+def replace_imports(name: str, original: Any, value: Any) -> None:
+    """Replace `original` by `value` in every module that has imported it as `name`, until `restore`."""
+    _replace_imported(name, original, value)
+    _undo.append(lambda: _replace_imported(name, value, original))  # it also reaches modules that are imported later
 
 
-def _swap(name: str, old: Any, new: Any) -> None:
-    for module in [module for path, module in sys.modules.items() if path.partition(".")[0] in _THEIRS]:
+def _replace_imported(name: str, old: Any, new: Any) -> None:
+    for module in [module for path, module in sys.modules.items() if path.partition(".")[0] in _PATCHED_PACKAGES]:
         if isinstance(module, ModuleType) and vars(module).get(name) is old:
             setattr(module, name, new)
 
 
 def set_variable(name: str, value: str) -> None:
-    """Set a variable of the environment, until ``restore``."""
+    """Set the environment variable `name` until `restore`."""
     before = os.environ.get(name)
     os.environ[name] = value
     _undo.append(lambda: os.environ.pop(name, None) if before is None else os.environ.update({name: before}))
 
 
 def restore() -> None:
-    """Leave the framework as it was."""
+    """Undo all changes, the latest first."""
     while _undo:
         _undo.pop()()

@@ -1,4 +1,4 @@
-"""What the ranks say to each other: small things, and only where all of them are in the same place."""
+"""Collectives that apps use to exchange small values, at points that all ranks reach together."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from torch import Tensor, nn
 from ddip.rank.runtime import current
 
 _alone = 0
-"""How many blocks are open in which this rank does something that the others do not."""
+"""Number of open `single_process_mode` blocks."""
 
 
-def together() -> bool:
-    """Do all ranks run this, and more than one of them? Only then is anything divided among them."""
+def on_all_ranks() -> bool:
+    """Return whether the group has several ranks and all of them run this cell.
+
+    Apps divide work among the ranks only then. Returns False within `single_process_mode`.
+    """
     return not _alone and current.is_everywhere() and dist.get_world_size() > 1
 
 
 @contextlib.contextmanager
 def single_process_mode() -> Iterator[None]:
-    """In here each rank works as if it were the only one."""
+    """Make this rank work as if it were the only one: `on_all_ranks` returns False inside."""
     global _alone
     _alone += 1
     try:
@@ -36,84 +39,84 @@ def single_process_mode() -> Iterator[None]:
 
 
 def rank() -> int:
-    """The rank of this process in the default group."""
+    """Return the rank of this process in the default group."""
     return dist.get_rank()
 
 
-def size() -> int:
-    """Of the group."""
+def world_size() -> int:
+    """Return the number of ranks in the default group."""
     return dist.get_world_size()
 
 
 def is_quiet() -> bool:
-    """Is it another rank that shows and writes what all of them make?"""
-    return together() and rank() != 0
+    """Return whether another rank, rank 0, shows and writes the common output."""
+    return on_all_ranks() and rank() != 0
 
 
-def is_first_here() -> bool:
-    """Is this the first rank of its host?"""
+def is_first_on_host() -> bool:
+    """Return whether this is the first rank of its host."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _device() -> torch.device:
-    """Where a tensor must be that all ranks are to see: on the CPU, unless the group has no backend for that."""
+def _collective_device() -> torch.device:
+    """Return the device for collectives of the default group: the CPU, unless it lacks a CPU backend."""
     on_cpu = "cpu:" in str(dist.get_backend_config())
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
-def gather(value: Any) -> list[Any]:
-    """The `value` of each rank."""
-    values: list[Any] = [None] * size()
+def gather_objects(value: Any) -> list[Any]:
+    """Return the `value` of each rank, in the order of ranks. A collective."""
+    values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def gather_number(number: int) -> list[int]:
-    """The `number` (63 bits) of each rank: quicker than ``gather``."""
-    mine = torch.tensor([number], device=_device())
-    theirs = [torch.empty_like(mine) for _ in range(size())]
+def gather_numbers(number: int) -> list[int]:
+    """Return the `number` (63 bits) of each rank; faster than `gather_objects`. A collective."""
+    mine = torch.tensor([number], device=_collective_device())
+    theirs = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(theirs, mine)
     return [int(number) for number in torch.cat(theirs).tolist()]
 
 
-def total(number: float) -> float:
-    """The sum of what the ranks have for `number`."""
-    tensor = torch.tensor([number], dtype=torch.float64, device=_device())
+def sum_number(number: float) -> float:
+    """Return the sum of `number` over the ranks. A collective."""
+    tensor = torch.tensor([number], dtype=torch.float64, device=_collective_device())
     dist.all_reduce(tensor)
     return float(tensor)
 
 
-def of_rank_0(value: Any) -> Any:
-    """What rank 0 has for `value`."""
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's `value` on every rank. A collective."""
     values = [value]
-    dist.broadcast_object_list(values, src=0, device=_device())
+    dist.broadcast_object_list(values, src=0, device=_collective_device())
     return values[0]
 
 
-def average(tensor: Tensor) -> None:
-    """Make `tensor` the mean over the ranks."""
+def average_tensor(tensor: Tensor) -> None:
+    """Replace `tensor` by its mean over the ranks, in place. A collective."""
     dist.all_reduce(tensor)
-    tensor /= size()
+    tensor /= world_size()
 
 
-def share(tensors: list[Tensor]) -> None:
-    """Give every rank what rank 0 has in these tensors."""
+def broadcast_tensors(tensors: list[Tensor]) -> None:
+    """Copy rank 0's values of `tensors` to every rank, in place. A collective."""
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.device.type == _device().type or "cpu:" in str(dist.get_backend_config()):
+            if tensor.device.type == _collective_device().type or "cpu:" in str(dist.get_backend_config()):
                 dist.broadcast(tensor.detach(), src=0)
             else:
-                moved = tensor.detach().to(_device())
+                moved = tensor.detach().to(_collective_device())
                 dist.broadcast(moved, src=0)
                 tensor.detach().copy_(moved)
 
 
 def fingerprint(value: Any) -> int:
-    """A number of 63 bits, the same for the same plain `value`."""
+    """Return a hash of 63 bits that is the same on every rank for the same plain `value`."""
     digest = hashlib.blake2b(pickle.dumps(value, protocol=4), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def state_of(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers, each once."""
+def parameters_and_buffers(model: nn.Module) -> list[Tensor]:
+    """Return all parameters and buffers of `model`, each once."""
     return [*model.parameters(), *model.buffers()]

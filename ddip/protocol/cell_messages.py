@@ -1,6 +1,7 @@
-"""A cell on its way to a rank, and the rank's answer: messages of ddip's own on the channel of requests.
+"""Messages that carry a cell to a rank and its reply back, on the channel of requests.
 
-Jupyter's ``execute_request`` costs twice as much on the rank, and ipyparallel's handling of its answer in the notebook.
+They replace Jupyter's ``execute_request``, which costs the rank twice the time, and the notebook the time in which
+ipyparallel processes the reply.
 """
 
 from __future__ import annotations
@@ -11,49 +12,49 @@ from ddip.protocol.reports import CellReport
 
 REQUEST = "ddip_cell_request"
 REPLY = "ddip_cell_reply"
-"""Types of the two messages; the kernel itself makes the second of the first where a cell is aborted on its way."""
+"""Types of the two messages. ipykernel derives the second from the first when it aborts a queued cell."""
 
 
 class Asked(TypedDict, total=False):
-    """What a rank must know of a cell besides its code."""
+    """Facts about a cell that a rank needs besides its code."""
 
     number: int
-    """The one that the user sees."""
+    """Number that the user sees."""
     name: str
-    """The same on all ranks."""
+    """Name of the cell, the same on all ranks."""
     ranks: list[int]
-    """Which run it."""
+    """Ranks that run the cell."""
     rich: bool
-    """Can the notebook show HTML?"""
+    """True if the notebook can show HTML."""
     limit: int
-    """Characters that may be shown; 0: nobody looks."""
+    """Maximum number of characters to show; 0: the output is not shown."""
     log: str
-    """With what the names of the files begin to which all that ranks write goes, too."""
+    """Prefix of the names of the files to which ranks also write their output."""
     profile: str
     """Folder for the traces of a profile."""
 
 
 class CellRequest(TypedDict):
-    """Content of the first message."""
+    """Content of a message of type `REQUEST`."""
 
     code: str
     silent: bool
-    """It has no output, and is in no history."""
+    """True if the cell has no output and is left out of the history."""
     history: bool
     asked: Asked
 
 
 class CellReply(TypedDict, total=False):
-    """Content of the second message."""
+    """Content of a message of type `REPLY`."""
 
     status: Literal["ok", "error", "aborted"]
-    """Aborted: it was stopped before it began."""
+    """Result of the cell; ``aborted``: it was stopped before it began."""
     ename: str
     evalue: str
     traceback: list[str]
     payload: list[dict[str, Any]]
-    """Pages of help, and the like."""
+    """Pages for the pager, such as help."""
     report: CellReport
-    """Missing where the rank could not make it, and for silent cells."""
+    """Report of the rank; missing if the rank could not make it, and for silent cells."""
     silent: bool
-    """Has nothing been shown? Then no message follows that the output has ended."""
+    """True if the cell has shown nothing. Then no message announces the end of its output."""

@@ -1,15 +1,15 @@
-"""A collective, in words."""
+"""Describe groups and collectives in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 NAMED = 8
-"""Ranks of a group that are listed."""
+"""Maximum number of ranks that are listed for a group."""
 
 
 def group_text(ranks: Sequence[int], world_size: int) -> str:
-    """The default group has all ranks.
+    """Name the group of `ranks`; the group of all ranks is called the default group.
 
     >>> group_text([0, 2], 4)
     'the group of ranks 0, 2'
@@ -21,7 +21,7 @@ def group_text(ranks: Sequence[int], world_size: int) -> str:
 
 
 def kind_text(op: str, shapes: Sequence[Sequence[int]], dtype: str) -> str:
-    """``all_reduce of (4,) float32``; of many shapes the first.
+    """Describe a collective by operation, first shape and dtype, such as ``all_reduce of (4,) float32``.
 
     >>> kind_text("all_gather", [[2, 3], [2, 3]], "int64")
     'all_gather of (2, 3) and 1 more int64'

@@ -1,4 +1,4 @@
-"""Where a rank is, as it tells the notebook."""
+"""Locations in code that ranks report to the notebook."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 State: TypeAlias = Literal["busy", "gil_held", "idle", "finished", "ended", "stopped"]
-"""``gil_held``: busy, and it does not answer, perhaps since C code holds the interpreter. ``finished``: with the cell
-that others still run. ``ended``: its process is gone. ``stopped``: by SIGSTOP or a debugger; `inner` says how it goes
-on."""
+"""State of a rank. ``gil_held``: busy and not answering; C code may hold the interpreter. ``finished``: done with
+a cell that other ranks still run. ``ended``: its process is gone. ``stopped``: by SIGSTOP or a debugger; `inner` says
+how to let it continue."""
 
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Where the main thread of a rank is in its cell."""
+    """Position of a rank's main thread in its cell."""
 
     function: str = ""
-    """The innermost function with a name for people; empty in the cell's own lines."""
+    """The innermost function, by the name that users see; empty for top-level lines of the cell."""
     cell: int | None = None
-    """Number of the cell that holds the innermost line of the user's; None if there is no such line."""
+    """Number of the cell with the innermost line that the user wrote; None if there is no such line."""
     line: int = 0
     source: str = ""
-    """That line."""
+    """Text of that line."""
     inner: str = ""
-    """The innermost frame of all, as ``file.py:12 in function``."""
+    """The innermost frame, including library code, as ``file.py:12 in function``."""
     state: State = "busy"
     collective: str = ""
-    """The collective that the rank is in, or has begun last, in words; told for a whole `Stack` only."""
+    """Description of the collective that the rank is in, or began last; only set in a `Stack`."""
 
     def __str__(self) -> str:
         if self.state == "stopped":
@@ -42,8 +42,8 @@ class StackLocation:
 
 @dataclass(frozen=True)
 class Stack:
-    """All threads of a rank."""
+    """Stacks of all threads of a rank."""
 
     place: StackLocation
     threads: dict[str, str]
-    """Stack of each thread, as text, by its name; the main thread first."""
+    """Stack of each thread as text, by the thread's name; the main thread is first."""

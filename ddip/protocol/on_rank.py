@@ -1,10 +1,10 @@
-"""Every function of ``ddip.rank`` that the notebook calls, a row each: its types, and what it is called for people.
+"""List the functions of ``ddip.rank`` that the notebook calls, one row per function: its types and a label for users.
 
     notebook    ranks.ask(to, on_rank.clock())  -->  RemoteCall("profiling.profiling.clock", ())  -->  message
     rank        message  -->  call("profiling.profiling.clock")  -->  ddip.rank.profiling.profiling.clock()
 
-``tests/unit/test_on_rank.py`` compares the types with those of the functions. What goes over the control channel is
-JSON: a tuple arrives as a list. Answers may have bytes in them.
+``tests/unit/test_on_rank.py`` compares these types with those of the functions. Calls on the control channel travel as
+JSON, so that a tuple arrives as a list. Answers may contain bytes.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -39,10 +39,10 @@ from ddip.protocol.reports import (
 )
 
 VERSION = 19
-"""Of the protocol: raise it when a row or a report changes. A rank tells its own in the hello, and the notebook refuses
-another."""
+"""Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
+notebook refuses any other version."""
 IMPORTED = "is imported already"
-"""What `take_modules` says of a module that stays as it is."""
+"""Answer of `take_modules` for a module that it has left unchanged."""
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -50,20 +50,20 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class RemoteCall(Generic[R_co]):
-    """A call of a function of a rank, which returns an ``R_co`` there."""
+    """Request to call a function on a rank, where it returns an ``R_co``."""
 
     target: str
-    """``module.function`` of ``ddip.rank``."""
+    """``module.function`` below ``ddip.rank``."""
     args: tuple[Any, ...]
     label: str
-    """What it does, for people: "pushing"."""
+    """Description for users, such as "pushing"."""
     own_thread: bool = False
-    """On the control channel: is it done in a thread of its own, so that others are answered meanwhile?"""
+    """True if the control channel runs the call in a separate thread, so that it can answer other calls meanwhile."""
 
 
 @dataclass(frozen=True)
 class Remote(Generic[P, R]):
-    """A function of a rank; called here, it makes a `RemoteCall`."""
+    """A function of a rank; calling it in the notebook makes a `RemoteCall`."""
 
     target: str
     label: str
@@ -76,7 +76,7 @@ class Remote(Generic[P, R]):
 
 
 def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callable[[Callable[P, R]], Remote[P, R]]:
-    """Of a function without a body."""
+    """Return a decorator that makes a `Remote` of a function without a body."""
     return lambda signature: Remote(target, label or target, signature, own_thread)
 
 

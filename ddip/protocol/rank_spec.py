@@ -1,72 +1,72 @@
-"""A rank's place in the group, as the notebook tells it to the rank."""
+"""Describe a rank's place in the group: the notebook sends this description to the rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DEFAULT_GROUP = "default"
-"""Stands for the name of the default group, which differs between releases of torch."""
+"""ddip's name for the default group, as torch's own name differs between releases."""
 STANDING_VARIABLES = ("rank", "world_size", "device")
-"""What each rank has from the start, for its cells."""
+"""Variables that ddip defines on each rank for its cells."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which the backends are told the network interface of the group's own traffic."""
+"""Environment variables that tell the backends which network interface carries the group's traffic."""
 
 
 def backends_of(backend: str) -> list[str]:
-    """Names of the backends in ``cpu:gloo,cuda:nccl``, or in ``gloo``."""
+    """Return the names of the backends in a string such as ``cpu:gloo,cuda:nccl`` or ``gloo``."""
     return [part.rpartition(":")[2] for part in backend.split(",")]
 
 
 def has_nccl(backend: str) -> bool:
-    """Is one of them an implementation of nccl? torch 2.15 has three."""
+    """Return whether one of the backends is an implementation of NCCL; torch 2.15 has three."""
     return any(name.startswith("nccl") for name in backends_of(backend))
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything that a rank must know to join the group."""
+    """Settings that a rank needs to join the group."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     group_rank: int
-    """Number of its host, among those of the group."""
+    """Number of the rank's host among the hosts of the group, from 0."""
     group_world_size: int
-    """How many hosts there are."""
+    """Number of hosts."""
     run_id: str
-    """Of the job, as ``torchrun --rdzv-id``: that of the ranks, also of those that join them later."""
+    """ID of the job, like ``torchrun --rdzv-id``; ranks that join later have the same."""
     master_addr: str
     master_port: int
     device: str
-    """``cpu``, or ``cuda:I`` as this process counts its devices."""
+    """``cpu``, or ``cuda:I`` with the index of the device in the rank's process."""
     backend: str
     store: str
     """Path of the file store that forms the group, or ``tcp://address:port/number`` of the TCPStore of rank 0."""
     groups: int
-    """How many groups are counted as made before those of the cells: a name that a former group had, by which device
-    meshes and functional collectives find theirs, must not come again for other ranks."""
+    """Initial value of torch's count of groups. torch derives group names from it, and device meshes and functional
+    collectives find groups by name, so other ranks must not reuse a former group's name."""
     seconds: float
-    """Until gloo gives up to form the group, where a stranger may have taken a rank's connection."""
+    """Timeout of forming the group over gloo, as a foreign process may have taken a rank's connection."""
     interfaces: dict[str, str]
-    """Network interface of the group's own traffic, by the variable that tells a backend; empty: let them choose."""
+    """Network interface of the group's traffic, by environment variable; empty: the backends choose."""
     threads: int | None
-    """For torch's operations on the CPU; None: the user has set them in the environment."""
+    """Threads of torch's CPU operations; None: the user has set the number in the environment."""
     notebook: str
-    """What to call the notebook where people look at processes."""
+    """Name of the notebook that lists of processes show."""
     collect: bool
-    """Collect garbage after each cell."""
+    """True if the rank collects garbage after each cell."""
     directory: str
-    """Working directory of the notebook; used before the first cell only."""
+    """Working directory of the notebook; only used before the first cell."""
     path: tuple[str, ...]
-    """``sys.path`` of the notebook; used before the first cell only."""
+    """``sys.path`` of the notebook; only used before the first cell."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that torchrun sets, with its meaning, but what tells how its agent handles failures.
+        """Environment variables that torchrun sets, without those for its agent's handling of failures.
 
-        A count of restarts other than 0 would say that the script has begun anew: a group that is formed again has its
-        variables. There is no agent that holds a store: who forms a group by ``env://`` makes its own.
+        The restart count stays 0 when ddip rebuilds the group, since a script reads another count as a fresh start, and
+        the ranks keep their variables. No agent holds a store, so code that forms a group by ``env://`` makes its own.
         """
         return {
             "RANK": str(self.rank),

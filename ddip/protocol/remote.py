@@ -1,6 +1,7 @@
-"""The one door to a rank: every request of the notebook, on either channel, is a ``call``.
+"""Run the notebook's requests on a rank: each request, on either channel, is one ``call``.
 
-What a call on the control channel answers is JSON, with bytes beside it: ``without_bytes`` there, ``with_bytes`` here.
+Answers on the control channel are JSON plus separate buffers: the rank moves bytes out of the JSON with
+``without_bytes``, and the notebook puts them back with ``with_bytes``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 BYTES = "ddip bytes"
-"""Key of what stands in the JSON in the place of bytes."""
+"""Key of the JSON object that replaces bytes; its value is the index of the buffer."""
 
 
 def call(target: str, *args: Any) -> dict[str, Any]:
-    """Run ``module.function`` of ``ddip.rank`` here, on a rank.
+    """Run the function `target`, ``module.function`` of ``ddip.rank``, in this process, which is a rank.
 
     Returns ``{"ok": result}``, or ``{"error": name, "message": text, "traceback": text}``: never an exception object,
-    since one that cannot be unpickled would be lost inside ipyparallel's client. Interrupts and exits are returned in
-    the same way: the thread that serves requests must not end.
+    as ipyparallel's client drops one that it cannot unpickle. Interrupts and exits are returned in the same way, since
+    the thread that serves requests must not end.
     """
     module, _, function = target.rpartition(".")
     name = f"ddip.rank.{module}"
@@ -40,7 +41,7 @@ def call(target: str, *args: Any) -> dict[str, Any]:
 
 
 def without_bytes(answer: Any, beside: list[ReadableBuffer]) -> Any:
-    """`answer` with all bytes in it put `beside`.
+    """Return `answer` with all bytes moved to the list `beside`, each replaced by its index there.
 
     >>> beside = []
     >>> without_bytes({"ok": [b"one", 2]}, beside), beside
@@ -57,7 +58,7 @@ def without_bytes(answer: Any, beside: list[ReadableBuffer]) -> Any:
 
 
 def with_bytes(answer: Any, beside: Sequence[ReadableBuffer]) -> Any:
-    """The answer that was told `without_bytes`; they are copied, and may be changed."""
+    """Return the `answer` with the bytes that `without_bytes` moved out, as mutable copies."""
     if not beside:
         return answer
     if isinstance(answer, dict):

@@ -1,15 +1,15 @@
-"""What a rank tells of itself, as the dicts that cross between the processes."""
+"""Reports that a rank sends to the notebook, as plain dicts."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, TypedDict
 
 Ends: TypeAlias = tuple[Any, ...]
-"""Of a TCP connection: host and port of this end, host and port of the other."""
+"""Ends of a TCP connection: local host and port, remote host and port."""
 
 MayBegin: TypeAlias = Literal["no", "maybe", "yes"]
-"""May a thread other than the main one begin collectives in a group? ``maybe``: its code may do anything, but it has
-not used the group so far."""
+"""Possibility that a thread other than the main one begins collectives in a group. ``maybe``: its code may do anything,
+but it has not used the group so far."""
 
 
 class GroupUse(TypedDict):
@@ -17,44 +17,44 @@ class GroupUse(TypedDict):
 
     collectives: int
     messages: dict[str, int]
-    """Sends and receives by direction: ``to 1``, ``from 0``, ``from any``, with ranks of the group."""
+    """Number of sends and receives by direction: ``to 1``, ``from 0``, ``from any``, with ranks of the group."""
     ranks: list[int] | None
     """Ranks of the group; None: all."""
     by_main: bool
-    """Has Python code in the main thread begun all of the collectives?"""
+    """True if Python code in the main thread has begun all of the collectives."""
     by_threads: bool
-    """Has Python code in another thread that Python started begun any operation?"""
+    """True if Python code in another thread that Python started has begun any operation."""
     may_begin: MayBegin
 
 
 Begun: TypeAlias = dict[str, GroupUse]
-"""By group and device."""
+"""Use of each group, by name of the group and device."""
 
 
 class Hello(TypedDict):
-    """A process, and what its torch can do."""
+    """Facts about a process and its torch, sent when the process starts."""
 
     version: int
-    """Of ``on_rank.py``."""
+    """``VERSION`` of ``on_rank.py``."""
     pid: int
     host: str
     torch: str
     cuda: bool
-    """Was it built for GPUs?"""
+    """True if torch was built for GPUs."""
     backends: list[str]
     off: dict[str, dict[str, list[str]]]
-    """By library and version: features that are off, as a line tells them, with the private names that they lack."""
+    """Features that are off, by library and version: their loss in words for the user, and the missing private names."""
     native_off: list[str]
-    """Names of ``switches.py`` that are off."""
+    """Names of the mechanisms of ``switches.py`` that are off."""
 
 
 GpuState: TypeAlias = Literal["done", "under way", "lost"]
-"""What the GPU of a rank does when its cell has ended: nothing; what the cell has begun; or nothing ever again, since
-its context is lost."""
+"""State of a rank's GPU after a cell. ``done``: idle. ``under way``: kernels of the cell are running. ``lost``: the
+GPU is unusable because its context is lost."""
 
 
 class GpuFigures(TypedDict):
-    """Memory of a GPU as torch has it, without the context's and nccl's own; bytes."""
+    """GPU memory in bytes as torch counts it, without the memory of the CUDA context and of NCCL."""
 
     allocated: int
     reserved: int
@@ -62,156 +62,156 @@ class GpuFigures(TypedDict):
 
 
 class Figures(TypedDict):
-    """What a rank uses, and what it does."""
+    """Resources that a rank uses, and its current work."""
 
     memory: int | None
-    """Bytes; None: it could not be found out."""
+    """Bytes; None: unknown."""
     gpu: GpuFigures | None
     busy: bool
     busy_for: float | None
-    """Seconds."""
+    """Seconds since the cell or request began."""
     doing: str
-    """What ddip has asked for; empty for a cell."""
+    """Request of ddip that the rank is serving; empty for a cell."""
     seconds: float | None
-    """That the last cell took."""
+    """Duration of the last cell."""
     collections: int
-    """How often garbage was collected after a cell."""
+    """Number of garbage collections after cells."""
 
 
 class DeviceFigures(TypedDict):
-    """A GPU as its driver has it, with all processes that use it."""
+    """Figures of a GPU from its driver, for all processes that use the GPU."""
 
     use: float
-    """Share of the last moments in which it computed anything, from 0 to 1."""
+    """Share of the driver's last sample period in which a kernel was running, from 0 to 1."""
     memory: int
-    """In use, bytes."""
+    """Bytes in use."""
     total: int
     temperature: int | None
     """Degrees Celsius."""
 
 
 class Vitals(Figures):
-    """What a rank does just now; what is counted is counted from the start of its process."""
+    """Live figures of a rank; counts begin at the start of its process."""
 
     at: float
-    """When it was asked; on the ``time.monotonic`` of its host."""
+    """Time of the reading on the ``time.monotonic`` clock of its host, seconds."""
     cell: int | None
-    """Number of the cell that runs."""
+    """Number of the running cell."""
     place: dict[str, Any]
     """A `StackLocation`."""
     cpu: float
-    """Seconds of CPU time, with its children's."""
+    """Seconds of CPU time, including child processes."""
     steps: int
-    """Of all optimizers."""
+    """Steps of all optimizers."""
     collectives: int
-    """Begun in the groups that it is in."""
+    """Number of collectives begun in the rank's current groups."""
     bars: list[tuple[int, int | None]]
-    """How far progress bars are, and of how much (None: unknown), the outermost first."""
+    """Position and total (None: unknown) of each progress bar, outermost first."""
     waited: float | None
-    """Seconds that the main thread has waited for other ranks while it was looked at; None: it cannot be known."""
+    """Seconds that the main thread waited for other ranks while it was sampled; None: unknown."""
     looked: float
-    """Seconds of cells in which it was looked at."""
+    """Seconds of cells during which the main thread was sampled."""
     device: DeviceFigures | None
 
 
 Place: TypeAlias = "tuple[str, int, int, list[int]]"
-"""Where a pickled object lies: its name, in which load, where it begins there, and the sizes of its parts, bytes."""
+"""Position of a pickled object: name, number of its load, offset in the load, and sizes of its parts; bytes."""
 
 
 Paths: TypeAlias = dict[int, tuple[str, int]]
-"""Where processes of a host can read loads, by number, and how many bytes each has."""
+"""Path and size in bytes of each load, by number, for processes of the same host to read."""
 
 
 class Put(TypedDict):
-    """What became of a push on one rank."""
+    """Result of a push on one rank."""
 
     errors: dict[str, str]
-    """Of what cannot be unpickled there, by name; then none of it is there."""
+    """Errors of unpickling, by name. If there are any, the rank has kept nothing of the push."""
     unread: bool
-    """Could it not be read where it was said to be? Then nothing is there either."""
+    """True if the rank could not read a path. Then it has kept nothing of the push either."""
     replaces: bool
-    """Is something kept that it has replaced, and that may be large, or hold something?"""
+    """True if the rank still keeps a replaced value that may be large or hold resources."""
 
 
 class Packed(TypedDict):
-    """Objects, pickled, by name."""
+    """Pickled objects of a rank, by name."""
 
     values: dict[str, bytearray]
-    """Those that are small enough to come with this."""
+    """Pickled objects that are small enough for this message."""
     sizes: list[tuple[str, list[int]]]
-    """Bytes of the parts of each (``pickling.Pickled``), in the order in which they are to be loaded."""
+    """Sizes in bytes of the parts of each object (``pickling.Pickled``), in the order of loading."""
     paths: dict[str, str]
-    """Where processes of the same host can read some of the others."""
+    """Paths at which processes of the same host can read other objects."""
     errors: dict[str, str]
     missing: list[str]
     moved: list[str]
     """Names whose tensors were moved to the CPU."""
     along: list[str]
-    """Names that were not asked for, and that functions read."""
+    """Names that were not requested, but that functions read."""
     shares: list[str]
-    """What belongs to a variable that stays: ``opt holds parameters of net``."""
+    """Links to variables that are not pickled: ``opt holds parameters of net``."""
     wrappers: dict[str, str]
-    """Which are a model in a wrapper of torch's that belongs to a process group, and the wrapper's name."""
+    """Objects that are a model in a torch wrapper bound to a process group, with the wrapper's name."""
 
 
 class CallNotes(TypedDict):
-    """Variables of a rank that a call of ``in_torchddp`` met."""
+    """Variables of a rank whose names a call of ``in_torchddp`` uses."""
 
     other: list[str]
-    """They have another value than the notebook's, which the call used."""
+    """Variables whose value differs from the notebook's; the call used the notebook's."""
     used: dict[str, str]
-    """The call used them, as the notebook's was not sent: why."""
+    """Variables that the call used because the notebook's was not sent, with the reason."""
 
 
 class Peeked(Packed):
-    """Objects as they were at this moment, pickled beside the cell that may run."""
+    """Pickled objects of a rank, read while a cell may be running."""
 
     busy: bool
-    """Does a cell run?"""
+    """True if a cell is running."""
     inside: str
-    """The operation that the cell was inside while the memory of tensors was copied; empty: it was in none."""
+    """Operation that the cell was inside while tensor memory was copied; empty: none."""
 
 
 class Going(TypedDict):
-    """What goes with the groups that a rank leaves, until the user has been told."""
+    """Objects lost with the groups that a rank has left, until the user has been told."""
 
     wrappers: int
-    """DDP, FSDP."""
+    """Number of DDP and FSDP wrappers."""
     meshes: int
-    """Device meshes."""
+    """Number of device meshes."""
     subgroups: int
     rpc: bool
-    """Does RPC run? It knows the processes of the former group."""
+    """True if RPC is running; it refers to the processes of the former group."""
 
 
 class TensorReport(TypedDict):
-    """A parameter or a buffer of a model, and the part of it that a rank has."""
+    """A parameter or buffer of a model, and the part of it on one rank."""
 
     name: str
     shape: list[int]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     dtype: str
     placement: str
-    """torch's words for a DTensor; else ``plain``, ``DDP`` and the like."""
+    """torch's notation for a DTensor; otherwise ``plain``, ``DDP`` and so on."""
     local: list[int]
-    """Shape of the part."""
+    """Shape of the part on this rank."""
     bytes: int
-    """Of the part."""
+    """Bytes of the part on this rank."""
     whole_bytes: int
 
 
 class ShardsReport(TypedDict):
-    """How a model lies on a rank."""
+    """Layout of a model on one rank."""
 
     kind: str
-    """Name of its type."""
+    """Name of the type of the variable."""
     is_there: bool
     tensors: list[TensorReport] | None
-    """None: it is no module."""
+    """None: the variable is not a module."""
 
 
 class AtRest(TypedDict):
-    """A flag, constant or empty container that was the same after each good cell, and that a fault has changed."""
+    """A flag, constant or empty container that was the same after good cells and that a fault has changed."""
 
     path: str
     before: str
@@ -221,17 +221,17 @@ class AtRest(TypedDict):
 
 
 class Compared(TypedDict):
-    """State of a rank's variables: per path its hash, its value's and its version's, 8 bytes each (0: none)."""
+    """State of a rank's variables: per path, hashes of path, value and version, 8 bytes each (0: none)."""
 
     now: bytes
     good: bytes
-    """After the last good cell; empty: not known."""
+    """State after the last good cell; empty: unknown."""
     former: bytes
-    """After the good cell before."""
+    """State after the second to last good cell; empty: unknown."""
     has_history: bool
     at_rest: list[AtRest]
     is_cut: bool
-    """Whether there are more objects than are compared."""
+    """True if there are more objects than ddip compares."""
 
 
 class Described(TypedDict):
@@ -239,25 +239,25 @@ class Described(TypedDict):
 
     path: str
     value: str | None
-    """In words; None: only its version differs."""
+    """Value in words; None: only the version differs."""
     owner: str
-    """Path of the object to name for it."""
+    """Path of the object to name in a message about the difference."""
     part: str
-    """Which part of the owner it is: ``gradients``, ``state`` and so on."""
+    """Part of the owner that the path is in: ``gradients``, ``state`` and so on."""
     counts: bool
-    """Whether such values seldom differ by design: counters, flags, lengths, generators."""
+    """True if such values seldom differ by design: counters, flags, lengths, generators."""
     is_new_evidence: bool
-    """Whether that holds even if no good cell had the path: counters, enums, generators."""
+    """True if the value is evidence even if no good cell had the path: counters, enums, generators."""
     is_trained: bool
-    """Whether it is a parameter, or an optimizer's state of one."""
+    """True for a parameter, or an optimizer's state of one."""
     role: str
-    """What its object is in a training: ``module``, ``optimizer``, ``generator`` and so on; empty for any other."""
+    """Role of its object in training: ``module``, ``optimizer``, ``generator`` and so on; otherwise empty."""
     sharded: bool
-    """Whether its variable holds parameters of which each rank has a part."""
+    """True if its variable holds sharded parameters."""
 
 
 class Advice(TypedDict):
-    """Something about one rank's training that is seldom meant."""
+    """A probable mistake in the training on one rank."""
 
     path: str
     what: str
@@ -265,20 +265,20 @@ class Advice(TypedDict):
 
 
 class Checked(TypedDict):
-    """Advice of ``%dipcheck`` that one rank alone can give."""
+    """Advice of ``%dipcheck`` that needs no comparison between ranks."""
 
     advice: list[Advice]
     names: list[str]
-    """The variables that were looked at."""
+    """Variables that were checked."""
     objects: int
-    """Variables and generators that were compared."""
+    """Number of variables and generators that were compared."""
 
 
 class Synced(TypedDict):
     """Result of a copy of one rank's state into the other ranks' objects."""
 
     copied: list[str]
-    """Paths that have the source's values now."""
+    """Paths that now have the source's values."""
     refused: dict[str, str]
     """Paths that could not be copied, and why."""
 
@@ -287,30 +287,31 @@ class IterationReport(TypedDict):
     """Position of a rank in its training when a cell ended."""
 
     forward: bool
-    """Has a forward pass begun since the last backward pass, or step?"""
+    """True if a forward pass has begun since the last backward pass or optimizer step."""
     unfinished: bool
-    """Was it within a backward pass, or within an optimizer's step?"""
+    """True if the cell ended within a backward pass or an optimizer step."""
     backwards: int
-    """Backward passes that it has finished."""
+    """Number of finished backward passes."""
     steps: int
-    """Steps of optimizers."""
+    """Number of finished optimizer steps."""
     in_thread: bool
-    """Does a thread train that outlives the cell? Then all else is unknown."""
+    """True if a thread that outlives the cell is training. Then the other values are unknown."""
 
 
 class IterationFacts(TypedDict):
     """Further evidence that a rank is within an iteration."""
 
     unfinished: bool
-    """Are shards gathered, or gradients not reduced or only unscaled?"""
+    """True if shards are still gathered, or gradients are not reduced or only unscaled."""
     gradients: dict[str, list[int | None]]
-    """Of each DDP over the default group, by its number: which of its gradients there are, and checksums of these."""
+    """Per DDP over the default group, by number: a flag per parameter, 1 if it has a gradient, then checksums of these
+    gradients."""
     models: list[str]
-    """Variables that hold a model of which the cell has changed gradients; empty for one that no variable holds."""
+    """Variables whose model had gradients changed by the cell; an empty name for a model that no variable holds."""
 
 
 class AbortedTensor(TypedDict):
-    """A tensor that an aborted collective has written in part."""
+    """A tensor that an aborted collective may have written in part."""
 
     place: dict[str, Any]
     """A `StackLocation`: the line that began the collective."""
@@ -318,7 +319,7 @@ class AbortedTensor(TypedDict):
 
 
 class Caught(TypedDict):
-    """An error that a cell has caught and shown."""
+    """An error that the cell itself caught and displayed."""
 
     name: str
     message: str
@@ -326,71 +327,71 @@ class Caught(TypedDict):
 
 
 class SettingLeft(TypedDict):
-    """A setting of the process that has another value after a cell than before it."""
+    """A setting of the process that a cell has left with a different value."""
 
     left: str
-    """As a user would call it, such as ``gradients disabled``."""
+    """Description for users, such as ``gradients disabled``."""
     restore: str
-    """What a user types to have the former value again."""
+    """Code that restores the former value."""
     differs_by_rank: bool
-    """May ranks have different values without anybody asking why?"""
+    """True if different values on different ranks are normal."""
 
 
 class Released(TypedDict):
-    """What a rank can always tell after a cell."""
+    """The part of a cell's report that is always present."""
 
     released: bool
-    """Has the notebook released it, an app given it up, or a collective lost a connection?"""
+    """True if the notebook released the group, an app gave it up, or a collective lost its connection."""
     state: Literal["ours", "none", "other"]
-    """The group that it has joined, none, or one that the cell has formed."""
+    """Default group of the rank: ddip's, none, or one that the cell has formed."""
 
 
 class CellReport(Released, total=False):
-    """What became of a rank and its group in a cell."""
+    """State of a rank and its group after a cell."""
 
     rank: int
-    """Its place in a group that the cell has formed."""
+    """Rank of this process in the group that the cell has formed."""
     size: int
-    """Of that group."""
+    """Size of that group."""
     begun: Begun
     groups: int
-    """How many groups it has made."""
+    """torch's count of the groups that the rank has made."""
     changes: dict[str, int]
-    """How often the cell has written to the parameters of what the ranks share: DDPs, sharded models' optimizers."""
+    """Number of times the cell wrote parameters that ranks share, by object: DDPs, optimizers of sharded models."""
     fault: str
-    """Why it cannot tell."""
+    """Reason why the rank cannot report its group."""
     unchecked: list[str]
-    """Errors of ddip in what it does before and after each cell to find out what a fault has left."""
+    """Internal errors of ddip in its checks before and after the cell."""
     iteration: IterationReport
     at: float
-    """When the cell ended, or raised; on ``time.time``."""
+    """Time at which the cell ended or raised, on the ``time.time`` clock."""
     seconds: float
-    """That the cell took."""
+    """Duration of the cell."""
     waited: str
-    """Where it waited for others, if an error has ended that."""
+    """Location at which the rank waited for others until an error ended the wait."""
     gpu: GpuState
     gpu_lost: str
-    """What the GPU said, if its context is lost."""
+    """Error message of the GPU if its context is lost."""
     caught: Caught
     aborted: list[AbortedTensor]
     settings: list[SettingLeft]
-    """Of the process, that the cell has left changed."""
+    """Settings of the process that the cell has left changed."""
     replaced: dict[str, str]
-    """What ``rank`` or ``world_size`` is now, in words, if the cell has given it another value."""
+    """New value, in words, of ``rank`` or ``world_size`` if the cell has overwritten it."""
 
 
 CollectiveRow: TypeAlias = "tuple[str, list[int], int, str, list[list[int]], list[str], int, int]"
-"""A collective of a profile: name and ranks of its group, its number there, the operation, shapes and dtypes of what
-goes in, and when this rank has begun it and had its result; nanoseconds on ``time.time_ns`` of the rank."""
+"""A collective in a profile: name and ranks of its group, number in the group, operation, shapes and dtypes of the
+inputs, and the times at which this rank began it and had its result, in nanoseconds of the rank's ``time.time_ns``."""
 
 
 class ProfileReport(TypedDict):
-    """Where the time of a cell went on a rank, between two moments on ``time.time_ns``; sums in seconds."""
+    """Breakdown of a cell's time on one rank: times on ``time.time_ns``, sums in seconds."""
 
     fault: str
-    """Why there is none; empty if there is."""
+    """Reason why there is no profile; empty if there is one."""
     note: str
-    """Why the recording has ended before the cell; empty if it has not."""
+    """Reason why the recording ended before the cell did; otherwise empty."""
     begin: int
     end: int
     compute: float
@@ -399,8 +400,8 @@ class ProfileReport(TypedDict):
     loading: float
     idle: float
     communication: list[tuple[int, int, float]]
-    """From when to when, and which part of that time."""
+    """Intervals with communication: begin, end, and share of the interval spent communicating."""
     collectives: list[CollectiveRow]
     events: int
     size: int
-    """Of the trace, bytes."""
+    """Size of the trace, bytes."""

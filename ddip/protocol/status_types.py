@@ -1,7 +1,7 @@
-"""What programs are told of a group and of its cells: plain data, which JSON holds.
+"""JSON data about a group and its cells for other programs.
 
-``protocol/schemas`` describes the same for those who are not Python. `SCHEMA` is raised when something that a program
-may rely on goes or changes its meaning; keys may be added without that.
+``protocol/schemas`` has JSON schemas of the same data. `SCHEMA` is raised when a key that a program may rely on is
+removed or changes its meaning. New keys do not raise it.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from typing import Literal, TypeAlias, TypedDict
 
 SCHEMA = 1
 CELL_MIME = "application/vnd.ddip.cell+json"
-"""Of the `CellData` beside the HTML of a cell."""
+"""MIME type of the `CellData` that accompanies the HTML of a cell."""
 ANSWER_MIME = "application/vnd.ddip.answer+json"
-"""Of what a kernel answers to a program: JSON text of ``{"ok": ...}``, or of ``{"error": ..., "message": ...}``."""
+"""MIME type of a kernel's answer to a program: JSON of ``{"ok": ...}`` or ``{"error": ..., "message": ...}``."""
 TOO_LATE = "TooLate"
-"""The error of a request that the kernel came to when nobody waited for it any more; nothing was done."""
+"""Error of a request that had timed out before the kernel reached it; the kernel did nothing."""
 TEXT_CHARACTERS = 20_000
-"""Of what a rank has shown; of more, the end is kept."""
+"""Maximum length of a rank's output; of longer output, the end is kept."""
 
 CellOutcome: TypeAlias = Literal["ok", "user_error", "rank_died", "stuck", "interrupted", "timeout", "not_run"]
-"""How a cell has ended. ``stuck``: a rank did not stop when told to; ``not_run``: one that it waited for failed."""
+"""Outcome of a cell. ``stuck``: a rank did not stop on request; ``not_run``: a cell that it waited for failed."""
 RankState: TypeAlias = Literal["idle", "busy", "stopped", "no_answer", "ended", "gpu_lost"]
-"""What a rank does now; ``stopped``: a signal or a debugger has stopped its process."""
+"""Current state of a rank. ``stopped``: a signal or a debugger has stopped its process."""
 PartState: TypeAlias = Literal["queued", "running", "ok", "failed", "released", "interrupted", "ended", "not_run"]
-"""What has become of a cell on one rank. ``released``: it waited for others in a collective, until that was ended;
-``ended``: its process is gone."""
+"""State of a cell on one rank. ``released``: it waited for other ranks in a collective, which ddip then aborted;
+``ended``: the process of the rank is gone."""
 
 
 class ErrorData(TypedDict):
-    """What a rank has raised."""
+    """An error that a rank has raised."""
 
     name: str
-    """Of the exception; ``RankEnded`` if the process is gone."""
+    """Class name of the exception; ``RankEnded`` if the process is gone."""
     message: str
     traceback: str
-    """Without colours; may be empty."""
+    """Traceback without colour codes; may be empty."""
     waited: str
-    """Where it waited for others when it was released, and so raised this; else empty."""
+    """Location at which the rank waited for others, if ddip aborted the wait and so raised this error; or empty."""
 
 
 class LastError(ErrorData):
-    """The last one of a rank."""
+    """The most recent error of a rank."""
 
     cell: int
     """Number of the cell."""
@@ -48,36 +48,36 @@ class LastError(ErrorData):
 
 class _Text(TypedDict, total=False):
     text: str
-    """What it has shown, without colours."""
+    """Output of the rank, without colour codes."""
     truncated: bool
-    """Is the beginning of `text` left out?"""
+    """True if `text` lacks the beginning of the output."""
     same_text_as: int
-    """In place of `text`: the rank that has shown the same."""
+    """Number of the rank that has shown the same output; replaces `text`."""
 
 
 class PartData(_Text):
-    """A cell on one rank. Without `text` and `same_text_as` its output was not asked for (``-S``)."""
+    """A cell on one rank. `text` and `same_text_as` are missing if its output was not requested (``-S``)."""
 
     state: PartState
     seconds: float | None
-    """That it took; None: not known, or not yet."""
+    """Duration of the cell on this rank; None: unknown, or still running."""
     error: ErrorData | None
 
 
 class CellData(TypedDict):
-    """A cell, by rank."""
+    """A cell and its result on each rank."""
 
     schema: int
     number: int
     outcome: CellOutcome | None
-    """None: it has not ended."""
+    """Outcome of the cell; None: it has not ended."""
     seconds: float
     ranks: dict[str, PartData]
-    """By the number of the rank, as JSON has keys."""
+    """Result per rank; the keys are rank numbers as strings, since JSON requires string keys."""
 
 
 class CellStatus(TypedDict):
-    """A cell in the list of cells."""
+    """Entry in the list of cells."""
 
     number: int
     ranks: list[int]
@@ -85,18 +85,18 @@ class CellStatus(TypedDict):
     outcome: CellOutcome | None
     background: bool
     seconds: float
-    """That it has run so far, or took."""
+    """Seconds that the cell has run so far, or took."""
     submitted: float
-    """Seconds since 1970, as the next two."""
+    """Time of submission, seconds since 1970; `began` and `ended` use the same clock."""
     began: float | None
     ended: float | None
     first_line: str
     error: str | None
-    """What it has raised, in short."""
+    """Short form of the error that the cell raised."""
 
 
 class GpuFigures(TypedDict):
-    """Bytes of GPU memory, as torch counts them on a rank; `total` is the GPU's."""
+    """GPU memory of a rank in bytes, as torch counts it; `total` is the size of the GPU's memory."""
 
     allocated: int | None
     reserved: int | None
@@ -104,55 +104,55 @@ class GpuFigures(TypedDict):
 
 
 class RankStatus(TypedDict):
-    """A rank, now."""
+    """Current state of a rank."""
 
     rank: int
     host: str
     pid: int
     device: str
-    """``cpu``, or ``GPU 2`` as its host counts them."""
+    """``cpu``, or ``GPU 2`` with the GPU's number on its host."""
     memory: int | None
-    """Bytes that its process holds, or None if it did not answer."""
+    """Bytes of memory that the process uses; None if it did not answer."""
     gpu: GpuFigures | None
     state: RankState
     doing: str
-    """What it does for ddip, or how it goes on if it is stopped; empty while it runs a cell, or nothing."""
+    """Work of the rank for ddip, or how to let a stopped rank continue; empty while it runs a cell or is idle."""
     busy_for: float | None
-    """Seconds."""
+    """Seconds since the cell or request began; None while the rank is idle."""
     cell: int | None
-    """Number of the cell that it runs."""
+    """Number of the running cell."""
 
 
 class DeviceStatus(TypedDict):
-    """What ranks compute on."""
+    """A device that ranks compute on."""
 
     device: str
     host: str
     ranks: list[int]
     memory_total: int | None
-    """Bytes; None on the CPU, and if no rank of it has answered."""
+    """Bytes; None for the CPU, and if no rank on the device has answered."""
 
 
 class GroupStatus(TypedDict):
-    """The group as a whole."""
+    """State of the whole group."""
 
     size: int
     backend: str
     healthy: bool
-    """Not if a cell has left it unusable, or a rank is gone. ddip forms it again before the next cell, if it can."""
+    """False if a cell has left the group unusable or a rank is gone. ddip tries to rebuild it before the next cell."""
     app: str | None
     hosts: list[str]
 
 
 class Status(TypedDict):
-    """All of it."""
+    """State of the group, its ranks, devices and cells."""
 
     schema: int
     group: GroupStatus | None
-    """None: there is none."""
+    """State of the group; None: there is no group."""
     ranks: list[RankStatus]
     devices: list[DeviceStatus]
     cells: list[CellStatus]
-    """The last ones, the oldest first, also of former groups."""
+    """Most recent cells, oldest first, including those of former groups."""
     errors: dict[str, LastError]
-    """The last error of each rank that has had one in these cells."""
+    """Most recent error of each rank that has raised one in these cells."""

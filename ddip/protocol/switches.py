@@ -1,7 +1,7 @@
-"""Mechanisms of a rank that reach below public interfaces, and the variables that turn them off.
+"""Environment variables that turn off the rank's mechanisms below public interfaces.
 
-``DDIP_NATIVE=0`` in the environment of the notebook turns all of them off, ``DDIP_NATIVE_SOCKETS=0`` and the like one.
-A rank also turns off those whose self-test fails when it starts.
+``DDIP_NATIVE=0`` in the environment of the notebook turns all of them off; ``DDIP_NATIVE_SOCKETS=0`` turns off one. A
+rank also turns off each mechanism whose self-test fails when the rank starts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ LOST = {
     THREADS: "a look or a traceback that takes too long goes on beside the cells",
     PROFILE: "the profile of a long cell stays in memory until the cell ends",
 }
-"""What a user loses with each that is off."""
+"""Consequence for the user of turning off each mechanism."""
 _failed: set[str] = set()
-"""Those whose self-test has failed in this process."""
+"""Mechanisms whose self-test failed in this process."""
 
 
 def find_variables() -> dict[str, str]:
@@ -35,7 +35,7 @@ def is_on(name: str) -> bool:
 
 
 def turn_off(name: str) -> None:
-    """Turn the mechanism `name` off in this process: it does not work here."""
+    """Turn the mechanism `name` off in this process, after its self-test has failed."""
     _failed.add(name)
 
 

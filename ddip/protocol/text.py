@@ -1,6 +1,6 @@
-"""Text that leaves the rank: as UTF-8, whatever is in it.
+"""Make text that leaves a rank encodable as UTF-8, whatever it contains.
 
-Half of a surrogate pair is no character, and UTF-8 cannot carry it; it leaves as Python would write it: ``\\\\udcff``.
+UTF-8 cannot encode half of a surrogate pair, so each half is replaced by its Python escape, such as ``\\\\udcff``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def readable(text: str) -> str:
-    """`text` with escapes in place of what is no character."""
+    """Return `text` with each lone surrogate replaced by its escape."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _clean(content: Any) -> Any:
-    """The same for all text in a message."""
+    """Apply `readable` to all strings in a message, including the keys of its dicts."""
     if isinstance(content, str):
         return readable(content)
     if isinstance(content, dict):
@@ -26,7 +26,10 @@ def _clean(content: Any) -> Any:
 
 
 def packing(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """`pack`, which makes bytes of a part of a message, for any text; a message without such text costs no more."""
+    """Wrap `pack`, a function that serializes part of a message, so that it accepts lone surrogates.
+
+    It packs a message without them once, at no extra cost.
+    """
 
     def pack_any(content: Any) -> bytes:
         try:

@@ -474,17 +474,19 @@ def test_what_is_taken_out_is_as_it_was(app: Any) -> None:
 
 
 def test_the_gpu_of_a_rank_is_at_its_place_in_lightnings_list(app: Any) -> None:
-    from ddip.apps.lightning.trainer_placement import Here, settings
+    from ddip.apps.lightning.trainer_placement import RankPosition, settings
 
     for local_rank, gpu in ((0, 0), (1, 1), (0, 1), (1, 3)):
-        here = Here(rank=local_rank, size=2, local_rank=local_rank, local_size=2, device=gpu, is_everywhere=True)
-        found = settings("Trainer", {}, here)
+        position = RankPosition(
+            rank=local_rank, size=2, local_rank=local_rank, local_size=2, device=gpu, is_everywhere=True
+        )
+        found = settings("Trainer", {}, position)
         assert (
             found["accelerator"] == "cuda" and found["devices"][local_rank] == gpu and len(set(found["devices"])) == 2
         )
-    nodes = Here(rank=3, size=4, local_rank=1, local_size=2, device=1, is_everywhere=True)
+    nodes = RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=1, is_everywhere=True)
     assert settings("Trainer", {}, nodes) == {"accelerator": "cuda", "devices": [0, 1], "num_nodes": 2}
-    alone = Here(rank=3, size=4, local_rank=1, local_size=2, device=1, is_everywhere=False)
+    alone = RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=1, is_everywhere=False)
     assert settings("Trainer", {}, alone) == {"accelerator": "cuda", "devices": [1], "num_nodes": 1}
 
 

@@ -1,7 +1,7 @@
-"""fastai on the ranks: a lesson's own cells train on all of them.
+"""App for fastai: unchanged cells of a lesson train on all ranks.
 
-While the app is there, fastai is changed in the places that ``mends`` lists; each file here says which fault of which
-version it mends. ``release`` takes everything out again.
+While the app is active, it patches fastai in the places that ``%%dip -a mends`` lists. Each file here says which fault
+of which version it mends. `release` undoes all patches.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from ddip.apps import launcher
 from ddip.apps.fastai import contexts, evaluate, fastai_files, fastai_show, finder, fit, precision
 from ddip.apps.fastai.distribution import randomness
 
-with contextlib.suppress(ImportError, RuntimeError, OSError):  # a torchvision that does not fit torch
+with contextlib.suppress(ImportError, RuntimeError, OSError):  # this torchvision does not fit torch
     import fastai.vision.all  # noqa: F401
 
 MENDS = (fit, evaluate, finder, fastai_files, fastai_show, contexts, precision, launcher)
 
 
 def prepare() -> None:
-    """Change fastai, on a rank that has joined a group."""
+    """Patch fastai on a rank that has joined a group."""
     release()
     for module in MENDS:
         module.apply()
-    patches.patch(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))  # loaders' workers
+    # fastai's default number of workers per loader
+    patches.patch(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))
     shell = get_ipython()
     assert shell is not None
     shell.events.register("pre_run_cell", _begin_cell)
 
 
 def release() -> None:
-    """Leave fastai as it was."""
+    """Undo all patches of fastai, and let the ranks' random numbers differ again."""
     patches.restore()
     shell = get_ipython()
     if shell is not None and _begin_cell in shell.events.callbacks["pre_run_cell"]:
@@ -53,7 +54,7 @@ def release() -> None:
 
 
 def command(text: str) -> str:
-    """``%%dip -a mends``: what is changed in fastai, and why."""
+    """Describe all patches of fastai for ``%%dip -a mends``; raises ValueError for other commands."""
     if text.strip() != "mends":
         raise ValueError(f"the app fastai knows one command: %%dip -a mends; typed: {text}")
     return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in MENDS)

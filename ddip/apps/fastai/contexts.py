@@ -1,7 +1,7 @@
-"""What a user's cell may say of distribution itself: ``distrib_ctx``, ``rank0_first``.
+"""Support for fastai's own functions for distributed training in cells: ``distrib_ctx``, ``rank0_first``.
 
-Mends, in fastai 2.8.12: ``distrib_ctx`` fails on the CPU unless told ``cpu=True``, and with batch norm there even so;
-``rank0_first`` strands the others when rank 0 raises.
+Mends, in fastai 2.8.12: ``distrib_ctx`` fails on the CPU unless told ``cpu=True``, and even then if the model has batch
+norm; ``rank0_first`` leaves the other ranks waiting when rank 0 raises.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ddip.apps import patches, rank_exchange
 
 
 @contextlib.contextmanager
-def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
-    """Batch norm over the batches of all ranks, where torch has that: on GPUs."""
+def _sync_batch_norm(learn: Learner, wanted: bool) -> Iterator[None]:
+    """Use batch norm over the batches of all ranks inside, if it is `wanted` and the device is a GPU."""
     device = torch.device(getattr(learn.dls, "device", None) or "cpu")
-    if not wanted or not rank_exchange.together() or device.type != "cuda":
+    if not wanted or not rank_exchange.on_all_ranks() or device.type != "cuda":
         yield
         return
     plain = {name: module for name, module in learn.model.named_modules() if name and isinstance(module, _BatchNorm)}
     learn.model = nn.SyncBatchNorm.convert_sync_batchnorm(learn.model)
     try:
         yield
-    finally:  # parameters and buffers are shared by both
+    finally:  # both models share parameters and buffers
         for name, module in plain.items():
             parent, _, last = name.rpartition(".")
             setattr(learn.model.get_submodule(parent), last, module)
@@ -39,11 +39,11 @@ def _synced(learn: Learner, wanted: bool) -> Iterator[None]:
 
 @functools.wraps(distributed.rank0_first)
 def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `func` on rank 0, then on the others; if it fails there, raise on all."""
-    if not rank_exchange.together():
+    """Run `func` on rank 0, then on the other ranks; raises RuntimeError on these if it fails on rank 0."""
+    if not rank_exchange.on_all_ranks():
         return func(*args, **kwargs)
-    first = rank_exchange.rank() == 0
-    failed = "" if first else rank_exchange.of_rank_0("")
+    is_rank_0 = rank_exchange.rank() == 0
+    failed = "" if is_rank_0 else rank_exchange.broadcast_object("")
     if failed:
         raise RuntimeError(f"rank 0 failed in {getattr(func, '__name__', func)}: {failed}")
     try:
@@ -53,33 +53,34 @@ def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         failed = f"{type(error).__name__}: {error}"
         raise
     finally:
-        if first:
-            rank_exchange.of_rank_0(failed)
+        if is_rank_0:
+            rank_exchange.broadcast_object(failed)
 
 
 def apply() -> None:
-    """Make both harmless: fit distributes by itself."""
+    """Replace fastai's functions for distribution, since fit is already distributed."""
 
     @contextlib.contextmanager
     def distrib_ctx(self: Learner, sync_bn: bool = True, in_notebook: bool = False, **kwargs: Any) -> Iterator[Learner]:
-        """Train on all ranks, as ddip's fastai app does anyway; with `sync_bn`, batch norm is over all of them."""
-        with _synced(self, sync_bn):
+        """Yield the learner, which trains on all ranks anyway; with `sync_bn`, batch norm covers all ranks."""
+        with _sync_batch_norm(self, sync_bn):
             yield self
 
     def to_distributed(self: Learner, sync_bn: bool = True, **kwargs: Any) -> Learner:
-        """Return the learner: ddip's fastai app trains it on all ranks anyway."""
+        """Return the learner, which trains on all ranks anyway."""
         return self
 
     def detach_distributed(self: Learner) -> Learner:
-        """Return the learner."""
+        """Return the learner unchanged."""
         return self
 
     def num_distrib() -> int:
-        """Ranks that a barrier can wait for."""
-        return rank_exchange.size() if rank_exchange.together() else 0
+        """Return the number of ranks that a barrier can wait for; 0 if not all ranks run the cell."""
+        return rank_exchange.world_size() if rank_exchange.on_all_ranks() else 0
 
     patches.patch(Learner, "distrib_ctx", distrib_ctx)
     patches.patch(Learner, "to_distributed", to_distributed)
     patches.patch(Learner, "detach_distributed", detach_distributed)
-    patches.put_everywhere("rank0_first", distributed.rank0_first, rank0_first)
-    patches.patch(torch_core, "num_distrib", num_distrib)  # as distrib_barrier sees it: ``load`` in a cell on one rank
+    patches.replace_imports("rank0_first", distributed.rank0_first, rank0_first)
+    # fastai's barrier does nothing for 0 ranks, so that ``load`` works in a cell on one rank
+    patches.patch(torch_core, "num_distrib", num_distrib)

@@ -1,7 +1,7 @@
-"""``validate``, ``get_preds``, and the validation of each epoch: every batch on one rank, the results on all.
+"""Divide ``validate``, ``get_preds`` and the validation of each epoch: one rank per batch, results on all ranks.
 
 Mends, in fastai 2.8.12: ``get_preds`` returns a permutation, ``validate`` counts padding, and outside ``distrib_ctx``
-each gathers from ranks that may not be there (``maybe_gather``).
+both gather from ranks that may not run the cell (``maybe_gather``).
 """
 
 from __future__ import annotations
@@ -17,76 +17,83 @@ from fastai.learner import Learner
 from ddip.apps import patches, rank_exchange
 from ddip.apps.fastai import precision
 from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loaders
-from ddip.apps.fastai.fit import OfDdip
-from ddip.apps.fastai.passing import Passing
+from ddip.apps.fastai.fit import TrainingCallback
+from ddip.apps.fastai.passing import TemporaryCallback
 from ddip.rank.objects.checksum import checksum
 
 GATHERED = ("inputs", "preds", "targets", "losses")
-"""Of GatherPredsCallback: lists with an item for each batch."""
+"""Attributes of GatherPredsCallback that are lists with one item per batch."""
 
 
-class DdipMerge(Passing):
-    """Puts together what the ranks have made of their batches, before anything else looks at it."""
+class DdipMerge(TemporaryCallback):
+    """Callback that merges metrics and predictions of all ranks before any other callback reads them."""
 
     order = -1000
 
     def __init__(self, shard: Any) -> None:
         self.shard = shard
-        self.seen = metrics.Seen()
+        self.record = metrics.BatchRecord()
 
-    def _is_meant(self) -> bool:
-        """Is it this evaluation, and not another one within it?"""
+    def _is_own_loader(self) -> bool:
+        """Return whether the current loader is this evaluation's, not that of an evaluation within it."""
         return self.learn.dl is self.shard
 
     def after_batch(self) -> None:
-        if self._is_meant() and any(metrics.needs_batches(metric) for metric in self._metrics()):
-            self.seen.add(self.learn)
+        if self._is_own_loader() and any(metrics.needs_batches(metric) for metric in self._metrics()):
+            self.record.add(self.learn)
 
     def after_validate(self) -> None:
-        if not self._is_meant():
+        if not self._is_own_loader():
             return
-        metrics.merge(self.learn, self._metrics(), self.seen)
+        metrics.merge(self.learn, self._metrics(), self.record)
         for callback in self.learn.cbs:
             if isinstance(callback, GatherPredsCallback):
-                _gather(callback)
+                _gather_predictions(callback)
 
     def _metrics(self) -> list[Any]:
         recorder = getattr(self.learn, "recorder", None)
         return [] if recorder is None else list(recorder._valid_mets)
 
 
-def _gather(callback: GatherPredsCallback) -> None:
+def _gather_predictions(callback: GatherPredsCallback) -> None:
     mine = {name: value for name in GATHERED if isinstance(value := vars(callback).get(name), list)}
-    everyone = rank_exchange.gather(mine)
+    everyone = rank_exchange.gather_objects(mine)
     for name in mine:
         setattr(callback, name, plan.in_order([theirs[name] for theirs in everyone]))
 
 
 def _agreed_seed(learn: Learner, dl: Any) -> int | None:
-    """A seed for the order of `dl`; None if each rank has to make all of its batches."""
+    """Return a common seed for the order of `dl`, or None if each rank must process all batches.
+
+    A collective if all ranks run the cell.
+    """
     if (
-        not rank_exchange.together()
+        not rank_exchange.on_all_ranks()
         or not rank_loaders.is_divisible(dl)
         or rank_loaders.carries_state(dl, learn)
         or _saves_batches(learn)
     ):
         return None
-    training = any(isinstance(callback, OfDdip) for callback in learn.cbs)
-    model = () if training else checksum(rank_exchange.state_of(learn.model))
+    training = any(isinstance(callback, TrainingCallback) for callback in learn.cbs)
+    model = () if training else checksum(rank_exchange.parameters_and_buffers(learn.model))
     seed = randomness.Seeds.draw().python
-    told = rank_exchange.gather((rank_loaders.looks(dl), rank_exchange.fingerprint(model), seed))
-    same = all(one[:2] == told[0][:2] for one in told)  # each works with data, or a model, of its own otherwise
-    return told[0][2] if same else None
+    proposals = rank_exchange.gather_objects((rank_loaders.summarize(dl), rank_exchange.fingerprint(model), seed))
+    if any(proposal[:2] != proposals[0][:2] for proposal in proposals):
+        return None  # each rank has its own data or model
+    return int(proposals[0][2])
 
 
 def _saves_batches(learn: Learner) -> bool:
-    """Is each batch written to a file, named by its number? Then each rank makes all of them."""
+    """Return whether each batch is saved to a file named by its number; then each rank processes all."""
     gatherers = [callback for callback in learn.cbs if isinstance(callback, GatherPredsCallback)]
-    return any(one.save_preds is not None or one.save_targs is not None for one in gatherers)
+    return any(callback.save_preds is not None or callback.save_targs is not None for callback in gatherers)
 
 
-def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Of one item, or of a logger that works on rank 0 only: a rank may well be alone in asking for it."""
+def _in_single_process_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `method` to run in single-process mode, as ranks may call it alone.
+
+    Examples are ``predict`` on one item, and a logger that only works on rank 0.
+    """
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,31 +103,31 @@ def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _kinds_of(kind: type) -> list[type]:
+def _class_and_subclasses(kind: type) -> list[type]:
     subclasses: list[type] = kind.__subclasses__()
-    return [kind, *(below for subclass in subclasses for below in _kinds_of(subclass))]
+    return [kind, *(below for subclass in subclasses for below in _class_and_subclasses(subclass))]
 
 
 def apply() -> None:
-    """Divide evaluations among the ranks."""
-    whole = Learner._do_epoch_validate
+    """Patch fastai to divide evaluations among the ranks."""
+    validate_whole = Learner._do_epoch_validate
 
-    @functools.wraps(whole)
-    def divided(self: Learner, ds_idx: int = 1, dl: Any = None) -> None:
+    @functools.wraps(validate_whole)
+    def validate_divided(self: Learner, ds_idx: int = 1, dl: Any = None) -> None:
         if dl is None:
             dl = self.dls[ds_idx]
-        with precision.ended(self):
+        with precision.autocast_left_on_error(self):
             seed = _agreed_seed(self, dl)
             if seed is None:
-                whole(self, ds_idx, dl)
+                validate_whole(self, ds_idx, dl)
                 return
-            shard = rank_loaders.of_evaluation(dl, seed)
-            with randomness.kept(), self.added_cbs([DdipMerge(shard)]):
-                whole(self, ds_idx, shard)
+            shard = rank_loaders.evaluation_shard(dl, seed)
+            with randomness.preserved_rng(), self.added_cbs([DdipMerge(shard)]):
+                validate_whole(self, ds_idx, shard)
 
-    patches.patch(Learner, "_do_epoch_validate", divided)
-    for kind in _kinds_of(Learner):
+    patches.patch(Learner, "_do_epoch_validate", validate_divided)
+    for kind in _class_and_subclasses(Learner):
         if "predict" in vars(kind):
-            patches.patch(kind, "predict", _by_itself(vars(kind)["predict"]))
-    patches.patch(FetchPredsCallback, "after_validate", _by_itself(FetchPredsCallback.after_validate))
+            patches.patch(kind, "predict", _in_single_process_mode(vars(kind)["predict"]))
+    patches.patch(FetchPredsCallback, "after_validate", _in_single_process_mode(FetchPredsCallback.after_validate))
     patches.patch(torch_core, "maybe_gather", lambda x, axis=0: x)

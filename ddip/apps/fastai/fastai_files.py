@@ -1,9 +1,8 @@
-"""Files: fetched once on each host, written once. And what a learner takes along when it goes to the notebook.
+"""Download files once per host, write them once, and keep a recorder's losses when a learner goes to the notebook.
 
-Mends, in fastai 2.8.12: each rank downloads, or tries to, for itself; in a cell on one rank that is not rank 0,
-``save`` and ``export`` write nothing, and say nothing; all ranks train SentencePiece into the same files. A recorder
-leaves its losses behind when it is pickled. In fastcore 2.2.39: of a file of settings that one rank writes for the
-first time, another may find the empty beginning.
+Mends, in fastai 2.8.12: each rank tries to download for itself; in a cell on one rank other than rank 0, ``save`` and
+``export`` write nothing, without an error; all ranks train SentencePiece into the same files; a pickled recorder lacks
+its losses. In fastcore 2.2.39: while one rank writes a settings file for the first time, another may read it empty.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from fastcore.basics import Stateful
 from fastdownload import FastDownload
 
 from ddip.apps import patches, rank_exchange
-from ddip.apps.once import once_a_host
+from ddip.apps.once import once_per_host
 from ddip.rank.runtime import current
 
 
-def _written(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the ranks that run the cell, the first one writes."""
+def _write_on_first_rank(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `method` so that the first rank that runs the cell writes, even if it is not rank 0."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        here = current.ranks()
-        if current.is_everywhere() or not here or min(here) == 0 or min(here) != rank_exchange.rank():
+        cell_ranks = current.ranks()
+        if current.is_everywhere() or not cell_ranks or min(cell_ranks) == 0 or min(cell_ranks) != rank_exchange.rank():
             return method(self, *args, **kwargs)
         before = os.environ["RANK"]
-        os.environ["RANK"] = "0"  # by which fastai decides
+        os.environ["RANK"] = "0"  # fastai writes on rank 0 only
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -46,11 +45,11 @@ def _written(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _exporting = False
-"""Does `Learner.export` run?"""
+"""True while ``Learner.export`` runs."""
 
 
-def _without_records(export: Callable[..., Any]) -> Callable[..., Any]:
-    """What is exported is for inference."""
+def _export_without_records(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `export` to leave out a recorder's losses, which inference does not need."""
 
     @functools.wraps(export)
     def export_plain(self: Learner, *args: Any, **kwargs: Any) -> Any:
@@ -64,24 +63,24 @@ def _without_records(export: Callable[..., Any]) -> Callable[..., Any]:
     return export_plain
 
 
-def _with_records(self: Recorder) -> dict[str, Any]:
+def _state_with_records(self: Recorder) -> dict[str, Any]:
     left_out = () if _exporting else self._stateattrs
     return {**Stateful.__getstate__(self), **{name: vars(self)[name] for name in left_out if name in vars(self)}}
 
 
-def _made_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of functions that leave files, and return nothing."""
+def _run_once_per_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that writes files and returns nothing, to run once per host."""
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         what = f"{function.__name__}({', '.join(map(str, args[:1]))})"
-        return once_a_host(what, lambda: function(*args, **kwargs), lambda: None)
+        return once_per_host(what, lambda: function(*args, **kwargs), lambda: None)
 
     return make
 
 
-def _trained_once(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a tokenizer that learns its pieces of words: all ranks would write the same files, and read each other's."""
+def _train_once_per_host(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a tokenizer's `setup` to train once per host; all ranks would write the same files."""
 
     @functools.wraps(setup)
     def train_once(self: core.SentencePieceTokenizer, items: Any, rules: Any = None) -> Any:
@@ -94,51 +93,51 @@ def _trained_once(setup: Callable[..., Any]) -> Callable[..., Any]:
 
         if self.tok is not None:
             return setup(self, items, rules)
-        return once_a_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load)
+        return once_per_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load)
 
     return train_once
 
 
-def _written_at_once(save: Callable[..., None]) -> Callable[..., None]:
-    """Of ``save_config_file``: who reads the file finds all of it, or none."""
+def _save_atomically(save: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``save_config_file`` to replace the file atomically: readers find all of it or none."""
 
     @functools.wraps(save)
     def save_at_once(file: Any, *args: Any, **kwargs: Any) -> None:
-        beside = f"{file}.{os.getpid()}"
-        save(beside, *args, **kwargs)
-        os.replace(beside, file)
+        temporary = f"{file}.{os.getpid()}"
+        save(temporary, *args, **kwargs)
+        os.replace(temporary, file)
 
     return save_at_once
 
 
 def apply() -> None:
-    """Fetch and write once."""
+    """Patch fastai and fastcore to download once per host, and to write once."""
     get, hub, tokenize = FastDownload.get, torch.hub.download_url_to_file, core._tokenize_files
 
     @functools.wraps(get)
     def get_once(self: FastDownload, url: str, extract_key: str = "data", force: bool = False) -> Any:
-        return once_a_host(url, lambda: get(self, url, extract_key, force), lambda: get(self, url, extract_key))
+        return once_per_host(url, lambda: get(self, url, extract_key, force), lambda: get(self, url, extract_key))
 
     @functools.wraps(hub)
     def download_once(url: str, dst: str, *args: Any, **kwargs: Any) -> None:
-        once_a_host(url, lambda: hub(url, dst, *args, **kwargs), lambda: None)
+        once_per_host(url, lambda: hub(url, dst, *args, **kwargs), lambda: None)
 
     @functools.wraps(tokenize)
     def tokenize_once(*args: Any, **kwargs: Any) -> Any:
         def found() -> Any:
             return tokenize(*args, **{**kwargs, "skip_if_exists": True})
 
-        return once_a_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
+        return once_per_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
 
-    patches.patch(xtras, "save_config_file", _written_at_once(xtras.save_config_file))
+    patches.patch(xtras, "save_config_file", _save_atomically(xtras.save_config_file))
     patches.patch(FastDownload, "get", get_once)
     patches.patch(torch.hub, "download_url_to_file", download_once)
     patches.patch(core, "_tokenize_files", tokenize_once)
-    patches.patch(core.SentencePieceTokenizer, "setup", _trained_once(core.SentencePieceTokenizer.setup))
+    patches.patch(core.SentencePieceTokenizer, "setup", _train_once_per_host(core.SentencePieceTokenizer.setup))
     vision = sys.modules.get("fastai.vision.utils")
     for name in ("download_images", "resize_images") if vision is not None else ():
-        patches.put_everywhere(name, getattr(vision, name), _made_once(getattr(vision, name)))
-    patches.patch(Learner, "save", _written(Learner.save))
-    patches.patch(Learner, "export", _written(_without_records(Learner.export)))
-    patches.patch(Recorder, "__getstate__", _with_records)
-    patches.patch(TextLearner, "save_encoder", _written(TextLearner.save_encoder))
+        patches.replace_imports(name, getattr(vision, name), _run_once_per_host(getattr(vision, name)))
+    patches.patch(Learner, "save", _write_on_first_rank(Learner.save))
+    patches.patch(Learner, "export", _write_on_first_rank(_export_without_records(Learner.export)))
+    patches.patch(Recorder, "__getstate__", _state_with_records)
+    patches.patch(TextLearner, "save_encoder", _write_on_first_rank(TextLearner.save_encoder))

@@ -1,8 +1,8 @@
-"""One progress bar, one table, one log file: rank 0's.
+"""Show one progress bar and one table, and write one log file: those of rank 0.
 
-Mends, in fastai 2.8.12: every rank draws its own bar in ``lr_find`` and ``tta``, ranks but the first lose their
-ProgressCallback for good, and each writes ``CSVLogger``'s file. fastprogress 1.1.6 asks once, when it is imported,
-whether there is a notebook: in the warm process there is none, and in a rank there is one even below a terminal.
+Mends, in fastai 2.8.12: every rank draws its own bar in ``lr_find`` and ``tta``, all ranks but rank 0 lose
+their ProgressCallback for good, and each rank writes the file of ``CSVLogger``. fastprogress 1.1.6 checks only once, on
+import, for a notebook: the preload process has none, and a rank seems to have one even below a terminal.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ddip.apps import patches, rank_exchange
 from ddip.rank.runtime import current
 
 
-class _Quiet(ProgressBar):
-    """A bar that nobody sees."""
+class _HiddenBar(ProgressBar):
+    """A progress bar that is not shown."""
 
     def update(self, val: int) -> None:
         pass
 
 
-class _QuietMaster(MasterBar):
-    """Stands for fastprogress's bar of the epochs on a rank whose bars nobody sees."""
+class _HiddenMasterBar(MasterBar):
+    """Replacement for fastprogress's bar of epochs on a rank whose bars are not shown."""
 
     def __init__(self, gen: Any, total: int | None = None, **kwargs: Any) -> None:
-        super().__init__(gen, _Quiet, total)
+        super().__init__(gen, _HiddenBar, total)
 
     def write(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -40,19 +40,19 @@ class _QuietMaster(MasterBar):
 
 
 def apply() -> None:
-    """Let one rank show, and write, what is the same on all."""
+    """Patch fastprogress and CSVLogger so that only rank 0 shows and writes common output."""
     before_fit = CSVLogger.before_fit
 
     def progress_bar(*args: Any, **kwargs: Any) -> Any:
-        """The progress bar of fastprogress, where a person sees it."""
+        """Make a progress bar: hidden, for a notebook, or for a terminal."""
         if rank_exchange.is_quiet():
-            return _Quiet(*args, **kwargs)
+            return _HiddenBar(*args, **kwargs)
         return (fastprogress.NBProgressBar if current.is_rich() else fastprogress.ConsoleProgressBar)(*args, **kwargs)
 
     def master_bar(*args: Any, **kwargs: Any) -> Any:
-        """The bar of the epochs: quiet, for a notebook, or for a terminal."""
+        """Make a bar of epochs: hidden, for a notebook, or for a terminal."""
         if rank_exchange.is_quiet():
-            return _QuietMaster(*args, **kwargs)
+            return _HiddenMasterBar(*args, **kwargs)
         return (fastprogress.NBMasterBar if current.is_rich() else fastprogress.ConsoleMasterBar)(*args, **kwargs)
 
     @functools.wraps(before_fit)
@@ -63,6 +63,6 @@ def apply() -> None:
             self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - after_fit closes it
             self.old_logger, self.learn.logger = self.learn.logger, self._write_line
 
-    patches.put_everywhere("progress_bar", fastprogress.progress_bar, progress_bar)
-    patches.put_everywhere("master_bar", fastprogress.master_bar, master_bar)
+    patches.replace_imports("progress_bar", fastprogress.progress_bar, progress_bar)
+    patches.replace_imports("master_bar", fastprogress.master_bar, master_bar)
     patches.patch(CSVLogger, "before_fit", open_file)

@@ -1,7 +1,7 @@
-"""``lr_find``, which leaves model and optimizer as they were.
+"""Make ``lr_find`` leave model and optimizer unchanged.
 
-Mends, in fastai 2.8.12: only rank 0 has the file that ``LRFinder`` saves, and the others wait for it for ever; after an
-error or an interrupt the model keeps what the search has made of it.
+Mends, in fastai 2.8.12: only rank 0 has the file that ``LRFinder`` saves, and the other ranks wait for it indefinitely;
+after an error or an interrupt the model keeps the weights of the search.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from fastai.learner import Learner
 from ddip.apps import patches
 
 
-class Saved:
-    """A learner's model and optimizer, in memory, on the CPU."""
+class SavedState:
+    """Copy of a learner's model and optimizer states in memory."""
 
     def __init__(self, learn: Learner) -> None:
         self.model = {name: value.detach().cpu().clone() for name, value in learn.model.state_dict().items()}
         self.opt = copy.deepcopy(learn.opt.state_dict())
 
     def restore(self, learn: Learner) -> None:
-        """Put them back."""
+        """Load the saved states into `learn`."""
         learn.model.load_state_dict(self.model)
         learn.opt.load_state_dict(self.opt)
 
 
 def apply() -> None:
-    """Keep the state in memory on each rank."""
+    """Patch LRFinder to keep the saved state in memory on each rank."""
 
     def before_fit(self: LRFinder) -> None:
         ParamScheduler.before_fit(self)
-        self.saved = Saved(self.learn)
+        self.saved = SavedState(self.learn)
         self.best_loss = float("inf")
 
     def after_fit(self: LRFinder) -> None:
         self.learn.opt.zero_grad()
-        restore(self, self.learn)
+        undo_search(self, self.learn)
 
     patches.patch(LRFinder, "before_fit", before_fit)
     patches.patch(LRFinder, "after_fit", after_fit)
 
 
-def restore(callback: Any, learn: Learner) -> None:
-    """Undo a search, if `callback` has begun one."""
+def undo_search(callback: Any, learn: Learner) -> None:
+    """Undo the search of an LRFinder that has begun one; other callbacks are ignored."""
     saved = vars(callback).pop("saved", None) if isinstance(callback, LRFinder) else None
     if saved is not None:
         saved.restore(learn)

@@ -1,4 +1,4 @@
-"""One fit, on all ranks: what they begin with, whose batch is whose, and the mean of their gradients."""
+"""Run one fit on all ranks: align their state, divide the batches, and average losses and gradients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ddip.rank.objects.checksum import checksum
 NO_SYNC: dict[str, Any] = (
     {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
 )
-"""The models are the same already; before torch 2.5 the wrapper cannot be told so."""
+"""Arguments that make DDP skip its initial synchronization, as the models are equal; torch before 2.5 has none."""
 _used: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""Of the parameters of a model that have been trained, by name: has every rank been seen to use it?"""
+"""Parameters that have been trained, by model and name; True if every rank has been seen to use the parameter."""
 
 
 class Job:
-    """One fit of one learner."""
+    """One fit of one learner, distributed over all ranks."""
 
     def __init__(self, learn: Learner) -> None:
         self.learn = learn
@@ -37,70 +37,74 @@ class Job:
         self.plan = plan.Plan((), (), ())
         self.epochs = 0
         self.model: nn.Module | None = None
-        """The learner's own, while its place is taken by the wrapper."""
-        self.seen = metrics.Seen()
-        """Of the training set."""
-        self.kept: list[dict[str, Any]] = []
-        """States of the metrics before a batch that is none."""
+        """The learner's own model while the wrapper replaces it; otherwise None."""
+        self.record = metrics.BatchRecord()
+        """Batches of the training set, for metrics that need them."""
+        self.saved_metrics: list[dict[str, Any]] = []
+        """States of the metrics before a filler batch."""
         self.reductions = Reductions()
-        self._may_drop = False
-        self._whole = 0.0
-        """This batch's size when it came, where callbacks may make it shorter."""
+        self._may_shorten = False
+        self._full_size = 0.0
+        """Size of the batch before callbacks could shorten it; items."""
         self._used: tuple[float, float] | None = None
-        """Items of this step, where they were counted: this rank's, all ranks'."""
+        """Items used in this step by this rank and by all ranks, if they were counted."""
         self._wrapper: nn.Module | None = None
-        self._wrapped: tuple[bool, ...] = ()
-        """Which parameters were trainable then."""
+        self._wrapped_trainable: tuple[bool, ...] = ()
+        """``requires_grad`` of each parameter when the wrapper was made."""
         self._probing = False
         self._loss: torch.Tensor | None = None
         self._work: Any = None
 
-    # -- beginning: the same everywhere
+    # -- start with equal state on all ranks
 
     @property
     def begun(self) -> bool:
-        """Have the ranks agreed?"""
+        """True after `begin`, that is, once the ranks have the same state."""
         return self.common is not None
 
     def begin(self) -> None:
-        """Have every rank begin with the same; raises ValueError on all of them if their data differ."""
+        """Give model, optimizer and seeds of rank 0 to all ranks. A collective.
+
+        Raises TypeError if the data cannot be divided, and ValueError on all ranks if they have different data.
+        """
         learn = self.learn
         learn.model.to(getattr(learn.dls, "device", None))
         if not rank_loaders.is_divisible(learn.dls.train):
             raise TypeError(NOT_DIVISIBLE.format(kind=type(learn.dls.train).__name__))
         self.seeds = randomness.Seeds.draw()
         common = randomness.State.now()
-        told = {
-            "data": rank_loaders.looks(learn.dls.train),
+        facts = {
+            "data": rank_loaders.summarize(learn.dls.train),
             "epochs": learn.n_epoch,
-            "model": rank_exchange.fingerprint(checksum(rank_exchange.state_of(learn.model))),
-            "optimizer": _print_of_optimizer(learn),
+            "model": rank_exchange.fingerprint(checksum(rank_exchange.parameters_and_buffers(learn.model))),
+            "optimizer": _optimizer_fingerprint(learn),
             "seeds": self.seeds,
         }
-        everyone = rank_exchange.gather(told)
-        _require_same(everyone)
-        self.seeds = everyone[0]["seeds"]
-        if len({one["model"] for one in everyone}) > 1:
-            rank_exchange.share(rank_exchange.state_of(learn.model))
-        if len({one["optimizer"] for one in everyone}) > 1:
-            _share_optimizer(learn)
+        all_facts = rank_exchange.gather_objects(facts)
+        _require_same(all_facts)
+        self.seeds = all_facts[0]["seeds"]
+        if len({rank_facts["model"] for rank_facts in all_facts}) > 1:
+            rank_exchange.broadcast_tensors(rank_exchange.parameters_and_buffers(learn.model))
+        if len({rank_facts["optimizer"] for rank_facts in all_facts}) > 1:
+            _broadcast_optimizer(learn)
         self.common = common
         self.seeds.seed_all(more=1 + rank_exchange.rank())
 
-    def begin_epoch(self, *, may_drop: bool) -> None:
-        """Take this rank's part of the training data, as one seed shuffles it for all.
+    def begin_epoch(self, *, may_shorten: bool) -> None:
+        """Select this rank's part of the training data for the next epoch. A collective.
 
-        `may_drop`: items are counted in each step, since a callback may take some out of a batch.
+        All ranks shuffle alike. If `may_shorten` is true on any rank, a callback may remove items from batches, and
+        each step counts its items.
         """
         self.epochs += 1
-        self._may_drop = any(rank_exchange.gather_number(may_drop))
-        self.seen = metrics.Seen()
+        self._may_shorten = any(rank_exchange.gather_numbers(may_shorten))
+        self.record = metrics.BatchRecord()
         seed = (self.seeds.python + self.epochs) % 2**62
-        self.learn.dl, self.plan = rank_loaders.of_training(self.learn.dl, self.learn, seed)
+        self.learn.dl, self.plan = rank_loaders.training_shard(self.learn.dl, self.learn, seed)
 
     @property
     def metrics(self) -> list[Any]:
-        """Those of the training set."""
+        """The metrics of the training set."""
         recorder = getattr(self.learn, "recorder", None)
         return [] if recorder is None else list(recorder._train_mets[1:])
 
@@ -113,74 +117,74 @@ class Job:
 
     @property
     def weight(self) -> float:
-        """Of this rank's loss: the mean over the ranks of what they have so weighted is that of one process."""
+        """Factor of this rank's loss. The mean over ranks of the weighted losses is the loss of one process."""
         weight = self.plan.weights[self.step]
-        if self.reductions.of(self.learn.loss_func) == "sum":
-            return float(rank_exchange.size()) if weight else 0.0
+        if self.reductions.reduction_of(self.learn.loss_func) == "sum":
+            return float(rank_exchange.world_size()) if weight else 0.0
         if self._used is not None and self._used[1]:
-            return self._used[0] * rank_exchange.size() / self._used[1]
+            return self._used[0] * rank_exchange.world_size() / self._used[1]
         return weight
 
     @property
     def is_filler(self) -> bool:
-        """Is this batch there only because other ranks have one?"""
+        """True if this rank repeats a batch only because other ranks still have one."""
         return self.plan.weights[self.step] == 0
 
     @property
     def items(self) -> float:
-        """Of this step, as a mean over the ranks."""
-        return self.plan.items[self.step] if self._used is None else self._used[1] / rank_exchange.size()
+        """Number of items of this step, as a mean over the ranks."""
+        return self.plan.items[self.step] if self._used is None else self._used[1] / rank_exchange.world_size()
 
     def begin_step(self) -> None:
-        """A batch has come."""
+        """Note the size of a new batch."""
         self._used = None
-        if self._may_drop:
-            self._whole = _size(self.learn)
+        if self._may_shorten:
+            self._full_size = _batch_size(self.learn)
 
     def count_used(self) -> None:
-        """What the ranks have used of their batches, where callbacks may have taken items out."""
-        if self._may_drop:
+        """Count the items that the ranks use, if callbacks may have removed some. Then a collective."""
+        if self._may_shorten:
             planned = self.plan.weights[self.step] * self.plan.items[self.step]
-            mine = planned * _size(self.learn) / self._whole if self._whole else 0.0
-            self._used = mine, rank_exchange.total(mine)
+            mine = planned * _batch_size(self.learn) / self._full_size if self._full_size else 0.0
+            self._used = mine, rank_exchange.sum_number(mine)
 
     def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` as it counts; one that does not count is 0, also where it is the mean of nothing."""
+        """Return `loss` times `weight`; with weight 0 it is 0, even if the loss is NaN or infinite."""
         return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0 if self.weight == 0 else loss * self.weight
 
     def start_loss_allreduce(self) -> None:
-        """Begin to make one loss of all; the backward pass goes on meanwhile."""
-        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / rank_exchange.size()
+        """Begin to average the weighted loss over the ranks, asynchronously during the backward pass."""
+        self._loss = self.weighted_loss(self.learn.loss.detach().float().mean()) / rank_exchange.world_size()
         self._work = dist.all_reduce(self._loss, async_op=True)
 
     def finish_loss_allreduce(self) -> None:
-        """Have every rank record it."""
+        """Wait for the averaged loss and make it the learner's loss."""
         if self._work is not None:
             self._work.wait()
             self.learn.loss, self._work = self._loss, None
 
     def wrap(self) -> None:
-        """Put the wrapper that averages gradients where fastai calls the model."""
+        """Replace the learner's model by a wrapper that averages gradients."""
         model = self.learn.model
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
-        if trained != self._wrapped:  # a callback may freeze and unfreeze, as that of GANs does
-            self._drop()
-            self._wrapped = trained
+        if trained != self._wrapped_trainable:  # a callback may freeze and unfreeze, as fastai's for GANs does
+            self._drop_wrapper()
+            self._wrapped_trainable = trained
         if self._wrapper is None:
             self._wrapper = self._wrapper_of(model)
         if self._wrapper is not model:
             self.model, self.learn.model = model, self._wrapper
 
     def unwrap(self) -> None:
-        """Give the learner its model back."""
+        """Restore the learner's own model."""
         if self.model is not None:
             self.learn.model, self.model = self.model, None
 
     def _wrapper_of(self, model: nn.Module) -> nn.Module:
-        trainable = _trainable(model)
+        trainable = _trainable_parameters(model)
         used = _used.get(model, {})
         self._probing = not trainable.keys() <= used.keys()
-        if self._probing:  # until it is known which parameters are used, gradients are averaged by hand
+        if self._probing:  # until used parameters are known, `end_backward` averages gradients
             for parameter in trainable.values():
                 parameter.grad = None
         if self._probing or not trainable:
@@ -194,47 +198,50 @@ class Job:
         )
 
     def end_backward(self) -> None:
-        """After a model's first backward it is known whether every parameter is used: always to look takes time."""
+        """After a model's first backward pass, average its gradients and note which parameters are used.
+
+        DDP can search for unused parameters in each step, but that takes time.
+        """
         if not self._probing:
             return
         self._probing = False
-        trainable = _trainable(self.learn.model)
-        theirs = rank_exchange.gather([parameter.grad is not None for parameter in trainable.values()])
-        used = dict(zip(trainable, zip(*theirs, strict=True), strict=True))
+        trainable = _trainable_parameters(self.learn.model)
+        flags_by_rank = rank_exchange.gather_objects([parameter.grad is not None for parameter in trainable.values()])
+        used = dict(zip(trainable, zip(*flags_by_rank, strict=True), strict=True))
         for name, parameter in trainable.items():
             if any(used[name]):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                rank_exchange.average(parameter.grad)
+                rank_exchange.average_tensor(parameter.grad)
         known = _used.setdefault(self.learn.model, {})
         known.update({name: all(by_rank) for name, by_rank in used.items()})
         self._wrapper = None
 
-    def _drop(self) -> None:
+    def _drop_wrapper(self) -> None:
         if self._wrapper is not None and self._wrapper is not self.learn.model:
             wrappers.drop(self._wrapper)
         self._wrapper = None
 
-    # -- the end
+    # -- end
 
     def share_buffers(self) -> None:
-        """What a model counts by itself (batch norm) is rank 0's, as in any step."""
-        rank_exchange.share(list(self.learn.model.buffers()))
+        """Copy rank 0's buffers, such as batch norm statistics, to all ranks, as DDP does in each step."""
+        rank_exchange.broadcast_tensors(list(self.learn.model.buffers()))
 
     def end(self) -> None:
-        """However it ended."""
+        """Unwrap the model and restore the common random state, after success or failure."""
         self.unwrap()
-        self._drop()
+        self._drop_wrapper()
         if self.common is not None:
             self.common.restore()
 
 
-def _size(learn: Learner) -> float:
-    """How many items the batch has, if that can be told."""
+def _batch_size(learn: Learner) -> float:
+    """Return the number of items in the batch; 1 if it is unknown."""
     first = item_find(learn.yb if len(learn.yb) else learn.xb)
     return float(first.shape[0]) if getattr(first, "ndim", 0) else 1.0
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -248,8 +255,8 @@ DIFFERENT = (
 )
 
 
-def _require_same(everyone: list[dict[str, Any]]) -> None:
-    rows = [{**one["data"], "epochs": one["epochs"]} for one in everyone]
+def _require_same(all_facts: list[dict[str, Any]]) -> None:
+    rows = [{**rank_facts["data"], "epochs": rank_facts["epochs"]} for rank_facts in all_facts]
     for what in rows[0]:
         values = [row[what] for row in rows]
         if len(set(values)) > 1:
@@ -259,7 +266,7 @@ def _require_same(everyone: list[dict[str, Any]]) -> None:
             raise ValueError(DIFFERENT.format(what=f"{what}:", differ=differ))
 
 
-def _print_of_optimizer(learn: Learner) -> int:
+def _optimizer_fingerprint(learn: Learner) -> int:
     tensors: list[torch.Tensor] = []
 
     def plain(value: Any) -> Any:
@@ -277,10 +284,10 @@ def _print_of_optimizer(learn: Learner) -> int:
     return rank_exchange.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), checksum(tensors)))
 
 
-def _share_optimizer(learn: Learner) -> None:
+def _broadcast_optimizer(learn: Learner) -> None:
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # another rank has another GPU
-    state, trained, frozen = rank_exchange.of_rank_0((state, trained, getattr(learn.opt, "frozen_idx", 0)))
+    state = to_detach(learn.opt.state_dict(), cpu=True, gather=False)  # each rank has a different GPU
+    state, trained, frozen = rank_exchange.broadcast_object((state, trained, getattr(learn.opt, "frozen_idx", 0)))
     learn.opt.load_state_dict(state)
     for parameter, known in getattr(learn.opt, "state", {}).items():
         known.update(to_device(dict(known), parameter.device))

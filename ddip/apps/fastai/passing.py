@@ -1,4 +1,4 @@
-"""Callbacks of ddip's own."""
+"""Base class of the callbacks that ddip adds to a learner."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from fastai.callback.core import Callback
 
 
-class Passing(Callback):
-    """One that is there for one call: a learner that is exported meanwhile does not need ddip."""
+class TemporaryCallback(Callback):
+    """Callback for one call, pickled as a plain Callback so that an exported learner does not need ddip."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Callback, ())

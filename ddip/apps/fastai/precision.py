@@ -1,7 +1,7 @@
-"""``to_fp16`` and ``to_bf16`` on the CPU, and after an error.
+"""Make ``to_fp16`` and ``to_bf16`` work on the CPU, and leave autocast after an error.
 
-Mends, in fastai 2.8.12: MixedPrecision casts for CUDA only, and elsewhere warns and does nothing; after an error within
-a batch everything stays in autocast, and what it has cast stays in use: the learner no longer learns.
+Mends, in fastai 2.8.12: MixedPrecision casts for CUDA only, and elsewhere only warns; after an error within a batch,
+autocast stays on and keeps using its cached casts of the weights, so that the learner no longer learns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ddip.apps import patches
 
 
 @contextlib.contextmanager
-def ended(learn: Learner) -> Iterator[None]:
-    """An error or an interrupt in here leaves no autocast behind."""
+def autocast_left_on_error(learn: Learner) -> Iterator[None]:
+    """Leave the learner's autocast if an error or an interrupt ends the block."""
     before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     try:
         yield
@@ -34,13 +34,13 @@ def ended(learn: Learner) -> Iterator[None]:
 
 
 def apply() -> None:
-    """Cast to what the device computes fast: bfloat16 on the CPU."""
-    plain = MixedPrecision.before_fit
+    """Patch MixedPrecision to use bfloat16 on the CPU, which computes it fast."""
+    original = MixedPrecision.before_fit
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def before_fit(self: MixedPrecision) -> None:
         if next(self.learn.model.parameters()).device.type != "cpu":
-            plain(self)
+            original(self)
         else:
             self.autocast = autocast("cpu", dtype=torch.bfloat16)
             self.learn.scaler, self.scales = GradScaler("cpu", enabled=False), L()

@@ -1,7 +1,7 @@
-"""Hugging Face on the ranks: accelerate, transformers, and what builds on them (trl, peft, datasets), unchanged.
+"""App for Hugging Face: accelerate, transformers and libraries built on them (trl, peft, datasets) use all ranks.
 
-While the app is there, these libraries are changed in the places that ``PATCHES`` lists; each file here says why.
-``release`` takes everything out again. Each library may be missing.
+While the app is active, it patches these libraries in the places that `PATCHES` lists; each file here says why.
+`release` undoes all patches. Each library may be missing.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ PATCHES = (place, living, trainer_faults, hf_show, hf_files, device_map)
 
 
 def prepare() -> None:
-    """Change the libraries, on a rank that has joined a group."""
+    """Patch the libraries on a rank that has joined a group."""
     release()
     for module in PATCHES:
         module.apply()
-    if place.accelerate_is_there():
-        from ddip.apps import launcher  # it needs accelerate
+    if place.is_accelerate_imported():
+        from ddip.apps import launcher  # imports accelerate
 
         launcher.apply()
-    place.forget()
+    place.reset_state()
 
 
 def rejoined() -> None:
-    """The ranks are in a new group: what was in use goes on."""
-    living.go_on()
+    """Let objects of the libraries continue in a rebuilt group. Called on all ranks at once."""
+    living.reset_iterations()
 
 
 def begin_cell() -> None:
-    """One rank shows what all of them do."""
+    """Let only rank 0 show progress bars, and forget the optimizer steps of the last cell."""
     hf_show.begin_cell()
     living.begin_cell()
 
 
 def end_cell(error: BaseException | None) -> None:
-    """Nobody waits for what this cell has not done; what it has left half done is mended."""
+    """Stop other ranks from waiting for this cell; after an error, request a rebuild if needed."""
     once.end_cell()
     living.end_cell(error)
 
 
 def release() -> None:
-    """Leave the libraries as they were, and what they know of a group that is left."""
+    """Undo all patches, and reset the state that the libraries keep about the group."""
     patches.restore()
     hf_show.restore()
-    place.forget()
+    place.reset_state()
 
 
 def command(text: str) -> str:
-    """``%%dip -a patches``: what is changed, and why."""
+    """Describe all patches for ``%%dip -a patches``; raises ValueError for other commands."""
     if text.strip() != "patches":
         raise ValueError(f"the app hf knows one command: %%dip -a patches; typed: {text}")
     return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in PATCHES)

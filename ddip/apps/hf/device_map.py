@@ -1,7 +1,7 @@
-"""``device_map="auto"``: it lays one model out over the GPUs of one process, and here each rank has its own.
+"""Refuse ``device_map="auto"``: it spreads one model over all GPUs of a process, but each rank has one GPU.
 
-transformers 5.23 loads it on each rank, over all GPUs that it sees, and the first step of a training refuses it. It is
-refused where it is written, with what to write instead.
+transformers 5.23 spreads the model on each rank over all visible GPUs, and raises only in the first training step. ddip
+raises when the model is loaded, and says what to write instead.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ INSTEAD = (
 
 
 def apply() -> None:
-    """Refuse it where all ranks load a model."""
+    """Patch ``from_pretrained`` to raise ValueError if all ranks load a model with such a map."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
-        own = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__
-        patches.patch(modeling.PreTrainedModel, "from_pretrained", classmethod(_checked(own)))
+        original = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__
+        patches.patch(modeling.PreTrainedModel, "from_pretrained", classmethod(_check_device_map(original)))
 
 
-def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
+def _check_device_map(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
-    def load_here(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_checked(kind: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         typed = kwargs.get("device_map")
-        if isinstance(typed, str) and typed in SPREAD and rank_exchange.together():
-            raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.size()))
+        if isinstance(typed, str) and typed in SPREAD and rank_exchange.on_all_ranks():
+            raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.world_size()))
         return load(kind, *args, **kwargs)
 
-    return load_here
+    return load_checked

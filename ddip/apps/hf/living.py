@@ -1,12 +1,11 @@
-"""What accelerate keeps in use while the ranks form their group again, after an error or a stop.
+"""Make accelerate's objects equal on all ranks when the group is rebuilt after an error or a stop.
 
-DDP wrappers go on with rank 0's parameters (``rank/objects/wrappers.py``). In accelerate 1.15 more differs between
-ranks that stopped at different places: the state of optimizers and schedulers, where rank 0's is given to all, the
-count of steps over which gradients are accumulated, which begins anew, and the loaders that each was in the midst of,
-which are forgotten. Gradients of the step that failed go, with their memory.
+DDP wrappers continue with rank 0's parameters (``rank/objects/wrappers.py``). In accelerate 1.15, more state differs
+between ranks that stopped at different points: all ranks get rank 0's state of optimizers and schedulers, the step
+count of gradient accumulation restarts, unfinished loaders are forgotten, and gradients of the failed step are freed.
 
-A stop may find all ranks at work, after the collectives of a step, when only some have taken it: so where a cell fails
-in which an optimizer has taken steps, the group is formed again, although no rank waits for another.
+A stop may interrupt the ranks after the collectives of a step, when only some of them have updated the parameters. So
+if a cell fails in which an optimizer took a step, the group is rebuilt even if no rank waits for another.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
 
 _numbers = itertools.count()
-_kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Optimizers and schedulers that accelerate has wrapped, in the order in which they were made."""
+_stateful_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Optimizers and schedulers that accelerate has wrapped, with numbers in the order of their creation."""
 _has_stepped = False
-"""Has an optimizer taken a step in this cell?"""
+"""True if an optimizer has taken a step in this cell."""
 _accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def apply() -> None:
-    """Note what is made."""
+    """Patch accelerate to note new objects and optimizer steps, and share their states in a rebuilt group."""
     for module, name, note in (
         ("accelerate.accelerator", "Accelerator", _accelerators.add),
-        ("accelerate.optimizer", "AcceleratedOptimizer", _number),
-        ("accelerate.scheduler", "AcceleratedScheduler", _number),
+        ("accelerate.optimizer", "AcceleratedOptimizer", _assign_number),
+        ("accelerate.scheduler", "AcceleratedScheduler", _assign_number),
     ):
         if module in sys.modules:
             kind = getattr(sys.modules[module], name)
-            patches.patch(kind, "__init__", _noting(kind.__init__, note))
+            patches.patch(kind, "__init__", _note_new(kind.__init__, note))
     if "accelerate.optimizer" in sys.modules:
         kind = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
-        patches.patch(kind, "step", _noted(kind.step))
+        patches.patch(kind, "step", _note_step(kind.step))
     patches.patch(wrappers, "share_also", share_states)
 
 
-def _noting(init: Callable[..., None], note: Callable[[Any], object]) -> Callable[..., None]:
+def _note_new(init: Callable[..., None], note: Callable[[Any], object]) -> Callable[..., None]:
     @functools.wraps(init)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
@@ -66,71 +65,79 @@ def _noting(init: Callable[..., None], note: Callable[[Any], object]) -> Callabl
     return make
 
 
-def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
+def _note_step(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         global _has_stepped
         _has_stepped = True
         return step(self, *args, **kwargs)
 
-    return take
+    return step_noted
 
 
 def begin_cell() -> None:
-    """No step has been taken yet."""
+    """Note that no optimizer has taken a step in this cell yet."""
     global _has_stepped
     _has_stepped = False
 
 
 def end_cell(error: BaseException | None) -> None:
-    """Some ranks may be a step ahead of others."""
+    """Request a rebuild of the group after an error if some ranks may be a step ahead of others."""
     if error is not None and _has_stepped and current.is_everywhere():
         membership.give_up()
 
 
-def _number(thing: Any) -> None:
-    _kept[thing] = next(_numbers)
+def _assign_number(stateful: Any) -> None:
+    _stateful_numbers[stateful] = next(_numbers)
 
 
-def go_on() -> None:
-    """On each rank, in a new group."""
+def reset_iterations() -> None:
+    """Reset counts, gradients and loaders of the broken iteration on this rank, in a rebuilt group."""
     for accelerator in _accelerators:
         accelerator.step = 0
     state = sys.modules.get("accelerate.state")
     if state is not None and state.GradientState._shared_state:
         gradients = state.GradientState()
         gradients.sync_gradients, gradients.dataloader_references = True, [None]
-    for thing in _kept:
-        if hasattr(thing, "param_groups"):
-            thing.optimizer.zero_grad(set_to_none=True)
+    for stateful in _stateful_numbers:
+        if hasattr(stateful, "param_groups"):
+            stateful.optimizer.zero_grad(set_to_none=True)
 
 
 def share_states() -> None:
-    """On all ranks at once: give them rank 0's state of the optimizers and schedulers that each of them has."""
-    mine = {number: thing for thing, number in _kept.items()}
-    described = rank_exchange.gather({number: _description(thing) for number, thing in mine.items()})
-    things = [mine[numbers[rank_exchange.rank()]] for numbers in matches(described)]
-    packed = [_pack(thing.state_dict()) for thing in things]
-    marks = rank_exchange.gather([rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed])
-    for number, (thing, (data, tensors)) in enumerate(zip(things, packed, strict=True)):
-        if len({of_rank[number] for of_rank in marks}) > 1:
-            state, received = _unpack(rank_exchange.of_rank_0(data))
-            rank_exchange.share(tensors if rank_exchange.rank() == 0 else received)
+    """Copy rank 0's state of optimizers and schedulers that all ranks have to all of them. A collective."""
+    by_number = {number: stateful for stateful, number in _stateful_numbers.items()}
+    descriptions = rank_exchange.gather_objects(
+        {number: _description(stateful) for number, stateful in by_number.items()}
+    )
+    common = [by_number[numbers[rank_exchange.rank()]] for numbers in matches(descriptions)]
+    packed = [_pack_state(stateful.state_dict()) for stateful in common]
+    fingerprints = rank_exchange.gather_objects(
+        [rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed]
+    )
+    for number, (stateful, (data, tensors)) in enumerate(zip(common, packed, strict=True)):
+        if len({of_rank[number] for of_rank in fingerprints}) > 1:
+            state, received = _unpack_state(rank_exchange.broadcast_object(data))
+            rank_exchange.broadcast_tensors(tensors if rank_exchange.rank() == 0 else received)
             if rank_exchange.rank() != 0:
-                thing.load_state_dict({**thing.state_dict(), **state})
+                stateful.load_state_dict({**stateful.state_dict(), **state})
 
 
-def _description(thing: Any) -> str:
-    """What must be the same on all ranks."""
-    inner = thing.optimizer if hasattr(thing, "param_groups") else thing.scheduler
-    shapes = [tuple(parameter.shape) for group in getattr(thing, "param_groups", ()) for parameter in group["params"]]
-    return repr((type(thing).__name__, type(inner).__qualname__, shapes))
+def _description(stateful: Any) -> str:
+    """Return a description that must be equal on all ranks: classes and parameter shapes."""
+    inner = stateful.optimizer if hasattr(stateful, "param_groups") else stateful.scheduler
+    shapes = [
+        tuple(parameter.shape) for group in getattr(stateful, "param_groups", ()) for parameter in group["params"]
+    ]
+    return repr((type(stateful).__name__, type(inner).__qualname__, shapes))
 
 
-def _pack(state: dict[str, Any]) -> tuple[bytes, list[Tensor]]:
-    """`state` without its tensors, and these; what cannot be pickled, such as a scheduler's lambda, stays each rank's
-    own."""
+def _pack_state(state: dict[str, Any]) -> tuple[bytes, list[Tensor]]:
+    """Return `state` pickled without its tensors, and the tensors.
+
+    Values that cannot be pickled, such as a scheduler's lambda, are left out: each rank keeps its own.
+    """
     data: dict[str, bytes] = {}
     tensors: list[Tensor] = []
     for name, value in state.items():
@@ -155,13 +162,13 @@ def _pack_value(value: Any) -> tuple[bytes, list[Tensor]]:
     return data.getvalue(), tensors
 
 
-def _unpack(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """What was packed, with tensors to be filled, and these."""
+def _unpack_state(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the packed state with empty tensors, and a list of these tensors to fill."""
     tensors: list[Tensor] = []
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, told: Any) -> Tensor:
-            shape, dtype, kind = told
+        def persistent_load(self, description: Any) -> Tensor:
+            shape, dtype, kind = description
             tensors.append(torch.empty(shape, dtype=dtype, device=gpu.device if kind == gpu.device.type else kind))
             return tensors[-1]
 

@@ -1,12 +1,13 @@
-"""Where a rank computes, as accelerate sees it.
+"""Tell accelerate and transformers on which device a rank computes, and keep them from using a former group.
 
-accelerate 1.15 asks torch for GPUs, and where there is none it takes a process for one alone, whatever torchrun has
-set, unless it is told ``cpu=True``; a CUDA build of torch on a machine without GPUs trains N copies so. On a group on
-the CPU the ranks are told that: ``PartialState``, and with it ``Accelerator``, and ``TrainingArguments.use_cpu``.
+accelerate 1.15 asks torch for GPUs. Without one, it treats each process as the only one, regardless of torchrun's
+variables, unless it gets ``cpu=True``; a CUDA build of torch on a machine without GPUs then trains N separate copies.
+In a group on the CPU, ddip therefore sets ``cpu=True`` for ``PartialState``, and so for ``Accelerator``, and
+``TrainingArguments.use_cpu``.
 
-``PartialState``, ``AcceleratorState`` and ``GradientState`` are made once for a process, for the group that is there
-then; they are forgotten when the ranks join another, and an ``Accelerator`` or a loader that was made before says so.
-``Accelerator.end_training`` would destroy that group, and with it the models that a later cell uses.
+accelerate makes ``PartialState``, ``AcceleratorState`` and ``GradientState`` once per process, for the current group.
+ddip resets them when the ranks join another group; an older ``Accelerator`` or loader then raises `StaleStateError`.
+``Accelerator.end_training`` must not destroy the group, which the models of later cells use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ddip.rank.runtime.gpu import gpu
 
 USE_CPU = "ACCELERATE_USE_CPU"
 NOT_OURS = "FORK_LAUNCHED"
-"""By which accelerate knows that the group is its launcher's: ``end_training`` does not destroy it."""
+"""Variable that tells accelerate that a launcher owns the group, so that ``end_training`` does not destroy it."""
 
 STALE = (
     "this {kind} was made for a group that has changed its ranks: recreate the Accelerator, and what it has prepared"
@@ -31,67 +32,67 @@ STALE = (
 
 
 class StaleStateError(RuntimeError, AttributeError):
-    """Something of accelerate's was used that belongs to a former group."""
+    """An object of accelerate from a former group was used."""
 
 
-def accelerate_is_there() -> bool:
-    """Can it be used here?"""
-    return _state() is not None
+def is_accelerate_imported() -> bool:
+    """Return whether accelerate is imported."""
+    return _state_module() is not None
 
 
-def _state() -> ModuleType | None:
+def _state_module() -> ModuleType | None:
     return sys.modules.get("accelerate.state")
 
 
-def forget() -> None:
-    """Have accelerate look anew when it is used next."""
-    state = _state()
+def reset_state() -> None:
+    """Reset accelerate's state so that it is made for the current group on next use."""
+    state = _state_module()
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
-        if state.GradientState._shared_state:  # not emptied: loaders use it before what tells that they are stale
+        if state.GradientState._shared_state:  # not emptied: loaders read it before they would raise StaleStateError
             gradients = state.GradientState()
             gradients.sync_gradients, gradients.dataloader_references = True, [None]
 
 
 def apply() -> None:
-    """Tell accelerate whose the group is, and of one on the CPU."""
+    """Patch accelerate and transformers for this group and, if it is on the CPU, for the CPU."""
     patches.set_variable(NOT_OURS, "1")
-    if (state := _state()) is not None:
+    if (state := _state_module()) is not None:
         for kind in (state.AcceleratorState, state.PartialState):
-            patches.patch(kind, "__getattr__", _refusing(kind.__getattr__))
+            patches.patch(kind, "__getattr__", _raise_if_stale(kind.__getattr__))
     if gpu.device.type != "cpu":
         return
     arguments = sys.modules.get("transformers.training_args")
     if state is not None:
-        own = state.PartialState.__init__
+        original = state.PartialState.__init__
 
-        @functools.wraps(own)
-        def on_cpu(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        @functools.wraps(original)
+        def init_on_cpu(self: Any, cpu: bool = False, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            own(self, True, **kwargs)
+            original(self, True, **kwargs)
 
-        patches.patch(state.PartialState, "__init__", on_cpu)
+        patches.patch(state.PartialState, "__init__", init_on_cpu)
         patches.set_variable(USE_CPU, os.environ.get(USE_CPU, "true"))
     if arguments is not None:
-        complete = arguments.TrainingArguments.__post_init__
+        post_init = arguments.TrainingArguments.__post_init__
 
-        @functools.wraps(complete)
-        def complete_on_cpu(self: Any) -> None:
+        @functools.wraps(post_init)
+        def post_init_on_cpu(self: Any) -> None:
             __tracebackhide__ = True
             self.use_cpu = True
-            complete(self)
+            post_init(self)
 
-        patches.patch(arguments.TrainingArguments, "__post_init__", complete_on_cpu)
+        patches.patch(arguments.TrainingArguments, "__post_init__", post_init_on_cpu)
 
 
-def _refusing(own: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    @functools.wraps(own)
-    def refuse(self: Any, name: str) -> Any:
+def _raise_if_stale(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    @functools.wraps(original)
+    def get_or_raise(self: Any, name: str) -> Any:
         try:
-            return own(self, name)
+            return original(self, name)
         except AttributeError as error:
             if self.__dict__ or name not in self._known_attrs:
                 raise
             raise StaleStateError(f"{STALE.format(kind=type(self).__name__)} ({error})") from None
 
-    return refuse
+    return get_or_raise

@@ -1,8 +1,8 @@
-"""Lightning on the ranks: a ``Trainer()`` and a ``Fabric()`` train on all of them.
+"""App for Lightning: a ``Trainer()`` and a ``Fabric()`` train on all ranks.
 
-Lightning finds the ranks by its own means: it takes them for processes of torchrun (``TorchElasticEnvironment``),
-starts none, and finds the process group there. What it is told besides is in ``PATCHES``: by its public names, but in
-``faults`` and ``tuner``. ``release`` takes everything out again.
+Lightning detects the ranks by itself: it takes them for processes of torchrun (``TorchElasticEnvironment``), starts
+none, and uses the existing process group. `PATCHES` lists what else is patched; only `faults`, `runs` and `tuner` use
+private names of Lightning. `release` undoes all patches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATCHES = (trainers, runs, faults, tuner)
 
 
 def prepare() -> None:
-    """Change Lightning, on a rank that has joined a group."""
+    """Patch Lightning on a rank that has joined a group."""
     release()
     for module in PATCHES:
         module.apply()
@@ -31,20 +31,23 @@ def prepare() -> None:
 
 
 def release() -> None:
-    """Leave Lightning as it was."""
+    """Undo all patches."""
     patches.restore()
 
 
 def begin_cell() -> None:
-    """Have the first rank of the cell show and write what one of them does: on a rank that was forked from a process
-    that had imported Lightning, that would be each of them until it has made a Trainer."""
+    """Let only the first rank of the cell show and write common output.
+
+    Lightning determines the rank on import, which is before the fork. Until it has made a Trainer, each rank would
+    otherwise take itself for the first one.
+    """
     ranks = current.ranks()
     if ranks:
         _set_rank(sorted(ranks).index(dist.get_rank()))
 
 
 def command(text: str) -> str:
-    """``%%dip -a patches``: what is changed in Lightning, and why."""
+    """Describe all patches for ``%%dip -a patches``; raises ValueError for other commands."""
     if text.strip() != "patches":
         raise ValueError(f"the app lightning knows one command: %%dip -a patches; typed: {text}")
     return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in PATCHES)

@@ -1,5 +1,7 @@
-"""The packages with Lightning's code: ``lightning`` has all of it, ``pytorch_lightning`` and ``lightning_fabric`` the
-same once more, under other names."""
+"""Find Lightning's modules in the installed packages.
+
+``lightning`` has all of its code. ``pytorch_lightning`` and ``lightning_fabric`` have a second copy under other names.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ NAMES = {
     "lightning": {"pytorch": "lightning.pytorch", "fabric": "lightning.fabric"},
     "pytorch_lightning": {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"},
 }
-THERE = tuple(name for name in NAMES if find_spec(name) is not None)
+INSTALLED = tuple(name for name in NAMES if find_spec(name) is not None)
 
 
 def modules(path: str) -> list[Any]:
-    """The module of this `path` in each package that is installed: ``pytorch.tuner`` is ``lightning.pytorch.tuner`` and
-    ``pytorch_lightning.tuner``."""
-    room, dot, rest = path.partition(".")
-    return [importlib.import_module(NAMES[name][room] + dot + rest) for name in THERE]
+    """Return the module at `path` of each installed package.
+
+    For example, ``pytorch.tuner`` is ``lightning.pytorch.tuner`` and ``pytorch_lightning.tuner``.
+    """
+    part, dot, rest = path.partition(".")
+    return [importlib.import_module(NAMES[name][part] + dot + rest) for name in INSTALLED]
 
 
-LOADED = [modules(room) for room in ("pytorch", "fabric")]
-"""Imported when the app is: once for all ranks."""
+LOADED = [modules(part) for part in ("pytorch", "fabric")]
+"""Modules imported with the app, that is, once for all ranks."""

@@ -1,4 +1,4 @@
-"""What a Trainer or a Fabric is asked for, and what it gets on the ranks: pure functions, without Lightning."""
+"""Translate the arguments of a Trainer or Fabric for the ranks. All functions are pure and need no Lightning."""
 
 from __future__ import annotations
 
@@ -7,59 +7,60 @@ from dataclasses import dataclass
 from typing import Any
 
 FORKING = ("notebook", "fork", "spawn")
-"""In the names of strategies that start processes of their own."""
-GONE = {"horovod": "ddp", "dp": "ddp", "ddp2": "ddp", "bagua": "ddp", "ddp_sharded": "fsdp", "fairscale": "fsdp"}
-"""Strategies that the Trainer had before Lightning 2, and what replaces them."""
+"""Words in the names of strategies that start processes themselves."""
+REPLACED = {"horovod": "ddp", "dp": "ddp", "ddp2": "ddp", "bagua": "ddp", "ddp_sharded": "fsdp", "fairscale": "fsdp"}
+"""Strategies from before Lightning 2, and their replacements."""
 GPUS = ("gpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Here:
-    """The cell that makes a Trainer, on this rank."""
+class RankPosition:
+    """Position of this rank in the group and on its host, for the cell that makes a Trainer."""
 
     rank: int
     size: int
-    """Ranks of the group."""
+    """Number of ranks in the group."""
     local_rank: int
     local_size: int
-    """Ranks on this host."""
+    """Number of ranks on this host."""
     device: int | None
-    """Of the GPU, as this process counts them; None: on the CPU."""
+    """Index of the rank's GPU in this process; None: on the CPU."""
     is_everywhere: bool
-    """Do all ranks run the cell?"""
+    """True if all ranks run the cell."""
 
 
-def settings(what: str, asked: Mapping[str, Any], here: Here) -> dict[str, Any]:
-    """The arguments to make `what`, "Trainer" or "Fabric", with, that was `asked` for; raises ValueError, which says
-    what to type instead.
+def settings(what: str, asked: Mapping[str, Any], position: RankPosition) -> dict[str, Any]:
+    """Return the arguments to make `what`, "Trainer" or "Fabric", from the user's arguments `asked`.
 
-    >>> cpu = Here(rank=0, size=2, local_rank=0, local_size=2, device=None, is_everywhere=True)
+    Raises ValueError, with a hint what to type instead, for arguments that do not fit the group.
+
+    >>> cpu = RankPosition(rank=0, size=2, local_rank=0, local_size=2, device=None, is_everywhere=True)
     >>> settings("Trainer", {"max_epochs": 1}, cpu)
     {'max_epochs': 1, 'accelerator': 'cpu', 'devices': 2, 'num_nodes': 1}
     """
     __tracebackhide__ = True  # IPython leaves out this frame
-    accelerator = _accelerator(what, asked.get("accelerator", "auto"), here)
-    _check_strategy(what, asked.get("strategy", "auto"), here)
-    _check_number(what, asked, here)
-    size = here.local_size if here.is_everywhere else 1
-    nodes = here.size // here.local_size if here.is_everywhere else 1
-    devices = size if here.device is None or accelerator == "cpu" else _gpus(here, size)
+    accelerator = _choose_accelerator(what, asked.get("accelerator", "auto"), position)
+    _check_strategy(what, asked.get("strategy", "auto"), position)
+    _check_number(what, asked, position)
+    size = position.local_size if position.is_everywhere else 1
+    nodes = position.size // position.local_size if position.is_everywhere else 1
+    devices = size if position.device is None or accelerator == "cpu" else _list_gpus(position, size)
     return {**asked, "accelerator": accelerator, "devices": devices, "num_nodes": nodes}
 
 
-def _accelerator(what: str, asked: Any, here: Here) -> Any:
+def _choose_accelerator(what: str, asked: Any, position: RankPosition) -> Any:
     __tracebackhide__ = True  # IPython leaves out this frame
-    if here.device is None and (asked in GPUS or type(asked).__name__ == "CUDAAccelerator"):
+    if position.device is None and (asked in GPUS or type(asked).__name__ == "CUDAAccelerator"):
         raise ValueError(
             f"{what}(accelerator={asked!r}): the ranks of this group are on the CPU; leave it out, or type "
             "%makedip -g all first"
         )
     if asked in ("auto", None):
-        return "cpu" if here.device is None else "cuda"
+        return "cpu" if position.device is None else "cuda"
     return asked
 
 
-def _check_strategy(what: str, asked: Any, here: Here) -> None:
+def _check_strategy(what: str, asked: Any, position: RankPosition) -> None:
     __tracebackhide__ = True  # IPython leaves out this frame
     name = asked.lower() if isinstance(asked, str) else f"{type(asked).__name__}(...)"
     typed = f"{what}(strategy={asked!r})" if isinstance(asked, str) else f"{what}(strategy={name})"
@@ -69,44 +70,44 @@ def _check_strategy(what: str, asked: Any, here: Here) -> None:
         raise ValueError(
             f"{typed}: it would start processes of its own, and the ranks are there; use strategy='ddp{unused}'"
         )
-    if name in GONE:
-        raise ValueError(f"{typed}: Lightning has it no more; use strategy={GONE[name]!r}")
-    if here.device is None and (name.startswith("deepspeed") or name == "DeepSpeedStrategy(...)"):
+    if name in REPLACED:
+        raise ValueError(f"{typed}: Lightning has it no more; use strategy={REPLACED[name]!r}")
+    if position.device is None and (name.startswith("deepspeed") or name == "DeepSpeedStrategy(...)"):
         raise ValueError(
             f"{typed}: Lightning has it on GPUs only, and the ranks of this group are on the CPU; type %makedip -g all "
             "first, or use strategy='ddp'"
         )
-    if here.device is None and (name.startswith("fsdp") or name == "FSDPStrategy(...)"):
+    if position.device is None and (name.startswith("fsdp") or name == "FSDPStrategy(...)"):
         raise ValueError(
             f"{typed}: torch's FSDP needs GPUs, and this group is on the CPU; type %makedip -g all first, or "
-            f"use ModelParallelStrategy(data_parallel_size={here.size}, tensor_parallel_size=1) and fully_shard"
+            f"use ModelParallelStrategy(data_parallel_size={position.size}, tensor_parallel_size=1) and fully_shard"
         )
-    if not here.is_everywhere and name not in ("auto", "single_device", "SingleDeviceStrategy(...)"):
+    if not position.is_everywhere and name not in ("auto", "single_device", "SingleDeviceStrategy(...)"):
         raise ValueError(
-            f"{typed}: it needs all {here.size} ranks, and this cell does not run on all of them; run it without -r, "
-            "or leave this out to train on one rank alone"
+            f"{typed}: it needs all {position.size} ranks, and this cell does not run on all of them; run it without "
+            "-r, or leave this out to train on one rank alone"
         )
 
 
-def _check_number(what: str, asked: Mapping[str, Any], here: Here) -> None:
-    """``devices`` times ``num_nodes`` is the number of ranks, however they are put together."""
+def _check_number(what: str, asked: Mapping[str, Any], position: RankPosition) -> None:
+    """Raise ValueError unless ``devices`` times ``num_nodes`` is the number of ranks that train together."""
     __tracebackhide__ = True  # IPython leaves out this frame
     devices, nodes = asked.get("devices", "auto"), asked.get("num_nodes", 1)
-    number, wanted = _number(devices), here.size if here.is_everywhere else 1
-    if number in (None, 0) or not isinstance(nodes, int):  # 0 is refused by Lightning
+    number, wanted = _count_devices(devices), position.size if position.is_everywhere else 1
+    if number in (None, 0) or not isinstance(nodes, int):  # Lightning itself refuses 0
         return
     if number * nodes != wanted:
         typed = f"{what}(devices={devices!r}" + (f", num_nodes={nodes})" if nodes != 1 else ")")
-        if not here.is_everywhere:
+        if not position.is_everywhere:
             raise ValueError(f"{typed}: this cell does not run on all ranks, and each trains alone; leave it out")
-        there = f"the group has {here.size} rank{'s' if here.size != 1 else ''}"
-        raise ValueError(f"{typed}: {there}; leave it out, or type %makedip -n {number * nodes} first")
+        actual = f"the group has {position.size} rank{'s' if position.size != 1 else ''}"
+        raise ValueError(f"{typed}: {actual}; leave it out, or type %makedip -n {number * nodes} first")
 
 
-def _number(devices: Any) -> int | None:
-    """How many devices are asked for; None: as many as there are.
+def _count_devices(devices: Any) -> int | None:
+    """Return the requested number of devices; None means all.
 
-    >>> [_number(devices) for devices in ("auto", -1, 2, "2", [0, 1], "0,1", "0,")]
+    >>> [_count_devices(devices) for devices in ("auto", -1, 2, "2", [0, 1], "0,1", "0,")]
     [None, None, 2, 2, 2, 2, 1]
     """
     if devices in ("auto", -1, "-1", None):
@@ -116,13 +117,13 @@ def _number(devices: Any) -> int | None:
     return int(devices) if isinstance(devices, int) else len(devices)
 
 
-def _gpus(here: Here, size: int) -> list[int]:
-    """`size` GPUs, of which the one at the place of this rank is its own: Lightning uses no other.
+def _list_gpus(position: RankPosition, size: int) -> list[int]:
+    """Return a list of `size` GPUs with this rank's own at its local rank: Lightning uses only that one.
 
-    >>> _gpus(Here(rank=3, size=4, local_rank=1, local_size=2, device=2, is_everywhere=True), 2)
+    >>> _list_gpus(RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=2, is_everywhere=True), 2)
     [0, 2]
     """
-    assert here.device is not None
-    place = here.local_rank if here.is_everywhere else 0
-    others = [gpu for gpu in range(size + 1) if gpu != here.device]
-    return [*others[:place], here.device, *others[place : size - 1]]
+    assert position.device is not None
+    index = position.local_rank if position.is_everywhere else 0
+    others = [gpu for gpu in range(size + 1) if gpu != position.device]
+    return [*others[:index], position.device, *others[index : size - 1]]

@@ -1,8 +1,8 @@
-"""``Trainer()`` and ``Fabric()`` mean the ranks of the group.
+"""Make ``Trainer()`` and ``Fabric()`` use the ranks of the group.
 
-In Lightning 2.6, on the CPU, they would mean one process: each rank would train alone. On GPUs they would mean all
-that there are, and not those of the group. Strategies that start processes of their own say what to use instead.
-In a cell on some ranks only, each trains alone, and its metrics (torchmetrics 1.9) do not wait for the other ranks.
+In Lightning 2.6, they would use one process on the CPU, so that each rank trains separately. On GPUs, they would use
+all visible GPUs instead of those of the group. Strategies that start processes raise an error that names a replacement.
+In a cell on some ranks only, each rank trains separately, and its metrics (torchmetrics 1.9) wait for no other rank.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torchmetrics import metric
 
 from ddip.apps import patches
 from ddip.apps.lightning.packages import modules
-from ddip.apps.lightning.trainer_placement import Here, settings
+from ddip.apps.lightning.trainer_placement import RankPosition, settings
 from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
 
 FABRIC = ("launch", "setup", "setup_module", "setup_dataloaders")
-"""Methods that use what a Fabric knows of the ranks."""
+"""Methods of Fabric that depend on the ranks."""
 
 _made_for: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The number of ranks that a Trainer or a Fabric was made for."""
+"""Number of ranks for which each Trainer or Fabric was made, if it was made on all ranks."""
 
 
-def here() -> Here:
-    """Where this cell runs."""
-    return Here(
+def rank_position() -> RankPosition:
+    """Return the position of this rank in the group, and whether all ranks run the cell."""
+    return RankPosition(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=int(os.environ["LOCAL_RANK"]),
@@ -42,17 +42,17 @@ def here() -> Here:
 
 
 def apply() -> None:
-    """Have their constructors know the group, and a Fabric whether it is there; a Trainer's runs are in ``runs``."""
+    """Patch the constructors, and the methods of Fabric; `runs` patches the methods of Trainer."""
     for module in modules("pytorch"):
-        patches.patch(module.Trainer, "__init__", _knowing("Trainer", module.Trainer.__init__))
+        patches.patch(module.Trainer, "__init__", _fit_to_group("Trainer", module.Trainer.__init__))
     for module in modules("fabric"):
-        patches.patch(module.Fabric, "__init__", _knowing("Fabric", module.Fabric.__init__))
+        patches.patch(module.Fabric, "__init__", _fit_to_group("Fabric", module.Fabric.__init__))
         for name in FABRIC:
-            patches.patch(module.Fabric, name, _of_these_ranks(getattr(module.Fabric, name)))
-    patches.patch(metric, "jit_distributed_available", _with_all(metric.jit_distributed_available))
+            patches.patch(module.Fabric, name, _check_ranks(getattr(module.Fabric, name)))
+    patches.patch(metric, "jit_distributed_available", _only_on_all_ranks(metric.jit_distributed_available))
 
 
-def _with_all(is_distributed: Callable[[], bool]) -> Callable[[], bool]:
+def _only_on_all_ranks(is_distributed: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(is_distributed)
     def is_with_all() -> bool:
         return current.is_everywhere() and is_distributed()
@@ -60,32 +60,35 @@ def _with_all(is_distributed: Callable[[], bool]) -> Callable[[], bool]:
     return is_with_all
 
 
-def _knowing(what: str, init: Callable[..., None]) -> Callable[..., None]:
+def _fit_to_group(what: str, init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def make(self: Any, **asked: Any) -> None:
         __tracebackhide__ = True  # IPython leaves out this frame
-        where = here()
-        init(self, **settings(what, asked, where))
-        if where.is_everywhere:
-            _made_for[self] = where.size
+        position = rank_position()
+        init(self, **settings(what, asked, position))
+        if position.is_everywhere:
+            _made_for[self] = position.size
 
     return make
 
 
-def _of_these_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
+def _check_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython leaves out this frame
-        ensure_there(self, f"fabric.{method.__name__}")
+        ensure_same_ranks(self, f"fabric.{method.__name__}")
         return method(self, *args, **kwargs)
 
     return call
 
 
-def ensure_there(one: Any, doing: str) -> None:
-    """Raise RuntimeError unless the ranks that `one`, a Trainer or a Fabric, was made for run this cell."""
+def ensure_same_ranks(owner: Any, doing: str) -> None:
+    """Raise RuntimeError unless this cell runs on all ranks that a Trainer or Fabric was made for.
+
+    One that was made in a cell on some ranks is not checked. `doing` names the call in the error.
+    """
     __tracebackhide__ = True  # IPython leaves out this frame
-    size, kind = _made_for.get(one), type(one).__name__
+    size, kind = _made_for.get(owner), type(owner).__name__
     if size is None:  # made in a cell on some ranks
         return
     if size != dist.get_world_size():

@@ -1,7 +1,7 @@
-"""``Tuner``: one bar, and where a batch size can be tuned.
+"""Make ``Tuner`` show one progress bar and clean up after errors, and explain how to tune a batch size.
 
-In Lightning 2.6, ``lr_find`` shows a bar on each rank, and stays with a Trainer in which it has failed: the next
-``fit`` would begin with it. ``scale_batch_size`` refuses groups.
+In Lightning 2.6, ``lr_find`` shows a bar on each rank. After an error, its callback stays in the Trainer, so that the
+next ``fit`` would begin with a search. ``scale_batch_size`` does not support several ranks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ALONE = (
 
 
 def apply() -> None:
-    """Of the Tuner, and of its callback."""
+    """Patch the Tuner and its callback."""
     for module in modules("pytorch.tuner.lr_finder"):
         callback = module._LRCallback
-        patches.patch(callback, "on_train_batch_start", _with_one_bar(callback.on_train_batch_start))
+        patches.patch(callback, "on_train_batch_start", _show_bar_on_rank_0(callback.on_train_batch_start))
     for module in modules("pytorch.tuner"):
-        patches.patch(module.Tuner, "lr_find", _taken_out(module.Tuner.lr_find))
+        patches.patch(module.Tuner, "lr_find", _remove_callback_on_error(module.Tuner.lr_find))
         patches.patch(module.Tuner, "scale_batch_size", _on_one_rank(module.Tuner.scale_batch_size))
 
 
-def _with_one_bar(method: Callable[..., None]) -> Callable[..., None]:
+def _show_bar_on_rank_0(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def begin(self: Any, trainer: Any, *args: Any) -> None:
         if not trainer.is_global_zero:
@@ -39,7 +39,7 @@ def _with_one_bar(method: Callable[..., None]) -> Callable[..., None]:
     return begin
 
 
-def _taken_out(method: Callable[..., Any]) -> Callable[..., Any]:
+def _remove_callback_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def find(self: Any, *args: Any, **kwargs: Any) -> Any:
         callbacks = self._trainer.callbacks

@@ -1,1 +1,1 @@
-"""Objects on their way between processes: pickled, in shared memory, and as a call."""
+"""Carry objects between processes: pickled, in shared memory, or as a call."""

@@ -1,6 +1,6 @@
-"""What crosses to ranks for a call of ``in_torchddp`` (``call/``, ``rank/kernel/call_runner.py``).
+"""Carry a call of ``in_torchddp`` to the ranks and its answer back (``call/``, ``rank/kernel/call_runner.py``).
 
-Functions and classes of the notebook travel as calls of what is here: empty first, then filled.
+A function or class of the notebook is pickled as a call of `sent`, which makes it empty; its state is set afterwards.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Any
 from ddip.protocol.objects.pickling import Loader, Pickled, bring, main_variables
 
 NAME = "_in_torchddp"
-"""The variable of the rank that holds the call, and then its answer."""
+"""Variable of the rank that holds the call, and later its answer."""
 
 _sent: dict[int, tuple[Any, int]] = {}
-"""On a rank: functions and classes that the notebook has sent, by id, and its numbers for them."""
+"""On a rank: functions and classes that the notebook has sent, with the notebook's numbers for them, by id."""
 _own: list[Any] = []
-"""In the notebook, while it unpacks an answer: what it has sent, by number."""
+"""In the notebook, while it unpacks an answer: the functions and classes that it has sent, by number."""
 
 
-# -- how functions and classes of the notebook travel
+# -- functions and classes of the notebook
 
 
 def sent(number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """A function or class of the notebook, which is its `number` for it."""
+    """Make a function or class of the notebook on this rank, and remember the notebook's `number` for it."""
     made = make(*args)
     _sent[id(made)] = (made, number)
     return made
 
 
 def own(number: int) -> Any:
-    """What the notebook has sent, when it comes back."""
+    """Return the notebook's own function or class for the `number` that a rank sent back."""
     return _own[number]
 
 
 def number_of(obj: Any) -> int | None:
-    """On a rank: the notebook's number for what it has sent; None for anything else."""
+    """Return the notebook's number for an object that it has sent to this rank; None for any other."""
     known = _sent.get(id(obj))
     return None if known is None else known[1]
 
 
 def forget_sent() -> None:
-    """On a rank: the call is over."""
+    """Forget the functions and classes that the notebook has sent to this rank, at the end of the call."""
     _sent.clear()
 
 
@@ -52,37 +52,37 @@ class Source:
 
     lines: list[str]
     number: int | None
-    """Of the cell; None where it has none."""
+    """Number of the cell; None if the lines have none."""
 
 
 @dataclass
 class Call:
-    """A function, its arguments, and all that it needs; a cell calls it on every rank, once."""
+    """A function, its arguments, and all that it needs. A cell calls the `Call` once on every rank."""
 
     packed: bytes
-    """The `values`, one after the other; then the function, its arguments and `need`."""
+    """Pickles of the `values` in order, then of the function, its arguments and ``need=``."""
     buffers: list[Any]
-    """Memory of arrays and tensors among these: PickleBuffers, which arrive as what they have become."""
+    """Memory of the arrays and tensors in `packed`, as PickleBuffers."""
     values: list[str]
-    """The names of what the function refers to."""
+    """Names of the values that the function refers to."""
     own: list[str]
-    """Those of functions and classes of the notebook."""
+    """Names in `values` of functions and classes that the notebook defines."""
     references: dict[str, bytes]
-    """What they refer to and ranks import: modules, and functions and classes of modules."""
+    """Pickles of objects that the ranks import: modules, and functions and classes of modules; by name."""
     left: dict[str, str]
-    """Names that they refer to and that are not carried, and why."""
+    """Names that the functions refer to but the call does not carry, with the reason."""
     imports: str
     modules: list[str]
-    """Modules inside of packages that the functions take for imported."""
+    """Submodules that the functions reach through their packages and that must be imported."""
     sources: dict[str, Source]
-    """By the name of the file that Python takes them for."""
+    """Source lines by the file name in the code objects."""
     known: list[str] = field(default_factory=list)
-    """Variables of the notebook, which need not come back with functions of the result."""
+    """Variables of the notebook; they need not be sent back with functions in the result."""
     app: str = ""
-    """Module of an app that was prepared for the call alone."""
+    """Module of an app that was prepared only for this call."""
 
     def __call__(self) -> None:
-        """Run it here, on a rank; on rank 0 the `Answer` takes the place of the call."""
+        """Run the call on this rank. On rank 0, the `Answer` replaces the call in the variable `NAME`."""
         __tracebackhide__ = True
         runner(self)
 
@@ -92,24 +92,28 @@ def _refuse(call: Call) -> None:
 
 
 runner: Callable[[Call], None] = _refuse
-"""Runs a call; on a rank, that of ``rank/kernel/call_runner.py``, which puts itself here."""
+"""Function that runs a call; ``rank/kernel/call_runner.py`` sets it on a rank."""
 
 
 @dataclass
 class Answer:
-    """What the function has returned on rank 0."""
+    """Result of the function on rank 0."""
 
     kind: str
-    """Name of its type."""
+    """Name of the result's type."""
     parts: dict[str, list[Any]] = field(default_factory=dict)
-    """Of the result, as ``""``, and before it what its functions read and the notebook lacks, by name: PickleBuffers of
-    the parts of a ``pickling.Pickled``."""
+    """PickleBuffers of the parts of each ``pickling.Pickled``, by name. The result, named ``""``, is last. The globals
+    that its functions read and the notebook lacks come before it."""
     error: str = ""
-    """Why it could not be packed."""
+    """Reason why the result could not be packed; otherwise empty."""
 
 
 def unpack(answer: Answer, sent: Sequence[Any]) -> Any:
-    """In the notebook: the result; functions and classes that were `sent` are the notebook's own again."""
+    """Return the result of the call, in the notebook.
+
+    Functions and classes that were `sent` are the notebook's own objects again. Sets the globals that functions of the
+    result read and the notebook lacks. Raises what the pickled classes raise.
+    """
     _own[:] = sent
     loader = Loader({name: Pickled([memoryview(part) for part in parts]) for name, parts in answer.parts.items()})
     try:

@@ -1,4 +1,4 @@
-"""Compare definitions of functions and classes between processes, without their places in a file."""
+"""Compare definitions of functions and classes between processes, regardless of file and line."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ LEFT_OUT = (
     "__dataclass_params__",
     "_abc_impl",
 )
-"""Attributes of a class that Python sets, and that say nothing of its definition."""
+"""Attributes of a class that Python sets and that do not depend on its definition."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 IN_C = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
 WRITTEN = (types.GenericAlias, types.UnionType, type(typing.List[int]), type(typing.Any), typing.TypeVar)  # noqa: UP006
 
 
 class _Unknown(Exception):
-    """A part of it cannot be compared."""
+    """A part of a definition cannot be compared."""
 
 
 def digest(obj: types.FunctionType | type) -> str | None:
-    """Return the same text for the same definition in another process; None if a part of it cannot be compared."""
+    """Return a digest of a definition, the same in every process; None if a part cannot be compared."""
     try:
         return hashlib.sha256(_text(obj, ()).encode(errors="surrogatepass")).hexdigest()
     except (_Unknown, RecursionError):
@@ -42,7 +42,7 @@ def digest(obj: types.FunctionType | type) -> str | None:
 
 
 def _text(obj: Any, inside: tuple[Any, ...]) -> str:
-    """Write `obj`; `inside` are the functions and classes that it is a part of."""
+    """Return `obj` as text; `inside` are the functions and classes that contain it."""
     if isinstance(obj, PLAIN) and type(obj) in PLAIN:
         return f"{type(obj).__name__} {obj!r}"
     if any(obj is outer for outer in inside):
@@ -52,7 +52,7 @@ def _text(obj: Any, inside: tuple[Any, ...]) -> str:
 
 
 def _parts(obj: Any) -> list[Any]:
-    """What `obj` consists of; raises _Unknown."""
+    """Return the parts that define `obj`; raises _Unknown for a type that cannot be compared."""
     if isinstance(obj, (types.FunctionType, type)):
         if obj.__module__ != "__main__":
             return [f"{obj.__module__}.{obj.__qualname__}"]
@@ -98,7 +98,7 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
 
 def _parts_of_class(cls: type) -> list[Any]:
     own = {name: value for name, value in vars(cls).items() if name not in LEFT_OUT}
-    if isinstance(cls, enum.EnumMeta):  # Python fills in the rest
+    if isinstance(cls, enum.EnumMeta):  # Python derives the rest from these
         own = {name: value for name, value in own.items() if isinstance(value, types.FunctionType)}
         own["__members__"] = {member.name: member.value for member in cls.__members__.values()}  # type: ignore
         own["_boundary_"] = getattr(cls, "_boundary_", None)

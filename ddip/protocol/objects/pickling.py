@@ -1,10 +1,11 @@
-"""Pickle what a notebook holds; no torch is imported unless it already is.
+"""Pickle variables of a notebook or a rank, without importing torch if the process has not imported it.
 
-All names of a line have one memo: objects that are shared here are shared where they arrive. Functions and classes of
-``__main__`` get the receiver's variables as their globals; what it lacks of these is sent along.
+All names of one transfer share a memo, so that objects shared between variables are still shared after unpickling.
+Functions and classes of ``__main__`` get the receiver's variables as their globals; the globals that the receiver lacks
+are sent with them.
 
-The memory of arrays and tensors is not copied into the pickle, but stands beside it (protocol 5, PEP 574): it is copied
-once, to where the other side reads it, and is the other side's array or tensor there.
+The memory of arrays and tensors is not copied into the pickle but kept in separate buffers (protocol 5, PEP 574). It is
+copied once, to memory that the receiver reads, and the receiver's arrays and tensors use that memory.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 INLINE = 1 << 14
-"""Bytes of an array or tensor that is in the pickle itself: it is not worth the memory of its own."""
+"""Bytes below which the memory of an array or tensor is written into the pickle instead of a separate buffer."""
 ALIGNED = 64
-"""Bytes: each part begins at a multiple of it, as torch and NumPy have their memory."""
+"""Alignment of each part in bytes, as torch and NumPy align their memory."""
 SHARDED_MODULES = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
-"""Their tensors (DTensor, ShardedTensor) are one rank's part of a larger tensor."""
+"""Modules whose tensors (DTensor, ShardedTensor) are one rank's part of a larger tensor."""
 PART = (
     "it holds {kind}, which is divided among the ranks; gather it in a %%dip cell: `state = "
     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))`, of an optimizer "
@@ -56,7 +57,7 @@ ZERO = (
 MESH = "it holds a DeviceMesh, which is of its rank's own groups: make one on each rank, with init_device_mesh"
 
 find_parts: Callable[[], Collection[int]] = tuple
-"""Returns the addresses (to torch) of plain storages that hold one rank's part only; ranks set their own."""
+"""Function that returns the ``_cdata`` of plain storages that hold only one rank's part; each rank replaces it."""
 OPTIMIZER_HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -67,24 +68,28 @@ OPTIMIZER_HOOKS = (
 )
 """Attributes of an optimizer that hold its hooks."""
 MOST_BYTES = 1 << 16
-"""Of data that came along: if it is longer, it is not compared, and stays."""
-READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+"""Maximum size of plain data that was sent with a function and is compared with its original later."""
+READING_OPCODES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 _brought: dict[str, tuple[Any, bytes | None]] = {}
-"""By name: the plain data, and weakly the code, that came along with a function, and the bytes of the data. A later
-function brings new ones, unless a variable has been assigned or changed since. A model may have been trained: it stays.
+"""Variables that were sent with a function, by name: plain data with its bytes, or a weak reference to code. A later
+function replaces them unless the user has assigned or changed them. Other objects are never replaced: a model, for
+example, may have been trained.
 """
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """An object as bytes: its pickle, and what the pickle refers to, in order."""
+    """An object as bytes: its pickle, then the buffers that the pickle refers to, in order."""
 
     parts: Sequence[memoryview]
 
     @classmethod
     def of(cls, memory: ReadableBuffer, sizes: Iterable[int], begin: int = 0) -> Pickled:
-        """What lies in `memory` from `begin` on, in parts of these sizes; what is loaded from there stays there."""
+        """Return the object whose parts, of these `sizes`, are in `memory` from `begin` on.
+
+        The parts are not copied: arrays and tensors of the loaded object use `memory`.
+        """
         whole, parts = memoryview(memory).cast("B"), []
         for size in sizes:
             parts.append(whole[begin : begin + size])
@@ -93,52 +98,52 @@ class Pickled:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each part."""
+        """Size of each part in bytes."""
         return [part.nbytes for part in self.parts]
 
     @property
     def size(self) -> int:
-        """Bytes of all of it."""
+        """Total size of the parts in bytes, without padding."""
         return sum(self.sizes)
 
     @property
     def room(self) -> int:
-        """Bytes of the memory that it needs, where it lies in one."""
+        """Size of all parts in one block of memory, with padding, in bytes."""
         return room_of(self.sizes)
 
     def pieces(self) -> Iterator[memoryview]:
-        """What such a memory holds, one after the other."""
+        """Yield the contents of such a block: each part and its padding."""
         for part in self.parts:
             yield part
             if part.nbytes % ALIGNED:
                 yield memoryview(bytes(-part.nbytes % ALIGNED))
 
     def joined(self) -> bytearray:
-        """A copy, in one memory."""
+        """Return a copy of all parts in one block, with padding."""
         return bytearray().join(self.pieces())
 
     def load(self) -> Any:
-        """The object; raises what its classes raise."""
+        """Return the unpickled object; raises what its classes raise."""
         data, *buffers = self.parts
         return pickle.loads(data, buffers=buffers)
 
 
 def room_of(sizes: Iterable[int]) -> int:
-    """Bytes of the memory that parts of these `sizes` need."""
+    """Return the bytes that parts of these `sizes` need in one block, with padding."""
     return sum(size + -size % ALIGNED for size in sizes)
 
 
-def _reduced_code(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _reduce_code(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return code_of_file, (make, args, code.co_filename)
 
 
 def code_of_file(make: Callable[..., CodeType], args: tuple[Any, ...], file: str) -> CodeType:
-    """Code that was written, with the file that tracebacks name; cloudpickle 3.1.3 leaves that out."""
+    """Rebuild a code object with its file name for tracebacks, which cloudpickle 3.1.3 leaves out."""
     return make(*args).replace(co_filename=file)
 
 
-def _reduced_cell(cell: CellType) -> tuple[Any, ...]:
+def _reduce_cell(cell: CellType) -> tuple[Any, ...]:
     try:
         return CellType, (), (cell.cell_contents,), None, None, fill_cell
     except ValueError:
@@ -146,53 +151,53 @@ def _reduced_cell(cell: CellType) -> tuple[Any, ...]:
 
 
 def fill_cell(cell: CellType, state: tuple[Any]) -> None:
-    """Set the contents of a cell, which may refer to the functions that have it."""
+    """Set the contents of a closure cell, which may refer to the functions that use the cell."""
     (cell.cell_contents,) = state
 
 
 def function(code: CodeType, variables: dict[str, Any] | None, closure: tuple[CellType, ...] | None) -> FunctionType:
-    """Make a function without attributes; its globals are `variables`, or those of ``__main__``."""
+    """Make a function without attributes; its globals are `variables`, or for None those of ``__main__``."""
     return FunctionType(code, main_variables() if variables is None else variables, closure=closure)
 
 
 def fill_function(made: FunctionType, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Set a function's attributes; cloudpickle's own would copy the contents of the cells that functions share."""
+    """Set a function's attributes, but not its closure: cloudpickle would copy cells that functions share."""
     own, attributes = state
     vars(made).update(own)
     made.__globals__.update(attributes.pop("__globals__", {}))
-    del attributes["_cloudpickle_submodules"]  # they are imported now
+    del attributes["_cloudpickle_submodules"]  # unpickling has imported them
     for name, value in attributes.items():
         setattr(made, name, value)
 
 
-def _name_of(name: str, obj: object) -> str:
+def _reduce_to_name(name: str, obj: object) -> str:
     return name
 
 
-def _reduced_cached(cached: Any) -> str | tuple[Any, ...]:
+def _reduce_cached_function(cached: Any) -> str | tuple[Any, ...]:
     if cached.__module__ != "__main__":
         return str(cached.__qualname__)
     return cached_function, (cached.__wrapped__, cached.cache_parameters())
 
 
 def cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Make what ``functools.lru_cache`` makes of a function, with an empty cache."""
+    """Wrap `function` with ``functools.lru_cache``; its cache is empty."""
     return functools.lru_cache(**parameters)(function)
 
 
-def _reduced_property(cached: functools.cached_property[Any]) -> tuple[Any, ...]:
+def _reduce_cached_property(cached: functools.cached_property[Any]) -> tuple[Any, ...]:
     return cached_property, (cached.func, cached.attrname)
 
 
 def cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
-    """Make a ``functools.cached_property``, which has a lock in Python 3.11."""
+    """Make a ``functools.cached_property``; in Python 3.11 it holds a lock, which cannot be pickled."""
     made = functools.cached_property(function)
     made.attrname = name
     return made
 
 
-def _reduced_enum(cls: type[enum.Enum], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Add what cloudpickle 3.1.3 leaves out: members that Python does not iterate over, and members' attributes."""
+def _reduce_enum(cls: type[enum.Enum], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Add aliases and the members' attributes, which cloudpickle 3.1.3 leaves out, to a reduced enum."""
     make, (bases, name, qualname, _, *rest), (own, slots), *_, fill = reduced
     members = dict(cls.__members__)
     state = {key: value for key, value in own.items() if key not in members}, slots
@@ -205,15 +210,15 @@ def _reduced_enum(cls: type[enum.Enum], reduced: tuple[Any, ...]) -> tuple[Any, 
 
 
 def fill_enum(cls: type[enum.Enum], state: tuple[Callable[..., Any], Any, dict[str, dict[str, Any]]]) -> None:
-    """Set what an enum and its members have besides their values."""
+    """Set the attributes of an enum and of its members."""
     fill, of_class, of_members = state
     fill(cls, of_class)
     for name, attributes in of_members.items():
         cls.__members__[name].__dict__.update(attributes)
 
 
-def _reduced_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Have the receiver take its own class of ``__main__``, if that is defined by the same lines."""
+def _reduce_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Reduce a class of ``__main__`` so that the receiver uses its own if that has the same definition."""
     if cls.__module__ != "__main__" or cls.__qualname__ != cls.__name__ or (digest := definitions.digest(cls)) is None:
         return reduced
     make, args, state, _, _, fill = reduced
@@ -221,35 +226,35 @@ def _reduced_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def find_class(name: str, digest: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """Return the receiver's class of that name if it is defined by the same lines, or a new one."""
-    here = main_variables().get(name)
-    is_same = isinstance(here, type) and here.__module__ == "__main__" and definitions.digest(here) == digest
-    return here if is_same else make(*args)  # type: ignore[return-value]
+    """Return the receiver's class of that name if it has the same definition, otherwise a new one."""
+    own = main_variables().get(name)
+    is_same = isinstance(own, type) and own.__module__ == "__main__" and definitions.digest(own) == digest
+    return own if is_same else make(*args)  # type: ignore[return-value]
 
 
 def fill_class(cls: type, state: tuple[str, Callable[..., Any], Any]) -> None:
-    """Set the attributes of a class, unless it is the receiver's own and has them."""
+    """Set the attributes of a class, unless it is the receiver's own class, which already has them."""
     digest, fill, attributes = state
     if main_variables().get(cls.__name__) is not cls or definitions.digest(cls) != digest:
         fill(cls, attributes)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with tensors of an accelerator written as tensors of the CPU, and code with the name of its file.
+    """cloudpickle that moves tensors from an accelerator to the CPU and keeps the file names of code.
 
-    Functions of the modules `homes` have the receiver's variables as their globals. The `buffers` of what is large are
-    collected, if it is to stand beside the pickle.
+    Functions of the modules `homes` get the receiver's variables as their globals. With a list `buffers`, the memory of
+    large arrays and tensors is appended to it instead of being written into the pickle.
     """
 
     dispatch_table = ChainMap(
         {
-            CodeType: _reduced_code,
-            CellType: _reduced_cell,
-            functools.cached_property: _reduced_property,
-            functools._lru_cache_wrapper: _reduced_cached,
+            CodeType: _reduce_code,
+            CellType: _reduce_cell,
+            functools.cached_property: _reduce_cached_property,
+            functools._lru_cache_wrapper: _reduce_cached_function,
             **{
-                type(getattr(dataclasses, name)): functools.partial(_name_of, name)
-                for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")  # which are compared by identity
+                type(getattr(dataclasses, name)): functools.partial(_reduce_to_name, name)
+                for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")  # they are compared by identity
                 if hasattr(dataclasses, name)
             },
         },
@@ -258,47 +263,47 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     homes: Collection[str] = ("__main__",)
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer] | None = None) -> None:
-        collect = None if buffers is None else functools.partial(_collect, buffers)
+        collect = None if buffers is None else functools.partial(_collect_buffer, buffers)
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=collect)
         self.moved = False
         self.globals: dict[str, Any] = {}
-        """What the functions of `homes` read of their globals, by name."""
+        """Globals that functions of `homes` read, by name."""
         self.readers: dict[str, str] = {}
-        """Which function reads it."""
+        """Function that reads each of these globals, by the name of the global."""
         self.has_hooks = False
-        """Whether a tensor has hooks, which torch does not pickle."""
+        """True if a tensor or optimizer has hooks, which torch does not pickle."""
         self.optimizers: list[Any] = []
         self.models: list[Any] = []
         self.parameters: list[Any] = []
         self.owned: set[int] = set()
-        """The ids of all parameters of modules."""
+        """IDs of all parameters of modules."""
         self._storages: dict[int, Any] = {}
-        """By address of what they are to torch: each is written once, however many tensors have it."""
+        """Storages by ``_cdata``: each is written once, even if several tensors use it."""
         self._parts = find_parts()
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None:
             if type(obj) is torch.Tensor and _is_plain(obj):
-                return self._reduced_tensor(obj)
+                return self._reduce_tensor(obj)
             if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
                 self.moved = self.moved or is_elsewhere(obj)
                 return untyped_storage, (pickle.PickleBuffer(self.memory_of(self.on_cpu(obj))),)
-            if (reduced := self._reduced_by_torch(obj, torch)) is not None:
+            if (reduced := self._reduce_torch_object(obj, torch)) is not None:
                 return reduced
         if isinstance(obj, enum.Flag) and type(obj).__reduce_ex__ is enum.Flag.__reduce_ex__:
-            return type(obj), (obj._value_,)  # Python 3.11.0 to 3.11.3 take it apart into members that there may not be
+            return type(obj), (obj._value_,)  # Python 3.11.0 to 3.11.3 split it into members that may not exist
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             return reduced
         if isinstance(obj, FunctionType):
-            return self._reduced_function(obj, reduced)
+            return self._reduce_function(obj, reduced)
         if isinstance(obj, enum.EnumMeta):
-            reduced = _reduced_enum(obj, reduced)  # type: ignore[arg-type]
-        return _reduced_class(obj, reduced) if isinstance(obj, type) else reduced
+            reduced = _reduce_enum(obj, reduced)  # type: ignore[arg-type]
+        return _reduce_class(obj, reduced) if isinstance(obj, type) else reduced
 
     def find_globals(self, done: Collection[str]) -> list[str]:
-        """Return the names that functions read, but those that are `done`, and those that each process has."""
+        """Return the globals that functions read, except those `done` and those that every process has."""
         hidden = getattr(get_ipython(), "user_ns_hidden", {})
         return [
             name
@@ -306,7 +311,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if name not in done and name not in STANDING_VARIABLES and hidden.get(name, self) is not value
         ]
 
-    def _reduced_function(self, obj: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _reduce_function(self, obj: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
         (code, variables, *_), (own, attributes) = reduced[1:3]
         del attributes["__closure__"]
         if home_of(obj) in self.homes:
@@ -318,7 +323,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     self.readers.setdefault(name, obj.__qualname__)
         return function, (code, variables, obj.__closure__), (own, attributes), None, None, fill_function
 
-    def _reduced_by_torch(self, obj: Any, torch: Any) -> tuple[Any, ...] | None:
+    def _reduce_torch_object(self, obj: Any, torch: Any) -> tuple[Any, ...] | None:
         _ensure_whole(obj, torch)
         if isinstance(obj, torch.Tensor):
             self.has_hooks |= bool(obj._backward_hooks or getattr(obj, "_post_accumulate_grad_hooks", None))
@@ -326,18 +331,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if not is_elsewhere(obj):
                 return None
             self.moved = True
-            if isinstance(obj, torch.nn.Parameter):  # it reduces to its data, a tensor that comes here next
+            if isinstance(obj, torch.nn.Parameter):  # its data, a plain tensor, is reduced next
                 return None
-            there = self.on_cpu(obj.detach()).requires_grad_(obj.requires_grad)
-            return tuple(there.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+            cpu_tensor = self.on_cpu(obj.detach()).requires_grad_(obj.requires_grad)
+            return tuple(cpu_tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if isinstance(obj, torch.nn.Module):
             self.owned.update(map(id, obj._parameters.values()))
             self.models.append(obj)
             return None
         if isinstance(obj, torch.TypedStorage):
-            storage = obj._untyped_storage  # its public twins warn of their age
+            storage = obj._untyped_storage  # the public names raise deprecation warnings
             if storage.device.type == "cpu":
-                return typed_storage, (self._once(storage), obj.dtype)
+                return typed_storage, (self._shared_storage(storage), obj.dtype)
         if isinstance(obj, torch.Generator) and is_elsewhere(obj):
             where = f"a random generator of {obj.device}"
             raise pickle.PicklingError(
@@ -351,26 +356,27 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return None
 
     def on_cpu(self, obj: Any) -> Any:
-        """A tensor or storage, on the CPU."""
+        """Return a tensor or storage on the CPU; a copy if it is on another device."""
         return obj.cpu()
 
     def memory_of(self, storage: Any) -> Any:
-        """The bytes of an UntypedStorage of the CPU, which live as long as they are looked at."""
-        return _memory_of(storage)
+        """Return the bytes of an UntypedStorage on the CPU; they keep the storage alive."""
+        return _storage_bytes(storage)
 
-    def _once(self, storage: Any) -> Any:
+    def _shared_storage(self, storage: Any) -> Any:
         if storage._cdata in self._parts:
             raise pickle.PicklingError(PART.format(kind="state of an FSDP1 optimizer or model"))
         return self._storages.setdefault(storage._cdata, storage)
 
-    def _reduced_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        """What torch's own writes of a plain tensor, in a sixth of the time."""
+    def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
+        """Reduce a plain tensor as torch does, in a sixth of the time."""
         place = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
-        return plain_tensor, (self._once(tensor.untyped_storage()), tensor.dtype, *place, tensor.requires_grad)
+        storage = self._shared_storage(tensor.untyped_storage())
+        return plain_tensor, (storage, tensor.dtype, *place, tensor.requires_grad)
 
 
 def _ensure_whole(obj: Any, torch: Any) -> None:
-    """Raise PicklingError for a part of a sharded tensor: alone, it would pass for the whole one."""
+    """Raise PicklingError for one rank's part of a sharded object: it would pass for the whole object."""
     kind = type(obj)
     if kind is torch.nn.Parameter:
         if "_fsdp_flattened" in obj.__dict__:
@@ -390,14 +396,14 @@ def _is_this_rank(rank: int, size: int) -> bool:
 
 
 def fill_sampler(sampler: Any, state: dict[str, Any]) -> None:
-    """Set a sampler's attributes; one of another rank of this group gets this rank's part of the data."""
+    """Set a sampler's attributes; on a rank of a group of its size, it selects that rank's data."""
     vars(sampler).update(state)
     if os.environ.get("WORLD_SIZE") == str(sampler.num_replicas):
         sampler.rank = int(os.environ["RANK"])
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Is a tensor of torch's own class all that its storage, sizes and strides say?"""
+    """Return whether storage, sizes and strides describe a ``torch.Tensor`` completely."""
     return (
         tensor.device.type != "meta"
         and tensor.layout is sys.modules["torch"].strided
@@ -407,16 +413,16 @@ def _is_plain(tensor: Any) -> bool:
     )
 
 
-def _collect(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Put it to those that stand beside the pickle; returns whether it is written into the pickle instead."""
+def _collect_buffer(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Append a large `buffer` to `buffers`; returns True for a small one, which goes into the pickle."""
     if buffer.raw().nbytes < INLINE:
         return True
     buffers.append(buffer)
     return False
 
 
-def _memory_of(storage: Any) -> Any:
-    """The bytes of an UntypedStorage, which live as long as they are looked at; NumPy may not be there."""
+def _storage_bytes(storage: Any) -> Any:
+    """Return the bytes of an UntypedStorage; they keep the storage alive. Works without NumPy."""
     if not storage.nbytes():
         return b""
     memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
@@ -425,7 +431,7 @@ def _memory_of(storage: Any) -> Any:
 
 
 def untyped_storage(memory: ReadableBuffer) -> Any:
-    """The UntypedStorage that was written; what stood beside the pickle is its memory."""
+    """Rebuild an UntypedStorage; a separate buffer becomes its memory without a copy."""
     import torch
 
     view = memoryview(memory)
@@ -434,13 +440,13 @@ def untyped_storage(memory: ReadableBuffer) -> Any:
     is_beside = isinstance(memory, memoryview) and not view.readonly
     ours = view if is_beside or isinstance(memory, bytearray) else bytearray(view)
     here = torch.frombuffer(ours, dtype=torch.uint8)
-    return (here if is_beside else here.clone()).untyped_storage()  # a clone's can be resized, as any tensor
+    return (here if is_beside else here.clone()).untyped_storage()  # a clone can be resized, like any tensor
 
 
 def plain_tensor(
     storage: Any, dtype: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
 ) -> Any:
-    """The tensor that was written, on the CPU."""
+    """Rebuild a tensor on the CPU."""
     import torch
 
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
@@ -448,19 +454,22 @@ def plain_tensor(
 
 
 def typed_storage(storage: Any, dtype: Any) -> Any:
-    """The TypedStorage that was written."""
+    """Rebuild a TypedStorage."""
     import torch
 
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def is_elsewhere(obj: Any) -> bool:
-    """Is a tensor, storage or generator of torch on an accelerator, which not every process has or counts alike?"""
+    """Return whether a tensor, storage or generator of torch is on an accelerator.
+
+    Other processes may lack the device, or number it differently.
+    """
     return obj.device.type not in ("cpu", "meta")
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """`code` and those of the functions inside of it."""
+    """Yield `code` and the code objects nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -469,11 +478,14 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 def reads(code: CodeType) -> list[str]:
     """Return the global names that `code` reads."""
-    return [step.argval for step in dis.get_instructions(code) if step.opname in READS]
+    return [step.argval for step in dis.get_instructions(code) if step.opname in READING_OPCODES]
 
 
 def loading_order(value: Any) -> int:
-    """Return how early a variable that functions read is loaded: the code of classes may run while others are."""
+    """Return the sort key for loading a global: modules, functions, data, classes.
+
+    Code of a class may run while later objects are loaded, so modules and functions come first.
+    """
     return 0 if isinstance(value, ModuleType) else 1 if isinstance(value, FunctionType) else 2 + isinstance(value, type)
 
 
@@ -482,44 +494,44 @@ def loading_order(value: Any) -> int:
 
 @dataclass
 class PickledNames:
-    """Several objects, pickled with one memo."""
+    """Objects pickled with one memo, and what the user must know about them."""
 
     pickled: dict[str, Pickled] = field(default_factory=dict)
-    """By name, in the order in which they are to be loaded; empty if there are errors."""
+    """Pickled objects by name, in the order of loading; empty if there are errors."""
     errors: dict[str, str] = field(default_factory=dict)
     moved: list[str] = field(default_factory=list)
-    """Names whose tensors moved to the CPU."""
+    """Names whose tensors were moved to the CPU."""
     along: list[str] = field(default_factory=list)
-    """Names that nobody has asked for, and that functions read."""
+    """Names that were not requested, but that functions read."""
     own: list[str] = field(default_factory=list)
-    """Functions that read what ddip defines on each rank: ``f reads rank``."""
+    """Functions that read a variable that ddip defines on each rank: ``f reads rank``."""
     shares: list[str] = field(default_factory=list)
-    """What belongs to a variable that is not among these: ``opt holds parameters of net``."""
+    """Links to variables that are not pickled: ``opt holds parameters of net``."""
 
 
 P = TypeVar("P", bound=Pickler)
 
 
 class Graph(Generic[P]):
-    """Several pickles that have one memo."""
+    """Several pickles with one memo."""
 
     def __init__(self, make: Callable[[io.BytesIO, list[pickle.PickleBuffer]], P]) -> None:
         self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         self.pickler = make(self._file, self._buffers)
         self._ends: dict[str, tuple[int, int]] = {}
         self.optimizers: dict[int, tuple[str, Any]] = {}
-        """By id: the name that holds it, and the optimizer."""
+        """Name that holds each optimizer, and the optimizer, by its id."""
         self.models: dict[int, str] = {}
-        """By id of each module: the name that holds it."""
+        """Name that holds each module, by the module's id."""
         self.parameters: dict[int, str] = {}
-        """By id of each parameter: the name that holds it."""
+        """Name that holds each parameter, by the parameter's id."""
         self.with_hooks: list[str] = []
         """Names whose tensors or optimizers have hooks."""
 
     def add(self, name: str, value: Any) -> bool:
-        """Pickle `value`; returns whether tensors of it moved to the CPU.
+        """Pickle `value` under `name`; returns whether any of its tensors was moved to the CPU.
 
-        Raises what its classes raise; then nothing more can be added.
+        Raises what its classes raise; nothing more can be added after that.
         """
         self.pickler.moved = self.pickler.has_hooks = False
         self.pickler.dump(value)
@@ -537,7 +549,7 @@ class Graph(Generic[P]):
         return self.pickler.moved
 
     def pickled(self) -> dict[str, Pickled]:
-        """All of it, by name; nothing can be added then."""
+        """Return the pickled objects by name; nothing can be added after that."""
         whole, found, begin, first = self._file.getbuffer(), dict[str, Pickled](), 0, 0
         for name, (end, last) in self._ends.items():
             found[name] = Pickled([whole[begin:end], *(buffer.raw() for buffer in self._buffers[first:last])])
@@ -546,7 +558,10 @@ class Graph(Generic[P]):
 
 
 def dump(value: Any) -> tuple[Pickled, bool]:
-    """Pickle `value`; with whether tensors of it have moved to the CPU. Raises what its classes raise."""
+    """Pickle `value`; returns it and whether any of its tensors was moved to the CPU.
+
+    Raises what its classes raise.
+    """
     graph = Graph(Pickler)
     moved = graph.add("", value)
     return graph.pickled()[""], moved
@@ -558,16 +573,17 @@ def dump_all(
     variables: Mapping[str, Any] | None = None,
     make: Callable[[io.BytesIO, list[pickle.PickleBuffer]], Pickler] = Pickler,
 ) -> PickledNames:
-    """Pickle `values` with one memo, and with them what their functions read and the receiver is `lacking`.
+    """Pickle `values`, and the globals that their functions read and the receiver lacks, with one memo.
 
-    `variables` are those of the sender, of which `values` are a part; `make` makes the pickler.
+    `lacking` returns which of the given globals the receiver lacks. `variables` are all variables of the sender,
+    including `values`, to find links to those left behind. `make` makes the pickler.
     """
     packed, graph = PickledNames(), Graph(make)
     reading = _add_all(packed, graph, values, lacking)
-    if not packed.errors and reading != [*values, *packed.along]:  # once more, now that the order is known
+    if not packed.errors and reading != [*values, *packed.along]:  # pickle again in the order of loading
         packed.moved, everything, graph = [], {**values, **graph.pickler.globals}, Graph(make)
         for name in reading:
-            _add(packed, graph, name, everything[name])
+            _add_name(packed, graph, name, everything[name])
     if not packed.errors:
         packed.pickled = graph.pickled()
         readers = graph.pickler.readers
@@ -583,27 +599,27 @@ def _add_all(
     values: Mapping[str, Any],
     lacking: Callable[[list[str]], Collection[str]],
 ) -> list[str]:
-    """Pickle `values`, and what their functions read; returns all names in the order in which they must be loaded.
+    """Pickle `values` and the globals that their functions read; returns the names in loading order.
 
-    Classes may have code that runs while they or their instances are loaded: what functions read comes first.
+    Globals that functions read come first, since code of a class may run while the class or an instance is loaded.
     """
-    todo, readers = dict(values), [*values]
-    done, read = set(todo), graph.pickler.globals
-    while todo:
-        for name, value in todo.items():
-            _add(packed, graph, name, value)
+    pending, readers = dict(values), [*values]
+    done, read = set(pending), graph.pickler.globals
+    while pending:
+        for name, value in pending.items():
+            _add_name(packed, graph, name, value)
             readers = readers if read else readers[1:]
         new = graph.pickler.find_globals(done)
         done.update(new)
-        todo = {name: read[name] for name in (lacking(new) if new and not packed.errors else ())}
-        packed.along += todo
+        pending = {name: read[name] for name in (lacking(new) if new and not packed.errors else ())}
+        packed.along += pending
     early = [*packed.along, *(name for name in readers[1:] if name in read)]
     early.sort(key=lambda name: loading_order(read[name]))
     return [*(name for name in values if name not in readers), *early, *(name for name in readers if name not in early)]
 
 
-def _add(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any) -> None:
-    """If one cannot be pickled, the others are tried by themselves: all that cannot be are named."""
+def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any) -> None:
+    """Add one name to the graph; after an error, only try it separately, to report each name that fails."""
     try:
         if (Graph(Pickler) if packed.errors else graph).add(name, value):
             packed.moved.append(name)
@@ -614,35 +630,41 @@ def _add(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any) -> 
 
 
 def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping[str, Any]) -> list[str]:
-    """Find what stays behind: models of holders and optimizers, optimizers of schedulers, hooks; `sent` are ids."""
+    """Describe the links to variables that are not sent: models, optimizers, parameters and hooks.
+
+    `sent` has the ids of the objects that are sent.
+    """
     found = [f"{name} has a hook of a parameter or optimizer" for name in graph.with_hooks]
-    left = {name: value for name, value in variables.items() if not name.startswith("_") and id(value) not in sent}
-    found += [f"{graph.models[id(value)]} holds {name}" for name, value in left.items() if id(value) in graph.models]
-    models = {name: value for name, value in left.items() if isinstance(value, _module_class())}
+    unsent = {name: value for name, value in variables.items() if not name.startswith("_") and id(value) not in sent}
+    found += [f"{graph.models[id(value)]} holds {name}" for name, value in unsent.items() if id(value) in graph.models]
+    models = {name: value for name, value in unsent.items() if isinstance(value, _module_class())}
     for holder, optimizer in graph.optimizers.values():
-        found += [f"{holder} holds {name}" for name, value in left.items() if value is optimizer]
+        found += [f"{holder} holds {name}" for name, value in unsent.items() if value is optimizer]
     holders = {id_: holder for id_, holder in graph.parameters.items() if id_ not in graph.pickler.owned}
-    its: dict[str, str] = {}
+    model_of_holder: dict[str, str] = {}
     for name, model in models.items() if holders else ():
-        for holder in sorted({holders[id(p)] for p in model.parameters() if id(p) in holders} - its.keys()):
-            its[holder] = name
-    return found + [f"{holder} holds parameters of {name}" for holder, name in its.items()]
+        for holder in sorted({holders[id(p)] for p in model.parameters() if id(p) in holders} - model_of_holder.keys()):
+            model_of_holder[holder] = name
+    return found + [f"{holder} holds parameters of {name}" for holder, name in model_of_holder.items()]
 
 
 def home_of(function: FunctionType) -> str | None:
-    """Return the module whose variables a function reads; after ``%run`` they have no ``__name__`` any more."""
+    """Return the name of the module whose globals `function` reads.
+
+    ``%run`` removes ``__name__`` from these globals; then it is the function's ``__module__``.
+    """
     home: str | None = function.__globals__.get("__name__", function.__module__)
     return home
 
 
 def _module_class() -> Any:
-    """Return torch's class of modules; no class if torch is not imported."""
+    """Return ``torch.nn.Module``, or an empty tuple if torch is not imported, for ``isinstance``."""
     torch = sys.modules.get("torch")
     return () if torch is None else torch.nn.Module
 
 
 class Loader:
-    """What `dump_all` has pickled, one name after the other."""
+    """Unpickle the result of `dump_all`, one name after the other."""
 
     def __init__(self, pickled: Mapping[str, Pickled]) -> None:
         self._pickled = pickled
@@ -652,7 +674,10 @@ class Loader:
             self._unpickler = pickle.Unpickler(io.BytesIO(data), buffers=buffers)
 
     def load(self, name: str) -> Any:
-        """The next, which is `name`; raises what its classes raise, and then no other can be loaded."""
+        """Return the next object, whose name is `name`.
+
+        Raises what its classes raise; no other object can be loaded after that.
+        """
         return self._unpickler.load() if len(self._pickled) > 1 else self._pickled[name].load()
 
 
@@ -660,19 +685,19 @@ class Loader:
 
 
 def main_variables() -> dict[str, Any]:
-    """Return the variables of the cells, or of the script: the globals of ``__main__``."""
+    """Return the variables of the notebook or script: the globals of ``__main__``."""
     return vars(sys.modules["__main__"])
 
 
 def lacks(variables: Mapping[str, Any], name: str) -> bool:
-    """Is there no such variable, or only code or plain data that came along earlier, and that nothing has changed?"""
-    if name in variables and name in _brought and not _is_as_it_came(name, variables[name]):
+    """Return whether `name` is missing, or is a variable that was sent with a function and is unchanged."""
+    if name in variables and name in _brought and not _is_unchanged(name, variables[name]):
         del _brought[name]
     return name not in variables or name in _brought
 
 
 def bring(variables: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set variables that functions read, and that came along: those that are lacking."""
+    """Set the variables that were sent with functions, except those that the receiver has of its own."""
     for name, value in values.items():
         if lacks(variables, name):
             variables[name] = value
@@ -683,15 +708,15 @@ def bring(variables: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _plain_data(value: Any) -> bytes | None:
-    """Return the bytes of numbers, texts and containers of these; None for anything else, or if it is long."""
+    """Return plain data as bytes; None for other objects, and for more than `MOST_BYTES`."""
     try:
-        data = marshal.dumps(value, 2)  # a format in which equal bytes mean equal values
+        data = marshal.dumps(value, 2)  # equal bytes mean equal values in this format
     except ValueError:
         return None
     return data if len(data) <= MOST_BYTES else None
 
 
-def _is_as_it_came(name: str, value: Any) -> bool:
+def _is_unchanged(name: str, value: Any) -> bool:
     brought, data = _brought[name]
     known = brought() if isinstance(brought, weakref.ref) else brought
     return known is value and (data is None or data == _plain_data(value))

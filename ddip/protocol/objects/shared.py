@@ -1,4 +1,4 @@
-"""Bytes that several processes of one user on one host have in memory once."""
+"""Share one copy of bytes in memory between processes of one user on one host."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 from types import TracebackType
 
 MOST_PIECES = 1000
-"""Of one call of the system's, which allows 1024."""
+"""Maximum number of buffers per ``writev`` call; Linux allows 1024."""
 
 COPIED = 1 << 21
-"""Bytes of what is copied out of such memory: it is not worth a mapping of its own, of which a process has so many."""
+"""Bytes up to which a reader copies the data instead of keeping a mapping: mappings per process are limited."""
 
 
 def portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """What `pieces` hold, in portions of at most `size` bytes, and a full one wherever it can be."""
+    """Yield the bytes of `pieces` in portions of at most `size` bytes and `MOST_PIECES` buffers.
+
+    Only the last portion is below both limits.
+    """
     portion: list[memoryview] = []
     room = size
     for piece in pieces:
@@ -35,16 +38,16 @@ def portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryvie
 
 
 class SharedBytes:
-    """Written by one process, and read by others of the same user that are told its `path`.
+    """Memory that one process writes, and that processes of the same user read by its `path`.
 
-    On Linux it is memory that has no name in any folder: the kernel takes it back when the last process that has it
-    open ends, however that ends. It is not bound to the size of ``/dev/shm``, which is 64 MB in a container. Elsewhere
-    it is a file in a `folder` that only this user can enter. Raises OSError where there is neither.
+    On Linux it is an anonymous memory file (``memfd_create``): the kernel frees it when the last process that has it
+    open ends, even after a crash. The size of ``/dev/shm``, 64 MB in a container, does not limit it. Other systems use
+    a file in `folder`, which only this user can enter. Raises OSError if neither is available.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._named = False
-        self._descriptor = self._without_a_name()
+        self._descriptor = self._make_memory_file()
         if self._descriptor is not None:
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         elif folder is None:
@@ -54,7 +57,7 @@ class SharedBytes:
             self._named = True
 
     @staticmethod
-    def _without_a_name() -> int | None:
+    def _make_memory_file() -> int | None:
         if hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # a sandbox may forbid it
                 return os.memfd_create("ddip-push")
@@ -69,7 +72,7 @@ class SharedBytes:
         self.close()
 
     def write(self, portion: Sequence[bytes | memoryview]) -> None:
-        """Add to what is there, which has at most `MOST_PIECES`."""
+        """Append `portion`, which has at most `MOST_PIECES` buffers."""
         assert self._descriptor is not None
         left = list(portion)
         while left:
@@ -80,17 +83,17 @@ class SharedBytes:
                 left[0] = memoryview(left[0])[written:]
 
     def rewind(self) -> None:
-        """Write from the beginning again, over what is there."""
+        """Move to the beginning, so that the next `write` overwrites the contents."""
         assert self._descriptor is not None
         os.lseek(self._descriptor, 0, os.SEEK_SET)
 
     def view(self) -> mmap.mmap:
-        """All that is there; it stays when this is closed. Who changes it has a copy of what is changed."""
+        """Map the contents copy-on-write: a change stays private to the mapping. The mapping outlives `close`."""
         assert self._descriptor is not None
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def close(self) -> None:
-        """Let go of it; who has a `view` keeps it. May be called twice."""
+        """Close the memory; mappings made by `view` stay valid. May be called twice."""
         if self._named:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
@@ -100,7 +103,10 @@ class SharedBytes:
 
 
 def view(path: str) -> mmap.mmap:
-    """The same of what another process has written, by the path that it told. Raises OSError or ValueError."""
+    """Map what another process has written at `path`, copy-on-write.
+
+    Raises OSError if the path cannot be opened or mapped, and ValueError if the file is empty.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)

@@ -1,1 +1,1 @@
-"""Division of a fastai training among ranks: data, random numbers, gradients, metrics."""
+"""Divide a fastai training among ranks: data, random numbers, gradients, metrics."""

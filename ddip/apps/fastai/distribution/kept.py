@@ -1,4 +1,4 @@
-"""What a function may change when it is called, kept and put back: for a call that is a trial only."""
+"""Save and restore the state that calling a function may change, so that it can be called on trial."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 DEPTH = 3
-"""How far objects are followed: a function, an object that it uses, what that holds."""
-MOST = 2**20
-"""Elements of a tensor that is copied: statistics are small."""
+"""Number of references to follow: from the function to objects that it uses, and to those that they hold."""
+MOST_ELEMENTS = 2**20
+"""Maximum number of elements of a tensor that is copied; running statistics are small."""
 _NOTHING = object()
 
 
-class Kept:
-    """The state of what `function` can reach: attributes, closures, globals that it names, buffers, containers."""
+class SavedState:
+    """Saved state of all objects that `function` can reach.
+
+    It covers attributes, closures, the globals that its code names, buffers and containers.
+    """
 
     def __init__(self, function: Any) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -27,7 +30,7 @@ class Kept:
         self._keep(function, DEPTH)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the saved state."""
         for undo in self._undo:
             undo()
 
@@ -65,7 +68,7 @@ class Kept:
             self._keep_names(names, None, depth)
 
     def _keep_names(self, names: MutableMapping[str, Any], which: Iterable[str] | None, depth: int) -> None:
-        """Of an object all names, also those that are new afterwards; of a module those in `which`."""
+        """Save the variables `which` of `names`; None means all, and `restore` then removes new ones."""
         before = dict(names) if which is None else {name: names.get(name, _NOTHING) for name in which}
 
         def undo() -> None:
@@ -83,17 +86,17 @@ class Kept:
     def _keep_cell(self, cell: types.CellType, depth: int) -> None:
         try:
             value = cell.cell_contents
-        except ValueError:  # still empty
+        except ValueError:  # the cell is still empty
             return
         self._undo.append(lambda: setattr(cell, "cell_contents", value))
         self._keep(value, depth)
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.requires_grad or tensor.numel() > MOST:
+        if tensor.requires_grad or tensor.numel() > MOST_ELEMENTS:
             return
         before = tensor.detach().clone()
-        # By .data: no backward pass that has the tensor saved takes it for changed.
-        self._undo.append(lambda: _put(tensor, before))
+        # Written through .data, or a backward pass that has saved the tensor would fail because it was modified.
+        self._undo.append(lambda: _copy_into(tensor, before))
 
     def _keep_container(self, value: Any) -> None:
         before = list(value.items()) if isinstance(value, dict) else list(value)
@@ -108,11 +111,11 @@ class Kept:
         self._undo.append(undo)
 
 
-def _put(tensor: torch.Tensor, before: torch.Tensor) -> None:
+def _copy_into(tensor: torch.Tensor, before: torch.Tensor) -> None:
     tensor.data.copy_(before)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
-        return one[0] is other[0] and one[1] is other[1]
-    return one is other
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second) == 2:
+        return first[0] is second[0] and first[1] is second[1]
+    return first is second

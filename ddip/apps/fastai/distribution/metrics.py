@@ -1,7 +1,7 @@
-"""Metrics over the batches of all ranks, equal to those of one process, and the same on every rank.
+"""Compute metrics over the batches of all ranks: the values of one process, the same on every rank.
 
-Mends, in fastai 2.8.12: a metric is the mean over the ranks of each batch's, padding included, and one that keeps a
-state of its own (``Dice``, ``CorpusBLEUMetric``) knows one rank's batches only.
+Mends, in fastai 2.8.12: a metric is the mean over ranks of its values per batch, padding included, and one with its own
+state (``Dice``, ``CorpusBLEUMetric``) covers the batches of one rank only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fastai import metrics as known
+from fastai import metrics as fastai_metrics
 from fastai.learner import AvgLoss, AvgMetric, Learner, Metric
 from fastai.torch_core import to_detach
 
@@ -21,38 +21,42 @@ from ddip.apps.fastai.distribution import plan
 SUMS = (
     (AvgMetric.accumulate, ("total", "count")),
     (AvgLoss.accumulate, ("total", "count")),
-    (known.LossMetric.accumulate, ("total", "count")),
-    (known.Dice.accumulate, ("inter", "union")),
-    (known.DiceMulti.accumulate, ("inter", "union")),
-    (known.CorpusBLEUMetric.accumulate, ("pred_len", "targ_len", "corrects", "counts")),
+    (fastai_metrics.LossMetric.accumulate, ("total", "count")),
+    (fastai_metrics.Dice.accumulate, ("inter", "union")),
+    (fastai_metrics.DiceMulti.accumulate, ("inter", "union")),
+    (fastai_metrics.CorpusBLEUMetric.accumulate, ("pred_len", "targ_len", "corrects", "counts")),
 )
-"""Metrics whose state is a sum over batches, by the method that adds to it."""
-LISTS = ((known.AccumMetric.accumulate, ("preds", "targs")),)
-"""Those that keep a list with an item for each batch."""
+"""Metrics whose state is a sum over batches: the method that adds to it, and the attributes."""
+LISTS = ((fastai_metrics.AccumMetric.accumulate, ("preds", "targs")),)
+"""Metrics whose state is a list with one item per batch: the method and the attributes."""
 
 
-def _names(metric: Metric, table: Sequence[tuple[Any, tuple[str, ...]]]) -> tuple[str, ...]:
+def _attributes_in(metric: Metric, table: Sequence[tuple[Any, tuple[str, ...]]]) -> tuple[str, ...]:
     return next((names for method, names in table if type(metric).accumulate is method), ())
 
 
 def needs_batches(metric: Metric) -> bool:
-    """Is it one of the user's, of which nothing is known but that it wants to see every batch in turn?"""
-    return not _names(metric, SUMS) and not _names(metric, LISTS) and type(metric).accumulate is not Metric.accumulate
+    """Return whether `metric` is unknown to ddip, so that it must see every batch in turn."""
+    return (
+        not _attributes_in(metric, SUMS)
+        and not _attributes_in(metric, LISTS)
+        and type(metric).accumulate is not Metric.accumulate
+    )
 
 
-class Seen:
-    """What a user's own metrics are shown again: each batch, when all ranks are through."""
+class BatchRecord:
+    """Batches of this rank, to replay all ranks' batches to unknown metrics at the end of the epoch."""
 
     def __init__(self) -> None:
         self.batches: list[dict[str, Any]] = []
 
     def add(self, learn: Learner) -> None:
-        """One more batch of this rank."""
+        """Record the current batch of this rank, on the CPU."""
         names = ("xb", "yb", "pred", "loss")
         self.batches.append({name: to_detach(getattr(learn, name), cpu=True, gather=False) for name in names})
 
-    def show(self, learn: Learner, metric: Metric, batches: list[dict[str, Any]]) -> None:
-        """Have `metric` accumulate `batches`, as it would have in one process."""
+    def replay(self, learn: Learner, metric: Metric, batches: list[dict[str, Any]]) -> None:
+        """Reset `metric` and let it accumulate `batches`, as in one process."""
         metric.reset()
         before = {name: getattr(learn, name, None) for name in ("xb", "yb", "pred", "loss", "iter")}
         try:
@@ -67,28 +71,28 @@ class Seen:
                 setattr(learn, name, value)
 
 
-def merge(learn: Learner, metrics: Sequence[Metric], seen: Seen) -> None:
-    """Give each of `metrics` what the ranks have accumulated together; a collective."""
-    states = [{name: vars(metric).get(name) for name in _state_names(metric)} for metric in metrics]
+def merge(learn: Learner, metrics: Sequence[Metric], record: BatchRecord) -> None:
+    """Give each metric the state accumulated by all ranks together. A collective."""
+    states = [{name: vars(metric).get(name) for name in _state_attributes(metric)} for metric in metrics]
     replayed = [metric for metric in metrics if needs_batches(metric)]
-    everyone = rank_exchange.gather((states, seen.batches if replayed else []))
+    all_ranks = rank_exchange.gather_objects((states, record.batches if replayed else []))
     for number, metric in enumerate(metrics):
-        theirs = [states[number] for states, _ in everyone]
-        for name in _names(metric, SUMS):
-            setattr(metric, name, _sum([state[name] for state in theirs]))
-        for name in _names(metric, LISTS):
-            setattr(metric, name, plan.in_order([state[name] for state in theirs]))
-    batches = plan.in_order([batches for _, batches in everyone])
+        rank_states = [states[number] for states, _ in all_ranks]
+        for name in _attributes_in(metric, SUMS):
+            setattr(metric, name, _add_up([state[name] for state in rank_states]))
+        for name in _attributes_in(metric, LISTS):
+            setattr(metric, name, plan.in_order([state[name] for state in rank_states]))
+    batches = plan.in_order([batches for _, batches in all_ranks])
     for metric in replayed:
-        seen.show(learn, metric, batches)
+        record.replay(learn, metric, batches)
 
 
-def _state_names(metric: Metric) -> tuple[str, ...]:
-    return _names(metric, SUMS) or _names(metric, LISTS)
+def _state_attributes(metric: Metric) -> tuple[str, ...]:
+    return _attributes_in(metric, SUMS) or _attributes_in(metric, LISTS)
 
 
-def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of each item of lists and dictionaries of numbers."""
+def _add_up(values: list[Any]) -> Any:
+    """Add up numbers, or lists or dictionaries of numbers item by item."""
     if isinstance(values[0], dict):
         keys = list(dict.fromkeys(key for value in values for key in value))
         return {key: sum(value.get(key, 0) for value in values) for key in keys}
@@ -97,19 +101,19 @@ def _sum(values: list[Any]) -> Any:
     return sum(values)
 
 
-def before(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """The states of `metrics` now, for ``back``."""
-    return [{name: _apart(value) for name, value in vars(metric).items()} for metric in metrics]
+def save_states(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """Return the current states of `metrics`, for `restore_states`."""
+    return [{name: _copied(value) for name, value in vars(metric).items()} for metric in metrics]
 
 
-def back(metrics: Sequence[Metric], states: list[dict[str, Any]]) -> None:
-    """Put `metrics` back to what they were."""
+def restore_states(metrics: Sequence[Metric], states: list[dict[str, Any]]) -> None:
+    """Set `metrics` to states from `save_states`."""
     for metric, state in zip(metrics, states, strict=True):
         vars(metric).update(state)
 
 
-def _apart(value: Any) -> Any:
-    """A copy of what is added to in its place."""
+def _copied(value: Any) -> Any:
+    """Return a copy of a value that metrics change in place; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return copy.copy(value) if isinstance(value, list | dict) else value

@@ -1,7 +1,7 @@
-"""Random numbers: the ranks draw the same ones, but while they train.
+"""Keep random numbers equal on all ranks, except during training.
 
-A cell that splits data, or makes a model, then does the same on every rank without a seed. While they train, each draws
-its own: dropout and augmentation differ, as they would for the items of one large batch.
+Cells that split data or make a model then do the same on every rank without a seed. During training, each rank draws
+its own numbers: dropout and augmentation differ, as they do for the items of one large batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddip.apps import rank_exchange
 
 
 class State(NamedTuple):
-    """Of the three generators that libraries draw from by default."""
+    """State of the default random generators: Python, NumPy and torch, the latter on CPU and GPU."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -28,13 +28,13 @@ class State(NamedTuple):
 
     @classmethod
     def now(cls) -> State:
-        """The states of all generators of this rank now."""
+        """Return the current state of this rank's generators; for CUDA only if it is initialized."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         numpy = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)  # type: ignore[arg-type]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Set the generators to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -42,7 +42,7 @@ class State(NamedTuple):
             torch.cuda.set_rng_state(self.cuda)
 
     def fingerprint(self) -> int:
-        """The same for the same numbers to come."""
+        """Return a hash that is equal for states from which the same numbers follow."""
         numpy = self.numpy["state"]
         cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
         of_torch = self.torch.numpy().tobytes(), cuda
@@ -50,7 +50,7 @@ class State(NamedTuple):
 
 
 class Seeds(NamedTuple):
-    """One for each generator, drawn from it: who has seeded only one of them gets the same again from that one."""
+    """One seed per generator, drawn from it, so that a generator that the user has seeded is reproducible."""
 
     python: int
     numpy: int
@@ -58,35 +58,38 @@ class Seeds(NamedTuple):
 
     @classmethod
     def draw(cls) -> Seeds:
-        """The next ones."""
+        """Draw the next seeds from the generators."""
         numpy, torch_ = np.random.randint(2**31), torch.randint(2**62, ())
         return cls(random.getrandbits(62), int(numpy), int(torch_))
 
     def seed_all(self, more: int = 0) -> None:
-        """Begin each generator there; `more` gives other numbers."""
+        """Seed the generators; `more` is added to each seed."""
         random.seed(self.python + more)
         np.random.seed((self.numpy + more) % 2**32)
         torch.manual_seed(self.torch + more)
 
 
 def sync_rng() -> None:
-    """Have every rank draw what rank 0 will draw: after a cell on some ranks only, or one that failed, they differ."""
-    if not rank_exchange.together():
+    """Copy rank 0's generator states to all ranks if they differ. A collective if all ranks run the cell.
+
+    They differ after a cell that failed, or that ran on some ranks only.
+    """
+    if not rank_exchange.on_all_ranks():
         return
     state = State.now()
-    if len(set(rank_exchange.gather_number(state.fingerprint()))) > 1:
-        State(*rank_exchange.of_rank_0(tuple(state))).restore()
+    if len(set(rank_exchange.gather_numbers(state.fingerprint()))) > 1:
+        State(*rank_exchange.broadcast_object(tuple(state))).restore()
 
 
 def diverge_rng() -> None:
-    """Have each rank draw its own numbers from here on, as without the app; rank 0 goes on as it was."""
+    """Seed each rank differently, as without the app; rank 0 keeps its state."""
     if rank_exchange.rank() != 0:
         Seeds(*(int.from_bytes(os.urandom(7), "little") for _ in Seeds._fields)).seed_all()
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """What is drawn in here is not missed outside."""
+def preserved_rng() -> Iterator[None]:
+    """Restore the generator states at the end of the block."""
     before = State.now()
     try:
         yield
@@ -95,8 +98,8 @@ def kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """In here every rank draws the numbers that come of `seed`."""
-    with kept():
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Seed all generators with `seed` for the block, and restore their states afterwards."""
+    with preserved_rng():
         Seeds(seed, seed % 2**31, seed).seed_all()
         yield

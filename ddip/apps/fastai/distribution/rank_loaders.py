@@ -1,8 +1,8 @@
-"""The data loaders of one rank: copies of the user's that yield this rank's batches only.
+"""Make data loaders for one rank: copies of the user's loaders that yield only this rank's batches.
 
-Mends, in fastai 2.8.12 (``DistributedDL``): its padding is counted by ``validate`` and in ``get_preds``, whose order is
-lost unless the size divides by batch size x ranks; its slices of a small data set make no batch at all with
-``drop_last``; it calls ``.cuda()`` on the CPU; each rank of a language model shuffles the texts its own way.
+Mends, in fastai 2.8.12 (``DistributedDL``): ``validate`` and ``get_preds`` count its padding, and ``get_preds``
+loses the order unless the size is a multiple of batch size times ranks; with ``drop_last``, its slices of a small data
+set contain no batch; it calls ``.cuda()`` on the CPU; each rank of a language model shuffles the texts differently.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from ddip.apps import rank_exchange
 from ddip.apps.fastai.distribution import plan, randomness
 
 SAMPLE = 64
-"""Items that are looked at to tell whether the ranks have the same data."""
+"""Maximum number of items that are compared to check that ranks have the same data."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def carries_state(dl: Any, learn: Learner) -> bool:
-    """Does the model of `learn` carry what it has read from one batch of `dl` to the next, as language models do?"""
-    if _is_of_texts_in_a_row(dl):
+    """Return whether the model of `learn` carries state from batch to batch, as language models do."""
+    if _is_language_model_loader(dl):
         return True
     resets = any(isinstance(callback, ModelResetter) for callback in learn.cbs)
     return resets and isinstance(dl, DataLoader) and not dl.shuffle and not isinstance(dl, SortedDL)
 
 
-def _is_of_texts_in_a_row(dl: Any) -> bool:
+def _is_language_model_loader(dl: Any) -> bool:
     return isinstance(dl, LMDataLoader)
 
 
 def is_divisible(dl: Any) -> bool:
-    """Can batches of `dl` be told apart without making them all?"""
+    """Return whether single batches of `dl` can be made without making all: it has a length and an index."""
     if isinstance(dl, DataLoader):
         return bool(dl.indexed) and dl.n is not None
     counted = isinstance(dl, TorchLoader) and dl.batch_sampler is not None
     return counted and not isinstance(dl.dataset, IterableDataset)
 
 
-# -- the same data?
+# -- comparison of data between ranks
 
 
-def looks(dl: Any) -> dict[str, Any]:
-    """What `dl` would yield, in short: how much, and a sample of the items."""
-    told = {"kind": type(dl).__name__, "items": _length(dl), "batch size": _bs(dl), "batches": len(dl)}
-    return {**told, "sample": _sample(dl)}
+def summarize(dl: Any) -> dict[str, Any]:
+    """Summarize the data of `dl` for comparison: kind, sizes, and a fingerprint of some items."""
+    summary = {"kind": type(dl).__name__, "items": _count_items(dl), "batch size": _batch_size(dl), "batches": len(dl)}
+    return {**summary, "sample": _sample_fingerprint(dl)}
 
 
-def _length(dl: Any) -> int:
+def _count_items(dl: Any) -> int:
     return int(dl.n) if isinstance(dl, DataLoader) else len(dl.dataset)
 
 
-def _bs(dl: Any) -> int:
+def _batch_size(dl: Any) -> int:
     return int((dl.bs if isinstance(dl, DataLoader) else dl.batch_size) or 1)
 
 
-def _sample(dl: Any) -> int:
-    """A fingerprint of some items, and of the order if that has been fixed."""
-    fixed = vars(dl).get("get_idxs")
-    order = tuple(fixed()) if fixed is not None else ()
+def _sample_fingerprint(dl: Any) -> int:
+    """Return a fingerprint of some items, and of their order if the user has fixed it."""
+    fixed_order = vars(dl).get("get_idxs")
+    order = tuple(fixed_order()) if fixed_order is not None else ()
     try:
-        items = None if _is_of_texts_in_a_row(dl) else getattr(dl, "items", None)
-        texts = [] if items is None else _texts(items)
-    except Exception:  # an item that cannot be told
+        items = None if _is_language_model_loader(dl) else getattr(dl, "items", None)
+        texts = [] if items is None else _item_texts(items)
+    except Exception:  # an item that cannot be shown as text
         texts = []
     return rank_exchange.fingerprint((order, texts))
 
 
-def _texts(items: Any) -> list[str]:
+def _item_texts(items: Any) -> list[str]:
     picks = sorted({round(i * (len(items) - 1) / (SAMPLE - 1)) for i in range(SAMPLE)}) if len(items) else []
     if hasattr(items, "iloc"):
         return [str(items.iloc[picks].to_csv())]
@@ -87,50 +87,57 @@ def _texts(items: Any) -> list[str]:
 # -- shards
 
 
-def of_training(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
-    """This rank's part of one epoch, shuffled by `seed`, and the plan behind it."""
-    made = plan.Plan((), (), ())
+def training_shard(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
+    """Return a loader of this rank's batches for one epoch, shuffled by `seed`, and the plan."""
+    rank_plan = plan.Plan((), (), ())
 
-    def own(sizes: list[int]) -> Sequence[int]:
-        nonlocal made
-        made = plan.training(sizes, rank_exchange.rank(), rank_exchange.size(), in_runs=carries_state(dl, learn))
-        return made.batches
+    def select(sizes: list[int]) -> Sequence[int]:
+        nonlocal rank_plan
+        rank_plan = plan.training(
+            sizes, rank_exchange.rank(), rank_exchange.world_size(), in_runs=carries_state(dl, learn)
+        )
+        return rank_plan.batches
 
-    shard = _shard(dl, seed, own)
-    return shard, made
-
-
-def of_evaluation(dl: Any, seed: int) -> Any:
-    """This rank's batches of `dl`."""
-    return _shard(dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.size()))
+    shard = _make_shard(dl, seed, select)
+    return shard, rank_plan
 
 
-Own = Callable[[list[int]], Sequence[int]]
-"""Sizes of all batches -> numbers of this rank's."""
+def evaluation_shard(dl: Any, seed: int) -> Any:
+    """Return a loader of the batches of `dl` that this rank evaluates."""
+    return _make_shard(
+        dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.world_size())
+    )
 
 
-def _shard(dl: Any, seed: int, own: Own) -> Any:
-    with randomness.seeded(seed):
+SelectBatches = Callable[[list[int]], Sequence[int]]
+"""Function from the sizes of all batches to the numbers of this rank's batches."""
+
+
+def _make_shard(dl: Any, seed: int, select: SelectBatches) -> Any:
+    with randomness.seeded_rng(seed):
         if not isinstance(dl, DataLoader):
-            return _torch_shard(dl, own)
+            return _torch_shard(dl, select)
         dl.rng = random.Random(seed)
-        _settle(dl)
+        _align_texts(dl)
         idxs = list(dl.get_idxs())
-    batches = own(plan.sizes_of(len(idxs), _bs(dl), bool(dl.drop_last)))
-    return _copy(dl, plan.items_of(idxs, _bs(dl), batches), len(batches))
+    batches = select(plan.sizes_of(len(idxs), _batch_size(dl), bool(dl.drop_last)))
+    return _copy_loader(dl, plan.items_of(idxs, _batch_size(dl), batches), len(batches))
 
 
-def _settle(dl: Any) -> None:
-    """Texts of a language model are shuffled where they are: from the same order on every rank."""
-    if _is_of_texts_in_a_row(dl):
+def _align_texts(dl: Any) -> None:
+    """Give rank 0's order of texts to all ranks, since a language model loader shuffles them in place.
+
+    Does nothing for other loaders; else a collective.
+    """
+    if _is_language_model_loader(dl):
         order = list(dl.items.idxs)
-        if len(set(rank_exchange.gather_number(rank_exchange.fingerprint(order)))) > 1:
-            dl.items.idxs[:] = rank_exchange.of_rank_0(order)
+        if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint(order)))) > 1:
+            dl.items.idxs[:] = rank_exchange.broadcast_object(order)
             dl.make_chunks()
 
 
-def _copy(dl: Any, idxs: list[Any], steps: int) -> Any:
-    """A loader as `dl`, of its own class too, that yields `steps` batches of the items `idxs`."""
+def _copy_loader(dl: Any, idxs: list[Any], steps: int) -> Any:
+    """Return a copy of `dl`, of a subclass of its class, that yields `steps` batches of the items `idxs`."""
     shard = copy.copy(dl)
     shard.__class__ = type(type(dl).__name__, (type(dl),), {"__len__": lambda _: steps})
     shard.get_idxs = lambda: idxs
@@ -141,14 +148,14 @@ def _copy(dl: Any, idxs: list[Any], steps: int) -> Any:
     return shard
 
 
-def _torch_shard(dl: TorchLoader[Any], own: Own) -> TorchLoader[Any]:
-    """Of a loader of torch, which fastai takes as well."""
+def _torch_shard(dl: TorchLoader[Any], select: SelectBatches) -> TorchLoader[Any]:
+    """Return a copy of a torch loader, which fastai also accepts, with this rank's batches."""
     batches: Iterable[list[int]] | None = dl.batch_sampler
     assert batches is not None
     whole = list(batches)
     return TorchLoader(
         dl.dataset,
-        batch_sampler=[whole[batch] for batch in own([len(batch) for batch in whole])],
+        batch_sampler=[whole[batch] for batch in select([len(batch) for batch in whole])],
         num_workers=dl.num_workers,
         collate_fn=dl.collate_fn,
         pin_memory=dl.pin_memory,

@@ -1,7 +1,8 @@
-"""Is a loss the mean over its items, or their sum? The gradients of the ranks are averaged, or added.
+"""Find out whether a loss is the mean or the sum over its items, that is, whether gradients are averaged or added.
 
-Losses of torch and fastai say so (``reduction``). Of others a trial finds out, on some items of the first batch: given
-twice, they leave the gradient of a sum as it is, and halve that of a mean. What the trial changes is put back.
+Losses of torch and fastai have an attribute ``reduction``. For other losses, a trial on some items of the first batch
+decides: if each item is given twice, the gradient per item of a sum is unchanged, and that of a mean is halved. State
+that the trial changes is restored.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 
 from ddip.apps import rank_exchange
 from ddip.apps.fastai.distribution import randomness
-from ddip.apps.fastai.distribution.kept import Kept
+from ddip.apps.fastai.distribution.kept import SavedState
 
 Reduction = Literal["mean", "sum"]
 Verdict = Literal["mean", "sum", "neither", "no gradient"]
 
 ITEMS = 4
-"""Of a batch, for the trial: enough, and no load for the memory."""
+"""Number of items of a batch for the trial; a few suffice and take little memory."""
 TOLERANCE = 0.02
-"""Relative; numbers of bfloat16 have three digits."""
+"""Relative tolerance; bfloat16 has two to three significant digits."""
 UNCLEAR = (
     "\x1b[90mfit: whether {} is a mean or a sum over the items cannot be told, so it is taken for a mean: the ranks' "
     'gradients are averaged. Say which it is before fit: learn.loss_func.reduction = "mean", or "sum"\x1b[0m'
@@ -32,76 +33,79 @@ UNCLEAR = (
 
 
 class Reductions:
-    """What the loss functions of one fit have been found to be."""
+    """Reductions of the loss functions of one fit."""
 
     def __init__(self) -> None:
-        self._tried: Any = None
+        self._tried_loss: Any = None
         self._found: Reduction | None = None
         self._unclear = ""
-        self._said = False
+        self._reported = False
 
-    def of(self, loss_func: Any) -> Reduction:
-        """The reduction of `loss_func`; a mean, while nothing is known."""
-        found = self._found if loss_func is self._tried else None
-        return stated(loss_func) or found or "mean"
+    def reduction_of(self, loss_func: Any) -> Reduction:
+        """Return the reduction of `loss_func`; "mean" if it is unknown."""
+        found = self._found if loss_func is self._tried_loss else None
+        return stated_reduction(loss_func) or found or "mean"
 
-    def find_out(self, loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        """Try `loss_func` if it is not known; all ranks come here with their parts of one batch. A collective."""
-        if stated(loss_func) or (loss_func is self._tried and self._found):
+    def determine(self, loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> None:
+        """Try `loss_func` on this rank's batch unless its reduction is known. A collective if it is not."""
+        if stated_reduction(loss_func) or (loss_func is self._tried_loss and self._found):
             return
-        verdicts = set(rank_exchange.gather(trial(loss_func, pred, yb))) - {"no gradient"}
-        self._tried = loss_func
-        self._found = None  # and tried again with the next batch, if nothing can be told from this one
+        verdicts = set(rank_exchange.gather_objects(try_reduction(loss_func, pred, yb))) - {"no gradient"}
+        self._tried_loss = loss_func
+        self._found = None  # if this batch decides nothing, the next one is tried
         if verdicts:
             agreed = verdicts.pop() if len(verdicts) == 1 else "neither"
             self._found = "sum" if agreed == "sum" else "mean"
             self._unclear = getattr(loss_func, "__name__", type(loss_func).__name__) if agreed == "neither" else ""
 
-    def say(self) -> None:
-        """Tell once, on rank 0, what could not be found out: when the loss itself has been computed."""
-        if self._unclear and not self._said:
-            self._said = True
+    def report_unclear(self) -> None:
+        """Print once, on rank 0, that a reduction is unclear.
+
+        It is called after the loss has been computed, so that an error of the loss itself comes first.
+        """
+        if self._unclear and not self._reported:
+            self._reported = True
             if rank_exchange.rank() == 0:
                 print(UNCLEAR.format(self._unclear))
 
 
-def stated(loss_func: Any) -> Reduction | None:
-    """What `loss_func` says of itself."""
+def stated_reduction(loss_func: Any) -> Reduction | None:
+    """Return the ``reduction`` that `loss_func` states, or None."""
     owner = getattr(loss_func, "__self__", None)
-    if isinstance(owner, MixHandler):  # MixUp has put its own in the place of the learner's
-        told: Any = getattr(owner.old_lf, "reduction", "mean")
+    if isinstance(owner, MixHandler):  # MixUp has replaced the learner's loss function
+        value: Any = getattr(owner.old_lf, "reduction", "mean")
     else:
-        told = getattr(loss_func, "reduction", None)
-    return "mean" if told == "mean" else "sum" if told == "sum" else None
+        value = getattr(loss_func, "reduction", None)
+    return "mean" if value == "mean" else "sum" if value == "sum" else None
 
 
-def trial(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Verdict:
-    """What becomes of the gradient of some items when they are there twice."""
-    kept, randoms = Kept(loss_func), randomness.State.now()
+def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Verdict:
+    """Judge a loss by some items: compare its value and gradient with those of the same items given twice."""
+    state, randoms = SavedState(loss_func), randomness.State.now()
     try:
-        rows = _rows((pred, *yb))
+        rows = _rows_to_take((pred, *yb))
         loss, gradient = _loss_of(loss_func, pred, yb, rows, 1)
-        kept.restore()
+        state.restore()
         randoms.restore()
-        doubled, of_doubled = _loss_of(loss_func, pred, yb, rows, 2)
-    except Exception:  # a loss that takes whole batches only; and where the loss itself is wrong, it tells by itself
+        doubled, doubled_gradient = _loss_of(loss_func, pred, yb, rows, 2)
+    except Exception:  # the loss needs whole batches, or is wrong and will raise in the fit
         return "neither"
     finally:
-        kept.restore()
+        state.restore()
         randoms.restore()
     size = gradient.norm()
-    if not torch.isfinite(of_doubled).all() or not 0 < size < float("inf"):
+    if not torch.isfinite(doubled_gradient).all() or not 0 < size < float("inf"):
         return "no gradient"
     growths: tuple[tuple[Reduction, int], ...] = ("mean", 1), ("sum", 2)
-    for verdict, growth in growths:  # a sum and a penalty is neither: each rank would add the penalty
+    for verdict, growth in growths:  # a sum plus a penalty is neither, as each rank would add the penalty
         is_value = abs(doubled - growth * loss) <= TOLERANCE * abs(loss)
-        if is_value and (of_doubled - gradient * growth / 2).norm() <= TOLERANCE * size:
+        if is_value and (doubled_gradient - gradient * growth / 2).norm() <= TOLERANCE * size:
             return verdict
     return "neither"
 
 
-def _rows(values: Any) -> int | None:
-    """How many items to take of each tensor; None: all that there are."""
+def _rows_to_take(values: Any) -> int | None:
+    """Return the number of items to take of each tensor; None for all, if lengths differ."""
     lengths: set[int] = set()
     each(lambda value: lengths.add(len(value)) if _has_rows(value) else None, values)
     return ITEMS if len(lengths) == 1 else None
@@ -112,20 +116,20 @@ def _has_rows(value: Any) -> bool:
 
 
 def _loss_of(loss_func: Any, pred: Any, yb: Any, rows: int | None, times: int) -> tuple[float, Tensor]:
-    """The loss of these items `times` over, and the gradient of the predictions for the first time."""
+    """Return the loss of the items repeated `times` times, and the gradient of the first predictions."""
     leaves: list[tuple[Tensor, int]] = []
 
-    def some(value: Any) -> Any:
+    def repeat_rows(value: Any) -> Any:
         return torch.cat([value.detach()[:rows]] * times) if _has_rows(value) else value
 
-    def leaf(value: Any) -> Any:
-        value = some(value)
+    def make_leaf(value: Any) -> Any:
+        value = repeat_rows(value)
         if _has_rows(value) and value.is_floating_point():
             leaves.append((value.requires_grad_(), len(value) // times))
         return value
 
     with torch.enable_grad():
-        loss = loss_func(each(leaf, pred), *[each(some, value) for value in yb])
+        loss = loss_func(each(make_leaf, pred), *[each(repeat_rows, value) for value in yb])
         found = torch.autograd.grad(loss, [value for value, _ in leaves], allow_unused=True)
     parts = [
         torch.zeros_like(value[:count]) if gradient is None else gradient[:count]
