@@ -43,7 +43,7 @@ class Hello(TypedDict):
     """True if torch was built for GPUs."""
     backends: list[str]
     off: dict[str, dict[str, list[str]]]
-    """Features that are off, by library and version: their loss in words for the user, and the missing private names."""
+    """Features that are off, by library and version: their loss in words, and the missing private names."""
     native_off: list[str]
     """Names of the mechanisms of ``switches.py`` that are off."""
 

@@ -169,6 +169,13 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
             dls.train.dataset.items[0] = rank
             learner(dls).fit(1)
         """)
+    with pytest.raises(CellError, match="ranks 0, 1: ValueError: the samplers of the ranks' Data"):
+        group.run("""
+            shuffled = torch.utils.data.DataLoader(
+                loaders().train.dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(rank)
+            )
+            learner(DataLoaders(shuffled, loaders().valid)).fit(1)
+        """)
     with pytest.raises(CellError, match="epochs: 1 on rank 0, 2 on rank 1"):
         group.run("learner().fit(1 + rank)")
     with pytest.raises(CellError, match="cannot be divided among the ranks: their DataLoader has no length"):

@@ -12,6 +12,7 @@ import functools
 import operator
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,6 +70,7 @@ def _modules_of(model: Any) -> list[torch.nn.Module]:
 
 
 def _run_interruptible(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Lightning sets no handler
     handler, size = signal.getsignal(signal.SIGINT), os.environ["WORLD_SIZE"]
     try:
         return method(*args, **kwargs)
@@ -77,7 +79,8 @@ def _run_interruptible(method: Callable[..., Any], *args: Any, **kwargs: Any) ->
             raise end.__context__ from None
         raise
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
         os.environ["WORLD_SIZE"] = size
 
 

@@ -46,7 +46,8 @@ class Sampler:
     def stop(self) -> None:
         """Stop the thread and take the last sample."""
         self._over.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._sample()
         if self._schedstat >= 0:
             os.close(self._schedstat)

@@ -166,6 +166,7 @@ class _Recording:
                     self._next_part()
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
+            self._sampler.stop()
 
     def _next_part(self) -> None:
         end = time.time_ns()
@@ -188,6 +189,7 @@ class _Recording:
                     self._read_part(profiler)
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
+            self._sampler.stop()
 
     def _end_recording(self, why: str, end: int) -> None:
         layers = self.recorded.layers

@@ -26,6 +26,10 @@ from ddip.apps.fastai.distribution import plan, randomness
 SAMPLE = 64
 """Maximum number of items that are compared to check that ranks have the same data."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ORDERS_DIFFER = (
+    "the samplers of the ranks' DataLoaders yield different items: seed their generators alike on all ranks, and use "
+    "no DistributedSampler, since the app divides the batches among the ranks"
+)
 
 
 def carries_state(dl: Any, learn: Learner) -> bool:
@@ -149,10 +153,15 @@ def _copy_loader(dl: Any, idxs: list[Any], steps: int) -> Any:
 
 
 def _torch_shard(dl: TorchLoader[Any], select: SelectBatches) -> TorchLoader[Any]:
-    """Return a copy of a torch loader, which fastai also accepts, with this rank's batches."""
+    """Return a copy of a torch loader, which fastai also accepts, with this rank's batches. A collective.
+
+    Raises ValueError on all ranks if their samplers differ: some items would be used twice and others not at all.
+    """
     batches: Iterable[list[int]] | None = dl.batch_sampler
     assert batches is not None
     whole = list(batches)
+    if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint(whole)))) > 1:
+        raise ValueError(ORDERS_DIFFER)
     return TorchLoader(
         dl.dataset,
         batch_sampler=[whole[batch] for batch in select([len(batch) for batch in whole])],
