@@ -257,9 +257,10 @@ class Lifecycle:
     # -- readiness
 
     def ensure_ready(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Ensure that every rank runs, `ranks` (default: all) are free, and the process group works.
+        """Check that every rank runs and that `ranks` (default: all) are free, and rebuild an unhealthy process group.
 
-        Only cells that were admitted before `before` count as busy. Raises GroupError if this cannot be achieved.
+        Call it before each request to main threads of ranks. It does not wait for running cells: it raises GroupError
+        if a rank has ended or is busy. `before`: a queued cell, for which only the cells admitted before it count.
         """
         self.ensure_free(ranks, before)
         parts = self.parts

@@ -241,7 +241,8 @@ class ProcessGroupManager:
     def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
         """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank sent no report.
 
-        The user is told if a good cell has left the ranks out of step, unless that is intended (`unmatched`).
+        `healthy` is False if the process group must be rebuilt before its next use. If the ranks have begun different
+        numbers of collectives, the user is told, unless the cell has `failed` or its user allows it (`unmatched`).
         """
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)

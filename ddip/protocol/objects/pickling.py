@@ -573,10 +573,20 @@ def dump_all(
     variables: Mapping[str, Any] | None = None,
     make: Callable[[io.BytesIO, list[pickle.PickleBuffer]], Pickler] = Pickler,
 ) -> PickledNames:
-    """Pickle `values`, and the globals that their functions read and the receiver lacks, with one memo.
+    """Pickle variables as one object graph: objects that they share stay shared at the receiver.
 
-    `lacking` returns which of the given globals the receiver lacks. `variables` are all variables of the sender,
-    including `values`, to find links to those left behind. `make` makes the pickler.
+    Parameters
+    ----------
+    values
+        Variables to pickle, by name.
+    lacking
+        Function that returns which of the given globals the receiver lacks. Those that functions in `values` read are
+        pickled as well. Default: none.
+    variables
+        All variables of the sender. The result's ``shares`` name each of them that `values` refer to and that is not
+        sent, such as the model of an optimizer.
+    make
+        Factory of the pickler.
     """
     packed, graph = PickledNames(), Graph(make)
     reading = _add_all(packed, graph, values, lacking)

@@ -45,7 +45,7 @@ from ddip.rank.runtime import libraries, tracebacks
 from ddip.rank.runtime.aside import Aside
 from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
-from ddip.rank.runtime.stacks import is_users, never_interrupted, runs_around_cells
+from ddip.rank.runtime.stacks import may_interrupt, never_interrupted, runs_around_cells
 from ddip.rank.streams import cell_log
 from ddip.rank.streams.mending import restore_streams
 from ddip.rank.streams.streams import RankStream, tag_threads_with_cells
@@ -227,7 +227,7 @@ class RankKernel(CellKernel):
             self._interrupted = True  # applied when the cell begins; dropped if the cell has already ended
         elif self._cell is None:
             raise KeyboardInterrupt
-        elif not is_users(frame):  # it would be swallowed, or leave something half done
+        elif not may_interrupt(frame):  # it would be swallowed, or leave something half done
             self._retry_interrupt()
         else:
             self._raise_or_wait(frame)
@@ -264,7 +264,7 @@ class RankKernel(CellKernel):
             def interrupt(number: int, frame: FrameType | None) -> None:
                 if self._missed_its_cell():
                     return
-                if not is_users(frame):
+                if not may_interrupt(frame):
                     cancel(number, frame)
                 else:
                     self._raise_or_wait(frame)

@@ -8,8 +8,11 @@ Linux shows the address on which a thread waits. If it lies in a gloo buffer, re
 begin, the two functions that abort its waits are called. They are public in gloo, but torch does not expose them.
 ``tests/unit/test_private_names.py`` fails when a release changes their names.
 
-Risk: the address may lie in another object of the same class, on which a collective of the user waits. That collective
-raises as if its group had been released. Only ranks whose group has been released are searched.
+An aborted wait returns as if the message had arrived, so the collective continues with undefined values. Therefore the
+caller (``released_waits.py``) interrupts the cell first.
+
+Risk: the address may lie in a buffer of another group, on which a collective of the user waits; that one then also
+continues with undefined values, in a cell that is interrupted. Only ranks whose group has been released are searched.
 Switch: ``DDIP_NATIVE_GLOO_WAITS``.
 """
 
@@ -98,7 +101,10 @@ def _find_buffer(address: int, vtable: int, memory: int) -> int | None:
 
 
 def end_waits(buffers: Collection[int]) -> None:
-    """Abort all waits on `buffers`: the waiting threads continue as if the message had arrived."""
+    """Abort all waits on `buffers`, addresses from `find_waits`; interrupt the cell first.
+
+    The waiting threads continue as if the message had arrived, with undefined values.
+    """
     gloo = _find_gloo()
     for function in gloo[1] if gloo else ():
         for buffer in buffers:

@@ -179,11 +179,11 @@ def drop(push: int = 0) -> None:
 
 
 def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed:
-    """Pickle `names`, along with the variables that their functions read.
+    """Pickle the variables `names` for a pull, along with the variables that their functions read.
 
     Variables in `known` do not come along, because the receiver has them. Pickles longer than `most` bytes stay on the
-    rank until `drop`: in memory that the notebook reads at the returned `paths` if `share` is set, otherwise for
-    `part`. If a name is missing, nothing is pickled into the answer.
+    rank until `drop`: in memory that the notebook reads at the returned ``paths`` if `share` is set, otherwise for
+    `part`. If a name is missing, the reply has its name in ``missing``, and no values.
     """
     drop()
     variables = namespace()

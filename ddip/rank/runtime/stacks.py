@@ -1,4 +1,7 @@
-"""Locate the threads of this rank for the control thread, which answers while the main thread waits in C code."""
+"""Find out what the threads of this rank do, and whether an interrupt may end it, from their stacks.
+
+The control thread calls this, which answers while the main thread waits in C code.
+"""
 
 from __future__ import annotations
 
@@ -96,11 +99,11 @@ def runs_around_cells(function: F) -> F:
     return function
 
 
-def is_users(frame: FrameType | None) -> bool:
-    """Return whether `frame` runs a cell's code or a ddip request, which may be interrupted.
+def may_interrupt(frame: FrameType | None) -> bool:
+    """Return whether an interrupt may end the code that `frame`, or one of its callers, runs; None: no code runs.
 
-    False in hooks of IPython, in finalizers and in Python's hook for their errors, which swallow exceptions, and while
-    a traceback is sent, which must stay complete.
+    True in a cell's code and in a request of the notebook. False in hooks of IPython, in finalizers and in Python's
+    hook for errors of finalizers, which swallow exceptions, and while a traceback is sent, which must stay complete.
     """
     while frame is not None:
         name = frame.f_code.co_name
@@ -120,7 +123,7 @@ def phase() -> str:
     Imports of libraries, which delay interrupts (``libraries.py``), also count as ``ending``.
     """
     frames = _frames_of_thread(threading.main_thread().ident)
-    if is_users(frames[0]) and not library_in(frames[0]):
+    if may_interrupt(frames[0]) and not library_in(frames[0]):
         return "code"
     waits = frames[0].f_code.co_filename == selectors.__file__
     return "idle" if waits and not cells.busy else "ending"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ddip.rank.runtime.stacks import is_users
+from ddip.rank.runtime.stacks import may_interrupt
 from ddip.rank.streams.streams import RankStream
 
 
@@ -26,7 +26,7 @@ class _CellStream:
         try:
             self._stream.flush()
         except Exception:
-            if is_users(sys._getframe()):
+            if may_interrupt(sys._getframe()):
                 raise
 
 

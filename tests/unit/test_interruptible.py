@@ -22,13 +22,13 @@ def run_code(inner: Callable[[], bool]) -> bool:
 def named(name: str) -> Callable[[], bool]:
     """Return a function of that name, which tells whether it may be interrupted."""
     names: dict[str, Any] = {"sys": sys, "stacks": stacks}
-    exec(f"def {name}(): return stacks.is_users(sys._getframe())", names)
+    exec(f"def {name}(): return stacks.may_interrupt(sys._getframe())", names)
     return names[name]  # type: ignore[no-any-return]
 
 
 def test_the_code_of_a_cell_may_be_interrupted() -> None:
-    assert run_code(lambda: stacks.is_users(sys._getframe()))
-    assert not stacks.is_users(sys._getframe())
+    assert run_code(lambda: stacks.may_interrupt(sys._getframe()))
+    assert not stacks.may_interrupt(sys._getframe())
 
 
 def test_what_lets_no_exception_through_is_left_alone() -> None:
@@ -42,7 +42,7 @@ def test_an_app_is_interrupted_as_a_cell_is() -> None:
 
 
 def test_what_ddip_does_around_a_cell_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "begin", lambda: stacks.is_users(sys._getframe()))
+    monkeypatch.setattr(current, "begin", lambda: stacks.may_interrupt(sys._getframe()))
     assert cell_report._call_checked("runtime.current.begin") is False
     assert remote.call("runtime.current.begin")["ok"] is True  # a request of the notebook
 
