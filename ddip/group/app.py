@@ -14,7 +14,7 @@ from ddip.output.progress import Report
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
 
-WITHOUT = "; the group is there without the app"
+WITHOUT = "; the group runs without the app"
 """End of the error of an app that cannot be prepared in a group that is there."""
 
 

@@ -51,7 +51,7 @@ from ddip.protocol.reports import Going
 ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
 
-FORMED_AGAIN = "the group must be formed again before it is used, and for that all ranks must be free"
+FORMED_AGAIN = "the group must be rebuilt before it is used, and for that all ranks must be free"
 SAME = Request()
 """Request without a change."""
 NewCluster = Callable[[Request], Cluster]
@@ -341,7 +341,7 @@ class Lifecycle:
                 going = parts.manager.leave(deadline)
                 parts.manager.join(self.spec, self.options.collect, deadline)
             except GroupError as error:
-                raise GroupError(f"the group could not be formed again: {self._blame(error)}") from None
+                raise GroupError(f"the group could not be rebuilt: {self._blame(error)}") from None
             parts.fitness.unfit.clear()
             revival.go_on(parts.ranks, parts.manager, going)
 

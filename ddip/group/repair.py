@@ -43,7 +43,7 @@ def _wait_for_cells(lifecycle: Lifecycle) -> None:
     with stopping.button("the repair was interrupted; no rank has been replaced") as button:
         button.wait_for(left, end)
     parts.cells.ensure_not_running(
-        range(lifecycle.size), "a repair forms the group again, and for that all ranks must be free"
+        range(lifecycle.size), "a repair rebuilds the group, and for that all ranks must be free"
     )
 
 
@@ -176,7 +176,7 @@ class _Repair:
     def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> Fetched:
         what = f"--from {source} {' '.join(names)}"
         if not gone:
-            raise BadInput(f"{what}: every rank is there, so nothing was copied; %dipull and %dipush copy variables")
+            raise BadInput(f"{what}: all ranks are running, so nothing was copied; %dipull and %dipush copy variables")
         if source in gone:
             here = [rank for rank in range(self._lifecycle.size) if rank not in gone]
             if not here:

@@ -87,7 +87,7 @@ class DipMagics(Traits):
     @argument("--cd", metavar="FOLDER", help="On other hosts: where ranks begin; default: where the notebook is.")
     @argument("--python", help="On other hosts: which Python to take there; default: the notebook's, else python3.")
     @argument("--setup", metavar="LINE", help="On other hosts: a line of bash to run there before, in quotes.")
-    @argument("-r", "--restart", action="store_true", help="End every rank first, and start afresh.")
+    @argument("-r", "--restart", action="store_true", help="End every rank first, and start again.")
     @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
     @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")
     @argument(
@@ -122,7 +122,7 @@ class DipMagics(Traits):
             self._repair_group(args, line)
         elif args.kill:
             if arguments.asks_for_a_group(args):
-                raise BadInput(f"%makedip {line.strip()}: -k ends the group; to start one afresh type -r instead")
+                raise BadInput(f"%makedip {line.strip()}: -k ends the group; to restart it type -r instead")
             if args.info:
                 raise BadInput(
                     f"%makedip {line.strip()}: -k ends the group, and then there is none to show; leave out -i"
@@ -199,7 +199,7 @@ class DipMagics(Traits):
             progress.end("")
             raise
         if not replaced:
-            progress.end("ddip: every rank is there, there is nothing to repair")
+            progress.end("ddip: all ranks are running; nothing to repair")
         else:
             copied = f", with {', '.join(names)} from rank {source}" if names else ""
             carried = f", {group.carried}" if group.carried else ""
@@ -252,7 +252,7 @@ class DipMagics(Traits):
         "--unmatched",
         action="store_true",
         help="It is meant that ranks begin different numbers of collectives, as with -r: a later cell begins the rest. "
-        "Otherwise the cell says which ranks, and the group is formed again before the next one.",
+        "Otherwise the cell says which ranks, and the group is rebuilt before the next one.",
     )
     @argument("--bg", action="store_true", help="In the background: return at once; %%dipwait waits for it.")
     @argument("--queue", action="store_true", help="Where other cells run on these ranks: wait until they have ended.")

@@ -18,11 +18,11 @@ CORE = (
 """Without these there is no process group that ddip can form again."""
 COUNTS = "numbers of collectives are not compared, and ranks that wait on a GPU are not released"
 SET_UP = "the ranks do not check who is in a new group, and the stop button does not end the set-up of one"
-WRAPPERS = "DDP wrappers must be made again after a fault"
+WRAPPERS = "DDP wrappers must be recreated after a fault"
 ITERATIONS = "an iteration that a failed cell has broken is not noticed"
 DEVICES = "a default device that a stop has left is not put back"
 WORKERS = "workers of data loaders that are garbage delay the next cell"
-RPC = "torch.distributed.rpc is neither checked nor named when the group is formed again"
+RPC = "torch.distributed.rpc is neither checked nor named when the group is rebuilt"
 FEATURES = {
     COUNTS: (
         "torch.distributed.ProcessGroup._get_backend",

@@ -157,7 +157,7 @@ KINDS = {
 
 
 def prove_repair(group: ddip.Group, harm: str) -> None:
-    """Rank 1 does `harm`, and the group must be formed again: if a cell fails then, a repair is all that it needs."""
+    """Rank 1 does `harm`, and the group must be rebuilt: if a cell fails then, a repair is all that it needs."""
     group.repair()  # what a test that failed has left
     group.run(SET_UP)
     pids = [member.pid for member in group.members]

@@ -1,4 +1,4 @@
-"""Apps of others hear of a group that is formed again, and of cells, where they ask for it."""
+"""Apps of others hear of a group that is rebuilt, and of cells, where they ask for it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_error_in_what_an_app_does_then_is_said_and_the_group_is_there(
         capsys.readouterr()
         assert calls(group) == [["prepare", "rejoined"]] * 2
         said = capsys.readouterr().err
-        assert "telling the app that the group was formed again failed: rank 1: OSError: no way" in said
+        assert "telling the app that the group was rebuilt failed: rank 1: OSError: no way" in said
         group.run("import torch\nx = torch.ones(1)\ndist.all_reduce(x)\nassert x.item() == 2")
         assert calls(group) == [["prepare", "rejoined"]] * 2
         assert capsys.readouterr().err == ""

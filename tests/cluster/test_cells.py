@@ -424,27 +424,27 @@ def test_a_standing_name_that_a_cell_has_given_another_value_keeps_it(cells: ddi
 def test_a_cell_that_has_changed_rank_or_world_size_says_so_once(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells.options, "failure_grace", 60.0)  # a group that is formed again brings the numbers back
+    monkeypatch.setattr(cells.options, "failure_grace", 60.0)  # a group that is rebuilt brings the numbers back
     back = "import torch.distributed as dist; {0} = dist.get_{0}()"
 
     def said(code: str) -> str:
         cells.run(code)
         return capsys.readouterr().err
 
-    text = "ddip: rank is {} from here on, and not the rank's number; %%dip: {} brings that back\n"
+    text = "ddip: this cell overwrote rank (now {}), the rank's number; %%dip: {} restores it\n"
     assert said("for rank in range(3): pass") == text.format("2 on ranks 0, 1", back.format("rank"))
     assert said("for rank in range(3): pass") == said("rank") == ""
     assert said("rank = 'mine'") == text.format("of type str on ranks 0, 1", back.format("rank"))
     assert said(back.format("rank")) == ""
     assert said("for rank in range(2): pass") == text.format("1 on rank 0", back.format("rank"))
     assert said("del rank") == said("assert rank < 2") == ""
-    assert "rank has other values on ranks 0, 1 from here on" in said("rank += 5")
-    assert "world_size is 7 on ranks 0, 1 from here on, and not the number of ranks" in said(
+    assert "overwrote rank (now different on ranks 0, 1)" in said("rank += 5")
+    assert "overwrote world_size (now 7 on ranks 0, 1), the number of ranks" in said(
         f"{back.format('rank')}; world_size = 7"
     )
     with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
         cells.run(f"{back.format('world_size')}; rank = 9; 1 / 0")
-    assert "rank is 9 on ranks 0, 1 from here on" in capsys.readouterr().err
+    assert "overwrote rank (now 9 on ranks 0, 1)" in capsys.readouterr().err
     assert said(back.format("rank")) == ""
 
 

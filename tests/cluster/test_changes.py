@@ -325,7 +325,7 @@ def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddi
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
     with pytest.raises(GroupError, match="forming the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
-    with pytest.raises(GroupError, match="could not be formed again: rank 1: TypeError: .*; %makedip --repair puts"):
+    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair puts"):
         own_group.run("pass")
     assert own_group.repair() == [1]
     assert proofs(own_group) == [6, 6, 6]
@@ -340,7 +340,7 @@ def test_a_change_that_fails_while_the_old_group_is_left_ends_the_new_engines(ow
     with pytest.raises(GroupError, match="leaving the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
     assert {p.pid for p in processes_of(os.getpid())} == running
-    with pytest.raises(GroupError, match="could not be formed again: rank 1: TypeError: .*; %makedip --repair puts"):
+    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair puts"):
         own_group.run("pass")
     assert own_group.repair() == [1]
     assert proofs(own_group) == [3, 3]
@@ -363,7 +363,7 @@ def test_the_end_of_the_controller_is_told_in_a_cell_and_after_it(own_group: ddi
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(GroupError, match="the controller process ended; %makedip -r starts the group afresh"):
+    with pytest.raises(GroupError, match="the controller process ended; %makedip -r restarts the group"):
         own_group.run("import time; time.sleep(1000)")
     thread.join()
     with pytest.raises(GroupError, match="the controller process ended"):

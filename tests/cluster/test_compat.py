@@ -168,6 +168,6 @@ def test_without_a_name_of_fastai_the_app_is_refused_and_the_group_stays(
     rename(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
     with ddip.Group(2, spawn=True, timeout=120) as group:
         text = r"ImportError: fastai [\d.]+ has no fastai\.text\.core\._tokenize_files, which .* install fastai"
-        with pytest.raises(GroupError, match=rf"{text} [\d.]+; the group is there without the app$"):
+        with pytest.raises(GroupError, match=rf"{text} [\d.]+; the group runs without the app$"):
             group.change(ddip.Request(app="fastai"))
         group.run(TRAINS)

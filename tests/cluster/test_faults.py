@@ -277,7 +277,7 @@ def test_a_rank_that_dies_while_the_group_is_formed_again(four: ddip.Group) -> N
     four.run("from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)")
     with pytest.raises(ddip.CellError):
         four.run("if rank == 0: raise ValueError\ndist.barrier()")
-    with pytest.raises(GroupError, match=r"could not be formed again: .*rank 1: RankEnded: .*%makedip --repair puts"):
+    with pytest.raises(GroupError, match=r"could not be rebuilt: .*rank 1: RankEnded: .*%makedip --repair puts"):
         four.run("pass")
     assert four.repair() == [1]
     prove(four, lost=(1,))

@@ -80,19 +80,19 @@ MAKE = {
     "a group with options": "made = dist.new_group([0, 1], pg_options=dist.group.WORLD._get_backend(device).options)",
     "a group of the cell's own": "dist.destroy_process_group()\n"
     "dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2)\nmade = dist.group.WORLD",
-    "a group that was formed again": "made = dist.group.WORLD",
+    "a group that was rebuilt": "made = dist.group.WORLD",
 }
 
 
 @linux
-@pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a group that was formed again"))
+@pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a group that was rebuilt"))
 def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: str, tmp_path: Path) -> None:
     if "split" in make and not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch cannot split a group")
     if "split" in make and "No device associated" in inspect.getsource(dist.split_group):
         pytest.skip("this torch splits groups of GPUs only")
     cells.run(f"{SETUP}\npath = {str(tmp_path / 'store')!r}")
-    if make == "a group that was formed again":
+    if make == "a group that was rebuilt":
         with pytest.raises(ddip.CellError):
             cells.run("if rank == 0: raise ValueError\ndist.barrier()", timeout=10)
     cells.run(MAKE[make])

@@ -38,7 +38,7 @@ BAD_INPUT = [
         r"%makedip --repair -n 2: type %makedip --repair, or %makedip --repair --from 0 model opt",
     ),
     ("%makedip --repair --from 9 marker", r"--from 9 marker: type a rank from 0 to 2 and names of its variables"),
-    ("%makedip --repair --from 0 marker", r"--from 0 marker: every rank is there, so nothing was copied"),
+    ("%makedip --repair --from 0 marker", r"--from 0 marker: all ranks are running, so nothing was copied"),
     ("%dipstack 3", r"%dipstack 3: unrecognized arguments: 3"),
     ("%dipwatch maybe", r"%dipwatch maybe: type %dipwatch, %dipwatch off, or %dipwatch --once"),
     (
@@ -358,7 +358,7 @@ def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebo
         dist.all_reduce(x)
         assert x.item() == 3 and model == 5 and ('mine' in globals()) == (rank != 1)
     """)
-    assert notebook.ok("%makedip --repair").text == "ddip: every rank is there, there is nothing to repair"
+    assert notebook.ok("%makedip --repair").text == "ddip: all ranks are running; nothing to repair"
 
 
 def test_dipstack_tells_where_each_rank_is(notebook: Notebook) -> None:

@@ -1,4 +1,4 @@
-"""After a failure: what is kept, what must be made again, and who says so."""
+"""After a failure: what is kept, what must be recreated, and who says so."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytes
         kept, former = rank, p.report
         if rank == 1: p.report = None
     """)
-    told = (
-        "rank 1 cannot tell how its group is, which is formed again before the next cell: TypeError: 'NoneType' object"
-    )
+    told = "rank 1 cannot tell how its group is, which is rebuilt before the next cell: TypeError: 'NoneType' object"
     assert told in capsys.readouterr().err
     cells.run("p.report = former")
     cells.run(f"{PROOF}\nassert kept == rank")
@@ -171,11 +169,11 @@ def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
         cells.run("if rank == 1: raise ValueError\ndist.barrier()")
     with pytest.raises(ddip.GroupError, match="planted"):
         cells.run("pass")
-    assert "the group was formed again" not in capsys.readouterr().err
+    assert "the group was rebuilt" not in capsys.readouterr().err
     cells.run("process_group._form_group = form\nwrapper(torch.ones(1, 1)).sum().backward()")
     told = (
-        "the DDP wrapper goes on, with rank 0's parameters and buffers on every rank; other wrappers (DDP, FSDP), "
-        "device meshes and subgroups that were made before must be made again; RPC still knows the former ranks: type "
+        "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers (DDP, FSDP), "
+        "device meshes and subgroups that were made before must be recreated; RPC still knows the former ranks: type "
         "%makedip -r before you use it again"
     )
     assert told in capsys.readouterr().err
@@ -762,9 +760,7 @@ def test_an_app_that_cannot_be_prepared_on_one_rank_is_repaired(tmp_path: Path) 
 def test_an_app_that_cannot_be_prepared_anywhere_is_left_out(tmp_path: Path) -> None:
     with an_app(tmp_path, "def prepare(): raise OSError('no way')"), ddip.Group(2) as group:
         group.run("kept = rank")
-        with pytest.raises(
-            GroupError, match="failed: ranks 0, 1: OSError: no way; the group is there without the app$"
-        ):
+        with pytest.raises(GroupError, match="failed: ranks 0, 1: OSError: no way; the group runs without the app$"):
             group.change(Request(app="toy"))
         group.run(f"{PROOF}\nassert kept == rank")
 

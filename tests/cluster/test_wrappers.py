@@ -1,4 +1,4 @@
-"""DDP wrappers when the group is formed again: they go on, or say why they do not."""
+"""DDP wrappers when the group is rebuilt: they go on, or say why they do not."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def same(*modules):
     dist.all_gather_object(found, mine)
     return all(one == found[0] for one in found)
 """
-GOES_ON = "the group was formed again; the DDP wrapper goes on, with rank 0's parameters and buffers on every rank"
-LOST = "the wrapper (DDP, FSDP) that was made before must be made again"
+GOES_ON = "the group was rebuilt; the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank"
+LOST = "the wrapper (DDP, FSDP) that was made before must be recreated"
 REFUSES = "this DistributedDataParallel was made in a process group that has been destroyed"
 
 
@@ -107,7 +107,7 @@ def test_a_step_that_one_rank_has_taken_and_another_has_not_leaves_no_difference
     assert GOES_ON in capsys.readouterr().err
     fails(cells, "opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 1); raise ValueError")
     cells.run("assert same(wrapper)")
-    assert "formed again" not in capsys.readouterr().err  # they are at the same step
+    assert "rebuilt" not in capsys.readouterr().err  # they are at the same step
 
 
 WAYS = {
@@ -162,7 +162,7 @@ def test_each_of_several_wrappers_gets_its_own_parameters_of_rank_0(
         for batch in range(2): step(first, opt, batch); step(second, opt, batch)
         assert same(first, second)
     """)
-    assert "2 DDP wrappers go on, with rank 0's parameters" in capsys.readouterr().err
+    assert "2 DDP wrappers were rebuilt, with rank 0's parameters" in capsys.readouterr().err
 
 
 def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Group) -> None:
@@ -257,7 +257,7 @@ def test_a_wrapper_that_cannot_go_on_says_so_and_a_new_one_trains(
     with pytest.raises(ddip.CellError, match=f"RuntimeError: {REFUSES}"):
         cells.run("wrapper(torch.ones(2, 2))")
     said = capsys.readouterr().err
-    assert "made before must be made again" in said and GOES_ON not in said
+    assert "made before must be recreated" in said and GOES_ON not in said
     cells.run("""
         wrapper = DDP(wrapper.module if "wrapper" in globals() else network(0))
         step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)

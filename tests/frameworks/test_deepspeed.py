@@ -47,7 +47,7 @@ def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_error_in_backward_leaves_no_gradients_to_the_next_step(warmed_up: None, stage: int) -> None:
-    """Without ZeRO the engine trains on; with it, the engine says that it must be made again."""
+    """Without ZeRO the engine trains on; with it, the engine says that it must be recreated."""
     with ddip.Group(2, app="deepspeed") as group:
         group.run(f"{TRAIN.replace(': 1}', f': {stage}}}')}\nengine, twin = made(), made(); step(engine), step(twin)")
         group.run("def fails(gradient): raise MemoryError('planted')\nhandle = engine.module.bias.register_hook(fails)")

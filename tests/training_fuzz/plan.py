@@ -19,7 +19,7 @@ Look = Mapping[str, Any]
 """Answer of `state.look` on one rank."""
 OUTCOMES = ("equal", "named", "refuses", *BAD)
 REFUSING = re.compile("FSDP|DistributedDataParallel|OptimizedModule")
-"""Classes of models that refuse to run when the group has been formed again."""
+"""Classes of models that refuse to run when the group has been rebuilt."""
 SAYS_WHAT_TO_DO = re.compile(
     r"made again|make .* again|recreate|must be created again|wrap .* again|load a checkpoint", re.IGNORECASE
 )

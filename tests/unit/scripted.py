@@ -375,7 +375,7 @@ class ScriptedCluster:
 
     def ensure_controller(self) -> None:
         if self.controller_ended:
-            raise GroupError("the controller process ended; %makedip -r starts the group afresh")
+            raise GroupError("the controller process ended; %makedip -r restarts the group")
 
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
         pass

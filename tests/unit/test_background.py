@@ -110,7 +110,7 @@ def test_a_failure_releases_only_the_ranks_of_its_cell(new_group: NewGroup) -> N
     with pytest.raises(CellError, match="rank 0: ValueError: no; rank 1 was blocked"):
         group.run("0: raise ValueError no\n1: wait", ranks=[0, 1])
     assert not cell.done.done()
-    with pytest.raises(GroupError, match="cell 1 runs on ranks 2, 3.*\nthe group must be formed again"):
+    with pytest.raises(GroupError, match="cell 1 runs on ranks 2, 3.*\nthe group must be rebuilt"):
         group.run("pass", ranks=[0, 1])
     for rank in (2, 3):
         group.engine(rank).end()

@@ -86,7 +86,7 @@ def test_what_is_off_is_said_once_for_each_library(new_group: NewGroup, capsys: 
 
     group = new_group(2, script=script)
     said = capsys.readouterr().err
-    assert said.count("DDP wrappers must be made again after a fault") == 1
+    assert said.count("DDP wrappers must be recreated after a fault") == 1
     assert "ddip: torch 2.16 (tested: 2.15) lacks private names that ddip uses; DDP" in said
     assert "ddip: ipykernel 8.1 (tested: 7.4) lacks private names that ddip uses; each cell costs" in said
     group.scripted.end_engine(group.members[1].engine, -9)

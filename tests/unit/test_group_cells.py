@@ -205,7 +205,7 @@ def test_with_the_controller_gone_nobody_is_sent_to_repair(new_group: NewGroup) 
     assert group.ranks.repair_text.startswith("%makedip --repair")
     for member in group.members:
         group.scripted.end_engine(member.engine, -signal.SIGKILL)
-    assert group.ranks.repair_text == "the controller process ended; %makedip -r starts the group afresh"
+    assert group.ranks.repair_text == "the controller process ended; %makedip -r restarts the group"
 
 
 def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
@@ -259,7 +259,7 @@ def test_what_a_rank_cannot_tell_of_its_group_is_said(new_group: NewGroup, capsy
 
     group.engine(0).run = with_a_fault  # type: ignore[method-assign]
     group.run("pass")
-    assert "rank 0 cannot tell how its group is, which is formed again before the next cell: OSError: no" in (
+    assert "rank 0 cannot tell how its group is, which is rebuilt before the next cell: OSError: no" in (
         capsys.readouterr().err
     )
 

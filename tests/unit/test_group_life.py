@@ -157,7 +157,7 @@ def test_a_stranger_that_has_connected_meanwhile_is_noticed(new_group: NewGroup)
     def script(engine: ScriptedEngine) -> None:
         engine.answers[on_rank.join.target] = lambda spec: ([("127.0.0.1", 1, "127.0.0.1", 9)], [1])
 
-    with pytest.raises(GroupError, match="somebody else has connected to a rank meanwhile"):
+    with pytest.raises(GroupError, match="an unknown process connected to a rank during the start"):
         new_group(1, script=script)
 
 
@@ -229,7 +229,7 @@ def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: py
     group = new_group(2)
     group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "meshes": 0, "subgroups": 2, "rpc": False}
     group.change(Request(n=1))
-    assert "; subgroups that were made before must be made again" in capsys.readouterr().err
+    assert "; subgroups that were made before must be recreated" in capsys.readouterr().err
     assert on_rank.revive.target not in group.engine(0).calls
 
 
@@ -243,7 +243,9 @@ def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pyte
         group.run("0: raise ValueError\n1: wait")
     group.run("pass")
     said = capsys.readouterr().err
-    assert "the DDP wrapper goes on, with rank 0's parameters and buffers on every rank; other wrappers (DDP" in said
+    assert (
+        "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers (DDP" in said
+    )
 
 
 def test_a_revival_that_fails_fails_one_cell_and_the_group_is_formed_again(new_group: NewGroup) -> None:
@@ -298,7 +300,7 @@ def test_a_rank_that_can_be_in_no_group_is_found_and_replaced(new_group: NewGrou
     group = new_group(3)
     group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
     group.lifecycle.parts.manager.healthy = False
-    with pytest.raises(GroupError, match="could not be formed again: rank 1: OSError: no interface; %makedip --repair"):
+    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: OSError: no interface; %makedip --repair"):
         group.run("pass")
     assert group.repair() == [1]
     group.run("pass")
@@ -402,7 +404,7 @@ def test_an_app_that_can_be_prepared_nowhere_leaves_the_group_without_it(new_gro
     group = new_group(2)
     for rank in range(2):
         group.engine(rank).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
-    with pytest.raises(GroupError, match="ImportError: no frame; the group is there without the app"):
+    with pytest.raises(GroupError, match="ImportError: no frame; the group runs without the app"):
         group.change(Request(app="frame"))
     group.run("pass")
 

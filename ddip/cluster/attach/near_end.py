@@ -69,7 +69,7 @@ class NearEnd:
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._connected.is_set():
             if time.monotonic() > deadline:
-                raise GroupError(f"engine {engine} of that cluster cannot connect to its controller once more")
+                raise GroupError(f"engine {engine} of that cluster cannot connect to its controller again")
             self._send({"what": "hello"}, b"")
             self._connected.wait(HELLO_SECONDS)
 

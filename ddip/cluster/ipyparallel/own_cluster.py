@@ -121,7 +121,7 @@ class OwnCluster(OnHosts, Channels):
         if self._controller_exit:
             warm = self._warm is not None and self._warm.ended
             what = "warm process, from which the ranks were forked, ended" if warm else "controller process ended"
-            raise GroupError(f"the {what}; %makedip -r starts the group afresh")
+            raise GroupError(f"the {what}; %makedip -r restarts the group")
 
     def stopped(self) -> str:
         """Describe the processes between notebook and engines that a signal has stopped; empty if none is."""
@@ -186,7 +186,7 @@ class OwnCluster(OnHosts, Channels):
         if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
             raise GroupError(
                 f"no new process can reach the group: the folder of its sockets, {self.run_folder}, has been emptied; "
-                "the ranks that live can be used as before; %makedip -r starts the group afresh"
+                "the ranks that live can be used as before; %makedip -r restarts the group"
             )
         engines = list(range(self._engines_started, self._engines_started + len(specs)))
         self._engines_started += len(specs)

@@ -97,7 +97,7 @@ def tell_unchecked(ending: str, reports: Mapping[int, CellReport | None]) -> Non
             continue
         if "fault" in report:
             fault = report["fault"]
-            notify(f"rank {rank} cannot tell how its group is, which is formed again before the next cell: {fault}")
+            notify(f"rank {rank} cannot tell how its group is, which is rebuilt before the next cell: {fault}")
         if ending != "good" and report.get("iteration", {}).get("in_thread"):
             threads.append(rank)
         for error in report.get("unchecked", []):
@@ -140,9 +140,9 @@ def tell_replaced(reports: Mapping[int, CellReport | None]) -> None:
             values.setdefault(name, {}).setdefault(value, []).append(rank)
     for name, ranks in values.items():
         on_ranks = ranks_text([rank for found in ranks.values() for rank in found])
-        change = f"is {next(iter(ranks))}" if len(ranks) == 1 else "has other values"
+        change = f"now {next(iter(ranks))}" if len(ranks) == 1 else "now different"
         back = BACK.format(name=name)
-        notify(f"{name} {change} on {on_ranks} from here on, and not {MEANING[name]}; %%dip: {back} brings that back")
+        notify(f"this cell overwrote {name} ({change} on {on_ranks}), {MEANING[name]}; %%dip: {back} restores it")
 
 
 def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:

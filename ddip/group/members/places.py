@@ -70,7 +70,7 @@ class Place:
             lost = ", ".join(names[number] for number in lost_hosts)
             raise GroupError(
                 f"{lost}: lost, and not to be replaced: job {reach.jobs[0]} is not ddip's, and gets no other nodes; "
-                "%makedip -r starts afresh on those that Slurm still has in it"
+                "%makedip -r restarts the group on the nodes that Slurm still has in it"
             )
         nodes_of_job = {job: slurm.nodes(job) for job in self._jobs}
         # Slurm may take minutes to notice a loss, and could otherwise place the new job on nodes that the group uses.

@@ -35,7 +35,7 @@ log = logging.getLogger("ddip")
 
 OUT_OF_STEP = """\
 the ranks have begun different numbers of collectives in {uneven}{where}
-what is pending is given up, and the group is formed again before the next cell; if you mean it, %%dip --unmatched \
+pending collectives are dropped, and the group is rebuilt before the next cell; if you mean it, %%dip --unmatched \
 leaves the group as it is"""
 SET_UP_SHARE = 0.15
 """Share of the time for forming the group that gloo gets to connect the ranks."""
@@ -101,7 +101,7 @@ class ProcessGroupManager:
         made = self._join_meetings([self._meeting], spec, collect, deadline, SET_UP_SHARE)
         if connections.has_unknown_connection(made):
             self.release()
-            raise GroupError("forming the group failed: somebody else has connected to a rank meanwhile")
+            raise GroupError("forming the group failed: an unknown process connected to a rank during the start")
         if former is not None:
             self._meetings.remove_store(former)
         self._made_connections = connections.between_ranks(

@@ -16,7 +16,7 @@ from ddip.output.area import notify
 from ddip.protocol import on_rank
 from ddip.protocol.reports import Going
 
-AGAIN = "the group was formed again; "
+AGAIN = "the group was rebuilt; "
 SAME = "unchanged"
 """Marks, in its name, a setting that is copied only between ranks on the same host."""
 MOST_NAMES = 12
@@ -124,26 +124,26 @@ def _revival_text(revived: int, lost: int, going: Going) -> str:
 
     >>> nothing = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
     >>> _revival_text(0, 1, nothing)
-    'the wrapper (DDP, FSDP) that was made before must be made again'
+    'the wrapper (DDP, FSDP) that was made before must be recreated'
     >>> _revival_text(2, 0, {**nothing, "subgroups": 1})
-    "2 DDP wrappers go on, with rank 0's parameters and buffers on every rank; subgroups that were made before must be \
-made again"
+    "2 DDP wrappers were rebuilt, with rank 0's parameters and buffers on every rank; subgroups that were made before \
+must be recreated"
     >>> _revival_text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
-    'wrappers (DDP, FSDP), device meshes and subgroups that were made before must be made again'
+    'wrappers (DDP, FSDP), device meshes and subgroups that were made before must be recreated'
     >>> _revival_text(0, 0, {**nothing, "rpc": True})
     'RPC still knows the former ranks: type %makedip -r before you use it again'
     """
     parts = []
     if revived:
-        parts.append(f"{'the DDP wrapper goes' if revived == 1 else f'{revived} DDP wrappers go'} on, {KEPT}")
+        parts.append(f"{'the DDP wrapper was' if revived == 1 else f'{revived} DDP wrappers were'} rebuilt, {KEPT}")
     wrapper = "other wrapper" if revived else "wrapper"
     others = [name for name, count in (("device meshes", going["meshes"]), ("subgroups", going["subgroups"])) if count]
     if lost == 1 and not others:
-        parts.append(f"the {wrapper} (DDP, FSDP) that was made before must be made again")
+        parts.append(f"the {wrapper} (DDP, FSDP) that was made before must be recreated")
     elif lost or others:
         *first, last = [*([f"{wrapper}s (DDP, FSDP)"] if lost else []), *others]
         what = f"{', '.join(first)} and {last}" if first else last
-        parts.append(f"{what} that were made before must be made again")
+        parts.append(f"{what} that were made before must be recreated")
     if going["rpc"]:
         parts.append(RPC_IS_LEFT)
     return "; ".join(parts)

@@ -316,7 +316,7 @@ def take(number: int, names: list[str], most: int, known: list[str]) -> Peeked:
         finally:
             _end_peek(number, peek)
     except GivenUp:
-        raise RuntimeError("nobody waits for this any more") from None
+        raise RuntimeError("the request timed out") from None
 
 
 def _begin_peek(number: int) -> Peek:

@@ -276,7 +276,7 @@ def leave() -> Going:
     """
     global _ddip_group, _lost
     if not c10d.wait_for_aborts(ABORT_SECONDS):
-        raise RuntimeError("the GPU still works on what was aborted: a kernel that nobody can stop may run there")
+        raise RuntimeError("the GPU still works on what was aborted: a kernel that cannot be stopped may run there")
     _ddip_group = None
     _lost = {
         "wrappers": wrappers.retire(),
