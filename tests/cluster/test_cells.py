@@ -473,7 +473,7 @@ def test_a_group_that_is_formed_again_has_its_numbers_and_nothing_is_said(
     assert capsys.readouterr().err == ""
     cells.run("assert rank == dist.get_rank()")
     cells.run("rank = 9")
-    assert "rank is 9 on ranks 0, 1" in capsys.readouterr().err
+    assert "rank (now 9 on ranks 0, 1)" in capsys.readouterr().err
     cells.run("del rank")
 
 

@@ -17,7 +17,7 @@ BAD_INPUT = [
     ("%makedip -n 500", r"^-n 500: 500 processes on \d+ cores; if you mean it, type %makedip -n 500 --yes$"),
     ("%makedip -t soon", r"-t soon: type a number of seconds"),
     ("%makedip -v maybe", r"-v maybe: type -v, -v True or -v False"),
-    ("%makedip -k -n 2", r"%makedip -k -n 2: -k ends the group; to start one afresh type -r"),
+    ("%makedip -k -n 2", r"%makedip -k -n 2: -k ends the group; to restart it type -r"),
     ("%makedip -b nope", r"-b nope: torch .* has no backend 'nope'; it has .*gloo"),
     ("%makedip -a nope", r"-a nope: there is no app 'nope'"),
     ("%%dip sideways\n1", r"%%dip sideways: type %%dip, %%dip local or %%dip everywhere"),

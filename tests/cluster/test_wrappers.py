@@ -69,7 +69,7 @@ def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
         """)
     cells.run("assert losses == expected, (losses, expected)\nassert same(wrapper)")
     said = capsys.readouterr().err
-    assert said.count(GOES_ON) == 2 and "differs" not in said and "made again" not in said
+    assert said.count(GOES_ON) == 2 and "differs" not in said and "recreated" not in said
 
 
 @pytest.mark.grid
@@ -214,7 +214,7 @@ def test_wrappers_that_ranks_may_take_for_each_other_do_not_go_on(
         assert before == [parameter.tolist() for twin in twins for parameter in twin.parameters()]
     """)
     said = capsys.readouterr().err
-    assert "the DDP wrapper goes on" in said and "other wrappers (DDP, FSDP) that were made before must be" in said
+    assert "the DDP wrapper was rebuilt" in said and "other wrappers (DDP, FSDP) that were made before must be" in said
     with pytest.raises(ddip.CellError, match=REFUSES):
         cells.run("twins[1](torch.ones(2, 2))")
 
@@ -303,7 +303,7 @@ def test_a_revival_that_was_interrupted_is_made_again(cells: ddip.Group, capsys:
         cells.run("pass")
     cells.run("c10d.share_state = shares\nfor wrapper in wrappers: wrapper(torch.ones(2, 2))\nassert same(*wrappers)")
     said = capsys.readouterr().err
-    assert "2 DDP wrappers go on" in said and "made again" not in said
+    assert "2 DDP wrappers were rebuilt" in said and "recreated" not in said
 
 
 @pytest.mark.grid

@@ -46,6 +46,6 @@ def test_without_a_name_of_the_core_the_app_is_refused_and_the_group_stays(
     rename([name], b"", tmp_path, monkeypatch, (library,))
     refused = re.escape(f"has no {name}, which ddip needs; install {library}")
     with ddip.Group(2, spawn=True, timeout=120) as group:
-        with pytest.raises(GroupError, match=f"ImportError: {library} [0-9.]+ {refused} [0-9.]+; the group is there"):
+        with pytest.raises(GroupError, match=f"ImportError: {library} [0-9.]+ {refused} [0-9.]+; the group runs"):
             group.change(ddip.Request(app=app))
         group.run("import torch.distributed as dist\ndist.barrier()")

@@ -135,7 +135,7 @@ def test_a_lost_node_of_somebody_elses_job_is_not_replaced(
         hosts["h2"].lose_power()
         wait_until(lambda: slurm.states()["h2"] == "down", 60)
         with pytest.raises(
-            GroupError, match=rf"^h2: lost, and not to be replaced: job {job} .*%makedip -r starts afresh"
+            GroupError, match=rf"^h2: lost, and not to be replaced: job {job} .*%makedip -r restarts the group"
         ):
             group.repair()
         group.restart()

@@ -98,7 +98,7 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
         assert sums(group) == [10.0] * 4
         group.run("mine = globals().get('mine')")
         assert of_all(group, "mine") == ["h1", None, "h2", None]
-        with pytest.raises(BadInput, match=r"the group is on h1,h2; to start afresh on other hosts, .* type -r, too"):
+        with pytest.raises(BadInput, match=r"the group is on h1,h2; to restart on other hosts, .* also type -r"):
             group.change(Request(hosts=parse_hosts("h1,h3")))
         assert sums(group) == [10.0] * 4
         group.restart(Request(hosts=parse_hosts("h3:2")))
