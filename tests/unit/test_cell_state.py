@@ -9,6 +9,7 @@ import pytest
 from ddip.errors import RANK_ENDED, RankError
 from ddip.group.cells import cell_state
 from ddip.group.cells.cell_state import (
+    INTERRUPTED,
     Action,
     Ask,
     CannotStop,
@@ -248,5 +249,19 @@ def test_ranks_that_cannot_be_unblocked_are_interrupted_after_a_failure_and_give
     state = cell(2, can_unblock=False)
     end(state, 1, 0.0, WRONG)
     found = wait(state, 0.1, 60)
-    assert Do.RELEASE not in [action for _, action in found] and state.is_over and state.ending() == "failed"
-    assert first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)
+    assert state.is_over and state.ending() == "failed"
+    assert first(found, Do.RELEASE) == first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)
+
+
+def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
+    state = cell(2, can_unblock=False, failure_grace=0.1)
+    end(state, 1, 0.0, WRONG)
+    wait(state, 0.1, 1)
+    end(state, 0, 1.0, RankError("KeyboardInterrupt", "", ""))
+    assert state.news()[0].message == INTERRUPTED and state.news()[1] == WRONG
+
+
+def test_a_stop_interrupts_ranks_that_cannot_be_unblocked_once() -> None:
+    state = cell(2, can_unblock=False)
+    found = [*state.step(StopPressed(), 0.0), *(action for _, action in wait(state, 0.1, 60))]
+    assert found.count(Do.INTERRUPT) == found.count(Do.RELEASE) == 1 and state.is_over

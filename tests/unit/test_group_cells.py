@@ -100,6 +100,13 @@ def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup
         group.run("pass")
 
 
+def test_a_rank_that_had_finished_is_not_said_to_be_interrupted(new_group: NewGroup, impatient: None) -> None:
+    group = new_group(2)
+    group.engine(1).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on rank 1\nrank 1 did not stop:"):
+        group.run(cell("pass", "deaf"))
+
+
 def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:

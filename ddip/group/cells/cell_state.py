@@ -41,6 +41,9 @@ IDLE_SECONDS, ENDING_SECONDS = 0.1, 0.05
 """How long the runner waits for an event before it says that time has passed; the second while the cell is being
 ended."""
 
+INTERRUPTED = "ddip interrupted this rank because of the failure"
+"""Shown of ranks that cannot be unblocked."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -53,7 +56,7 @@ class Limits:
     timeout: float | None = None
     """For the cell as a whole; None: for ever."""
     can_unblock: bool = True
-    """Else ranks that still run after another's failure are interrupted, and named if they do not stop."""
+    """Else ranks that still run after another's failure are interrupted as well, and named if they do not stop."""
 
 
 # -- events
@@ -226,9 +229,11 @@ class CellState:
     def _settled(self, rank: int) -> RankError:
         """The error of `rank`, as far as is known now: that a connection broke which nobody had cut is news, unless a
         rank has ended."""
-        error = self.errors[rank]
-        ended = any(other.name == RANK_ENDED for other in self.errors.values())
-        return error if ended or rank not in self._before_release else replace(error, waited="")
+        error, ended = self.errors[rank], any(other.name == RANK_ENDED for other in self.errors.values())
+        if rank in self._before_release:
+            return error if ended else replace(error, waited="")
+        by_ddip = error.name == "KeyboardInterrupt" and self.stopped_at is None and not self.limits.can_unblock
+        return replace(error, message=INTERRUPTED) if by_ddip and not error.message else error
 
     # -- what happens
 
@@ -285,7 +290,9 @@ class CellState:
 
     def _release(self, now: float) -> list[Action]:
         self._released_at = now
-        return [Do.RELEASE] if self.limits.can_unblock else [Do.INTERRUPT]
+        if self.limits.can_unblock or self.stopped_at is not None:  # a stop has interrupted them already
+            return [Do.RELEASE]
+        return [Do.RELEASE, Do.INTERRUPT]  # waits that need no socket to be cut end even so
 
     # -- what the time asks for
 

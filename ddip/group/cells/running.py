@@ -337,7 +337,7 @@ class RunningCell:
                 what = f"the cell took longer than {self._state.limits.timeout:g} s and was stopped"
                 return CellTimeout(self._with_places(what, stuck), errors)
             case "stopped":
-                what = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
+                what = f"the cell was interrupted on {ranks_text(sorted(errors) or stuck or list(self.replies))}"
                 return CellInterrupted(self._with_places(what, stuck) if stuck else what, errors)
             case "failed":
                 error = CellError(errors, self._ranks.repair_text)
