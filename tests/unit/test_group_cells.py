@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddip.cluster.cluster_api import Message
+from ddip.cluster.ipp_private import cell_reply
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
@@ -98,6 +99,21 @@ def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup
     group.engine(0).run = press_at_the_end  # type: ignore[method-assign]
     with pytest.raises(CellInterrupted):
         group.run("pass")
+
+
+def test_the_end_of_a_cell_that_never_began_on_a_rank_is_shown(
+    new_group: NewGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = new_group(2)
+
+    def abort(request: Any, *_: Any) -> None:
+        request.set_result(cell_reply({"status": "aborted", "silent": True}))
+        request.output.set_result(None)
+
+    group.engine(1).run = abort  # type: ignore[method-assign]
+    with pytest.raises(CellError, match="^rank 1: KeyboardInterrupt: before the cell began"):
+        group.run("pass")
+    assert caplog.text == ""
 
 
 def test_a_rank_that_had_finished_is_not_said_to_be_interrupted(new_group: NewGroup, impatient: None) -> None:

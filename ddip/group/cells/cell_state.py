@@ -171,6 +171,8 @@ class CellState:
     _timed_out: bool = False
     _failed_at: float | None = None
     _released_at: float | None = None
+    _interrupted_at: float | None = None
+    """By the stop button, or because a release cannot unblock them."""
     _before_release: list[int] = field(default_factory=list)
     """Ranks that failed before anybody was released."""
     _caught: dict[int, RankError] = field(default_factory=dict)
@@ -205,10 +207,6 @@ class CellState:
         """For how long the runner may wait for an event."""
         ending = self._failed_at is not None or self.stopped_at is not None
         return ENDING_SECONDS if ending else IDLE_SECONDS
-
-    @property
-    def _interrupted_at(self) -> float | None:
-        return self._released_at if self.stopped_at is None and not self.limits.can_unblock else self.stopped_at
 
     def ending(self) -> Ending:
         """How the cell has ended."""
@@ -284,15 +282,13 @@ class CellState:
     def _stop(self, now: float) -> list[Action]:
         """Interrupt now; soon after, or when it is pressed again, release."""
         if self.stopped_at is None:
-            self.stopped_at = now
+            self.stopped_at = self._interrupted_at = now
             return [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
         return [Do.INTERRUPT, *(self._release(now) if self.running else [])]
 
     def _release(self, now: float) -> list[Action]:
         self._released_at = now
-        if self.limits.can_unblock or self.stopped_at is not None:  # a stop has interrupted them already
-            return [Do.RELEASE]
-        return [Do.RELEASE, Do.INTERRUPT]  # waits that need no socket to be cut end even so
+        return [Do.RELEASE]
 
     # -- what the time asks for
 
@@ -315,6 +311,9 @@ class CellState:
                 actions += self._release(now)
             elif self._caught:
                 actions.append(Ask.STALL_AFTER_CAUGHT)
+        if self._must_interrupt(now):
+            self._interrupted_at = now
+            actions.append(Do.INTERRUPT)
         if looks and _is_over(self._interrupted_at, ASK_SECONDS, now):
             actions.append(Ask.WHO_MOVES)  # whoever answers decides whether they are given up
         else:
@@ -322,6 +321,11 @@ class CellState:
         if looks and not self.is_abandoned:
             actions += self._look(now)
         return actions
+
+    def _must_interrupt(self, now: float) -> bool:
+        """Whether ranks have to be interrupted that a release cannot unblock."""
+        released = _is_over(self._released_at, STOP_GRACE_SECONDS, now)
+        return released and not self.limits.can_unblock and self._interrupted_at is None
 
     def _abandon_in_time(self, now: float) -> None:
         hopeless = bool(self._cannot_stop) and set(self.running) <= set(self._cannot_stop)

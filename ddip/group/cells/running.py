@@ -298,7 +298,8 @@ class RunningCell:
         if not self.unfinished:
             self._notices.take_back()
         self._show_messages()
-        seconds = {rank: report["seconds"] for rank, report in sorted(self.reports.items()) if report is not None}
+        reports = [(rank, report) for rank, report in sorted(self.reports.items()) if report is not None]
+        seconds = {rank: report["seconds"] for rank, report in reports if "seconds" in report}  # else it never began
         tell_it = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
         self.cell.summary = where_text(seconds)
         self.cell.seconds_by_rank, self.cell.errors = seconds, self.errors
