@@ -625,6 +625,7 @@ def test_a_failed_cell_does_not_keep_its_objects(cells: ddip.Group) -> None:
     cells.run("assert gone() is None")
 
 
+@pytest.mark.native("sockets")
 def test_the_controllers_own_processes_are_not_needed(cells: ddip.Group) -> None:
     for process in controllers_of(os.getpid())[0].children():
         process.kill()
@@ -715,7 +716,8 @@ def test_a_rank_that_dies_while_gloo_connects_a_group_holds_the_others_up_for_se
     cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")
     pids = [member.pid for member in cells.members]
     with pytest.raises(
-        ddip.CellError, match=r"^rank 1: RankEnded: .*; rank 0 was blocked in new_group.*, until ddip aborted it"
+        ddip.CellError,
+        match=r"^rank 1: RankEnded: .*; rank 0(: KeyboardInterrupt| was blocked in new_group.*, until ddip aborted it)",
     ):
         cells.run("dist.new_group()", timeout=20)
     assert cells.repair() == [1]
@@ -817,4 +819,3 @@ def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
     main = stack.threads["main"].splitlines()  # type: ignore[attr-defined]
     assert main[0].endswith("line 5, in <module>") and main[0].startswith("  cell [")
     assert "ddip" not in stack.threads["main"]  # type: ignore[attr-defined]
-    assert [place and place.state for place in cells.ranks.places([0, 1], 5).values()] == ["idle", "idle"]

@@ -227,11 +227,9 @@ class CellState:
     def _settled(self, rank: int) -> RankError:
         """The error of `rank`, as far as is known now: that a connection broke which nobody had cut is news, unless a
         rank has ended."""
-        error, ended = self.errors[rank], any(other.name == RANK_ENDED for other in self.errors.values())
-        if rank in self._before_release:
-            return error if ended else replace(error, waited="")
-        by_ddip = error.name == "KeyboardInterrupt" and self.stopped_at is None and not self.limits.can_unblock
-        return replace(error, message=INTERRUPTED) if by_ddip and not error.message else error
+        error = self.errors[rank]
+        ended = any(other.name == RANK_ENDED for other in self.errors.values())
+        return error if ended or rank not in self._before_release else replace(error, waited="")
 
     # -- what happens
 
@@ -265,7 +263,8 @@ class CellState:
     def _replied_by(self, rank: int, error: RankError | None, caught: RankError | None, now: float) -> list[Action]:
         self._replied.add(rank)
         if error is not None:
-            self.errors[rank] = error
+            by_ddip = error.name == "KeyboardInterrupt" and self._interrupted_at is not None and self.stopped_at is None
+            self.errors[rank] = replace(error, message=INTERRUPTED) if by_ddip else error
             if self._released_at is None:
                 self._before_release.append(rank)
             if self._failed_at is None:

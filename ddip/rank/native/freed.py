@@ -7,6 +7,7 @@ network took 40 to 42 ms of CPU time with this, and 50 to 64 without.
 
 Why nothing gentler: glibc has no other interface for it. Risk: a process that needs much memory for a moment gives it
 back a little later. Without glibc it does nothing.
+Switch: ``DDIP_NATIVE_HEAP``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+
+from ddip.protocol import switches
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
@@ -46,9 +49,10 @@ if _mallinfo is not None:
 
 
 def keep() -> None:
-    """From now on; nothing happens where the user has set the allocator, or it is not glibc's."""
+    """From now on; nothing happens where the user has set the allocator, it is not glibc's, or this is turned off."""
     global _kept
-    if _mallopt is not None and _mallinfo is not None and not any(name in os.environ for name in THEIRS):
+    is_ours = switches.is_on(switches.HEAP) and not any(name in os.environ for name in THEIRS)
+    if is_ours and _mallopt is not None and _mallinfo is not None:
         _kept = bool(_mallopt(M_MMAP_THRESHOLD, HEAP_BYTES) and _mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
