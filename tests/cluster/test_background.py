@@ -92,7 +92,11 @@ def test_stop_while_one_waits_ends_the_wait_and_not_the_cell(notebook: Notebook,
 
 
 @pytest.mark.parametrize(
-    "cell", ["import time\nwhile True: time.sleep(0.05)", f"kept = 5\nif rank: {{}}['a']\n{REDUCE}"]
+    "cell",
+    [
+        "import time\nwhile True: time.sleep(0.05)",
+        pytest.param(f"kept = 5\nif rank: {{}}['a']\n{REDUCE}", marks=pytest.mark.native("sockets")),
+    ],
 )
 def test_dipstop_ends_a_cell_and_keeps_the_variables(notebook: Notebook, cell: str) -> None:
     notebook.ok("%%dip\nx = 3")
@@ -107,6 +111,7 @@ def test_dipstop_ends_a_cell_and_keeps_the_variables(notebook: Notebook, cell: s
     notebook.ok("%%dip\nassert 'x' in globals()\n" + REDUCE)
 
 
+@pytest.mark.native("sockets")
 def test_a_rank_that_dies_ends_its_cell_and_is_repaired(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = 11")
     message = begin(notebook, f"import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{REDUCE}")
