@@ -261,6 +261,16 @@ def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
     assert state.news()[0].message == INTERRUPTED and state.news()[1] == WRONG
 
 
+def test_a_rank_that_waits_in_vain_for_one_that_caught_its_error_fails_the_cell() -> None:
+    """Else the notebook waited for its answer for ever."""
+    state = cell(2, can_unblock=False)
+    state.step(Replied(1, caught=WRONG), 0.0)
+    state.step(OutputEnded(1), 0.0)
+    state.step(StandStill(after_caught=True), 2.0)
+    wait(state, 2.0, 60)
+    assert state.is_over and state.ending() == "failed" and state.news() == {1: WRONG}
+
+
 def test_a_stop_interrupts_ranks_that_cannot_be_unblocked_once() -> None:
     state = cell(2, can_unblock=False)
     found = [*state.step(StopPressed(), 0.0), *(action for _, action in wait(state, 0.1, 60))]

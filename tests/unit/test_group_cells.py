@@ -159,6 +159,13 @@ def test_ranks_that_wait_for_one_that_has_caught_its_error_are_released(new_grou
         group.run(cell("catch ValueError caught", "wait"))
 
 
+def test_a_rank_that_cannot_be_released_from_such_a_wait_is_named(new_group: NewGroup, impatient: None) -> None:
+    group = new_group(2)
+    group.ranks.can_unblock = False
+    with pytest.raises(CellError, match="^rank 0: ValueError: caught\nrank 1 did not stop:"):
+        group.run(cell("catch ValueError caught", "deaf"))
+
+
 def test_a_rank_that_dies_in_a_cell_is_told_with_its_log_and_repaired(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(0).names["kept"] = 1

@@ -214,15 +214,16 @@ class CellState:
             return "timed out"
         if self.stopped_at is not None:
             return "stopped"
-        return "failed" if self.errors else "good"
+        return "failed" if self.errors or self.is_abandoned else "good"
 
     def news(self) -> dict[int, RankError]:
         """The errors that the user is told, by rank; of ranks that only waited, the error says so.
 
-        Where ranks waited for one that had caught its error, that one is told, too.
+        If ranks waited, or still wait, for one that had caught its error, that one is told, too.
         """
         errors = {rank: self._settled(rank) for rank in self.errors}
-        return {**self._caught, **errors} if any(error.waited for error in errors.values()) else errors
+        waited = any(error.waited for error in errors.values()) or (self.is_abandoned and self.stopped_at is None)
+        return {**self._caught, **errors} if waited else errors
 
     def _settled(self, rank: int) -> RankError:
         """The error of `rank`, as far as is known now: that a connection broke which nobody had cut is news, unless a
