@@ -173,6 +173,7 @@ def test_a_profiler_in_a_thread_of_the_cell_takes_the_recording_away_and_nothing
 
 
 @pytest.mark.grid
+@pytest.mark.native("profile")
 def test_of_too_many_events_the_first_are_kept_and_the_cell_goes_on(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

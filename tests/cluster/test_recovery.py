@@ -152,6 +152,7 @@ def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
+@pytest.mark.native("sockets")
 def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +256,7 @@ def test_groups_that_cells_form_one_after_the_other_do_not_meet_at_their_port(ce
 
 
 @pytest.mark.grid
+@pytest.mark.native("sockets")
 def test_many_failures_leave_no_descriptor_or_thread_more(cells: ddip.Group) -> None:
     count = "import os, threading\nheld = len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
 
@@ -407,6 +409,7 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Gro
 
 
 @pytest.mark.grid
+@pytest.mark.native("sockets")
 def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns(
     cells: ddip.Group, tmp_path: Path
 ) -> None:
@@ -481,6 +484,7 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
 
 
 @pytest.mark.grid
+@pytest.mark.native("sockets")
 def test_a_failure_is_told_though_it_was_told_before_who_waits(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
