@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import zlib
 from collections.abc import Generator
@@ -20,6 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-line", action="store_true", help="a death at each line of a save, and not at a few")
     parser.addoption("--half", action="store_true", help="of the grids half, but all pages and notebooks")
     parser.addoption("--spawn", action="store_true", help="spawn every engine instead of forking it")
+    parser.addoption("--no-native", action="store_true", help="turn off what reaches below public interfaces")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``--no-native``, set the variable that turns these mechanisms off in this process and all that it starts."""
+    if config.getoption("--no-native"):
+        os.environ["DDIP_NATIVE"] = "0"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -48,6 +56,10 @@ def pytest_runtest_call() -> Generator[None, None, None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where processes share the tests: what uses one notebook, or one group of its module, is done by one of them, and
     decisions come last, which take the least time. With ``--half``, leave out half of the grids."""
+    if config.getoption("--no-native"):
+        for item in items:
+            if names := sorted({name for mark in item.iter_markers("native") for name in mark.args}):
+                item.add_marker(pytest.mark.skip(f"needs {', '.join(names)}, which --no-native turns off"))
     if config.getoption("--half"):
         left_out = [item for item in items if _is_of_other_half(item)]
         items[:] = [item for item in items if not _is_of_other_half(item)]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 
 SOCKETS, LISTENERS, GLOO_WAITS = "SOCKETS", "LISTENERS", "GLOO_WAITS"
-PAUSE, THREADS, PROFILE = "PAUSE", "THREADS", "PROFILE"
+PAUSE, THREADS, PROFILE, HEAP = "PAUSE", "THREADS", "PROFILE", "HEAP"
 LOST = {
     SOCKETS: "ranks that wait for another in vain are not unblocked, %makedip --repair replaces them",
     LISTENERS: "other processes of this network can connect to gloo",
     GLOO_WAITS: "a rank that waits for the rest of a message waits until the timeout of its group",
-    PAUSE: "%dipull --now may return a tensor that is part one of its values and part another",
+    PAUSE: "%dipull --now refuses tensors that a cell keeps writing to, and its values may be of different moments",
     THREADS: "a look or a traceback that takes too long goes on beside the cells",
     PROFILE: "the profile of a long cell stays in memory until the cell ends",
+    HEAP: "what a step on the CPU frees goes back to the system, and the next step may take longer",
 }
 """Consequence for the user of turning off each mechanism."""
 _failed: set[str] = set()

@@ -42,6 +42,7 @@ def four(four_ranks: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
 
 
 @pytest.mark.parametrize("what", few(LINES, "all_reduce"))
+@pytest.mark.native("sockets")
 def test_an_aborted_collective_leaves_its_tensors_as_they_were(four: ddip.Group, what: str) -> None:
     line = LINES[what]
     side = "side = dist.new_group([0, 1, 2, 3])"
@@ -56,6 +57,7 @@ def test_an_aborted_collective_leaves_its_tensors_as_they_were(four: ddip.Group,
         four.run("assert total.item() == 10")
 
 
+@pytest.mark.native("sockets")
 def test_the_user_is_told_which_tensors_were_restored(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
@@ -72,6 +74,7 @@ def test_the_user_is_told_which_tensors_were_restored(four: ddip.Group, capsys: 
     assert "restored" not in capsys.readouterr().err
 
 
+@pytest.mark.native("sockets")
 def test_a_work_that_nobody_waits_for_is_restored_too(four: ddip.Group) -> None:
     with pytest.raises(ddip.CellError):
         four.run("""
@@ -81,6 +84,7 @@ def test_a_work_that_nobody_waits_for_is_restored_too(four: ddip.Group) -> None:
     four.run("assert total.item() == rank + 1\ndist.all_reduce(total)\nassert total.item() == 10")
 
 
+@pytest.mark.native("sockets")
 def test_a_large_tensor_is_named(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four.run("large = torch.ones(100_000)\nif rank == 1: raise ValueError\ndist.all_reduce(large)")
@@ -116,6 +120,7 @@ total = torch.tensor([float(rank)])
 """
 
 
+@pytest.mark.native("sockets")
 def test_training_after_an_aborted_average_equals_an_undisturbed_run(four: ddip.Group) -> None:
     four.run(f"{NET}{TRAIN.format(steps=3)}\ndist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
     four.run("wanted = [one.detach().clone() for one in net.parameters()]")

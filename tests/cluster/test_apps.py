@@ -62,6 +62,7 @@ def calls(group: ddip.Group) -> list[list[str]]:
     return [found["_calls"] for found in group.pull_all(["_calls"], range(group.world_size))[0]]
 
 
+@pytest.mark.native("sockets")
 def test_an_app_hears_of_it_when_a_collective_was_released(shared: tuple[ddip.Group, Path]) -> None:
     group, _ = shared
     assert calls(group) == [["prepare"]] * 2

@@ -221,6 +221,7 @@ faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+@pytest.mark.native("heap")
 def test_a_step_has_the_memory_that_the_last_one_freed_and_the_system_has_it_after_the_cell(cells: ddip.Group) -> None:
     before = [resident(member.pid) for member in cells.members]
     cells.run(STEPS)

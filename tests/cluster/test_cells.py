@@ -293,6 +293,7 @@ def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.G
     "cause",
     ["ValueError: the cause", pytest.param("RuntimeError: gloo/transport: its own", marks=pytest.mark.grid)],
 )
+@pytest.mark.native("sockets")
 def test_ranks_that_run_on_after_an_error_are_named(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], cause: str
 ) -> None:

@@ -326,6 +326,7 @@ def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
     assert shown.error == "CellError"
 
 
+@pytest.mark.native("sockets")
 def test_who_waited_for_a_failed_rank_has_not_failed(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip -S all

@@ -102,6 +102,7 @@ def go_on(group: ddip.Group, kind: str, exactly: bool = True) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.grid) for kind in KINDS[1:])])
+@pytest.mark.native("sockets")
 def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
     begin(ranks, kind)
     with pytest.raises(ddip.CellError, match="planted"):
@@ -120,6 +121,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", few(REFUSED, "fsdp"))
+@pytest.mark.native("sockets")
 def test_the_former_model_says_that_it_must_be_made_again(ranks: ddip.Group, kind: str) -> None:
     begin(ranks, kind)
     with pytest.raises(ddip.CellError, match="planted"):

@@ -150,6 +150,7 @@ def waiting_in(stage: str) -> str:
 
 
 @stages("all_reduce", "DDP backward")
+@pytest.mark.native("sockets")
 def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
@@ -164,6 +165,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
 
 
 @stages("DDP backward")
+@pytest.mark.native("sockets")
 def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
     thread = when_they_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
@@ -173,6 +175,7 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
 
 
 @stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the rest is as above
+@pytest.mark.native("sockets")
 def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
     four: ddip.Group, stage: str, clock: Clock
 ) -> None:
@@ -186,6 +189,7 @@ def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
 
 
 @stages("all_reduce", "DDP backward")
+@pytest.mark.native("sockets")
 def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     pid = four.members[0].pid
     with pytest.raises(ddip.CellError) as caught:
@@ -292,6 +296,7 @@ def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group)
     prove(four, lost=(1, 2))
 
 
+@pytest.mark.native("sockets")
 def test_a_rank_dies_and_a_daemon_that_it_has_forked_keeps_its_connections(four: ddip.Group, tmp_path: Path) -> None:
     """The system does not tell the others then that it is gone."""
     four.run(f"""
@@ -343,6 +348,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     prove(four, lost=(1,))
 
 
+@pytest.mark.native("sockets")
 def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Path) -> None:
     first = tmp_path / "first"
     thread = meanwhile(lambda: first.exists() and four.info()[0].state == "idle", (tmp_path / "go").touch)

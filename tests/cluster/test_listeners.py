@@ -60,6 +60,7 @@ def descriptors(group: ddip.Group) -> list[int]:
 
 
 @linux
+@pytest.mark.native("listeners")
 def test_1500_connections_of_another_user_to_each_listener_do_a_rank_no_harm(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\nimport resource\nkept = resource.getrlimit(resource.RLIMIT_NOFILE)")
     cells.run("resource.setrlimit(resource.RLIMIT_NOFILE, (1024, kept[1]))\npair = dist.new_group([0, 1])")
@@ -86,6 +87,7 @@ MAKE = {
 
 @linux
 @pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a group that was rebuilt"))
+@pytest.mark.native("listeners")
 def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: str, tmp_path: Path) -> None:
     if "split" in make and not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch cannot split a group")
@@ -105,6 +107,7 @@ def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: s
 
 
 @linux
+@pytest.mark.native("listeners")
 def test_the_data_loaders_workers_do_not_open_the_door(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\nfrom torch.utils.data import DataLoader\nworkers = iter(DataLoader(range(8), num_workers=2))")
     cells.run("next(workers)")
@@ -141,7 +144,6 @@ def test_the_environment_cannot_put_the_group_on_the_network(
         assert capsys.readouterr().err.count(text) == 1
         assert {host for host, _ in listening(group)} == {"127.0.0.1"}
         group.run(f"{SETUP}\nos.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = 'nowhere0'")
-        with pytest.raises(ddip.CellError):
-            group.run("if rank == 0: raise ValueError\ndist.barrier()")
+        group.run("dist.destroy_process_group()")
         group.run(f"{PROOF}\ndist.new_group([0, 1])")
         assert "eth0" not in capsys.readouterr().err

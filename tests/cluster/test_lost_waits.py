@@ -14,6 +14,7 @@ import ddip
 from .leftovers import wait_until
 from .meanwhile import meanwhile
 
+pytestmark = pytest.mark.native("sockets", "gloo_waits")
 LARGE = "kept, large = rank, torch.zeros(1 << 25)"
 """128 MB: more than the system takes between two processes."""
 FREED = r"^rank 1: RankEnded: .*; rank 0 was blocked in {}cell .*, until ddip aborted it; %makedip --repair"

@@ -287,6 +287,7 @@ def test_an_error_that_is_caught_tells_what_each_rank_raised(notebook: Notebook)
     assert shown.stdout == "{0: 'ZeroDivisionError'}\n"
 
 
+@pytest.mark.native("sockets")
 def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip --timeout 1

@@ -73,6 +73,7 @@ def left(cells: ddip.Group) -> list[tuple[int, int]]:
     return [values["left"] for values in cells.pull_all(["left"], [0, 1])[0]]
 
 
+@pytest.mark.native("pause")
 def test_a_value_changes_while_a_loop_runs(cells: ddip.Group, tmp_path: Path) -> None:
     loop = """
 losses, weight = [], torch.zeros(3)
@@ -100,6 +101,7 @@ def test_all_ranks_are_looked_into_while_some_wait_in_a_collective(cells: ddip.G
 
 
 @pytest.mark.parametrize("size", [100_000, *(pytest.param(n, marks=pytest.mark.grid) for n in (3_000, 5_000_000))])
+@pytest.mark.native("pause")
 def test_a_tensor_is_one_of_its_values_while_operators_write_to_it(
     cells: ddip.Group, tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +130,7 @@ def test_an_operation_that_may_have_written_half_of_a_tensor_is_named(
     assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that this writes to may", told), told
 
 
+@pytest.mark.native("pause")
 def test_a_thread_that_writes_to_a_tensor_is_an_error(cells: ddip.Group, tmp_path: Path) -> None:
     code = """
 import threading, torch
@@ -258,7 +261,9 @@ def test_a_tensor_whose_memory_is_given_back_while_it_is_pickled_does_no_harm(ce
 HANGS = {"loops": "while True: pass", "lock": "lock.acquire()", "sleeps": "time.sleep(3)"}
 
 
-@pytest.mark.parametrize("how", few(HANGS, "loops", "lock"))
+@pytest.mark.parametrize(
+    "how", [pytest.param("loops", marks=pytest.mark.native("threads")), *few(list(HANGS)[1:], "lock")]
+)
 def test_an_object_that_hangs_is_given_up_and_the_rank_lives_on(cells: ddip.Group, tmp_path: Path, how: str) -> None:
     code = f"""
 import threading, time

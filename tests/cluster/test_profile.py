@@ -95,6 +95,7 @@ def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytes
     assert all(each.python > 0.15 for each in profile.ranks.values()) and len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.native("sockets")
 def test_a_cell_that_fails_or_is_stopped_is_told_all_the_same(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import time, torch, torch.distributed as dist")
     with pytest.raises(ddip.CellError, match="division by zero"):
@@ -172,6 +173,7 @@ def test_a_profiler_in_a_thread_of_the_cell_takes_the_recording_away_and_nothing
 
 
 @pytest.mark.grid
+@pytest.mark.native("profile")
 def test_of_too_many_events_the_first_are_kept_and_the_cell_goes_on(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +221,7 @@ RECORDER = (
 
 
 @pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])
+@pytest.mark.native("sockets")
 def test_where_a_cell_stands_still_each_rank_tells_its_collective(cells: ddip.Group, recorder: str) -> None:
     cells.run("import torch.distributed as dist; dist.destroy_process_group()")  # the next has counted nothing
 

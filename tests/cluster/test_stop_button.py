@@ -110,7 +110,7 @@ def test_a_push_waits_for_nothing_that_it_replaces_and_a_stop_ends_that(cells: d
     waits = lambda: "taking apart" in str(cells.stacks()[1].place)  # type: ignore[union-attr] # noqa: E731
     thread = meanwhile(waits, press_stop)
     with pytest.raises(CellInterrupted):
-        cells.run("import torch.distributed as dist; dist.barrier()")
+        cells.run("pass")
     thread.join()
     cells.run(f"{PROOF}\nassert kept == rank and thing == 'new'")
 

@@ -55,6 +55,15 @@ WAITS = {
     "queue_pop from a HashStore": ONE.format(rank=1, wait="dist.HashStore().queue_pop('x')"),
     "monitored_barrier": ONE.format(rank=0, wait="dist.monitored_barrier()"),
 }
+IN_TCP_STORE = [
+    "a group of one's own",
+    "a group, at a port, that the other began",
+    "get from the server",
+    "get from one's own server",
+    "queue_pop from the server",
+    "monitored_barrier",
+]
+"""Waits on a connection, which only a release that shuts it down ends."""
 IN_RPC = {
     "RPC, through a file": RPC_ALONE.format(method=FILE),
     "RPC, before its group": RPC.format(module="backend_registry", name="_init_process_group", rank=1),
@@ -95,18 +104,27 @@ class Still:
 
 @pytest.mark.parametrize(
     "wait",
-    few(
-        WAITS,
-        "a group, through a file, that the other began",
-        "barrier in a file",
-        "queue_pop from a HashStore",
-    ),
+    [
+        *few(
+            [wait for wait in WAITS if wait not in IN_TCP_STORE],
+            "a group, through a file, that the other began",
+            "barrier in a file",
+            "queue_pop from a HashStore",
+        ),
+        *(pytest.param(wait, marks=[pytest.mark.grid, pytest.mark.native("sockets")]) for wait in IN_TCP_STORE),
+    ],
 )
 def test_the_stop_button_ends_a_wait_for_another_rank(ranks: ddip.Group, wait: str, tmp_path: Path) -> None:
     stop_in(ranks, WAITS[wait], tmp_path)
 
 
-@pytest.mark.parametrize("wait", few(IN_RPC, "RPC, through a file"))
+@pytest.mark.parametrize(
+    "wait",
+    [
+        *few([wait for wait in IN_RPC if wait != "RPC, before its group"], "RPC, through a file"),
+        pytest.param("RPC, before its group", marks=[pytest.mark.grid, pytest.mark.native("sockets")]),
+    ],
+)
 def test_the_stop_button_ends_the_waits_of_rpc_for_another_rank(wait: str, tmp_path: Path) -> None:
     """In ranks of its own: RPC cannot begin again in the same processes."""
     with ddip.Group(2) as ranks:

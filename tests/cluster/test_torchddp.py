@@ -250,6 +250,7 @@ def test_what_cannot_be_is_named(main: Main, call: str, error: type[Exception], 
     assert main("told = in_torchddp(2, fn, 1)")["told"] == (1,)
 
 
+@pytest.mark.native("sockets")
 def test_a_rank_raises_while_the_other_waits_for_it(main: Main, cells: ddip.Group) -> None:
     cells.run("kept = 'kept'")
     code = textwrap.dedent(

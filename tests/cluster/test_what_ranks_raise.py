@@ -27,6 +27,7 @@ def impatient(group: ddip.Group) -> None:
 # -- in bounded time
 
 
+@pytest.mark.native("sockets")
 def test_a_rank_that_was_released_tells_no_traceback_and_its_cells_cost_what_they_did(cells: ddip.Group) -> None:
     def objects() -> list[int]:
         cells.run("import gc; count = len(gc.get_objects())")
@@ -133,6 +134,7 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("magic", few(HIDDEN, "%%capture, nested", "%%time"))
+@pytest.mark.native("sockets")
 def test_an_error_within_a_magic_fails_the_cell_and_the_others_are_released(
     cells: ddip.Group, magic: str, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ CAUGHT = {
 
 
 @pytest.mark.parametrize("how", ["run_cell", pytest.param("showtraceback", marks=pytest.mark.grid)])
+@pytest.mark.native("sockets")
 def test_an_error_that_the_cell_caught_and_showed_is_no_failure_unless_others_wait(
     cells: ddip.Group, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +229,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
 # -- a failure of gloo's own
 
 
+@pytest.mark.native("sockets")
 def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport time, torch, torch.distributed as dist")
     shown = notebook.fails("""

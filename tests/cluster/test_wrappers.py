@@ -10,6 +10,7 @@ from ddip.errors import RequestFailed
 from .leftovers import collections, wait_until
 from .variants import few
 
+pytestmark = pytest.mark.native("sockets")  # the group is rebuilt since ranks waited in vain
 CODE = """
 import copy, torch, torch.distributed as dist
 from torch import nn

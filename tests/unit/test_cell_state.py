@@ -9,6 +9,7 @@ import pytest
 from ddip.errors import RANK_ENDED, RankError
 from ddip.group.cells import cell_state
 from ddip.group.cells.cell_state import (
+    INTERRUPTED,
     Action,
     Ask,
     CannotStop,
@@ -248,5 +249,30 @@ def test_ranks_that_cannot_be_unblocked_are_interrupted_after_a_failure_and_give
     state = cell(2, can_unblock=False)
     end(state, 1, 0.0, WRONG)
     found = wait(state, 0.1, 60)
-    assert Do.ABORT not in [action for _, action in found] and state.is_over and state.ending() == "failed"
-    assert first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)
+    assert state.is_over and state.ending() == "failed"
+    assert first(found, Do.ABORT) < first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)
+
+
+def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
+    state = cell(2, can_unblock=False, failure_grace=0.1)
+    end(state, 1, 0.0, WRONG)
+    wait(state, 0.1, 1)
+    end(state, 0, 1.0, RankError("KeyboardInterrupt", "", ""))
+    errors = state.reportable_errors()
+    assert errors[0].message == INTERRUPTED and errors[1] == WRONG
+
+
+def test_a_rank_that_waits_in_vain_for_one_that_caught_its_error_fails_the_cell() -> None:
+    """Else the notebook waited for its answer for ever."""
+    state = cell(2, can_unblock=False)
+    state.step(Replied(1, caught=WRONG), 0.0)
+    state.step(OutputEnded(1), 0.0)
+    state.step(StandStill(after_caught=True), 2.0)
+    wait(state, 2.0, 60)
+    assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {1: WRONG}
+
+
+def test_a_stop_interrupts_ranks_that_cannot_be_unblocked_once() -> None:
+    state = cell(2, can_unblock=False)
+    found = [*state.step(StopPressed(), 0.0), *(action for _, action in wait(state, 0.1, 60))]
+    assert found.count(Do.INTERRUPT) == found.count(Do.ABORT) == 1 and state.is_over

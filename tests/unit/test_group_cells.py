@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddip.cluster.cluster_api import Message
+from ddip.cluster.ipp_private import cell_reply
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
@@ -100,6 +101,28 @@ def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup
         group.run("pass")
 
 
+def test_the_end_of_a_cell_that_never_began_on_a_rank_is_shown(
+    new_group: NewGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = new_group(2)
+
+    def abort(request: Any, *_: Any) -> None:
+        request.set_result(cell_reply({"status": "aborted", "silent": True}))
+        request.output.set_result(None)
+
+    group.engine(1).run = abort  # type: ignore[method-assign]
+    with pytest.raises(CellError, match="^rank 1: KeyboardInterrupt: before the cell began"):
+        group.run("pass")
+    assert caplog.text == ""
+
+
+def test_a_rank_that_had_finished_is_not_said_to_be_interrupted(new_group: NewGroup, impatient: None) -> None:
+    group = new_group(2)
+    group.engine(1).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
+    with pytest.raises(CellInterrupted, match="^the cell was interrupted on rank 1\nrank 1 did not stop:"):
+        group.run(cell("pass", "deaf"))
+
+
 def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:
@@ -134,6 +157,13 @@ def test_ranks_that_wait_for_one_that_has_caught_its_error_are_released(new_grou
     group = new_group(2)
     with pytest.raises(CellError, match="rank 0: ValueError: caught"):
         group.run(cell("catch ValueError caught", "wait"))
+
+
+def test_a_rank_that_cannot_be_released_from_such_a_wait_is_named(new_group: NewGroup, impatient: None) -> None:
+    group = new_group(2)
+    group.ranks.can_unblock = False
+    with pytest.raises(CellError, match="^rank 0: ValueError: caught\nrank 1 did not stop:"):
+        group.run(cell("catch ValueError caught", "deaf"))
 
 
 def test_a_rank_that_dies_in_a_cell_is_told_with_its_log_and_repaired(new_group: NewGroup) -> None:

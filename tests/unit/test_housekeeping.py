@@ -13,7 +13,8 @@ def test_a_collection_that_takes_long_waits_until_no_cell_is_likely_to_come(took
     assert housekeeping.rest_after(took) == pytest.approx(seconds)
 
 
-def test_an_allocator_that_the_user_has_set_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+@pytest.mark.parametrize("setting", ["MALLOC_TRIM_THRESHOLD_=131072", "DDIP_NATIVE_HEAP=0"])
+def test_an_allocator_that_the_user_has_set_stays_so(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv(*setting.split("="))
     freed.keep_freed_memory()
     assert not freed._keeps_memory

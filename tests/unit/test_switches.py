@@ -13,6 +13,12 @@ from .conftest import NewGroup
 from .scripted import ScriptedEngine
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests turn off what they need to be off, also with ``--no-native``."""
+    monkeypatch.delenv("DDIP_NATIVE", raising=False)
+
+
 def test_a_variable_turns_off_all_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert switches.find_off() == []
     monkeypatch.setenv("DDIP_NATIVE_PAUSE", "0")

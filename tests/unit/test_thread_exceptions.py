@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SLEEPS = """
 import sys, threading
 from ddip.rank.native.thread_exceptions import raise_in
@@ -36,5 +38,6 @@ assert traced == ["function"] and came == ["stop"], (traced, came)
 """
 
 
+@pytest.mark.native("threads")
 def test_a_thread_that_sleeps_does_not_hold_up_code_that_is_traced() -> None:
     subprocess.run([sys.executable, "-c", SLEEPS], check=True, timeout=60)

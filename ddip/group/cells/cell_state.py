@@ -42,6 +42,9 @@ IDLE_SECONDS, ENDING_SECONDS = 0.1, 0.05
 """How long the runner waits for an event before it sends `TimePassed`; the second applies while the cell is being
 ended."""
 
+INTERRUPTED = "ddip interrupted this rank because of the failure"
+"""Shown of ranks that cannot be unblocked."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -54,8 +57,8 @@ class Limits:
     timeout: float | None = None
     """Time limit for the whole cell; None: no limit."""
     can_unblock: bool = True
-    """False if waiting collectives cannot be aborted. Ranks that run on after another's failure are then interrupted,
-    and reported if they do not stop."""
+    """False if waiting collectives cannot be aborted on every rank. Ranks that run on after another's failure are then
+    interrupted as well, and reported if they do not stop."""
 
 
 # -- events
@@ -170,6 +173,8 @@ class CellState:
     _timed_out: bool = False
     _failed_at: float | None = None
     _aborted_at: float | None = None
+    _interrupted_at: float | None = None
+    """Time of the interrupt by the stop button, or of ranks that an abort did not unblock."""
     _failed_before_abort: list[int] = field(default_factory=list)
     """The ranks that failed before any collective was aborted."""
     _caught: dict[int, RankError] = field(default_factory=dict)
@@ -205,26 +210,23 @@ class CellState:
         ending = self._failed_at is not None or self.stopped_at is not None
         return ENDING_SECONDS if ending else IDLE_SECONDS
 
-    @property
-    def _interrupted_at(self) -> float | None:
-        return self._aborted_at if self.stopped_at is None and not self.limits.can_unblock else self.stopped_at
-
     def ending(self) -> Ending:
         """Return how the cell has ended, or would end now."""
         if self._timed_out:
             return "timed out"
         if self.stopped_at is not None:
             return "stopped"
-        return "failed" if self.errors else "good"
+        return "failed" if self.errors or self.is_abandoned else "good"
 
     def reportable_errors(self) -> dict[int, RankError]:
         """Return the errors to report to the user, by rank.
 
-        An error says so if its rank only waited for others. If ranks waited for a rank that had caught its own error,
-        that caught error is included.
+        An error says so if its rank only waited for others. If ranks waited, or still wait, for a rank that had caught
+        its own error, that caught error is included.
         """
         errors = {rank: self._final_error(rank) for rank in self.errors}
-        return {**self._caught, **errors} if any(error.waited for error in errors.values()) else errors
+        waited = any(error.waited for error in errors.values()) or (self.is_abandoned and self.stopped_at is None)
+        return {**self._caught, **errors} if waited else errors
 
     def _final_error(self, rank: int) -> RankError:
         """Return the error of `rank` as far as is known now.
@@ -267,7 +269,8 @@ class CellState:
     def _note_reply(self, rank: int, error: RankError | None, caught: RankError | None, now: float) -> list[Action]:
         self._replied.add(rank)
         if error is not None:
-            self.errors[rank] = error
+            by_ddip = error.name == "KeyboardInterrupt" and self._interrupted_at is not None and self.stopped_at is None
+            self.errors[rank] = replace(error, message=INTERRUPTED) if by_ddip else error
             if self._aborted_at is None:
                 self._failed_before_abort.append(rank)
             if self._failed_at is None:
@@ -284,13 +287,13 @@ class CellState:
     def _interrupt(self, now: float) -> list[Action]:
         """Interrupt the ranks; on a second press, also abort their collectives."""
         if self.stopped_at is None:
-            self.stopped_at = now
+            self.stopped_at = self._interrupted_at = now
             return [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
         return [Do.INTERRUPT, *(self._abort_collectives(now) if self.running else [])]
 
     def _abort_collectives(self, now: float) -> list[Action]:
         self._aborted_at = now
-        return [Do.ABORT] if self.limits.can_unblock else [Do.INTERRUPT]
+        return [Do.ABORT]
 
     # -- time limits
 
@@ -313,6 +316,9 @@ class CellState:
                 actions += self._abort_collectives(now)
             elif self._caught:
                 actions.append(Ask.STALL_AFTER_CAUGHT)
+        if self._must_interrupt(now):
+            self._interrupted_at = now
+            actions.append(Do.INTERRUPT)
         if check_due and _has_passed(self._interrupted_at, ASK_SECONDS, now):
             actions.append(Ask.WHO_MOVES)  # the answer, `Moving`, decides whether they are abandoned
         else:
@@ -320,6 +326,11 @@ class CellState:
         if check_due and not self.is_abandoned:
             actions += self._check_ranks(now)
         return actions
+
+    def _must_interrupt(self, now: float) -> bool:
+        """Return whether to interrupt ranks that the abort, half a second ago, did not unblock."""
+        is_late = _has_passed(self._aborted_at, STOP_GRACE_SECONDS, now)
+        return is_late and not self.limits.can_unblock and self._interrupted_at is None
 
     def _abandon_if_due(self, now: float) -> None:
         hopeless = bool(self._cannot_stop) and set(self.running) <= set(self._cannot_stop)

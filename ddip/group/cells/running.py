@@ -306,7 +306,8 @@ class RunningCell:
         if not self.unfinished:
             self._notices.mark_resolved()
         self._show_messages()
-        seconds = {rank: report["seconds"] for rank, report in sorted(self.reports.items()) if report is not None}
+        reports = [(rank, report) for rank, report in sorted(self.reports.items()) if report is not None]
+        seconds = {rank: report["seconds"] for rank, report in reports if "seconds" in report}  # else it never began
         show_seconds = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
         self.cell.summary = where_text(seconds)
         self.cell.seconds_by_rank, self.cell.errors = seconds, self.errors
@@ -345,7 +346,7 @@ class RunningCell:
                 headline = f"the cell took longer than {self._state.limits.timeout:g} s and was stopped"
                 return CellTimeout(self._with_places(headline, stuck), errors)
             case "stopped":
-                headline = f"the cell was interrupted on {ranks_text(sorted(errors) or list(self.replies))}"
+                headline = f"the cell was interrupted on {ranks_text(sorted(errors) or stuck or list(self.replies))}"
                 return CellInterrupted(self._with_places(headline, stuck) if stuck else headline, errors)
             case "failed":
                 error = CellError(errors, self._ranks.repair_text)

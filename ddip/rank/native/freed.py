@@ -7,6 +7,7 @@ convolutional network took 40 to 42 ms of CPU time with this mechanism, and 50 t
 
 Why nothing gentler: glibc has no other interface for it. Risk: a process that briefly needs much memory returns it a
 little later. With other C libraries, this file does nothing.
+Switch: ``DDIP_NATIVE_HEAP``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+
+from ddip.protocol import switches
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
@@ -48,9 +51,10 @@ if _mallinfo is not None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory from now on, unless the user has configured it."""
+    """Make glibc's malloc keep freed memory from now on, unless the user has configured it or turned this off."""
     global _keeps_memory
-    if _mallopt is not None and _mallinfo is not None and not any(name in os.environ for name in USER_SETTINGS):
+    is_default = switches.is_on(switches.HEAP) and not any(name in os.environ for name in USER_SETTINGS)
+    if is_default and _mallopt is not None and _mallinfo is not None:
         _keeps_memory = bool(_mallopt(M_MMAP_THRESHOLD, HEAP_BYTES) and _mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
