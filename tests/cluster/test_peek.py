@@ -369,7 +369,7 @@ def test_what_is_large_arrives_whole_and_leaves_nothing(
     cells: ddip.Group, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "parts":
-        monkeypatch.setattr(transfer, "read", lambda path, size: None)
+        monkeypatch.setattr(transfer, "read_shared", lambda path, size: None)
         monkeypatch.setattr("ddip.group.watching.peek.PART", LARGE // 3)
     before = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
     code = f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank\nwait()"

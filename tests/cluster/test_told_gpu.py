@@ -18,7 +18,7 @@ from ddip.rank.kernel import kernel
 from ddip.rank.process_group import membership as process_group
 former = module.gpu
 class ToldGpu(module.Gpu):
-    _used = True
+    _is_used = True
     works, holds = False, False
     def begun(self): return int(self.works)
     def _synchronize(self):
