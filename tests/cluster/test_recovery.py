@@ -20,7 +20,7 @@ from ddip.cluster import ipp_private
 from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, RequestInterrupted, TransferError
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
-from ddip.protocol import on_rank
+from ddip.protocol import on_rank, switches
 
 from .apps import an_app
 from .leftovers import controllers_of, lives, wait_until
@@ -479,6 +479,8 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
     assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
     assert lines[2] == "  rank 1: finished"
     assert "Ctrl-C ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
+    if switches.is_on(switches.SOCKETS):  # else the rank has to be replaced
+        cells.run(PROOF)
 
 
 @pytest.mark.grid
@@ -819,3 +821,5 @@ def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
     main = stack.threads["main"].splitlines()  # type: ignore[attr-defined]
     assert main[0].endswith("line 5, in <module>") and main[0].startswith("  cell [")
     assert "ddip" not in stack.threads["main"]  # type: ignore[attr-defined]
+    if switches.is_on(switches.SOCKETS):  # else the rank has to be replaced
+        assert [place and place.state for place in cells.ranks.places([0, 1], 5).values()] == ["idle", "idle"]
