@@ -51,7 +51,7 @@ def cells(**place: object) -> list[float]:
 def main() -> None:
     """Print one table."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    started(2)  # the notebook's own warm process, and the files in memory
+    started(2)  # the notebook's own preload process, and the files in memory
     imports, two, four = zip(*((seconds(imported), started(2), started(4)) for _ in range(count)), strict=True)
     rows = []
     for size, found in ((4, two), (8, four)):

@@ -33,7 +33,7 @@ class Cost:
 
     notebook: float
     controller: float
-    """With the warm process, which forks."""
+    """With the preload process, which forks."""
     rank: float
     """Of one of them, on average."""
 

@@ -82,4 +82,4 @@ def _place(item: pytest.Item) -> str:
     for name in ("notebook", "bare_notebook"):
         if f"shared_{name}" in getattr(item, "fixturenames", ()):
             return name
-    return "fastai" if item.path.name.startswith("test_fastai") else item.path.name  # one warm process imports it
+    return "fastai" if item.path.name.startswith("test_fastai") else item.path.name  # one preload process imports it

@@ -13,7 +13,7 @@ from .environment import environment
 
 @contextlib.contextmanager
 def an_app(folder: Path, code: str, module: str = "toy_app", name: str = "toy") -> Iterator[None]:
-    """An installed app of this `name`, in a `module` with this code, and a warm process that has not seen it."""
+    """An installed app of this `name`, in a `module` with this code, and a preload process that has not seen it."""
     (folder / f"{module}.py").write_text(code)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()

@@ -15,7 +15,7 @@ from ddip.cluster.processes import preload_client
 def environment(python_path: object = None, **variables: str) -> Iterator[None]:
     """These variables, and this folder before the others of PYTHONPATH, for this process and what it starts.
 
-    They take a warm process of their own. The former one, and all that it has imported, is there again afterwards.
+    They take a preload process of their own. The former one, and all that it has imported, is there again afterwards.
     """
     former, preload_client._current = preload_client._current, None
     try:

@@ -54,8 +54,10 @@ def controllers_of(owner: int) -> list[psutil.Process]:
 
 
 def processes_of(owner: int) -> list[psutil.Process]:
-    """Every live process of the clusters of the process `owner`: all of its family, but the warm process while `owner`
-    lives, which may then keep it."""
+    """Return every live process of the clusters of the process `owner`.
+
+    That is all of its family, but for the preload process while `owner` lives, which may then keep it.
+    """
     family = family_of(owner)
     warm = [
         *titled(family, "ddip warm"),

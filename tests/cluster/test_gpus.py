@@ -147,11 +147,11 @@ def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> No
             assert [link for link in links if "nvidia" in link] == []
 
 
-@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
+@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
 def test_an_app_that_uses_a_gpu_when_it_is_imported_has_its_ranks_spawned(tmp_path: Path) -> None:
     code = "import torch\nhere = torch.ones(1, device='cuda')\n"
     with an_app(tmp_path, code), ddip.Group(gpus=[0], app="toy") as group:
-        assert group.cluster.spawned == "CUDA is initialised in the warm process"
+        assert group.cluster.spawned == "CUDA is initialised in the preload process"
         group.run(SUM)
 
 

@@ -84,12 +84,12 @@ def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Not
 
 
 @pytest.mark.grid
-@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process")
+@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
 @ANY_BUSINESS
 def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
     running = begin(bare_notebook, code)
-    (warm,) = titled(family_of(bare_notebook.pid), "ddip warm process")
-    told = "the warm process, from which the ranks were forked, ended"
+    (warm,) = titled(family_of(bare_notebook.pid), "ddip preload process")
+    told = "the preload process, from which the ranks were forked, ended"
     end_and_start_again(bare_notebook, warm, running, code, told)
 
 

@@ -95,7 +95,7 @@ def test_a_warm_process_that_is_stopped_is_named_or_another_takes_its_place(
         with stopped([warm.pid]), monkeypatch.context() as patch:
             patch.setattr(preload_client.WarmProcess, "fits", lambda self: True)  # as if it had been stopped just now
             group.options.timeout = 1
-            with pytest.raises(GroupError, match=r"0 of 1 engines started; the warm process is stopped \(SIGSTOP"):
+            with pytest.raises(GroupError, match=r"0 of 1 engines started; the preload process is stopped \(SIGSTOP"):
                 group.change(Request(n=2))
         group.options.timeout = 60
         group.run("assert world_size == 1")

@@ -1,4 +1,4 @@
-"""The warm process: when it is there, who is forked from it, what it notices, and when it ends."""
+"""The preload process: when it is there, who is forked from it, what it notices, and when it ends."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .leftovers import assert_nothing_left, family_of, titled, wait_until
 from .notebook import Notebook
 
 pytestmark = [
-    pytest.mark.skipif("config.getoption('--spawn')", reason="there is no warm process"),
+    pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process"),
     pytest.mark.skipif(not preload_client.possible(), reason="processes cannot be forked here"),
 ]
 NewNotebook = Callable[[], Notebook]
 
 
 def warm_pid(notebook: Notebook) -> int:
-    """The pid of the notebook's warm process."""
+    """The pid of the notebook's preload process."""
     return int(
         notebook.ok("from ddip.cluster.processes import preload_client\nprint(preload_client.begin().pid)").stdout
     )
@@ -46,7 +46,7 @@ def parents(notebook: Notebook) -> set[int]:
 def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\nimport psutil, sys")
-    wait_until(lambda: len(titled(family_of(notebook.pid), "ddip warm process (pid ")) == 1)
+    wait_until(lambda: len(titled(family_of(notebook.pid), "ddip preload process (pid ")) == 1)
     (warm,) = family_of(notebook.pid)
     assert warm.pid == warm_pid(notebook)
     for line in ("%makedip -n 1", "%makedip -r", "%makedip -n 2"):
@@ -219,7 +219,7 @@ def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
     """Here torch only says so; tests/cluster/test_gpus.py uses a GPU."""
     code = "import sys, torch\nif sys.argv[0].endswith('preload_server.py'): torch.cuda._initialized = True\n"
     with an_app(tmp_path, code), ddip.Group(1, app="toy") as group:
-        assert group.cluster.spawned == "CUDA is initialised in the warm process"
+        assert group.cluster.spawned == "CUDA is initialised in the preload process"
         assert psutil.Process(group.members[0].pid).ppid() == os.getpid()
         group.restart()
         assert psutil.Process(group.members[0].pid).ppid() == os.getpid()

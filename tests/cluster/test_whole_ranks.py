@@ -52,7 +52,7 @@ def test_the_process_looks_freshly_started() -> None:
 
 
 def test_no_rank_holds_what_is_not_its_own(cells: ddip.Group) -> None:
-    """Sockets and pipes of the warm process and of other ranks."""
+    """Sockets and pipes of the preload process and of other ranks."""
     code = (
         "import glob, os\n"
         "links = [os.readlink(fd) for fd in glob.glob('/proc/self/fd/*') if os.path.lexists(fd)]\n"

@@ -514,7 +514,7 @@ LIFE = (
     "kill all",
     "terminate",
     "kill the controller",
-    "kill the warm process",
+    "kill the preload process",
     "freeze",
     "SIGSTOP for 40 s",
     "repair",

@@ -533,7 +533,7 @@ class Player:
             self._do("[kill(member.pid) for member in group.members]")
             self._must(None)
             model.dead.update(self._everybody)
-        elif what in ("kill the controller", "kill the warm process"):
+        elif what in ("kill the controller", "kill the preload process"):
             self._do(f"kill({what.split()[2]}(group)); over(group)")
             self._must(None)
             self._cell("dist.barrier()", who)

@@ -15,8 +15,8 @@ HOW = {
     "freeze": "freeze, rank(group, {who}), 0.3",
     "kill the controller": "kill, controller(group)",
     "freeze the controller": "freeze, controller(group), 0.3",
-    "kill the warm process": "kill, warm(group)",
-    "freeze the warm process": "freeze, warm(group), 0.3",
+    "kill the preload process": "kill, warm(group)",
+    "freeze the preload process": "freeze, warm(group), 0.3",
 }
 """What happens to a process while something is under way."""
 ACTIONS = ("a cell", "push", "pull", "change", "repair", "restart", "info", "stacks")

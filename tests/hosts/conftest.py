@@ -71,7 +71,7 @@ def _nothing_left(network: Network) -> Iterator[None]:
     def none() -> bool:
         left.clear()
         left.update({key: text for key, text in network.contents().items() if key not in before})
-        for process in family_of(os.getpid()):  # it may keep its warm process: assert_nothing_left
+        for process in family_of(os.getpid()):  # it may keep its preload process: assert_nothing_left
             left.pop(("nb", process.pid), None)
         return not left
 

@@ -153,17 +153,17 @@ def test_a_link_that_is_cut_for_good_ends_what_is_behind_it(group: ddip.Group, h
     assert_goes_on(group)
 
 
-@pytest.mark.parametrize("which", ["ssh", "agent", "warm process"])
+@pytest.mark.parametrize("which", ["ssh", "agent", "preload process"])
 def test_a_host_whose_processes_end_is_used_again(group: ddip.Group, hosts: Network, which: str) -> None:
     pids = {
         "ssh": lambda: group.cluster.hosts[1].pid,  # type: ignore[attr-defined]
         "agent": lambda: pid_of(hosts["h2"], "ddip.cluster.hosts.agent"),
-        "warm process": lambda: pid_of(hosts["h2"], "ddip warm process"),
+        "preload process": lambda: pid_of(hosts["h2"], "ddip preload process"),
     }
     soon(lambda: os.kill(pids[which](), signal.SIGKILL))
     with pytest.raises(CellError, match=r"RankEnded: .*ranks 0, 1 were blocked"):
         group.run(BUSY)
-    if which != "warm process":
+    if which != "preload process":
         wait_until(lambda: not ours(hosts["h2"]), 10, "the end of the ranks there")
     assert group.repair() == [2, 3]
     assert_goes_on(group)

@@ -75,7 +75,7 @@ def test_what_an_interrupt_has_left_out_of_the_first_join_is_done_by_the_next(mo
 
 
 def test_torch_looks_for_no_backend_among_the_packages_when_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has done so in the warm process: that takes longer than all the rest, on every rank."""
+    """It has done so in the preload process: that takes longer than all the rest, on every rank."""
 
     def looks(*args: object, **kwargs: object) -> None:
         raise AssertionError("torch looks for a backend")

@@ -98,7 +98,7 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
     _output: str | None = None
     _guard = Guard("the end of a process of the group was not noticed as it should be", pause_seconds=PAUSE_SECONDS)
 
-    fork = Bool(True, help="Fork from the warm process; False: spawn.")
+    fork = Bool(True, help="Fork from the preload process; False: spawn.")
     also = List(Unicode(), help="Modules to import before the fork, besides those that are always needed.")
     needs: tuple[str, ...] = ()
     """Modules that are always needed."""

@@ -120,13 +120,13 @@ class OwnCluster(OnHosts, Channels):
         """Raise GroupError if the controller process has ended, so that no engine can be reached."""
         if self._controller_exit:
             warm = self._warm is not None and self._warm.ended
-            what = "warm process, from which the ranks were forked, ended" if warm else "controller process ended"
+            what = "preload process, from which the ranks were forked, ended" if warm else "controller process ended"
             raise GroupError(f"the {what}; %makedip -r restarts the group")
 
     def stopped(self) -> str:
         """Describe the processes between notebook and engines that a signal has stopped; empty if none is."""
         controller = getattr(self._ipp.controller, "pid", None)
-        found = [("the controller", controller), ("the warm process", self._warm.pid if self._warm else None)]
+        found = [("the controller", controller), ("the preload process", self._warm.pid if self._warm else None)]
         texts = [(name, processes.stopped_text(pid)) for name, pid in found if pid is not None]
         return "; ".join(f"{name} is {text}" for name, text in texts if text)
 

@@ -83,7 +83,7 @@ class WarmProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         self._children = Children(self.send, processes.kill, self._end_if_retired)
         self._lock = threading.Lock()
-        self._guard = Guard("a message of the warm process could not be used")
+        self._guard = Guard("a message of the preload process could not be used")
         ours, theirs = socket.socketpair()
         later = () if os.environ.get(ONLY_ENGINES[0]) == ONLY_ENGINES[1] else BACKGROUND_PRELOAD
         with theirs:
@@ -160,7 +160,7 @@ class WarmProcess:
         with self._guard, self._log as log:
             log.seek(0)
             last = "".join(f"\n  {line}" for line in log.read().decode(errors="replace").splitlines()[-12:])
-        self._children.end_all(f"the warm process ended{last}")
+        self._children.end_all(f"the preload process ended{last}")
         self.asleep.set()
 
     def _handle_message(self, message: dict[str, Any]) -> None:

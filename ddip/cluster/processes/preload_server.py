@@ -39,7 +39,7 @@ Request = dict[str, Any]
 
 def main() -> None:
     """Serve the owner; in a child, run the requested module."""
-    setproctitle.setproctitle(f"ddip warm process ({sys.argv[1]})")
+    setproctitle.setproctitle(f"ddip preload process ({sys.argv[1]})")
     request = Warm(int(os.environ["DDIP_OWNER"]), sys.argv[2:], json.loads(os.environ["DDIP_PATH"])).serve()
     importlib.import_module(request["module"]).main()
 
@@ -193,11 +193,11 @@ class Warm:
         """Return the reason why children could not use the GPUs, or None; CUDA does not survive a fork."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            return "CUDA is initialised in the warm process"
+            return "CUDA is initialised in the preload process"
         for link in glob.glob("/proc/self/fd/*"):
             with contextlib.suppress(OSError):
                 if os.readlink(link).startswith("/dev/nvidia"):
-                    return "the warm process holds a GPU"
+                    return "the preload process holds a GPU"
         return None
 
     def reap(self) -> None:
