@@ -304,7 +304,7 @@ def names_and_ranks(
     names = [name for word in (*names, *words[split:]) for name in word.split(",") if name]
     if not names:
         raise BadInput(f"{magic}: type the names of variables, such as {magic} model losses")
-    return names, placement.parse_ranks(words[:split], size, "-r") if typed else None
+    return names, parse_ranks(words[:split], size, "-r") if typed else None
 
 
 def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
@@ -313,10 +313,46 @@ def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: s
     Without -S (`typed`) these are the ranks of the trait (`usual`) that run the cell, or else the first that does.
     """
     if typed is not None:
-        shown = placement.parse_ranks(typed, size, "-S")
+        shown = parse_ranks(typed, size, "-S")
         if not set(shown).intersection(ranks):
             who = f"{ranks_text(shown)} {'does' if len(shown) == 1 else 'do'} not run this cell"
             raise BadInput(f"-S {' '.join(typed)}: {who}, {ranks_text(ranks)} would; type -S {ranks[0]}, or -S all")
         return shown
-    shown = placement.parse_ranks([usual], size, "DipMagics.show_ranks")
+    shown = parse_ranks([usual], size, "DipMagics.show_ranks")
     return [rank for rank in shown if rank in ranks] or ranks[:1]
+
+
+def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]:
+    """Parse ``0,2``, ``0 2``, ``1-3`` or ``all`` into distinct ranks in the order typed; raise BadInput."""
+    typed = f"{option} " + " ".join(words)
+    last = world_size - 1
+    range_text = f"this group has ranks 0 to {last}" if last else "this group has only rank 0"
+    ranks: dict[int, None] = {}
+    for item in [item for word in words for item in word.split(",") if item]:
+        first, _, end = item.partition("-")
+        if item == "all":
+            ranks |= dict.fromkeys(range(world_size))
+        elif re.fullmatch(r"\d+(-\d+)?", item, re.ASCII) and int(first) <= int(end or first):
+            for rank in range(int(first), int(end or first) + 1):
+                if rank > last:
+                    raise BadInput(f"{typed}: there is no rank {rank}; {range_text}")
+                ranks[rank] = None
+        else:
+            raise BadInput(f"{typed}: {item!r} is no rank; {range_text}: type {option} 0, {option} 0,1 or {option} all")
+    if not ranks:
+        raise BadInput(f"{typed}: no rank; {range_text}")
+    return list(ranks)
+
+
+def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, list[str]]:
+    """Parse ``--from 0 model opt`` into a rank and names of variables; raise BadInput."""
+    if typed is None:
+        return None, []
+    option = f"--from {' '.join(typed)}"
+    if not typed[0].isdecimal() or int(typed[0]) >= size:
+        advice = f"type a rank from 0 to {size - 1} and names of its variables"
+        raise BadInput(f"{option}: {advice}, such as --from 0 model opt")
+    names = list(typed[1:])
+    if not names or not all(name.isidentifier() for name in names):
+        raise BadInput(f"{option}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
+    return int(typed[0]), names

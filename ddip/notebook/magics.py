@@ -190,7 +190,7 @@ class DipMagics(Traits):
         if not args.repair or args.kill or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: type %makedip --repair, or %makedip --repair --from 0 model opt")
         group = self.require_group("%makedip --repair")
-        source, names = placement.parse_source(args.source, group.world_size)
+        source, names = arguments.parse_source(args.source, group.world_size)
         group.options.timeout = self.timeout
         progress = Progress()
         try:
@@ -278,7 +278,7 @@ class DipMagics(Traits):
         if args.where != "local":
             group = self.require_group("%%dip")
             size = group.world_size
-            ranks = list(range(size)) if args.ranks is None else placement.parse_ranks(args.ranks, size, "-r")
+            ranks = list(range(size)) if args.ranks is None else arguments.parse_ranks(args.ranks, size, "-r")
             shown = arguments.ranks_to_show(args.see, ranks, size, self.show_ranks)
             self.hints.autoreload.record_cell(cell, group, ranks)
         both = args.where == "everywhere" and bool(both_sides.magic_names(cell))

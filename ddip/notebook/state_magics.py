@@ -8,7 +8,6 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.errors import BadInput
-from ddip.group.members import placement
 from ddip.notebook import arguments
 from ddip.notebook.arguments import examples
 
@@ -61,7 +60,7 @@ class TrainingMagics(Magics):
         args = arguments.parse(self.dipsync, "%dipsync", line)
         group = self._main.require_group("%dipsync")
         names = _checked_names(args.names, "%dipsync")
-        (source,) = placement.parse_ranks([args.source], group.world_size, "--from")
+        (source,) = arguments.parse_ranks([args.source], group.world_size, "--from")
         copied = group.sync(names, source)
         if not copied:
             self._main.confirm_done("nothing differs that could be copied")

@@ -11,6 +11,7 @@ from ddip.errors import BadInput
 from ddip.group.members.placement import (
     DeviceBinding,
     GroupSpec,
+    HostHas,
     HostRequest,
     Request,
     check_ranks,
@@ -18,17 +19,22 @@ from ddip.group.members.placement import (
     parse_count,
     parse_gpus,
     parse_hosts,
-    parse_ranks,
     resolve,
 )
+from ddip.notebook.arguments import parse_ranks
+
+
+def resolved(request: Request, gpus: int) -> GroupSpec:
+    """The group on a machine with that number of GPUs."""
+    return resolve(request, [HostHas("", gpus)])
 
 
 def on_cpu(count: int) -> GroupSpec:
-    return resolve(Request(n=count), 0)
+    return resolved(Request(n=count), 0)
 
 
 def on_gpus(*gpus: int) -> GroupSpec:
-    return resolve(Request(gpus=gpus), 8)
+    return resolved(Request(gpus=gpus), 8)
 
 
 def berths(made: GroupSpec) -> list[DeviceBinding]:
@@ -108,48 +114,48 @@ def test_a_group_of_one_has_only_rank_0() -> None:
 
 
 def test_without_a_word_all_gpus_or_two_cpu_ranks() -> None:
-    assert resolve(Request(), 3) == GroupSpec((0, 1, 2), "cpu:gloo,cuda:nccl")
-    assert resolve(Request(), 0) == GroupSpec((None, None), "gloo")
+    assert resolved(Request(), 3) == GroupSpec((0, 1, 2), "cpu:gloo,cuda:nccl")
+    assert resolved(Request(), 0) == GroupSpec((None, None), "gloo")
 
 
 def test_a_count_asks_for_the_cpu_even_where_there_are_gpus() -> None:
-    assert resolve(Request(n=3), 8).gpus == (None, None, None)
+    assert resolved(Request(n=3), 8).gpus == (None, None, None)
 
 
 def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
-    shared = resolve(Request(gpus=(0, 0)), 1)
+    shared = resolved(Request(gpus=(0, 0)), 1)
     assert shared.backend == "gloo"
     assert "two ranks share a GPU, which nccl does not do" in shared.notice
-    assert resolve(Request(gpus=(0, 1)), 2).notice == ""
+    assert resolved(Request(gpus=(0, 1)), 2).notice == ""
 
 
 def test_a_backend_that_is_named_is_taken() -> None:
-    assert resolve(Request(n=2, backend="mpi"), 0).backend == "mpi"
-    assert resolve(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
+    assert resolved(Request(n=2, backend="mpi"), 0).backend == "mpi"
+    assert resolved(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
 
 
 def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
         with pytest.raises(BadInput, match=f"-b {backend}: nccl needs GPUs"):
-            resolve(Request(n=2, backend=backend), 2)
+            resolved(Request(n=2, backend=backend), 2)
         with pytest.raises(BadInput, match=f"-b {backend}: two ranks share a GPU"):
-            resolve(Request(gpus=(0, 0), backend=backend), 1)
+            resolved(Request(gpus=(0, 0), backend=backend), 1)
 
 
 def test_a_count_that_is_not_the_number_of_gpus_is_refused() -> None:
     with pytest.raises(BadInput, match="-n 3 and -g with 2 GPUs: leave out -n"):
-        resolve(Request(n=3, gpus=(0, 1)), 4)
-    assert resolve(Request(n=2, gpus=(0, 1)), 4).size == 2
+        resolved(Request(n=3, gpus=(0, 1)), 4)
+    assert resolved(Request(n=2, gpus=(0, 1)), 4).size == 2
 
 
 def test_python_callers_are_checked_too() -> None:
     with pytest.raises(BadInput, match="-g 5: there is no GPU 5"):
-        resolve(Request(gpus=(5,)), 2)
+        resolved(Request(gpus=(5,)), 2)
     for n in (-1, 0):
         with pytest.raises(BadInput, match=f"-n {n}"):
-            resolve(Request(n=n), 0)
+            resolved(Request(n=n), 0)
     with pytest.raises(BadInput, match="type numbers"):
-        resolve(Request(gpus=()), 2)
+        resolved(Request(gpus=()), 2)
 
 
 def test_a_ranks_gpu_is_cuda_local_rank_in_what_it_sees() -> None:

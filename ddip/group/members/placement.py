@@ -164,28 +164,6 @@ def parse_gpus(words: Sequence[str], available: int, host: str = "") -> list[int
     return [int(item) for item in items]
 
 
-def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]:
-    """Parse ``0,2``, ``0 2``, ``1-3`` or ``all`` into distinct ranks in the order typed; raise BadInput."""
-    typed = f"{option} " + " ".join(words)
-    last = world_size - 1
-    range_text = f"this group has ranks 0 to {last}" if last else "this group has only rank 0"
-    ranks: dict[int, None] = {}
-    for item in [item for word in words for item in word.split(",") if item]:
-        first, _, end = item.partition("-")
-        if item == "all":
-            ranks |= dict.fromkeys(range(world_size))
-        elif re.fullmatch(r"\d+(-\d+)?", item, re.ASCII) and int(first) <= int(end or first):
-            for rank in range(int(first), int(end or first) + 1):
-                if rank > last:
-                    raise BadInput(f"{typed}: there is no rank {rank}; {range_text}")
-                ranks[rank] = None
-        else:
-            raise BadInput(f"{typed}: {item!r} is no rank; {range_text}: type {option} 0, {option} 0,1 or {option} all")
-    if not ranks:
-        raise BadInput(f"{typed}: no rank; {range_text}")
-    return list(ranks)
-
-
 def check_ranks(ranks: object, world_size: int, what: str) -> list[int]:
     """Return `ranks`, an argument named `what`, as a list; raise BadInput unless all are distinct ranks."""
     last = world_size - 1
@@ -229,16 +207,11 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
     return tuple(hosts)
 
 
-def resolve(request: Request, available: int, nccl_shares: bool = False) -> GroupSpec:
-    """Place the requested group on this machine, with `available` GPUs.
+def resolve(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = False) -> GroupSpec:
+    """Place the requested group on `hosts`, in this order. Raises BadInput.
 
-    `nccl_shares`: NCCL is set up to let ranks share a GPU. Raises BadInput.
+    `nccl_shares`: nccl may share a GPU between ranks.
     """
-    return resolve_on(request, [HostHas("", available)], nccl_shares)
-
-
-def resolve_on(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = False) -> GroupSpec:
-    """Place the requested group on `hosts`, in this order; see `resolve`."""
     counts = [host.count for host in request.hosts] or [None] * len(hosts)
     placed = [_place_on_host(request, count, host) for count, host in zip(counts, hosts, strict=True)]
     on_gpus = {gpus[0] is not None: host for gpus, host in zip(placed, hosts, strict=True)}
@@ -319,17 +292,3 @@ def keep(berths: Sequence[DeviceBinding], new: GroupSpec) -> list[int | None]:
             del free[fit]
         chosen.append(fit)
     return chosen
-
-
-def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, list[str]]:
-    """Parse ``--from 0 model opt`` into a rank and names of variables; raise BadInput."""
-    if typed is None:
-        return None, []
-    option = f"--from {' '.join(typed)}"
-    if not typed[0].isdecimal() or int(typed[0]) >= size:
-        advice = f"type a rank from 0 to {size - 1} and names of its variables"
-        raise BadInput(f"{option}: {advice}, such as --from 0 model opt")
-    names = list(typed[1:])
-    if not names or not all(name.isidentifier() for name in names):
-        raise BadInput(f"{option}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
-    return int(typed[0]), names

@@ -23,7 +23,7 @@ def resolve(request: Request, hosts: Sequence[Host], running: int) -> GroupSpec:
     gpus = [host.facts["gpus"] for host in hosts] or [devices.gpu_names()]
     names = [host.name for host in hosts] or [""]
     offers = [HostHas(name, len(on_host)) for name, on_host in zip(names, gpus, strict=True)]
-    spec = placement.resolve_on(request, offers, os.environ.get(placement.SHARES) == "1")
+    spec = placement.resolve(request, offers, os.environ.get(placement.SHARES) == "1")
     for number, on_host in enumerate(gpus):
         devices.ensure_one_slice([on_host[gpu] for gpu in spec.visible(number)])
     limits.ensure_room(spec.size, running)
