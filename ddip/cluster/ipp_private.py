@@ -1,4 +1,4 @@
-"""Every private name of ipyparallel that ddip uses, and why no public one does.
+"""Use private names of ipyparallel, all in this file, where no public name does the job.
 
 ``tests/unit/test_private_names.py`` fails when a release changes one of them.
 """
@@ -27,7 +27,7 @@ from ddip.protocol.remote import with_bytes
 
 
 def import_numpy() -> None:
-    """What ipyparallel imports with the first request, which takes a tenth of a second; for a better moment."""
+    """Import NumPy now, for a tenth of a second; otherwise ipyparallel imports it with the first request."""
     with folder.left_out():
         can(None)
 
@@ -44,30 +44,30 @@ def _of_message(take: Callable[[Any, Message], None]) -> Callable[[Any, Sequence
 
 
 class RankClient(Client):  # type: ignore[misc]
-    """An ``ipyparallel.Client`` that gives away what a cell shows, early or late, and keeps none of it.
+    """An ``ipyparallel.Client`` that passes the output of cells to listeners, early or late, and keeps none of it.
 
-    ipyparallel adds up all output of a request in a time that grows with its length, drops updates of displays, and
-    relays widgets past what was shown before them.
+    ipyparallel collects all output of a request in a time that grows with its length, drops updates of displays, and
+    relays widgets ahead of output that was shown before them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.listeners: dict[str, Listener] = {}
-        """By the id of the request; called on the client's own thread."""
+        """Listeners by the ID of the request; called on the client's own thread."""
         self.cells: dict[str, tuple[str, Request]] = {}
-        """Cells under way, with the name that their engine has at the controller; by the id of the request."""
+        """Running cells by the ID of the request, with the name of their engine at the controller."""
         self._guard = Guard("a message of a rank could not be used")
         super().__init__(*args, **kwargs)
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> list[MessageFuture]:
-        """Called for each request; ipyparallel keeps the ids of all there ever were."""
+        """Create the futures of requests, and drop the history, in which ipyparallel keeps the IDs of all requests."""
         self.history.clear()
         return super().create_message_futures(*args, **kwargs)  # type: ignore[no-any-return]
 
     def close(self, linger: int | None = None) -> None:
-        """Be done; with `linger`, what has not been sent is kept for so many ms.
+        """Close the client; `linger`: keep unsent messages for this many milliseconds.
 
-        ipyparallel's own thread closes the sockets, and does not tell them: what a controller that has ended has not
-        taken would be kept for ever, and a descriptor with it.
+        ipyparallel closes the sockets without a linger time: messages to a controller that has ended would be kept
+        indefinitely, and a descriptor with them.
         """
         sockets = [getattr(self, name) for name in self.trait_names() if name.endswith("_socket")]
 
@@ -102,7 +102,7 @@ class RankClient(Client):  # type: ignore[misc]
             Client._dispatch_iopub.__wrapped__(self, message)
 
     def send_cells(self, cells: Sequence[tuple[int, Request, Message]]) -> None:
-        """To engines; only on the client's own thread, which also hears that one of them has ended."""
+        """Send cells to engines; call it on the client's own thread, which also notices that an engine has ended."""
         stream = self._mux_stream
         stream.flush(zmq.POLLOUT)  # what is to go before
         for engine, request, message in cells:
@@ -119,7 +119,7 @@ class RankClient(Client):  # type: ignore[misc]
         stream.flush(zmq.POLLIN)
 
     def _dispatch_reply(self, frames: Sequence[Any]) -> None:
-        """An answer has come on the channel of requests; those that have come after it are taken at once."""
+        """Take a reply from the channel of requests, and all replies that have arrived after it."""
         socket = self._mux_stream.socket
         with self._guard:
             self._take_reply(frames)
@@ -140,7 +140,7 @@ class RankClient(Client):  # type: ignore[misc]
                 self._hear_end(number)
 
     def _hear_end(self, number: str) -> None:
-        """The last message of this cell has come; its answer may have, or may still come."""
+        """Note that the last message of a cell has arrived; its reply may have arrived before or may follow."""
         _, request = self.cells[number]
         if not request.output.done():
             request.output.set_result(None)
@@ -148,7 +148,7 @@ class RankClient(Client):  # type: ignore[misc]
             del self.cells[number]
 
     def _handle_stranded_msgs(self, eid: int, uuid: str) -> None:
-        """The engine has ended; it answers nothing any more."""
+        """End the requests to an engine that has ended."""
         super()._handle_stranded_msgs(eid, uuid)
         for number, (name, request) in list(self.cells.items()):
             if name == uuid:
@@ -157,7 +157,7 @@ class RankClient(Client):  # type: ignore[misc]
 
 
 def _end(request: Request) -> None:
-    """Its engine has ended; the answer may have come."""
+    """End a request whose engine has ended; its reply may have arrived."""
     if not request.done():
         request.set_result(Reply(ended=True))
     if not request.output.done():
@@ -165,12 +165,12 @@ def _end(request: Request) -> None:
 
 
 def _identity(client: Client, engine: int) -> bytes:
-    """Raises KeyError for an engine that has ended."""
+    """Return the ZeroMQ identity of `engine`. Raises KeyError if it has ended."""
     return str(client._engines[engine]).encode()
 
 
 def _ended() -> MessageFuture:
-    """The future of a request to an engine that has ended."""
+    """Return the future of a request to an engine that has ended."""
     future = MessageFuture("")
     future.output = Future()
     future.output.set_result(None)
@@ -210,7 +210,7 @@ def execute(
 
 
 def cell_reply(content: CellReply) -> Reply:
-    """The same in the words of the seam; what cannot be read is an error, and no request that is never done."""
+    """Convert the content of a reply; an unreadable one becomes an error, so that its request ends."""
     try:
         match content["status"]:
             case "ok":
@@ -240,7 +240,7 @@ def apply(client: Client, engine: int, function: Callable[..., Any], args: Seque
 
 
 def _end_output(future: MessageFuture) -> None:
-    """Of a call that is done: ddip's kernel sends no message that says so."""
+    """Mark the output of a finished call as ended, because ddip's kernel sends no such message."""
     if not future.output.done():
         future.output.set_result(None)
 
@@ -273,7 +273,7 @@ def control(client: Client, engine: int, msg_type: str, content: dict[str, Any])
 
 
 def _answer(message: Message) -> dict[str, Any]:
-    """What it says, with the bytes that came beside it."""
+    """Return the content of a message, with the buffers that were sent beside it."""
     content: dict[str, Any] = with_bytes(message["content"], message.get("buffers") or [])
     return content
 
@@ -293,9 +293,9 @@ def unregister(client: Client, engine: int) -> None:
 
 
 class LinkClient(Client):  # type: ignore[misc]
-    """A client of somebody else's cluster that gives away what engines send on the control channel without being asked.
+    """A client of an attached cluster that receives unrequested messages of engines on the control channel.
 
-    `heard` is called on the client's own thread. ipyparallel passes over what answers none of its requests.
+    `heard` is called with each, on the client's own thread. ipyparallel ignores messages that answer no request.
     """
 
     def __init__(self, file: str, heard: Callable[[dict[str, Any]], None], seconds: float) -> None:
@@ -314,8 +314,7 @@ class LinkClient(Client):  # type: ignore[misc]
 
 
 def send_on_control_channel(client: Client, kind: str, content: dict[str, Any], data: bytes) -> None:
-    """Send what nobody answers to the one who is called `kind` at the scheduler, also when it has ended; ipyparallel
-    would keep a future for it."""
+    """Send a message without a reply to the peer named `kind`, even if it has ended."""
     buffers = [data] if data else None
     client._io_loop.add_callback(
         lambda: client.session.send(client._control_stream, kind, content, ident=kind.encode(), buffers=buffers)
@@ -323,6 +322,6 @@ def send_on_control_channel(client: Client, kind: str, content: dict[str, Any], 
 
 
 def asked_again(client: Client) -> Future[Any]:
-    """A future that is done when the Hub answers."""
+    """Ask the Hub for a connection, and return a future that is done when it replies."""
     answer: Future[Any] = client._send(client._query_stream, "connection_request")
     return answer
