@@ -149,7 +149,7 @@ class Status(TypedDict):
 
     schema: int
     group: GroupStatus | None
-    """State of the group; None: there is no group."""
+    """State of the group, or None if there is no group."""
     ranks: list[RankStatus]
     devices: list[DeviceStatus]
     cells: list[CellStatus]

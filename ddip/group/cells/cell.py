@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def seconds(self) -> float:
-        """Elapsed seconds: so far, or in total once it has ended."""
+        """Elapsed seconds so far, or in total once the cell has ended."""
         return 0.0 if self.began is None else (self.ended or time.time()) - self.began
 
     @property
