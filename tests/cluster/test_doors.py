@@ -98,6 +98,6 @@ def test_a_group_starts_where_its_folder_has_an_odd_name_or_too_long_a_path(
                 assert folder.parent == place
                 group.run("assert world_size == 1")
             assert not folder.exists()
-    monkeypatch.setattr(ownership, "_places", lambda: [too_long])
+    monkeypatch.setattr(ownership, "_candidate_folders", lambda: [too_long])
     with pytest.raises(GroupError, match="AF_UNIX path too long.*set TMPDIR to a folder of yours"):
         ddip.Group(1)
