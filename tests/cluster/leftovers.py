@@ -60,7 +60,7 @@ def processes_of(owner: int) -> list[psutil.Process]:
     """
     family = family_of(owner)
     warm = [
-        *titled(family, "ddip warm"),
+        *titled(family, "ddip preload process"),
         *titled(family, " ".join(preload_client.command("ddip.cluster.processes.preload_server"))),
     ]  # its title comes later
     if lives(owner):
