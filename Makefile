@@ -45,6 +45,7 @@ test-ten: $(READY)
 
 test-system: $(SYSTEM)
 	$(BIN)/python -m pytest tests/system $(ARGS)
+	$(BIN)/python -m pytest tests/system/test_stops.py -m alone
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 	$(BIN)/python -m pytest tests/cluster -m grid $(ARGS)
 

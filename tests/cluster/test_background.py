@@ -263,6 +263,7 @@ def test_a_bar_that_is_a_widget_moves_in_the_background(notebook: Notebook) -> N
     assert "3/3" in notebook.ok("%dipcell").text
 
 
+@pytest.mark.native("sockets")
 def test_a_script_starts_waits_and_stops(cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "go"
     cell = cells.start(f"print('begun', rank)\n{UNTIL.format(path=str(path))}\nmine = rank", show_ranks=[0, 1])
@@ -272,7 +273,7 @@ def test_a_script_starts_waits_and_stops(cells: ddip.Group, capsys: pytest.Captu
     assert cell.wait()
     assert "[rank 1] begun 1" in capsys.readouterr().out
     assert cells.pull(["mine"], 1) == {"mine": 1}
-    cell = cells.start(REDUCE + "\nif rank == 0: raise KeyError('a')")
+    cell = cells.start(REDUCE + "\nif rank == 0: raise KeyError('a')\ndist.all_reduce(x)")
     with pytest.raises(ddip.CellError, match="rank 0: KeyError"):
         cell.wait()
     cells.run(REDUCE)

@@ -135,6 +135,7 @@ def test_a_group_that_connects_when_it_must_is_left_alone() -> None:
         group.run(f"{SETUP}\n{PROOF}")
 
 
+@pytest.mark.native("sockets")
 def test_the_environment_cannot_put_the_group_on_the_network(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_the_environment_cannot_put_the_group_on_the_network(
         assert capsys.readouterr().err.count(text) == 1
         assert {host for host, _ in listening(group)} == {"127.0.0.1"}
         group.run(f"{SETUP}\nos.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = 'nowhere0'")
-        group.run("dist.destroy_process_group()")
+        with pytest.raises(ddip.CellError):
+            group.run("if rank == 0: raise ValueError\ndist.barrier()")
         group.run(f"{PROOF}\ndist.new_group([0, 1])")
         assert "eth0" not in capsys.readouterr().err

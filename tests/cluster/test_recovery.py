@@ -364,6 +364,7 @@ def test_an_interrupt_that_comes_while_another_is_handled_leaves_no_lock_closed(
         cells.run("assert lock.acquire(blocking=False); lock.release()")
 
 
+@pytest.mark.native("sockets")
 def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
     cells: ddip.Group, no_interrupts_here: None
 ) -> None:
@@ -379,7 +380,7 @@ def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
     waits = "^taking apart what its last cell has left, .* in __del__$"
     stopped = meanwhile(lambda: re.match(waits, str(cells.stacks()[1].place)), press_stop)  # type: ignore[union-attr]
     with pytest.raises((RequestInterrupted, CellInterrupted)):  # the rank takes it apart before the comparison or after
-        cells.run("pass")
+        cells.run("import torch.distributed as dist; dist.barrier()")
     stopped.join()
     cells.run(f"{PROOF}\nassert kept == rank")
 
@@ -715,13 +716,13 @@ def test_a_repair_suffices_whatever_a_rank_has_done_to_itself(cells: ddip.Group,
     prove_repair(cells, KINDS[kind])
 
 
+@pytest.mark.native("sockets")
 def test_a_rank_that_dies_while_gloo_connects_a_group_holds_the_others_up_for_seconds(cells: ddip.Group) -> None:
     cells.run("from ddip.rank.process_group import setup\nsetup.SET_UP_SECONDS = 0.2")
     cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")
     pids = [member.pid for member in cells.members]
     with pytest.raises(
-        ddip.CellError,
-        match=r"^rank 1: RankEnded: .*; rank 0(: KeyboardInterrupt| was blocked in new_group.*, until ddip aborted it)",
+        ddip.CellError, match=r"^rank 1: RankEnded: .*; rank 0 was blocked in new_group.*, until ddip aborted it"
     ):
         cells.run("dist.new_group()", timeout=20)
     assert cells.repair() == [1]

@@ -64,6 +64,16 @@ ADAM = """
 opt = torch.optim.AdamW(net.parameters(), 0.02)
 sched = torch.optim.lr_scheduler.LambdaLR(opt, factor)
 """
+FSDP2_NET = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+net = network()
+mesh = init_device_mesh("cpu", (world_size,))
+for layer in net:
+    if isinstance(layer, nn.Linear):
+        fully_shard(layer, mesh=mesh)
+fully_shard(net, mesh=mesh)
+"""
 DDP_NET = "net = DDP(network(), bucket_cap_mb=1e-5)\n"
 
 NET = {"net": "net", "opt": "opt", "sched": "sched"}
@@ -222,31 +232,11 @@ def train(k):
     ),
     "compile": Loop("net = torch.compile(DDP(network()), backend='eager')\n" + ADAM + PLAIN_TRAIN),
     "FSDP2": Loop(
-        """
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-net = network()
-mesh = init_device_mesh("cpu", (world_size,))
-for layer in net:
-    if isinstance(layer, nn.Linear):
-        fully_shard(layer, mesh=mesh)
-fully_shard(net, mesh=mesh)
-"""
-        + ADAM
-        + PLAIN_TRAIN,
+        FSDP2_NET + ADAM + PLAIN_TRAIN,
         sharded=True,
     ),
     "FSDP2, accumulation": Loop(
-        """
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-net = network()
-mesh = init_device_mesh("cpu", (world_size,))
-for layer in net:
-    if isinstance(layer, nn.Linear):
-        fully_shard(layer, mesh=mesh)
-fully_shard(net, mesh=mesh)
-"""
+        FSDP2_NET
         + ADAM
         + """
 def train(k):
