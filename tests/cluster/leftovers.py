@@ -16,7 +16,7 @@ from ddip.cluster.processes import preload_client
 from ddip.protocol import on_rank
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30, what: str = "") -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 90, what: str = "") -> None:
     """Wait for a condition; fails when it does not come."""
     end = time.monotonic() + seconds
     while not condition():
@@ -119,7 +119,7 @@ def listening(processes: list[psutil.Process]) -> list[str]:
     return sorted({c.laddr.ip for c in sockets})
 
 
-def assert_nothing_left(owner: int, seconds: float = 10) -> None:
+def assert_nothing_left(owner: int, seconds: float = 60) -> None:
     """Fail unless every process and file of the clusters of `owner` is gone within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and (processes_of(owner) or files_of(owner)):

@@ -80,20 +80,20 @@ class Notebook:
     def _connect(self) -> None:
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=120)
         self.pid = int(self.run("import os; print(os.getpid())").stdout)
 
-    def run(self, code: str, timeout: float = 90) -> Shown:
+    def run(self, code: str, timeout: float = 240) -> Shown:
         """Run a cell to its end."""
         return self.finish(self.begin(code), timeout)
 
-    def ok(self, code: str, timeout: float = 90) -> Shown:
+    def ok(self, code: str, timeout: float = 240) -> Shown:
         """Run a cell that must not fail."""
         shown = self.run(code, timeout)
         assert shown.status == "ok", f"{code}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
         return shown
 
-    def fails(self, code: str, timeout: float = 90) -> Shown:
+    def fails(self, code: str, timeout: float = 240) -> Shown:
         """Run a cell that must fail, so that "Run All" would stop there."""
         shown = self.run(code, timeout)
         assert shown.status == "error", f"did not fail: {code}\n{shown}"
@@ -103,7 +103,7 @@ class Notebook:
         """Send a cell; returns the id to finish it with."""
         return str(self.client.execute(code, allow_stdin=False, **options))
 
-    def finish(self, message_id: str, timeout: float = 90, until: str | None = None) -> Shown:
+    def finish(self, message_id: str, timeout: float = 240, until: str | None = None) -> Shown:
         """Take what a cell shows until it has ended, or until `until` has been shown."""
         shown = Shown()
         end = time.monotonic() + timeout
@@ -135,11 +135,11 @@ class Notebook:
                 shown.pages = reply["content"].get("payload", [])
                 return shown
 
-    def late(self, message_id: str, until: str, timeout: float = 30) -> str:
+    def late(self, message_id: str, until: str, timeout: float = 120) -> str:
         """Wait until a cell that has ended shows `until`; returns all that it showed then, as text."""
         return _text(self.late_messages(message_id, lambda messages: until in _text(messages), timeout))
 
-    def late_messages(self, message_id: str, until: Callable[[Messages], bool], timeout: float = 30) -> Messages:
+    def late_messages(self, message_id: str, until: Callable[[Messages], bool], timeout: float = 120) -> Messages:
         """The same, as messages."""
         messages: Messages = []
         end = time.monotonic() + timeout
@@ -153,7 +153,7 @@ class Notebook:
         """Press Tab (`complete`), or ask for help (`inspect`), at the end of `code`."""
         request = getattr(self.client, kind)(code, len(code) if cursor is None else cursor, **options)
         while True:
-            reply = self.client.get_shell_msg(timeout=30)
+            reply = self.client.get_shell_msg(timeout=120)
             if reply["parent_header"].get("msg_id") == request:
                 return dict(reply["content"])
 

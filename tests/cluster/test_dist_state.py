@@ -323,7 +323,7 @@ def ensure_restored(kind):
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_model_may_be_sharded_in_another_way_and_two_of_four_ranks_be_lost() -> None:
     """With an average of DTensors, which the model that was made again may have in another layout."""
     with ddip.Group(4, failure_grace=0.1) as group:

@@ -208,7 +208,7 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(300)  # spawned on a loaded machine, eight ranks take their time
+@pytest.mark.timeout(600)  # spawned on a loaded machine, eight ranks take their time
 @pytest.mark.parametrize("size", [2, 8])
 def test_groups_of_other_sizes(size: int) -> None:
     with ddip.Group(size, failure_grace=0.1) as group:

@@ -60,7 +60,7 @@ def torchruns(folder: Path) -> list[dict[str, str]]:
         f"json.dump(dict(os.environ), open(os.path.join({str(folder)!r}, os.environ['RANK']), 'w'))"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
     found = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
     return [{name: value for name, value in each.items() if os.environ.get(name) != value} for each in found]
 

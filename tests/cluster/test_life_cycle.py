@@ -179,7 +179,7 @@ def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     notebook.ok("%makedip -n 2\n%makedip -k")

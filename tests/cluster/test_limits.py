@@ -34,7 +34,7 @@ def start_under(limit: str, code: str = "") -> str:
         f"        {code or 'pass'}\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert done.stderr == ""
     return done.stdout.strip()
 

@@ -47,14 +47,14 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
-        NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
+        NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
     for cell in notebook.cells:
         errors = [out.ename for out in cell.get("outputs", []) if out.output_type == "error"]
         assert bool(errors) == ("raises-exception" in cell.metadata.get("tags", [])), (cell.source, errors)
     return notebook
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", OTHERS)
 def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     notebook = run(path, tmp_path)

@@ -61,7 +61,7 @@ RUN = [page for page in WITH_CODE if not needs_data(page) and not needs_extra(pa
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_blocks_of_a_page_run_as_they_are_pasted(
     page: Path, new_notebook: Callable[[], Notebook], tmp_path: Path
@@ -84,14 +84,14 @@ def run_blocks(page: Path, notebook: Notebook, folder: Path) -> None:
 def _in_a_terminal(text: str, folder: Path, where: str) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["sh", "-ec", text], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120
+        ["sh", "-ec", text], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def _in_the_notebook(notebook: Notebook, block: Block, where: str) -> str:
-    shown = notebook.run(block.text, timeout=240 if "data" in block.marks else 90)
+    shown = notebook.run(block.text, timeout=500 if "data" in block.marks else 240)
     wanted = block.marks.get("raises", "")
     assert shown.error == wanted, f"{where}\n{block.text}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
     return "\n".join([shown.text, shown.traceback])

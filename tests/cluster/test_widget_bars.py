@@ -41,7 +41,7 @@ def outputs(warmed_up: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
     folder: Path = tmp_path_factory.mktemp("bars")
-    client = NotebookClient(notebook, timeout=90, allow_errors=True, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(notebook, timeout=240, allow_errors=True, resources={"metadata": {"path": str(folder)}})
     client.execute()
     return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
 

@@ -11,7 +11,7 @@ from tests.cluster.test_notebooks import FRAMEWORKS, run
 from tests.cluster.test_pages import WITH_CODE, name_of, needs_extra, run_blocks
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if needs_extra(page)], ids=name_of)
 def test_the_blocks_of_a_page_run_as_they_are_pasted(page: Path, tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
@@ -21,7 +21,7 @@ def test_the_blocks_of_a_page_run_as_they_are_pasted(page: Path, tmp_path: Path)
         notebook.shut_down()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", FRAMEWORKS, ids=[path.stem for path in FRAMEWORKS])
 def test_the_notebook_trains_on_all_ranks(path: Path, tmp_path: Path) -> None:
     shown = [out for cell in run(path, tmp_path).cells for out in cell.get("outputs", [])]

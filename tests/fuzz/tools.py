@@ -78,7 +78,7 @@ def warm(group):
 
 def gone(group, number):
     """Wait until the group knows that a rank has ended."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while number not in group.ranks.ended:
         assert time.monotonic() < deadline, f"the end of rank {number} is not noticed"
         time.sleep(0.01)
@@ -93,7 +93,7 @@ def known(group, pid):
 
 def over(group):
     """Wait until the group knows that its controller has ended."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not group.cluster._controller_exit:
         assert time.monotonic() < deadline, "the end of the controller is not noticed"
         time.sleep(0.01)
@@ -101,7 +101,7 @@ def over(group):
 
 def free(group):
     """Wait until every rank has ended the cell that was stopped; some take seconds for that."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while True:
         try:
             return group.ensure_ready()

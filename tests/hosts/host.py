@@ -334,7 +334,7 @@ def ip(commands: str) -> None:
     subprocess.run([*SWITCH, "ip", "-batch", "-"], input=commands, text=True, check=True)
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what} did not come in {seconds} s"

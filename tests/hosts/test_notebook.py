@@ -18,7 +18,7 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.par
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_notebook_runs_over_two_hosts(tmp_path: Path) -> None:
     notebook = run(HOSTS, tmp_path)
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
@@ -27,7 +27,7 @@ def test_the_notebook_runs_over_two_hosts(tmp_path: Path) -> None:
     assert "new False" in shown, "the new rank has none of the variables"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_quickstart_trains_to_the_same_bits_on_two_hosts_as_on_one(tmp_path: Path) -> None:
     stored = nbformat.read(HOSTS.with_name("01_quickstart.ipynb"), 4)
     cells = [cell.source for cell in stored.cells if cell.cell_type == "code"]

@@ -25,7 +25,7 @@ SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) -> None:
     """Wait until `condition` holds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -62,8 +62,8 @@ class Lab:
     def load(self, name: str) -> None:
         """Open a notebook that is there, afresh."""
         self.page.goto(f"{self.url}/lab/tree/{name}?reset")
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=30_000)
-        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=30_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
         wait_for(lambda: self._is_busy() is False, "the kernel to be idle")
 
     def cell(self, number: int) -> Locator:
@@ -111,13 +111,13 @@ class Lab:
         prompt = self.prompt(number)
         return "*" in prompt or not any(letter.isdigit() for letter in prompt)
 
-    def run(self, number: int, seconds: float = 40) -> str:
+    def run(self, number: int, seconds: float = 120) -> str:
         """Run that cell to its end; returns what it shows."""
         self.begin(number)
         self.finish(number, seconds)
         return self.text(number)
 
-    def finish(self, number: int, seconds: float = 40) -> None:
+    def finish(self, number: int, seconds: float = 120) -> None:
         """Wait for its end."""
         try:
             wait_for(lambda: not self.is_running(number), f"the end of cell {number}", seconds)

@@ -99,7 +99,7 @@ class Terminal:
         self._wait()
 
     def _wait(self) -> str:
-        self.child.expect(r"In \[\d+\]: ", timeout=90)
+        self.child.expect(r"In \[\d+\]: ", timeout=240)
         return str(self.child.before)
 
     def begin(self, code: str) -> None:
@@ -107,10 +107,10 @@ class Terminal:
         lines = code.splitlines()
         for number, line in enumerate(lines):
             if number:
-                self.child.expect(r"\.\.\.: ", timeout=10)
+                self.child.expect(r"\.\.\.: ", timeout=60)
             self.child.sendline(line)
         for _ in range(2 if len(lines) > 1 else 0):  # blank lines end it
-            self.child.expect(r"\.\.\.: ", timeout=10)
+            self.child.expect(r"\.\.\.: ", timeout=60)
             self.child.sendline("")
 
     def run(self, code: str) -> str:
@@ -135,7 +135,7 @@ def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
     terminal.begin(
         "%%dip\nimport torch.distributed as dist\nprint('hangs')\nif rank: dist.barrier()\nwhile not rank: pass"
     )
-    terminal.child.expect("hangs\r\n", timeout=20)
+    terminal.child.expect("hangs\r\n", timeout=90)
     terminal.child.sendintr()
     assert "KeyboardInterrupt: the cell was interrupted on ranks 0-2" in terminal.finish()
     terminal.run(
@@ -148,7 +148,7 @@ def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
         seen = terminal.run("pass")
     assert "[cell " in seen and "] late" in seen
     terminal.child.sendline("exit")
-    terminal.child.expect(pexpect.EOF, timeout=30)
+    terminal.child.expect(pexpect.EOF, timeout=90)
     terminal.child.close()
     assert terminal.child.exitstatus == 0
 
@@ -163,13 +163,13 @@ def test_a_terminal_shows_a_cell_in_the_background_while_it_waits_for_it(tmp_pat
     assert "Out[4]: 2" in terminal.run("1 + 1")
     terminal.begin("%dipwait")
     for _ in range(20):
-        terminal.child.expect("step", timeout=20)
+        terminal.child.expect("step", timeout=90)
     go.touch()
     shown = terminal.finish()
     assert "over\r\ncell 3 ended" in shown
     assert "over" not in terminal.run("2 + 2")
     terminal.child.sendline("exit")
-    terminal.child.expect(pexpect.EOF, timeout=30)
+    terminal.child.expect(pexpect.EOF, timeout=90)
     terminal.child.close()
 
 
@@ -193,9 +193,9 @@ def test_in_jupyter_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     shown = console.run("%%dip -S all\nprint('I am', rank)")
     assert "[rank 0] I am 0" in shown and "[rank 1] I am 1" in shown
     console.begin("%%dip\nimport torch.distributed as dist\nif rank: dist.barrier()")
-    console.child.expect("Ctrl-C ends the cell and keeps all variables", timeout=60)
+    console.child.expect("Ctrl-C ends the cell and keeps all variables", timeout=180)
     console.child.sendintr()
     assert "the cell was interrupted on rank 1" in console.finish()
     console.child.send("exit\r")
-    console.child.expect(pexpect.EOF, timeout=30)
+    console.child.expect(pexpect.EOF, timeout=90)
     console.child.close()

@@ -33,7 +33,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=name, marks=[pytest.mark.long] * (name in LATER)) for path, name in LESSONS.items()],
@@ -53,7 +53,7 @@ def test_the_lesson_trains_on_all_ranks(
     assert set(proved.values()) <= {"True"}, proved
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if needs_data(page)], ids=name_of)
 def test_the_blocks_of_a_page_about_fastai_run_as_they_are_pasted(
     page: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,7 +77,7 @@ class Server:
         """What its own interface answers."""
         body = json.dumps(data).encode() if data else None
         request = urllib.request.Request(f"{self.url}{path}", body, {"Authorization": f"token {TOKEN}"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=180) as answer:
             return json.loads(answer.read() or "null")
 
     def open(self, name: str) -> str:
@@ -147,7 +147,7 @@ def run(server: Server, steps: Callable[[Call], Awaitable[None]]) -> None:
     _run(all_of_it())
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_program_trains_reads_an_error_repairs_a_killed_rank_and_stops(server: Server) -> None:
     server.open("train.ipynb")
 
@@ -277,7 +277,7 @@ def _busy(server: Server, kernel: str) -> Iterator[None]:
     client.load_connection_file(str(folder / f"kernel-{kernel}.json"))
     client.start_channels()
     try:
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=120)
         client.execute("import time; time.sleep(60)")
         yield
     finally:

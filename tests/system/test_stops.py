@@ -48,7 +48,7 @@ def load() -> Iterator[None]:
 
 
 @pytest.mark.alone  # its load slows whatever test runs beside it
-@pytest.mark.timeout(60 + 20 * STOPS)
+@pytest.mark.timeout(120 + 40 * STOPS)
 def test_no_rank_is_lost_by_a_stop_under_load(load: None, tmp_path: Path) -> None:
     with ddip.Group(RANKS, timeout=300) as group:
         pids = [member.pid for member in group.members]
