@@ -54,7 +54,12 @@ def report(names: Names, has: Callable[[str], bool]) -> NamesReport:
 
 
 def is_in_source(path: str) -> bool:
-    """Return whether the source of the module in this dotted path has the words that follow; True without a source."""
+    """Return whether the source of the module in this dotted path has the words that follow; True without a source.
+
+    "a.b or a.c" are the names of different versions, of which one is enough.
+    """
+    if " or " in path:
+        return any(map(is_in_source, path.split(" or ")))
     library, *words = path.split(".")
     spec = find_spec(library)
     if spec is None or not spec.origin:

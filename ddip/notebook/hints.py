@@ -63,12 +63,16 @@ class Hints:
 
             self._matchers = [context_matcher(identifier="ddip", priority=1e6)(lambda context: self._complete(context))]
             shell.Completer.custom_matchers += self._matchers
+        self._do_complete: Callable[[str, int], Any] | None = None
+        """The kernel's own, if IPython has no such list: before 8.6."""
         shell.events.register("post_run_cell", self._after_cell)
         shell.events.register("pre_run_cell", self._before_cell)
         self._kernel = getattr(shell, "kernel", None)
         if self._kernel is not None:
             self._inspect = self._kernel.do_inspect
             self._kernel.do_inspect = self._inspect_on_rank_0
+            if not self._matchers:
+                self._do_complete, self._kernel.do_complete = self._kernel.do_complete, self._complete_on_rank_0
 
     def close(self) -> None:
         """Remove all hooks from IPython."""
@@ -79,6 +83,8 @@ class Hints:
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         if self._kernel is not None:
             del self._kernel.do_inspect
+            if self._do_complete is not None:
+                del self._kernel.do_complete
 
     # -- while a person types
 
@@ -120,6 +126,17 @@ class Hints:
             "ordered": True,
             "suppress": True,
         }
+
+    def _complete_on_rank_0(self, code: str, cursor: int) -> Any:
+        """Let rank 0 answer Tab if possible; replaces the ``do_complete`` of the kernel of an old IPython."""
+        from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
+
+        asked = self._ask_rank_0(on_rank.complete, code, cursor)
+        if asked is None or not asked[1]["matches"]:
+            assert self._do_complete is not None
+            return self._do_complete(code, cursor)
+        begin, answer = asked
+        return {**answer, "cursor_start": answer["cursor_start"] + begin, "cursor_end": answer["cursor_end"] + begin}
 
     def _inspect_on_rank_0(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Let rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""

@@ -43,7 +43,9 @@ def load(shell: InteractiveShell) -> None:
     area.watch_front_end(getattr(shell, "kernel", None))
     session.begin(magics)
     for library, features in compat.find_off(compat_ipython.NOTEBOOK).items():
-        area.notify(compat.describe_off(library, features))
+        here = [feature for feature in features if feature != compat_ipython.COMPLETION or not hasattr(shell, "kernel")]
+        if here:
+            area.notify(compat.describe_off(library, here))
     if magics.warm and not magics.spawn and preload_client.possible():
         preload_client.begin(modules)
 

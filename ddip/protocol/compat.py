@@ -65,7 +65,13 @@ class Names:
         return find_spec(self.library) is not None
 
     def has(self, name: str) -> bool:
-        """Return whether the library has this name, or may lack it; this imports the name's module."""
+        """Return whether the library has this name, or may lack it; this imports the name's module.
+
+        "a.b or a.c" are the names of different versions, of which one is enough.
+        """
+        return any(self._has_one(alternative) for alternative in name.split(" or "))
+
+    def _has_one(self, name: str) -> bool:
         try:
             find_object(name)
         except AttributeError:

@@ -7,16 +7,16 @@ from ddip.protocol.compat import Names
 _COMPLETER = "IPython.core.completer"
 _KERNEL = "ipykernel.kernelbase.Kernel"
 _STREAM = "ipykernel.iostream.OutStream"
-KERNEL_TESTED = "7.4"
+KERNEL_TESTED = "6.17 to 7.4"
 """Versions of ipykernel that ddip has been tested with."""
-TESTED = "9.18"
+TESTED = "7.34 to 9.18"
 """Versions of IPython that ddip has been tested with."""
 STATES = "each cell costs some messages more"
 AWAITS = "the stop button may not end a cell that awaits"
 QUICK = "short cells take longer"
 DISPLAYS = "a print may appear below a later display"
 MODULES = "modules of the notebook that have changed are not loaded again on other hosts"
-COMPLETION = "Tab offers no names of the ranks"
+COMPLETION = "Tab offers no names of the ranks in a terminal"
 RELOAD = "%reload_ext ddip ends the group"
 RANK_KERNEL = Names(
     "ipykernel",
@@ -25,7 +25,7 @@ RANK_KERNEL = Names(
         f"{_KERNEL}.pre_handler_hook",
         f"{_KERNEL}.post_handler_hook",
         f"{_STREAM}._flush",
-        f"{_STREAM}._flush_buffers",
+        f"{_STREAM}._flush_buffers or {_STREAM}._flush_buffer",  # see old_versions.RequestBuffers
         f"{_STREAM}._is_master_process",
         f"{_STREAM}._schedule_flush",
         "ipykernel.zmqshell.ZMQInteractiveShell._showtraceback",

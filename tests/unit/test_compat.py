@@ -31,6 +31,11 @@ CORES = [(names, name) for names in TABLES for name in names.core]
 
 
 def delete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for alternative in name.split(" or "):
+        delete_one(alternative, monkeypatch)
+
+
+def delete_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parent, _, attribute = name.rpartition(".")
     owner = compat.find_object(parent)
     for kind in inspect.getmro(owner) if inspect.isclass(owner) else [owner]:

@@ -276,8 +276,10 @@ def _controller_side_address() -> str:
     try:
         import psutil  # a requirement of ipyparallel
 
-        connections = psutil.Process().net_connections("tcp4")
-    except Exception:  # an older psutil, or none
+        process = psutil.Process()
+        has_new_name = hasattr(process, "net_connections")  # from psutil 6.0 on
+        connections = (process.net_connections if has_new_name else process.connections)("tcp4")
+    except Exception:
         return ""
     ends = [(c.laddr.ip, c.raddr.ip) for c in connections if c.raddr]
     return next((ours for ours, theirs in ends if ours != theirs and not ours.startswith("127.")), "")

@@ -23,6 +23,7 @@ import psutil
 
 from ddip.cluster import devices
 from ddip.cluster.processes import processes, tcp_tables
+from ddip.protocol.old_versions import tcp_connections
 from ddip.cluster.processes.exit_diagnosis import HostMemory
 from ddip.cluster.processes.processes import end_processes, existing
 from ddip.protocol import dump
@@ -100,7 +101,7 @@ def ports_of(pid: int) -> list[tuple[int, int]]:
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
         for process in [leader, *leader.children(recursive=True)]:
-            found += [(c.laddr.port, c.raddr.port) for c in process.net_connections("tcp") if c.raddr]
+            found += [(c.laddr.port, c.raddr.port) for c in tcp_connections(process) if c.raddr]
     return found
 
 

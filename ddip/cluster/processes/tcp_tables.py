@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import psutil
 
+from ddip.protocol.old_versions import tcp_connections
+
 from ddip.cluster.processes.links import TABLES
 
 Ends: TypeAlias = "list[Any]"
@@ -32,7 +34,7 @@ def connections(pids: Sequence[int]) -> list[list[Ends]]:
 
 def _connections_by_psutil(pid: int) -> list[Ends]:
     with contextlib.suppress(psutil.Error):
-        return [[*c.laddr, *c.raddr] for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
+        return [[*c.laddr, *c.raddr] for c in tcp_connections(psutil.Process(pid)) if c.raddr]
     return []
 
 

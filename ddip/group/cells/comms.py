@@ -7,12 +7,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-import comm
+from IPython.core.getipython import get_ipython
 
 from ddip.cluster.cluster_api import Message
 from ddip.group.members.ranks import Ranks
 from ddip.output.area import CellOutputArea
 from ddip.output.widgets import WidgetBars, WidgetCell, merge, parts, state_in
+from ddip.protocol.old_versions import find_comms
 
 KEPT = 200
 """Number of messages from the page whose late output is still shown."""
@@ -32,6 +33,10 @@ class _Widget:
     opening: Message | None
     """The message that opens it in its current state, while the page does not know it, as its rank was not shown;
     None once the page does."""
+
+
+def _find_comms() -> tuple[Any, Any]:
+    return find_comms(getattr(get_ipython(), "kernel", None))
 
 
 class Comms:
@@ -115,13 +120,15 @@ class Comms:
     def _drop_widget(self, name: str) -> None:
         self._widgets.pop(name, None)
         self._unannounced.pop(name, None)
-        proxy = comm.get_comm_manager().comms.pop(name, None)
+        manager, _ = _find_comms()
+        proxy = manager.comms.pop(name, None)
         if proxy is not None:
             proxy._closed = True  # otherwise its finalizer would also close the rank's comm
 
     def _open_comm(self, widget: _Widget, content: dict[str, Any]) -> None:
         cluster, engine = self._ranks.cluster, self._ranks.members[widget.rank].engine
-        proxy = comm.create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
+        manager, create_comm = _find_comms()
+        proxy = create_comm(target_name=content.get("target_name", ""), comm_id=content["comm_id"], primary=False)
 
         def to_rank(message: Message) -> None:
             late = widget.cell.late
@@ -135,4 +142,4 @@ class Comms:
 
         proxy.on_msg(to_rank)
         proxy.on_close(close)
-        comm.get_comm_manager().register_comm(proxy)
+        manager.register_comm(proxy)

@@ -8,10 +8,10 @@ By then the notebook's folder is on ``sys.path``, and a file there could shadow 
 from __future__ import annotations
 
 import contextlib
+import importlib
 
 import cloudpickle
 import pygments.formatters.terminal256  # type: ignore[import-untyped]
-import stack_data
 import torch.distributed as dist
 
 from ddip.protocol import compat_ipyparallel, dump
@@ -23,9 +23,13 @@ from ddip.rank.process_group import collectives, membership, setup
 from ddip.rank.runtime import c10d, current, housekeeping, process_settings, stacks
 from ddip.rank.streams import streams
 
-with contextlib.suppress(ImportError):  # another IPython may have them elsewhere
-    import IPython.core.guarded_eval
-    import IPython.core.latex_symbols
-    import IPython.extensions.autoreload
+for name in (
+    "IPython.core.guarded_eval",
+    "IPython.core.latex_symbols",
+    "IPython.extensions.autoreload",
+    "stack_data",
+):
+    with contextlib.suppress(ImportError):  # another IPython may have no such module
+        importlib.import_module(name)
 
 dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl"))  # torch searches all installed packages for each backend

@@ -25,6 +25,7 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.error import UsageError
 from traitlets import Type
 
+from ddip.protocol.old_versions import keep_cell_numbers
 from ddip.rank.kernel import refusals
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import c10d, stacks, tracebacks
@@ -73,6 +74,11 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     """The exception that was formatted last, with its text."""
     _caught_by_magic: BaseException | None = None
     """The exception that the running magic has caught."""
+
+    def init_instance_attrs(self) -> None:
+        """Create the shell's attributes; its compiler keeps the cells' numbers, also in an old IPython."""
+        super().init_instance_attrs()
+        keep_cell_numbers(self.compile)
 
     def init_prompts(self) -> None:
         """Leave ``sys.ps1`` unset, since libraries that see it assume an interactive session."""
@@ -210,7 +216,9 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
             return list(self.SyntaxTB.structured_traceback(kind, error, frames))
         if exception_only:
             return list(self.InteractiveTB.get_exception_only(kind, error))
-        return list(self.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset))
+        return list(
+            self.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset or 0)
+        )  # None: IPython 7 drops a frame
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
         """Return the entry for IPython 9's session history, reusing the traceback that was formatted last."""

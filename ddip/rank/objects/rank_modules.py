@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from IPython.extensions import autoreload
-
 from ddip.protocol.on_rank import IMPORTED
 from ddip.protocol.text import readable
 from ddip.rank.runtime import process_settings
@@ -80,6 +78,7 @@ def _reload_modules(loaded: list[str]) -> str:
     """
     for name in reversed(loaded):
         try:
+            autoreload = importlib.import_module("IPython.extensions.autoreload")
             autoreload.superreload(sys.modules[name], old_objects=_old_objects)
         except KeyboardInterrupt:
             raise

@@ -22,8 +22,11 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-import executing
-import stack_data.core
+try:  # IPython needs them from 8 on
+    import executing
+    import stack_data.core
+except ImportError:
+    executing = None  # type: ignore[assignment]
 
 from ddip.rank.native.thread_exceptions import raise_in
 from ddip.rank.runtime import stacks
@@ -108,6 +111,8 @@ def forget_sources() -> None:
 
     One frame in ``torch/nn/modules/module.py`` leaves 57 000 objects, which cost 15 ms after each cell.
     """
+    if executing is None:
+        return
     for kind in (executing.Source, stack_data.core.Source):
         for name in ("__source_cache_with_lines", "__executing_cache"):
             vars(kind).get(name, {}).clear()

@@ -21,6 +21,7 @@ from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher
 from tornado.ioloop import IOLoop
 
+from ddip.protocol.old_versions import RequestBuffers
 from ddip.rank.streams import cell_log
 from ddip.rank.streams.limiter import Chunk, OutputLimiter
 from ddip.rank.streams.pipes import Pipe, Pipes, Written
@@ -60,7 +61,14 @@ class _CellOutput:
         self._latest_header = value
 
 
-class RankStream(_CellOutput, OutStream):  # type: ignore[misc]
+class _BufferedStream(RequestBuffers, OutStream):  # type: ignore[misc]
+    """ipykernel's stream before 6.29."""
+
+
+_Stream: Any = OutStream if hasattr(OutStream, "_flush_buffers") else _BufferedStream
+
+
+class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
     """stdout or stderr of a rank."""
 
     flush_interval = 0.04
