@@ -51,12 +51,12 @@ def keep_cell_numbers(compiler: Any) -> None:
     compiler.cache, compiler._filename_map = cache_and_remember, numbers
 
 
-def find_comms(kernel: Any) -> tuple[Any, type[Any]]:
-    """Return the comm manager of the notebook's kernel, and the class of its comms.
+def find_comms(kernel: Any) -> tuple[Any, Any]:
+    """Return the comm manager of the notebook's kernel, and the function that creates a comm.
 
     From ipykernel 6.18 on these are those of the package ``comm``, of which earlier kernels know nothing.
     """
-    from ipykernel import version_info
+    from ipykernel._version import version_info
 
     if kernel is not None and tuple(version_info[:2]) < (6, 18):
         from ipykernel.comm import Comm

@@ -23,10 +23,10 @@ import psutil
 
 from ddip.cluster import devices
 from ddip.cluster.processes import processes, tcp_tables
-from ddip.protocol.old_versions import tcp_connections
 from ddip.cluster.processes.exit_diagnosis import HostMemory
 from ddip.cluster.processes.processes import end_processes, existing
 from ddip.protocol import dump
+from ddip.protocol.old_versions import tcp_connections
 
 SIGNAL_SECONDS = 0.3
 """How long a rank that does not answer may take to dump its stack."""

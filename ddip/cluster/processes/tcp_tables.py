@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 
 import psutil
 
-from ddip.protocol.old_versions import tcp_connections
-
 from ddip.cluster.processes.links import TABLES
+from ddip.protocol.old_versions import tcp_connections
 
 Ends: TypeAlias = "list[Any]"
 """Local host and port, remote host and port."""

@@ -216,9 +216,8 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
             return list(self.SyntaxTB.structured_traceback(kind, error, frames))
         if exception_only:
             return list(self.InteractiveTB.get_exception_only(kind, error))
-        return list(
-            self.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset or 0)
-        )  # None: IPython 7 drops a frame
+        offset = tb_offset or 0  # for None, IPython 7 would drop a frame
+        return list(self.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=offset))
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
         """Return the entry for IPython 9's session history, reusing the traceback that was formatted last."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipykernel.iostream import OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher
@@ -65,7 +65,10 @@ class _BufferedStream(RequestBuffers, OutStream):  # type: ignore[misc]
     """ipykernel's stream before 6.29."""
 
 
-_Stream: Any = OutStream if hasattr(OutStream, "_flush_buffers") else _BufferedStream
+if TYPE_CHECKING or hasattr(OutStream, "_flush_buffers"):  # noqa: SIM108  # as an expression, mypy takes it for a value
+    _Stream = OutStream
+else:
+    _Stream = _BufferedStream
 
 
 class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
