@@ -1,12 +1,72 @@
-"""Lifecycle of a group: starts, changes, rebuilds and ends its ranks.
+"""Lifecycle of a group: start, change, rebuild and end its ranks. ``repair.py`` replaces the processes of lost ranks.
 
-engines         one process per rank                                  -> Engines
-process group   the torch process group of the ranks                  -> ProcessGroupManager
-app             a framework adapter, prepared on every rank           -> App
-new ranks       ranks that must take over settings of the others      -> NewRanks
-cells           running cells, and the state that they leave behind   -> Cells
+This is the way from ``%makedip`` to ranks in a process group:
 
-Each start creates these anew (`Parts`). ``repair.py`` replaces the processes of lost ranks.
+    notebook's kernel                      preload process       controller           engine, one per rank
+    -------------------------------------  --------------------  -------------------  --------------------------------
+    %load_ext ddip ------ start ---------> imports torch
+    %makedip: Group, Lifecycle._start        |
+    1 PLAN     places.found                  |
+               wanted.resolve                |
+    2 CLUSTER  OwnCluster, Hosts             |
+    3 START    Engines.complete              |
+               OwnCluster.start -- fork ---> +-----------------> connection file
+                                -- fork ---> +--------------------------------------> hooks; waits for that file
+               client <--------------- connect ----------------> | <-- register ----- RankEngine
+               greeting.wait_for <---- hello, empty cell ------> | <----------------> |
+    4 JOIN     Meetings.prepare                                                       |
+               RankSpec ------------------------------------------------------------> membership.join
+                                                                   gloo, nccl <-----> | <----> other ranks
+    5 APP      App.prepare ---------------------------------------------------------> app_hooks.prepare
+
+    another host:   notebook --ssh, srun, or an engine--> agent --> preload process there --fork--> engine
+                    engine there <--> relay in the agent <== frames, same connection ==> relay here <--> controller
+
+1. Plan. ``places.found`` finds the hosts if the request does not name them: by a Slurm job, the allocation that the
+   notebook is in, or an ipyparallel cluster. ``wanted.resolve`` places the ranks on devices, and refuses a group that
+   the machines cannot hold. If there are other hosts, it does so after step 2, which finds out their GPUs.
+
+2. Cluster. ``Group._new_cluster`` first ends the processes that dead notebooks have left (``ownership.py``).
+   `OwnCluster` creates the run folder, which only this user can enter, for sockets, logs and the store. `Hosts` starts
+   the agents of all hosts at once. Each reports the facts of its host, and a host with another torch, Python or ddip
+   is refused here, since its ranks would fail later with misleading errors.
+
+3. Start. To import torch takes seconds, so the preload process does it once, when the extension is loaded, and each
+   rank is a fork of it. CUDA does not survive a fork, so that process refuses to fork if it holds a GPU. ``boot.py``
+   starts it without the notebook's folder on its path, where a file such as ``random.py`` could replace a module.
+   Controller and engines start at the same time, and an engine waits for the connection file. Only an engine on
+   another host starts later, with the connection details in its environment. Before an engine registers, it looks for
+   the private names that ddip needs, and installs the hooks that must be there before its first group
+   (``membership.watch``). Registration is not enough to send messages: ZeroMQ drops those for channels that are not
+   connected yet, so ``greeting.py`` uses each channel until it answers. `Engines` then checks the versions in each
+   `Hello`, and prints which mechanisms of ``rank/native`` are off, by ``DDIP_NATIVE`` or a failed self-test.
+
+4. Join. Ranks on one host meet in a file, and ranks on several hosts in a store that the first rank serves
+   (``meeting.py``). A host that a firewall keeps from it is named at once, since torch would retry for long. Each rank
+   applies its `RankSpec` on its main thread, and calls ``init_process_group``. While gloo forms a group, it takes any
+   process that connects for a rank, and waits in C++ for a rank that does not come. Therefore the ranks first meet in
+   the store, connect within a short timeout, and fence their listening sockets (``rank/process_group/setup.py``;
+   ``DDIP_NATIVE_LISTENERS``). The notebook compares both ends of all connections (``connections.py``): if one leads to
+   an unknown process, the group is formed a second time.
+
+5. App. The adapter, which was imported before the fork, prepares each rank in its group. If that fails, so does the
+   start: a later cell would fail with an error that does not name the app.
+
+Threads: all steps run on the thread that creates the `Group`, mostly the notebook's main thread. Of the threads that
+serve it, ``ddip-cluster`` runs ipyparallel's cluster code, which needs an event loop; ``ddip-warm`` and
+``ddip-host-NAME`` read the reports of the preload process and the agents; and the client has one for its messages.
+
+Invariants:
+
+- A start that fails or is interrupted ends all that it has started. A change that fails before the ranks have left
+  their former process group changes nothing; after that, the next cell completes it (`Lifecycle._form`).
+- Each process ends with its parent: an engine by a signal of the kernel, the controller and an agent by a look at
+  their parent or stdin. ``owner.json`` in the run folder lists the processes that the next start ends otherwise.
+- ddip's messages pass through sockets in the run folders and the connections to agents. Only torch listens on a
+  network, and the clusters of ``--cluster`` and ``--engines``.
+
+If the preload process cannot fork (macOS, ``DipMagics.spawn``, a GPU that it holds), this host's processes are spawned
+with ``boot.py`` instead.
 """
 
 from __future__ import annotations
@@ -88,7 +148,10 @@ class Progress:
 
 
 class Parts:
-    """Parts of a running group, on the processes of `cluster`; no process runs yet."""
+    """Parts of a running group, on the processes of `cluster`; no process runs yet.
+
+    Each start creates new ones, and they end with the group.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,83 @@
-"""Replace the processes of lost ranks while the other ranks keep their variables."""
+"""Repair a group: replace the processes of lost ranks, which is one step of the recovery from a fault.
+
+A fault is an exception, a stop, a timeout or the death of a rank. This is the way from it to a process group in which
+training continues:
+
+    fault in a cell           1 UNBLOCK the other ranks, so that the cell ends      cells/running.py, process_group.py
+        |                     2 RECORD what the fault may have left behind          cells/cells.py
+        v
+    error in the notebook
+        |
+        |  after this notebook cell (report_faults), before the next cell, or before another request
+        v
+    3 CHECK each rank: does it run, is it free, does its GPU work?                  lifecycle.py: ensure_ready
+        |                |
+        | yes            | no: GroupError, which names %makedip --repair
+        |                v
+        |        4 REPLACE these ranks by new processes, which have no variables    this file
+        |                |
+        v                v
+    5 REBUILD the process group: leave, join, revive                                lifecycle.py: rebuild
+        v
+    6 RESET a training iteration that the fault has broken off                      process_group/iterations.py
+        v
+    7 COMPLETE new ranks: app, settings, modules, variables of --from               app.py, revival.py, modules.py
+        v
+    8 COMPARE the ranks, and print what differs                                     cells/differences.py
+
+1. Unblock. When a rank has failed, the thread that follows the cell gives the others `failure_grace` seconds to end or
+   to raise errors of their own (for a stop, see ``rank/kernel/kernel.py``). Then ``ProcessGroupManager.release`` aborts
+   the collectives in which the rest waits; torch would wait for half an hour. The preload process, or the agent of
+   another host, reports the end of a process. ``OwnCluster`` then unregisters its engine, which ends its requests: a
+   dead rank counts as having replied. Its child processes are ended as well, as they hold its connections open.
+
+2. Record. ``Cells._record_end`` notes which ranks still run the cell, which have lost their GPU, where each was in a
+   training iteration (`Iterations`), and that the ranks must be compared (`Differences`). When no cell runs,
+   ``update_health`` marks the process group for a rebuild if a rank has sent no report, was released, or is in no
+   group; if the ranks have begun different numbers of collectives, since the next one would meet an earlier one of
+   another rank; and if only some have taken an optimizer step. Each rank itself has restored small tensors of its
+   aborted collective (``aborted_tensors.py``).
+
+3. Check. A rank that still runs an abandoned cell is interrupted again, and kept if it ends (``Cells.settle``). A rank
+   without a working GPU keeps running until a repair, so that its CPU variables can be pulled.
+
+4. Replace (`_Repair`). A rank that cannot run a collective or an empty cell counts as lost, too. If the error does not
+   show which rank is to blame, ``fitness.py`` tries each rank alone, and then groups with one new process. New engines
+   start before the old ones end, and the variables of ``--from`` are pickled before both: if one of these steps fails,
+   nothing has changed. All ranks are tested again afterwards, since a fault may hide another one.
+
+5. Rebuild. The ranks leave their group in whatever state it is, and join another one through a new store. The path or
+   address of the store identifies the group, so a release that arrives late does not abort the next group. Wrappers,
+   meshes and subgroups refer to the former group, and raise an error when they are used. ``wrappers.revive`` makes the
+   DDP wrappers usable again, with rank 0's parameters and buffers on all ranks, which may have stopped at different
+   steps. It does not revive FSDP wrappers, as shards of different steps do not fit together; ``ddip.dist_state`` keeps
+   shards that do.
+
+6. Reset. A reducer or gradient scaler in the middle of an iteration would fail in the next one, so it is reset. If a
+   rank was within an iteration, or ranks were in different ones, gradients are cleared on all ranks
+   (``rank/objects/iteration.py``).
+
+7. Complete. A new rank prepares the app, and gets the process settings that cells have changed on the others.
+
+8. Compare. Values that were equal on all ranks after the last good cells, and differ now, were broken by the fault.
+   ``%dipsync`` copies rank 0's; ddip does not copy them by itself, since a difference may be intended.
+
+Threads: steps 3 to 8 run on the thread of the request, which holds ``Lifecycle.turn``. On a rank, all that changes
+variables or the process group runs on the main thread, as cells do; only a release runs on the control thread, because
+the main thread may be waiting.
+
+Invariants:
+
+- Variables live as long as their process, and a recovery ends only the processes of lost ranks.
+- ``ProcessGroupManager.healthy`` is False from the moment at which ddip begins to take a group apart, and True again
+  only when all ranks have joined the next one.
+- A step that was stopped is repeated by the next request, which finds a mark of it: ``healthy``,
+  ``Iterations._pending``, ``App._unprepared``, ``Differences._failed``. Within steps that must not be cut in two,
+  ``stopping.button`` holds back the KeyboardInterrupt.
+
+Without ``DDIP_NATIVE_SOCKETS``, step 1 cannot unblock ranks that wait in gloo: they are interrupted, abandoned, and
+must be replaced.
+"""
 
 from __future__ import annotations
 

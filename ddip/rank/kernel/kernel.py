@@ -1,15 +1,74 @@
-"""The IPython kernel of a rank: an ipyparallel kernel with ddip's control requests and hooks around each cell.
+"""The kernel of a rank: it runs cells and requests, and raises the interrupts of the stop button in their code.
 
-A separate thread serves the control channel, so that requests are answered while a cell runs.
+This is how an interrupt gets from the stop button to the code of a cell on one rank, and back to the notebook:
 
-`SilentKernel` sends few status messages. For each request, ipykernel publishes that it is busy, the code, and that it
-is idle: three of five messages. ddip does not need the first two. The idle message is needed only after a cell that
-produced output, since reply and output travel on different sockets; the reply of any other cell says that it was
-silent.
+    notebook's kernel                                      rank, one process
+    ---------------------------------------------------    ------------------------------------------------------------
+    SIGINT -> StopPressed, into the cell's queue           control thread                main thread
+                  |                                          |                             | runs the cell
+    RunningCell.follow -> CellState.step                     |                             |
+        INTERRUPT  ---- "ddip_interrupt", request id ----> ddip_interrupt                  |
+                  |                                          +---- os.kill(SIGINT) ------> _interrupt
+                  |                                          |                             | KeyboardInterrupt,
+                  | after 0.5 s, or a second press           |                             | now or at a later try
+        ABORT  -------- "ddip_request", release ---------> membership.release              |
+                                                             +-- cuts sockets, or          |
+                                                             |   aborts nccl ------------> | a collective ends
+                                                             +-- thread ddip-release ----> | a lost wait ends
+                                                                                           |
+    Replied -> CellInterrupted  <------ reply with error and report, shell channel ------- _end_cell
 
-`CellKernel` runs the cells of ddip's own request message. For an ``execute_request``, ipykernel transforms the cell
-twice, inspects the signatures of IPython's methods and cleans the reply for JSON, to support cells that await and
-kernels and clients of any kind. That takes as long as all of IPython's work on the cell.
+1. The press. During a foreground cell, SIGINT only puts an event into the cell's queue (``stopping.calling``, set by
+   ``Cells.admit``): a KeyboardInterrupt could be raised between any two instructions of ddip, which would then lose the
+   cell. The thread that follows the cell takes the event; ``CellState.step`` decides, and ``RunningCell`` acts. A
+   background cell has its own thread, and ``%dipstop`` puts the same event into its queue. ``--timeout`` has the same
+   effect.
+
+2. The message. The main thread serves the shell channel and is busy with the cell, so the interrupt uses the control
+   channel, which has its own thread. `ddip_interrupt` adds the request id to `aborted`, which stops a cell that has not
+   begun: ipyparallel refuses a request that arrives later, and `_allow_interrupts` one that is being prepared. Then it
+   sends SIGINT to its own process. A cell may end at the same moment, so `_interrupt_target` stores the cell that the
+   signal is for, and `_missed_its_cell` drops a signal whose cell has ended.
+
+3. The signal. Python handles it on the main thread, between two instructions, and a system call such as a sleep ends
+   early. An asynchronous exception (``thread_exceptions.py``) does not end system calls; it is used only for helper
+   threads, in which Python handles no signals. The effect of the signal depends on the state of the main thread:
+
+       no request             ipyparallel's handler ignores it
+       a cleanup that hangs   it ends the finalizer, sent when a cell that waits for it is stopped (``Cells.tidy``)
+       around a cell's code   `_interrupt` keeps it until the code begins, or drops it if the code has ended
+       a cell's code          `_interrupt` raises KeyboardInterrupt, except in code to which it would do damage:
+                                  a finalizer or a hook of IPython would swallow it    ``stacks.may_interrupt``
+                                  half an import leaves a broken library behind        ``libraries.Patience``
+                                  ``with`` would leave a lock or a setting behind      ``libraries.Patience``
+                              `_retry_interrupt` tries again; also after a callback of ``os.fork`` has swallowed it
+       a cell that awaits     `_cancel_on_sigint` cancels it while it waits, and raises while it computes
+
+4. The collectives. A main thread that waits in gloo is in C++, where no handler can run. For ABORT,
+   ``ProcessGroupManager.release`` makes a file store unreadable and calls ``membership.release`` on the control thread
+   of each rank. On the CPU, that shuts down the connections between the ranks, and gloo raises. On a GPU, it aborts
+   nccl, after which nothing raises; so if work is under way, it interrupts the cell first. Two kinds of waits remain,
+   and the thread ``ddip-release`` ends them (``released_waits.py``). One is gloo's wait for the rest of a message. It
+   ends as if the rest had arrived, so the cell is interrupted before. When the wait has ended, Python handles the
+   signal of step 3. If another rank has failed and no one has pressed stop, ABORT comes alone: gloo's error ends the
+   cell, and the report says where the rank had waited (``membership.waited_in``).
+
+5. The way back. The exception ends the cell's code, and ``RankShell.showtraceback`` formats it. `_run_interruptibly`
+   turns interrupts off, and `_end_cell` returns the reply with a report (``cell_report.py``). The
+   cell is over once all ranks have replied and their output has ended. A rank that has not replied 2.2 s after the
+   interrupt, and makes no progress towards it (``members/watch.py``), is abandoned: the cell ends without it.
+
+Invariants:
+
+- Each request gets a reply, as long as the process lives: no interrupt ends code of ipykernel or ddip around a cell.
+- An interrupt ends the cell that it was sent for, and no other.
+- The control thread waits neither for the main thread nor for other ranks. Steps that may take long have threads:
+  ``ddip-release``, which runs under a `Guard` that reports its exceptions, ``ddip-abort``, and those of ``answers.py``.
+- After a release, the process group is rebuilt before the next cell begins (``ddip/group/repair.py``).
+
+``DDIP_NATIVE=0`` turns off the mechanisms of ``rank/native``; steps 1 to 3 and the abort of nccl do not need them.
+Without ``DDIP_NATIVE_SOCKETS``, a rank that waits in gloo is abandoned, and ``%makedip --repair`` replaces it. Without
+``DDIP_NATIVE_GLOO_WAITS``, this happens only to a rank that waits for the rest of a message.
 """
 
 from __future__ import annotations
@@ -52,7 +111,12 @@ from ddip.rank.streams.streams import RankStream, tag_threads_with_cells
 
 
 class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
-    """An ipyparallel kernel that publishes fewer status messages for requests of ddip."""
+    """An ipyparallel kernel that publishes fewer status messages for requests of ddip.
+
+    For each request, ipykernel publishes that it is busy, the code, and that it is idle: three of five messages. ddip
+    does not need the first two. The idle message is needed only after a cell that produced output, since reply and
+    output travel on different sockets; the reply of any other cell says that it was silent.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -118,7 +182,12 @@ class _NoShellThread:
 
 
 class CellKernel(SilentKernel):
-    """A kernel that serves ddip's cell requests; a subclass implements `run_cell`."""
+    """A kernel that serves ddip's own message for cells; a subclass implements `run_cell`.
+
+    For an ``execute_request``, ipykernel transforms the cell twice, inspects the signatures of IPython's methods and
+    cleans the reply for JSON, to support cells that await and kernels and clients of any kind. That takes as long as
+    all of IPython's work on the cell.
+    """
 
     msg_types = [*SilentKernel.msg_types, cell_messages.REQUEST]
 
@@ -177,7 +246,7 @@ tracebacks.HIDDEN.add(__name__)
 
 
 class RankKernel(CellKernel):
-    """The kernel that serves the notebook's requests to one rank."""
+    """The kernel that serves the notebook's requests to one rank; the module's docstring describes its interrupts."""
 
     control_msg_types = [*CellKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False
