@@ -33,7 +33,7 @@ def import_numpy() -> None:
 
 
 def _of_message(take: Callable[[Any, Message], None]) -> Callable[[Any, Sequence[Any]], None]:
-    """Have a method of a client that takes a message called with its frames."""
+    """Turn a method of a client that takes a message into one that takes the frames of the message."""
 
     @functools.wraps(take)
     def take_frames(self: Any, frames: Sequence[Any]) -> None:
@@ -104,7 +104,7 @@ class RankClient(Client):  # type: ignore[misc]
     def send_cells(self, cells: Sequence[tuple[int, Request, Message]]) -> None:
         """Send cells to engines; call it on the client's own thread, which also notices that an engine has ended."""
         stream = self._mux_stream
-        stream.flush(zmq.POLLOUT)  # what is to go before
+        stream.flush(zmq.POLLOUT)  # messages that were sent earlier go first
         for engine, request, message in cells:
             name = self._engines.get(engine)
             if name is None:
@@ -187,10 +187,10 @@ def execute(
     silent: bool = False,
     history: bool = True,
 ) -> list[Request]:
-    """Run `code` as a cell of engines, by messages of ddip's own, whose content is made once.
+    """Run `code` as a cell on each engine of `to`, by ddip's own message, whose content is packed once per limit.
 
-    ``client.listeners`` keeps who listens for what comes later; a silent cell has no output, and is in no history;
-    `history` says so for others.
+    The listeners stay in ``client.listeners`` for late output. A `silent` cell has no listener. IPython's history gets
+    the code unless the cell is silent or `history` is False.
     """
     if client._closed:
         raise OSError("the client is closed")
@@ -225,9 +225,9 @@ def cell_reply(content: CellReply) -> Reply:
 
 
 def apply(client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str) -> MessageFuture:
-    """Call `function` on the main thread of `engine`; ddip's kernel is told what it is `doing` then, for people.
+    """Call `function` on the main thread of `engine`; `doing` describes the call to users.
 
-    ``View.apply_async`` makes an ``AsyncResult`` of the same, which is a cycle of objects around what comes back.
+    ``View.apply_async`` would create an ``AsyncResult``, a reference cycle that keeps the result alive.
     """
     try:
         identity = _identity(client, engine)
@@ -246,7 +246,7 @@ def _end_output(future: MessageFuture) -> None:
 
 
 def send_comm(client: RankClient, engine: int, message: Message, on_message: Listener) -> str:
-    """Send a widget's message to `engine`, and what its callbacks show to `on_message`; returns the message's id."""
+    """Send a widget's message to `engine`, and return its ID; `on_message` gets the output of its callbacks."""
     header = client.session.msg_header(message["header"]["msg_type"])
     client.listeners[header["msg_id"]] = on_message
     client._send(

@@ -28,8 +28,8 @@ This is the way from ``%makedip`` to ranks in a process group:
 
 2. Cluster. ``Group._new_cluster`` first ends the processes that dead notebooks have left (``ownership.py``).
    `OwnCluster` creates the run folder, which only this user can enter, for sockets, logs and the store. `Hosts` starts
-   the agents of all hosts at once. Each reports the facts of its host, and a host with another torch, Python or ddip
-   is refused here, since its ranks would fail later with misleading errors.
+   the agents of all hosts at once. Each reports the facts of its host, and a host with another version of torch, Python
+   or ddip is refused here, before its ranks fail in a way that does not show the reason.
 
 3. Start. To import torch takes seconds, so the preload process does it once, when the extension is loaded, and each
    rank is a fork of it. CUDA does not survive a fork, so that process refuses to fork if it holds a GPU. ``boot.py``
@@ -38,19 +38,20 @@ This is the way from ``%makedip`` to ranks in a process group:
    another host starts later, with the connection details in its environment. Before an engine registers, it looks for
    the private names that ddip needs, and installs the hooks that must be there before its first group
    (``membership.watch``). Registration is not enough to send messages: ZeroMQ drops those for channels that are not
-   connected yet, so ``greeting.py`` uses each channel until it answers. `Engines` then checks the versions in each
-   `Hello`, and prints which mechanisms of ``rank/native`` are off, by ``DDIP_NATIVE`` or a failed self-test.
+   connected yet, so ``greeting.py`` uses each channel until it answers. `Engines` then checks each `Hello`: the
+   version of ddip's protocol, and what torch can do. It also prints which mechanisms of ``rank/native`` are off, by
+   ``DDIP_NATIVE`` or a failed self-test.
 
 4. Join. Ranks on one host meet in a file, and ranks on several hosts in a store that the first rank serves
-   (``meeting.py``). A host that a firewall keeps from it is named at once, since torch would retry for long. Each rank
-   applies its `RankSpec` on its main thread, and calls ``init_process_group``. While gloo forms a group, it takes any
-   process that connects for a rank, and waits in C++ for a rank that does not come. Therefore the ranks first meet in
-   the store, connect within a short timeout, and fence their listening sockets (``rank/process_group/setup.py``;
-   ``DDIP_NATIVE_LISTENERS``). The notebook compares both ends of all connections (``connections.py``): if one leads to
-   an unknown process, the group is formed a second time.
+   (``meeting.py``). A host that a firewall keeps from it is named at once, since torch would retry for a long time.
+   Each rank applies its `RankSpec` on its main thread, and calls ``init_process_group``. While gloo forms a group, it
+   takes any process that connects for a rank, and waits in C++ for a rank that does not come. Therefore the ranks
+   first meet in the store, then connect within a short timeout, and then fence their listening sockets
+   (``rank/process_group/setup.py``; ``DDIP_NATIVE_LISTENERS``). The notebook compares both ends of all connections
+   (``connections.py``): if one leads to an unknown process, the group is formed a second time.
 
-5. App. The adapter, which was imported before the fork, prepares each rank in its group. If that fails, so does the
-   start: a later cell would fail with an error that does not name the app.
+5. App. The adapter, which was imported before the fork, prepares each rank in its group. If that fails on a rank,
+   there is no group.
 
 Threads: all steps run on the thread that creates the `Group`, mostly the notebook's main thread. Of the threads that
 serve it, ``ddip-cluster`` runs ipyparallel's cluster code, which needs an event loop; ``ddip-warm`` and
@@ -60,10 +61,11 @@ Invariants:
 
 - A start that fails or is interrupted ends all that it has started. A change that fails before the ranks have left
   their former process group changes nothing; after that, the next cell completes it (`Lifecycle._form`).
-- Each process ends with its parent: an engine by a signal of the kernel, the controller and an agent by a look at
-  their parent or stdin. ``owner.json`` in the run folder lists the processes that the next start ends otherwise.
-- ddip's messages pass through sockets in the run folders and the connections to agents. Only torch listens on a
-  network, and the clusters of ``--cluster`` and ``--engines``.
+- Each process ends with its parent: an engine by a signal of the kernel, the controller when it notices that its
+  parent has ended, and an agent when its stdin ends. The next start ends others, which ``owner.json`` in the run
+  folder lists.
+- ddip's messages pass through sockets in the run folders and the connections to agents. Only torch, and the
+  clusters of ``--cluster`` and ``--engines``, listen on a network.
 
 If the preload process cannot fork (macOS, ``DipMagics.spawn``, a GPU that it holds), this host's processes are spawned
 with ``boot.py`` instead.

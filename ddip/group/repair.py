@@ -10,7 +10,7 @@ training continues:
         |
         |  after this notebook cell (report_faults), before the next cell, or before another request
         v
-    3 CHECK each rank: does it run, is it free, does its GPU work?                  lifecycle.py: ensure_ready
+    3 CHECK each rank: does it run, has its cell ended, does its GPU work?          lifecycle.py: ensure_ready
         |                |
         | yes            | no: GroupError, which names %makedip --repair
         |                v
@@ -26,10 +26,10 @@ training continues:
     8 COMPARE the ranks, and print what differs                                     cells/differences.py
 
 1. Unblock. When a rank has failed, the thread that follows the cell gives the others `failure_grace` seconds to end or
-   to raise errors of their own (for a stop, see ``rank/kernel/kernel.py``). Then ``ProcessGroupManager.release`` aborts
-   the collectives in which the rest waits; torch would wait for half an hour. The preload process, or the agent of
-   another host, reports the end of a process. ``OwnCluster`` then unregisters its engine, which ends its requests: a
-   dead rank counts as having replied. Its child processes are ended as well, as they hold its connections open.
+   to raise errors of their own (for a stop, see ``rank/kernel/kernel.py``). Then ``ProcessGroupManager.release``
+   aborts the collectives in which the rest waits; torch would wait for half an hour. The preload process, or the agent
+   of another host, reports the end of a process. ``OwnCluster`` then unregisters its engine, which ends its requests:
+   a dead rank counts as having replied. Its child processes are ended as well, as they hold its connections open.
 
 2. Record. ``Cells._record_end`` notes which ranks still run the cell, which have lost their GPU, where each was in a
    training iteration (`Iterations`), and that the ranks must be compared (`Differences`). When no cell runs,
@@ -48,10 +48,10 @@ training continues:
 
 5. Rebuild. The ranks leave their group in whatever state it is, and join another one through a new store. The path or
    address of the store identifies the group, so a release that arrives late does not abort the next group. Wrappers,
-   meshes and subgroups refer to the former group, and raise an error when they are used. ``wrappers.revive`` makes the
-   DDP wrappers usable again, with rank 0's parameters and buffers on all ranks, which may have stopped at different
-   steps. It does not revive FSDP wrappers, as shards of different steps do not fit together; ``ddip.dist_state`` keeps
-   shards that do.
+   meshes and subgroups refer to the former group, and raise an error when they are used. ``wrappers.revive`` makes DDP
+   wrappers that all ranks have usable again, with rank 0's parameters and buffers, since the ranks may have stopped at
+   different steps; a new rank has none, so they must be recreated. It does not revive FSDP wrappers, as shards of
+   different steps do not fit together; ``ddip.dist_state`` keeps shards that do.
 
 6. Reset. A reducer or gradient scaler in the middle of an iteration would fail in the next one, so it is reset. If a
    rank was within an iteration, or ranks were in different ones, gradients are cleared on all ranks
@@ -195,7 +195,7 @@ class _Repair:
             return []
         self._app.drop_if_unfit(replaced)
         self._lifecycle.ensure_ready()
-        self._modules.send_again(self._ranks, self._progress)  # first: what is copied may be of them
+        self._modules.send_again(self._ranks, self._progress)  # before variables that may be objects of these modules
         if fetched is not None:
             self._unpack(fetched, replaced)
         self._lifecycle.seconds = time.monotonic() - began

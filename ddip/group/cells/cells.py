@@ -170,7 +170,7 @@ class Cells:
         controller ends.
         """
         self._run_to_end(running, unmatched, asked)
-        error, running.cell.error = running.cell.error, None  # its traceback will keep the frames of all callers alive
+        error, running.cell.error = running.cell.error, None  # else its traceback would keep the frames of all callers
         if error is not None:
             raise error
         for _, reply in sorted(running.replies.items()):

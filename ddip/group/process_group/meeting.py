@@ -134,9 +134,8 @@ class Meetings:
     ) -> dict[int, RankSpec]:
         """Return the `RankSpec` of each rank that meets, by rank; for `groups` and `seconds` see there."""
         specs = {}
-        hosts = {
-            number: self._host_at(number).facts for number in meeting.hosts
-        }  # computed at each access on this host
+        # read once per host: for this host, each access computes them again
+        hosts = {number: self._host_at(number).facts for number in meeting.hosts}
         for place, rank in enumerate(meeting.ranks):
             number = self._ranks.members[rank].binding.host
             beside = [other for other in meeting.ranks if self._ranks.members[other].binding.host == number]

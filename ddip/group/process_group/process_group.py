@@ -6,6 +6,8 @@ a cell fails on rank 0, ranks 1-3 wait in all_reduce
     release      -> every rank shuts them down, aborts nccl        waits in a collective raise
 the next cell
     leave, join  -> main thread of every rank                      a new group; variables are unchanged
+
+``ddip/group/repair.py`` describes the whole recovery, of which this is a part.
 """
 
 from __future__ import annotations
@@ -140,9 +142,8 @@ class ProcessGroupManager:
         return self._ranks.ask_each(
             calls,
             deadline,
-            release=(lambda: self._abort_collectives(meetings))
-            if together
-            else None,  # unblocks ranks that wait for others
+            # unblocks ranks that wait for others
+            release=(lambda: self._abort_collectives(meetings)) if together else None,
             together=together,
         )
 
@@ -293,9 +294,8 @@ class ProcessGroupManager:
         After a failed cell, this holds only for groups that threads have used.
         """
         size = len(self._ranks.members)
-        answers = self._ask_control(
-            range(size), on_rank.begun()
-        )  # includes ranks without the cell, and threads that still run
+        # includes ranks without the cell, and threads that still run
+        answers = self._ask_control(range(size), on_rank.begun())
         self._steps.update({rank: begun for rank, begun in answers.items() if begun is not None})
         found = self._steps.uneven(size)
         uneven = [group for group in found if group.is_sure or (failed and not group.by_threads)]

@@ -1,4 +1,4 @@
-"""The kernel of a rank: it runs cells and requests, and raises the interrupts of the stop button in their code.
+"""Run the cells and requests of a rank, and interrupt their code when the user presses stop.
 
 This is how an interrupt gets from the stop button to the code of a cell on one rank, and back to the notebook:
 
@@ -19,16 +19,16 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
     Replied -> CellInterrupted  <------ reply with error and report, shell channel ------- _end_cell
 
 1. The press. During a foreground cell, SIGINT only puts an event into the cell's queue (``stopping.calling``, set by
-   ``Cells.admit``): a KeyboardInterrupt could be raised between any two instructions of ddip, which would then lose the
-   cell. The thread that follows the cell takes the event; ``CellState.step`` decides, and ``RunningCell`` acts. A
+   ``Cells.admit``): a KeyboardInterrupt could be raised between any two instructions of ddip, which would then lose
+   the cell. The thread that follows the cell takes the event; ``CellState.step`` decides, and ``RunningCell`` acts. A
    background cell has its own thread, and ``%dipstop`` puts the same event into its queue. ``--timeout`` has the same
-   effect.
+   effect, and ``Ranks.ask_each`` interrupts ddip's own requests, such as a push, in the same way.
 
 2. The message. The main thread serves the shell channel and is busy with the cell, so the interrupt uses the control
-   channel, which has its own thread. `ddip_interrupt` adds the request id to `aborted`, which stops a cell that has not
-   begun: ipyparallel refuses a request that arrives later, and `_allow_interrupts` one that is being prepared. Then it
-   sends SIGINT to its own process. A cell may end at the same moment, so `_interrupt_target` stores the cell that the
-   signal is for, and `_missed_its_cell` drops a signal whose cell has ended.
+   channel, which has its own thread. `ddip_interrupt` adds the request id to `aborted`, which stops a cell that has
+   not begun: ipyparallel refuses a request that arrives later, and `_allow_interrupts` one that is being prepared. If
+   the cell runs, it sends SIGINT to its own process. A cell may end at the same moment, so `_interrupt_target` stores
+   the cell that the signal is for, and `_missed_its_cell` drops a signal whose cell has ended.
 
 3. The signal. Python handles it on the main thread, between two instructions, and a system call such as a sleep ends
    early. An asynchronous exception (``thread_exceptions.py``) does not end system calls; it is used only for helper
@@ -41,7 +41,8 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
                                   a finalizer or a hook of IPython would swallow it    ``stacks.may_interrupt``
                                   half an import leaves a broken library behind        ``libraries.Patience``
                                   ``with`` would leave a lock or a setting behind      ``libraries.Patience``
-                              `_retry_interrupt` tries again; also after a callback of ``os.fork`` has swallowed it
+                              There, `_retry_interrupt` tries again; the last two delay it for a limited time. It also
+                              tries again when a callback of ``os.fork`` has swallowed it.
        a cell that awaits     `_cancel_on_sigint` cancels it while it waits, and raises while it computes
 
 4. The collectives. A main thread that waits in gloo is in C++, where no handler can run. For ABORT,
@@ -54,16 +55,17 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
    cell, and the report says where the rank had waited (``membership.waited_in``).
 
 5. The way back. The exception ends the cell's code, and ``RankShell.showtraceback`` formats it. `_run_interruptibly`
-   turns interrupts off, and `_end_cell` returns the reply with a report (``cell_report.py``). The
-   cell is over once all ranks have replied and their output has ended. A rank that has not replied 2.2 s after the
-   interrupt, and makes no progress towards it (``members/watch.py``), is abandoned: the cell ends without it.
+   turns interrupts off, and `_end_cell` returns the reply with a report (``cell_report.py``). The cell is over once
+   all ranks have replied and their output has ended. A rank that has not replied 2.2 s after the interrupt, and makes
+   no progress towards its end (``members/watch.py``), is abandoned: the cell ends without it.
 
 Invariants:
 
 - Each request gets a reply, as long as the process lives: no interrupt ends code of ipykernel or ddip around a cell.
 - An interrupt ends the cell that it was sent for, and no other.
 - The control thread waits neither for the main thread nor for other ranks. Steps that may take long have threads:
-  ``ddip-release``, which runs under a `Guard` that reports its exceptions, ``ddip-abort``, and those of ``answers.py``.
+  ``ddip-release``, which runs under a `Guard` that reports its exceptions, ``ddip-abort``, and those of
+  ``answers.py``.
 - After a release, the process group is rebuilt before the next cell begins (``ddip/group/repair.py``).
 
 ``DDIP_NATIVE=0`` turns off the mechanisms of ``rank/native``; steps 1 to 3 and the abort of nccl do not need them.
@@ -296,7 +298,7 @@ class RankKernel(CellKernel):
             self._interrupted = True  # applied when the cell begins; dropped if the cell has already ended
         elif self._cell is None:
             raise KeyboardInterrupt
-        elif not may_interrupt(frame):  # it would be swallowed, or leave something half done
+        elif not may_interrupt(frame):  # it would be swallowed, or cut off a step that must be complete
             self._retry_interrupt()
         else:
             self._raise_or_wait(frame)

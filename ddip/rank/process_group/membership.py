@@ -1,9 +1,8 @@
 """Join, release and leave the process group.
 
-A waiting collective cannot be interrupted, since its thread is in C++. A release breaks what it waits for, from the
-control thread: the connections between the ranks (gloo raises), the communicators (nccl aborts), and the store, which
-the notebook replaces with something that no rank can read. Then every rank leaves the broken group and joins a new one;
-its variables are kept.
+A release runs on the control thread, and breaks what the main thread waits for: the connections between the ranks, or
+the communicators of nccl. ``rank/kernel/kernel.py`` describes its part in an interrupt, and ``group/repair.py`` how the
+ranks join another group afterwards.
 """
 
 from __future__ import annotations

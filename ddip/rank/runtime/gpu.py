@@ -71,9 +71,8 @@ class Gpu:
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self._copy_stream = self._copy_stream or torch.cuda.Stream(
-                device
-            )  # created now, as it could wait for a kernel later
+            # created now, as it could wait for a kernel later
+            self._copy_stream = self._copy_stream or torch.cuda.Stream(device)
             self.note_figures()
 
     def begin_cell(self) -> None:
