@@ -61,9 +61,9 @@ Invariants:
 
 - A start that fails or is interrupted ends all that it has started. A change that fails before the ranks have left
   their former process group changes nothing; after that, the next cell completes it (`Lifecycle._form`).
-- Each process ends with its parent: an engine by a signal of the kernel, the controller when it notices that its
-  parent has ended, and an agent when its stdin ends. The next start ends others, which ``owner.json`` in the run
-  folder lists.
+- Each process ends with its parent: the preload process and an engine by a signal of the Linux kernel (elsewhere, a
+  thread of the engine watches), the controller when it notices that its parent has ended, and an agent when its stdin
+  ends. The next start ends others, which ``owner.json`` in the run folder lists.
 - ddip's messages pass through sockets in the run folders and the connections to agents. Only torch, and the
   clusters of ``--cluster`` and ``--engines``, listen on a network.
 

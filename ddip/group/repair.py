@@ -62,9 +62,9 @@ training continues:
 8. Compare. Values that were equal on all ranks after the last good cells, and differ now, were broken by the fault.
    ``%dipsync`` copies rank 0's; ddip does not copy them by itself, since a difference may be intended.
 
-Threads: steps 3 to 8 run on the thread of the request, which holds ``Lifecycle.turn``. On a rank, all that changes
-variables or the process group runs on the main thread, as cells do; only a release runs on the control thread, because
-the main thread may be waiting.
+Threads: steps 3 to 8 run on the thread of the request, which holds ``Lifecycle.turn``. On a rank, leave, join, revive,
+reset and compare run on the main thread, as cells do; a release runs on the control thread, because the main thread may
+be waiting.
 
 Invariants:
 
