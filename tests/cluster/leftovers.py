@@ -14,6 +14,7 @@ import psutil
 import ddip
 from ddip.cluster.processes import preload_client
 from ddip.protocol import on_rank
+from ddip.protocol.old_versions import tcp_connections
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 90, what: str = "") -> None:
@@ -115,7 +116,7 @@ def shared_memory_of_others() -> set[str]:
 
 def listening(processes: list[psutil.Process]) -> list[str]:
     """Addresses on which `processes` listen."""
-    sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    sockets = [c for p in processes for c in tcp_connections(p, "inet") if c.status == psutil.CONN_LISTEN]
     return sorted({c.laddr.ip for c in sockets})
 
 

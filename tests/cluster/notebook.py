@@ -131,7 +131,7 @@ class Notebook:
             reply = self.client.get_shell_msg(timeout=max(1, end - time.monotonic()))
             if reply["parent_header"].get("msg_id") == message_id:
                 shown.status = reply["content"]["status"]
-                shown.number = reply["content"]["execution_count"]
+                shown.number = reply["content"].get("execution_count")  # ipykernel 6.17 gives an aborted cell none
                 shown.pages = reply["content"].get("payload", [])
                 return shown
 

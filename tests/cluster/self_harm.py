@@ -96,7 +96,10 @@ KINDS = {
     "RLIMIT_NOFILE 10": "limit('RLIMIT_NOFILE', 10)",
     "no descriptor is left": "held = []\ntry:\n    while True: held.append(open('/dev/null'))\nexcept OSError: pass",
     "sockets closed": "for number in kinds('socket:'): os.close(number)",
-    "connected TCP sockets closed": "for c in __import__('psutil').Process().net_connections('tcp'): os.close(c.fd)",
+    "connected TCP sockets closed": (
+        "import psutil; from ddip.protocol.old_versions import tcp_connections\n"
+        "for c in tcp_connections(psutil.Process()): os.close(c.fd)"
+    ),
     "epoll closed": "for number in kinds('eventpoll'): os.close(number)",
     "eventfd closed": "for number in kinds('eventfd'): os.close(number)",
     "pipes closed": "for number in kinds('pipe:'): os.close(number)",

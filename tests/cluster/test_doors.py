@@ -15,6 +15,7 @@ import pytest
 import ddip
 from ddip.cluster.processes import ownership, processes
 from ddip.errors import GroupError
+from ddip.protocol.old_versions import tcp_connections
 
 from .doors import NOBODY, Listener, descriptors, knock, listeners
 from .leftovers import controllers_of, family_of, wait_until
@@ -47,7 +48,7 @@ def test_the_table_of_listeners(cells: ddip.Group) -> None:
             assert (door.role, door.kind, door.address.rpartition(":")[0]) in FENCED
     names = {Path(door.address).name for door in doors(cells)}
     assert names == {f"{ownership.SOCKETS}:{number}" for number in range(1, 19)}
-    connected = [c for p in controllers_of(os.getpid()) for c in p.net_connections("inet")]
+    connected = [c for p in controllers_of(os.getpid()) for c in tcp_connections(p, "inet")]
     assert connected == []
 
 

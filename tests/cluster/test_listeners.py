@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import ddip
+from ddip.protocol.old_versions import tcp_connections
 
 from .environment import environment
 from .variants import few
@@ -44,7 +45,7 @@ def listening(group: ddip.Group) -> list[tuple[str, int]]:
     return [
         tuple(connection.laddr)
         for member in group.members
-        for connection in psutil.Process(member.pid).net_connections("tcp")
+        for connection in tcp_connections(psutil.Process(member.pid))
         if connection.status == psutil.CONN_LISTEN
     ]
 

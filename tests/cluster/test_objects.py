@@ -13,7 +13,6 @@ import tracemalloc
 import types
 from pathlib import Path
 
-import comm
 import numpy as np
 import pandas as pd
 import pytest
@@ -21,6 +20,7 @@ import torch
 
 import ddip
 from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
+from ddip.group.cells import comms
 from ddip.group.cells.cells import LATE_CELLS
 from ddip.group.cells.comms import KEPT, _Widget
 from ddip.group.objects import delivery
@@ -554,7 +554,7 @@ def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
             proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "page", "data": {}}})
 
     cells.comms._open_comm(_Widget(0, CellOutput([0]), set(), None), {"comm_id": "page", "data": {}})
-    proxy = comm.get_comm_manager().comms.pop("page")
+    proxy = comms._find_comms()[0].comms.pop("page")
     for _ in range(LATE_CELLS):
         cells.run("pass")
     for _ in range(KEPT // 10 + 1):

@@ -75,9 +75,9 @@ def test_a_stack_and_a_stop_and_a_timeout_reach_all_hosts(book: Notebook) -> Non
 
 def test_tab_knows_the_names_of_the_ranks(book: Notebook) -> None:
     book.ok("%%dip\nclass There:\n    def method(self): 'Does it.'\nthing = There()")
-    assert until_it_answers(book, "complete", "%%dip -S all\nthing.me")["matches"] == [".method"]
+    assert until_it_answers(book, "complete", "%%dip -S all\nthing.me")["matches"] in ([".method"], ["thing.method"])
     book.ok("%autodip on")
-    assert until_it_answers(book, "complete", "x = thing.me")["matches"] == [".method"]
+    assert until_it_answers(book, "complete", "x = thing.me")["matches"] in ([".method"], ["thing.method"])
     book.ok("%autodip off")
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import ddip
 from ddip.errors import GroupError
+from ddip.protocol.old_versions import tcp_connections
 
 PAYLOADS: dict[str, Callable[[int], bytes]] = {
     "what gloo expects": lambda n: struct.pack("<Q", n),
@@ -29,7 +30,7 @@ def knock(pids: list[int], payload: Callable[[int], bytes], stop: threading.Even
     while not stop.is_set():
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                for connection in psutil.Process(pid).net_connections("tcp"):
+                for connection in tcp_connections(psutil.Process(pid)):
                     if connection.status == psutil.CONN_LISTEN and connection.laddr not in seen:
                         seen.add(connection.laddr)
                         for n in range(40):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import comm
 import pytest
 
 from ddip.errors import BadInput, RequestInterrupted, TransferError
+from ddip.group.cells import comms
 from ddip.group.group import Group
 from ddip.group.objects import delivery, transfer
 from ddip.output.area import CellOutputArea
@@ -253,7 +253,7 @@ def stream(text: str) -> dict[str, Any]:
 def touch(name: str) -> None:
     """What a person does with it on the page."""
     message = {"header": {"msg_type": "comm_msg"}, "content": {"comm_id": name, "data": {"method": "update"}}}
-    comm.get_comm_manager().comms[name].handle_msg(message)
+    comms._find_comms()[0].comms[name].handle_msg(message)
 
 
 def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -> None:
@@ -265,7 +265,7 @@ def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -
     listener(stream("late"))
     assert cell.came == [(0, stream("late"))]
     cell.receive(0, comm_message("comm_close", "w1"))
-    assert "w1" not in comm.get_comm_manager().comms
+    assert "w1" not in comms._find_comms()[0].comms
     assert cell.page.kinds == ["comm_open", "stream", "comm_close"]
 
 
@@ -274,7 +274,7 @@ def test_what_a_person_does_with_a_widget_of_an_ended_rank_is_lost_without_harm(
     Cell(group, 0).receive(0, comm_message("comm_open", "w2"))
     group.scripted.end_engine(0, 1)
     touch("w2")
-    comm.get_comm_manager().comms["w2"].close()
+    comms._find_comms()[0].comms["w2"].close()
 
 
 def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
@@ -342,7 +342,7 @@ def test_a_widget_that_was_made_unseen_can_be_shown_later(new_group: NewGroup) -
     made.receive(1, comm_message("comm_open", "layout"))
     made.receive(1, comm_message("comm_open", "slider", value=3, layout="IPY_MODEL_layout"))
     made.receive(1, comm_message("comm_msg", "slider", value=5))
-    assert made.page.sent == [] and "slider" not in comm.get_comm_manager().comms
+    assert made.page.sent == [] and "slider" not in comms._find_comms()[0].comms
     seen.receive(1, shown("slider"))
     assert [message["content"]["comm_id"] for message in seen.page.sent] == ["layout", "slider"]
     assert seen.page.sent[1]["content"]["data"]["state"]["value"] == 5

@@ -17,7 +17,6 @@ import time
 import warnings
 from pathlib import Path
 
-import executing
 import ipyparallel
 import pytest
 import torch
@@ -454,6 +453,7 @@ def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
 
 
 def test_ipythons_traceback_keeps_what_it_parsed_where_ddip_lets_go_of_it() -> None:
+    executing = pytest.importorskip("executing")
     source = inspect.getsource(executing.Source)
     assert '"__source_cache_with_lines", {}' in source and '"__executing_cache", {}' in source
     assert "setattr(cls, name, result)" in source
