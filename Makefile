@@ -3,6 +3,7 @@
 # make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons,
 #                    frameworks, grids; ARGS=--half half of the grids, as CI does
 # make test-long     more of the kind of test-system, which CI leaves out
+# make test-platform the default tests with the packages that Colab pins; PLATFORM=kaggle with Kaggle's
 # make test-hosts    several hosts, as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
 # make docs    the documentation, in build/docs; a warning is an error
 # make pictures      the README's pictures, of that JupyterLab
@@ -29,7 +30,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system test-long test-hosts docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-objects wheelhouse dist clean
+.PHONY: demo test test-ten test-system test-long test-platform test-hosts docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-objects wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
@@ -134,21 +135,36 @@ $(READY): setup.cfg setup.py pyproject.toml
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai]"
+	touch $@
+
+# The pins of Colab or Kaggle, with this Python. pip must upgrade nothing of them but ipyparallel.
+PLATFORM ?= colab
+PINNED := $(VENV)-$(PLATFORM)
+test-platform: $(PINNED)/.ready
+	$(PINNED)/bin/python -m pytest $(ARGS)
+
+$(PINNED)/.ready: tests/platforms/$(PLATFORM).txt setup.cfg setup.py pyproject.toml
+	$(PYTHON) -m venv --clear $(PINNED)
+	$(PINNED)/bin/python -m pip install --quiet --upgrade pip
+	$(PINNED)/bin/python -m pip install --quiet --requirement tests/platforms/$(PLATFORM).txt
+	$(PINNED)/bin/python tests/platforms/dry_run.py .
+	grep -v ipyparallel tests/platforms/$(PLATFORM).txt > $(PINNED)/pins.txt
+	$(PINNED)/bin/python -m pip install --quiet --constraint $(PINNED)/pins.txt --editable ".[test]"
 	touch $@
 
 # What the system tests need besides: Python packages, and Debian's browser. The tests of DeepSpeed are skipped where it
 # cannot be built; its op for groups on the CPU, which the first cell would compile, is compiled here.
 COMPILE := from deepspeed.accelerator import get_accelerator as get; get().create_op_builder("ShareMemCommBuilder").load()
 $(SYSTEM): $(READY)
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,hf,lightning,system,docs]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai,hf,lightning,system,docs]"
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --no-build-isolation deepspeed && $(BIN)/python -c '$(COMPILE)'
 	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@
 
 # What the documentation is built with; nothing of it is needed to use ddip.
 $(DOCS): $(READY)
-	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,fastai,docs]"
+	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai,docs]"
 	touch $@
 
 clean:

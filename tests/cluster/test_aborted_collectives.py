@@ -43,7 +43,7 @@ def four(four_ranks: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
 
 @pytest.mark.parametrize("what", few(LINES, "all_reduce"))
 @pytest.mark.native("sockets")
-def test_an_aborted_collective_leaves_its_tensors_as_they_were(four: ddip.Group, what: str) -> None:
+def test_an_aborted_collective_leaves_its_tensors_unchanged(four: ddip.Group, what: str) -> None:
     line = LINES[what]
     side = "side = dist.new_group([0, 1, 2, 3])"
     four.run(side, show_ranks=[])
@@ -58,7 +58,7 @@ def test_an_aborted_collective_leaves_its_tensors_as_they_were(four: ddip.Group,
 
 
 @pytest.mark.native("sockets")
-def test_the_user_is_told_which_tensors_were_restored(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restored_tensors_are_named(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
     told = capsys.readouterr().err
@@ -75,7 +75,7 @@ def test_the_user_is_told_which_tensors_were_restored(four: ddip.Group, capsys: 
 
 
 @pytest.mark.native("sockets")
-def test_a_work_that_nobody_waits_for_is_restored_too(four: ddip.Group) -> None:
+def test_tensors_of_an_unawaited_work_are_also_restored(four: ddip.Group) -> None:
     with pytest.raises(ddip.CellError):
         four.run("""
             work = dist.all_reduce(total, async_op=True) if rank != 1 else None
@@ -94,9 +94,7 @@ def test_a_large_tensor_is_named(four: ddip.Group, capsys: pytest.CaptureFixture
     )
 
 
-def test_nothing_is_told_of_tensors_that_the_user_never_sees(
-    four: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_internal_tensors_are_not_mentioned(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four.run("if rank == 1: raise ValueError\ndist.broadcast_object_list([rank], 3)")
     assert "tensor" not in capsys.readouterr().err

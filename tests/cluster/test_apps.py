@@ -63,7 +63,7 @@ def calls(group: ddip.Group) -> list[list[str]]:
 
 
 @pytest.mark.native("sockets")
-def test_an_app_hears_of_it_when_a_collective_was_released(shared: tuple[ddip.Group, Path]) -> None:
+def test_an_app_is_notified_after_an_aborted_collective(shared: tuple[ddip.Group, Path]) -> None:
     group, _ = shared
     assert calls(group) == [["prepare"]] * 2
     for count in (1, 2):
@@ -75,7 +75,7 @@ def test_an_app_hears_of_it_when_a_collective_was_released(shared: tuple[ddip.Gr
 
 
 @pytest.mark.grid
-def test_a_new_rank_prepares_the_app_before_all_ranks_hear_of_it(group: ddip.Group) -> None:
+def test_a_new_rank_prepares_the_app_before_ranks_are_notified(group: ddip.Group) -> None:
     os.kill(group.members[1].pid, signal.SIGKILL)
     wait_until(lambda: group.ranks.ended)
     assert group.repair() == [1]
@@ -84,7 +84,7 @@ def test_a_new_rank_prepares_the_app_before_all_ranks_hear_of_it(group: ddip.Gro
 
 
 @pytest.mark.grid
-def test_an_app_hears_of_a_group_that_a_cell_has_formed(group: ddip.Group) -> None:
+def test_an_app_is_notified_of_a_group_formed_by_cells(group: ddip.Group) -> None:
     group.run("import torch.distributed as dist\ndist.destroy_process_group()\ndist.init_process_group('gloo')")
     assert calls(group) == [["prepare", "rejoined"]] * 2
     group.run(f"{USE}\nassert x.item() == 2")
@@ -105,7 +105,7 @@ def rejoined():
 
 
 @pytest.mark.grid
-def test_an_error_in_what_an_app_does_then_is_said_and_the_group_is_there(
+def test_an_error_in_an_app_notification_leaves_the_group_usable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with an_app(tmp_path, APP + FAILS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
@@ -140,9 +140,7 @@ def test_an_app_is_called_around_cells(shared: tuple[ddip.Group, Path], capsys: 
 
 
 @pytest.mark.grid
-def test_an_error_of_an_app_around_a_cell_is_shown_and_is_not_the_cells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_an_app_around_cells_fails_no_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "def begin_cell(): raise OSError('no way')\ndef end_cell(error): 1 / 0\n"
     with an_app(tmp_path, code), ddip.Group(2, app="toy") as group:
         group.run("print('runs')", show_ranks=[0])
@@ -153,12 +151,12 @@ def test_an_error_of_an_app_around_a_cell_is_shown_and_is_not_the_cells(
 
 
 @pytest.mark.grid
-def test_nothing_is_called_for_an_app_that_does_not_ask_for_it(group: ddip.Group) -> None:
+def test_apps_without_hooks_cost_no_calls(group: ddip.Group) -> None:
     group.run("from ddip.rank.kernel import app_hooks as apps\nassert apps.before is apps.after is None")
 
 
 @pytest.mark.grid
-def test_an_app_can_have_the_group_formed_again_after_a_cell(tmp_path: Path) -> None:
+def test_an_app_can_request_a_rebuild_after_a_cell(tmp_path: Path) -> None:
     app = (
         APP
         + """

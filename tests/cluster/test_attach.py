@@ -45,7 +45,7 @@ def attached(**options: object) -> ddip.Group:
     return ddip.Group(reach=Reach(cluster="theirs"), **options)  # type: ignore[arg-type]
 
 
-def test_ranks_come_and_go_and_the_cluster_stays_as_it_was(cluster: Theirs) -> None:
+def test_attached_ranks_leave_the_cluster_unchanged(cluster: Theirs) -> None:
     with attached():  # an engine keeps what it imports for the first one
         pass
     before, slow = cluster.held(), cluster.client[0].apply_async(_busy, 3)
@@ -68,7 +68,7 @@ def _busy(seconds: float) -> bool:
     return True
 
 
-def test_a_wrong_number_and_a_wrong_name_are_said_before_anything_ends(cluster: Theirs) -> None:
+def test_a_wrong_number_or_name_is_refused_before_any_change(cluster: Theirs) -> None:
     with pytest.raises(GroupError, match=r"-n 3: that cluster has 2 engines"):
         attached(n=3)
     with pytest.raises(GroupError, match=r"-c their: there is no such cluster; those that run are default/theirs"):
@@ -91,7 +91,7 @@ def test_a_python_without_ddip_is_named(cluster: Theirs) -> None:
         ddip.Group(reach=Reach(cluster="theirs", python="/usr/bin/python3"))
 
 
-def test_a_notebook_that_is_killed_takes_its_ranks_along_and_no_engine(cluster: Theirs) -> None:
+def test_killing_the_notebook_ends_its_ranks_but_no_engine(cluster: Theirs) -> None:
     script = subprocess.Popen(
         [sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -105,7 +105,7 @@ def test_a_notebook_that_is_killed_takes_its_ranks_along_and_no_engine(cluster: 
     assert_nothing_left(script.pid, 15)
 
 
-def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: Theirs) -> None:
+def test_killing_the_near_end_loses_the_host_and_its_ranks(cluster: Theirs) -> None:
     with attached() as group:
         group.run("import os; pid = os.getpid()")
         ranks = [values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]]
@@ -118,7 +118,7 @@ def test_a_near_end_that_is_killed_is_a_host_lost_and_its_ranks_end(cluster: The
         group.run(SUM)
 
 
-def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_place() -> None:
+def test_another_engine_of_the_host_replaces_a_killed_one() -> None:
     with theirs("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
         cluster.engines[0].kill()
         with pytest.raises(
@@ -130,7 +130,7 @@ def test_an_engine_that_is_killed_is_said_and_another_of_its_host_takes_its_plac
         assert cluster.values("kept") == [5]
 
 
-def test_a_controller_that_is_killed_is_said() -> None:
+def test_a_killed_controller_is_reported() -> None:
     with theirs("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
         cluster.kill_controller()
         with pytest.raises((CellError, GroupError), match="the controller of that cluster does not answer any more"):
@@ -139,7 +139,7 @@ def test_a_controller_that_is_killed_is_said() -> None:
             ddip.Group(reach=Reach(cluster="lost"))
 
 
-def test_a_launcher_of_ipyparallels_is_started_for_the_group_and_ended_with_it() -> None:
+def test_an_ipyparallel_launcher_starts_and_ends_with_the_group() -> None:
     with ddip.Group(2, reach=Reach(engines="local")) as group:
         group.run("import os; parent = os.getppid()")
         before = _of_ipyparallel()

@@ -43,7 +43,7 @@ def until(notebook: Notebook, message: str, *words: str) -> str:
     return text_of(notebook.late_messages(message, lambda messages: all(word in text_of(messages) for word in words)))
 
 
-def test_a_cell_runs_in_the_background_while_others_run_in_the_kernel(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_cell_runs_in_the_background_while_the_kernel_works(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
     message = begin(notebook, f"print('begun', rank)\n{UNTIL.format(path=path)}\nprint('over', rank)", "-S all")
     until(notebook, message, "begun 0", "begun 1", "begun 2")
@@ -62,7 +62,7 @@ def test_a_cell_runs_in_the_background_while_others_run_in_the_kernel(notebook: 
 
 
 @pytest.mark.native("sockets")
-def test_a_failure_is_told_below_its_cell_before_the_next_and_where_it_is_waited_for(notebook: Notebook) -> None:
+def test_a_failure_is_shown_below_its_cell_and_when_awaited(notebook: Notebook) -> None:
     message = begin(notebook, f"kept = 7\nif rank == 1: raise ValueError('only here')\n{REDUCE}")
     shown = until(notebook, message, "CellError")
     assert "rank 1: ValueError: only here; ranks 0, 2 were blocked in all_reduce" in shown
@@ -78,7 +78,7 @@ def test_a_failure_is_told_below_its_cell_before_the_next_and_where_it_is_waited
     assert "7 [3.0, 3.0]" in notebook.ok(f"%%dip\n{REDUCE}\nprint(kept, x.tolist())").text
 
 
-def test_stop_while_one_waits_ends_the_wait_and_not_the_cell(notebook: Notebook, tmp_path: Path) -> None:
+def test_stop_during_dipwait_ends_the_wait_but_not_the_cell(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
     begin(notebook, f"print('begun')\n{UNTIL.format(path=path)}")
     message = notebook.begin("%dipwait")
@@ -122,7 +122,7 @@ def test_a_rank_that_dies_ends_its_cell_and_is_repaired(notebook: Notebook) -> N
     assert "11" in notebook.ok(f"%%dip\n{REDUCE}\nprint(kept if rank < 2 else '')").text
 
 
-def test_ranks_that_are_free_run_cells_and_queued_ones_follow(notebook: Notebook, tmp_path: Path) -> None:
+def test_free_ranks_run_cells_and_queued_cells_follow(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
     first = begin(notebook, f"print('begun')\n{UNTIL.format(path=path)}\nhere = 1", "-r 1")
     until(notebook, first, "begun")
@@ -139,7 +139,7 @@ def test_ranks_that_are_free_run_cells_and_queued_ones_follow(notebook: Notebook
     notebook.ok("%%dip --queue\nassert 'never' not in globals()")
 
 
-def test_all_that_one_cell_of_the_notebook_has_started_are_waited_for(notebook: Notebook, tmp_path: Path) -> None:
+def test_dipwait_waits_for_every_background_cell_of_a_notebook_cell(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
     notebook.ok("%dipper g")
     code = UNTIL.format(path=path)
@@ -160,18 +160,18 @@ def test_a_cell_in_the_foreground_waits_with_queue(notebook: Notebook) -> None:
 
 
 @pytest.mark.grid
-def test_an_app_gets_its_command_when_the_cells_before_have_ended(notebook: Notebook) -> None:
+def test_an_app_gets_its_command_after_the_cells_before_it(notebook: Notebook) -> None:
     notebook.ok("%makedip -a fastai")
     begin(notebook, "import time; time.sleep(0.3); done = 1", "-r 1")
     notebook.ok("%%dip --queue -r 0 -a mends\n1")
     notebook.ok("%makedip -k")
 
 
-def test_a_number_that_is_none_is_named(notebook: Notebook) -> None:
+def test_an_invalid_cell_number_is_named(notebook: Notebook) -> None:
     assert "%dipcell 1²: type the number of a cell" in notebook.fails("%dipcell 1²").message
 
 
-def test_what_a_cell_has_shown_is_shown_again(notebook: Notebook, tmp_path: Path) -> None:
+def test_output_of_a_cell_can_be_shown_again(notebook: Notebook, tmp_path: Path) -> None:
     cell = "from IPython.display import HTML, display\nprint('text of', rank)\ndisplay(HTML('<b>bold</b>'))\nrank * 2"
     shown = notebook.ok(f"%%dip -S all\n{cell}")
     again = notebook.ok("%dipcell")
@@ -203,7 +203,7 @@ def _id(data: dict[str, str]) -> str:
     return html[at : at + 17]
 
 
-def test_more_than_is_kept_is_said(notebook: Notebook) -> None:
+def test_dropped_output_is_mentioned(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.keep_output_bytes = 3000")
     notebook.ok(
         "%%dip\nfrom IPython.display import display_html\nfor i in range(10): display_html('x' * 1000, raw=True)"
@@ -226,14 +226,14 @@ def test_each_rank_has_a_log(notebook: Notebook, tmp_path: Path) -> None:
 
 
 @pytest.mark.grid
-def test_a_log_that_cannot_be_written_is_told_and_the_cell_goes_on(notebook: Notebook, tmp_path: Path) -> None:
+def test_an_unwritable_log_is_reported_and_the_cell_continues(notebook: Notebook, tmp_path: Path) -> None:
     (tmp_path / "train.1.log").mkdir()
     shown = notebook.ok(f"%%dip -S all --log {tmp_path}/train\nprint('fine')")
     assert "train.1.log could not be written: IsADirectoryError" in shown.text
     assert (tmp_path / "train.2.log").read_text() == "fine\n"
 
 
-def test_the_end_of_the_group_is_told_below_its_cells(notebook: Notebook) -> None:
+def test_the_end_of_the_group_is_shown_below_its_cells(notebook: Notebook) -> None:
     message = begin(notebook, "import time\nprint('begun')\ntime.sleep(100)")
     until(notebook, message, "begun")
     notebook.ok("%makedip -k")
@@ -242,7 +242,7 @@ def test_the_end_of_the_group_is_told_below_its_cells(notebook: Notebook) -> Non
 
 @pytest.mark.grid
 @pytest.mark.parametrize("how", ["restart", "kill"])
-def test_nothing_is_left_when_the_kernel_ends_in_a_background_cell(
+def test_a_kernel_that_ends_during_a_background_cell_leaves_nothing(
     new_notebook: Callable[[], Notebook], how: str
 ) -> None:
     notebook = new_notebook()

@@ -55,7 +55,7 @@ LEFT = {
 SOME = ("a handler of SIGALRM", "a stopped loop", "a task that exits")
 
 
-def test_workers_of_a_data_loader_that_is_garbage_hold_up_no_cell(cells: ddip.Group) -> None:
+def test_unreachable_workers_of_a_data_loader_delay_no_cell(cells: ddip.Group) -> None:
     """In a cycle, as tqdm.auto leaves one with each bar. They look for the end of their loader once an hour."""
     cells.run("""
         import gc, torch
@@ -77,7 +77,7 @@ def test_workers_of_a_data_loader_that_is_garbage_hold_up_no_cell(cells: ddip.Gr
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="shared memory has no files here")
-def test_a_worker_that_is_ended_while_it_shares_a_tensor_leaves_no_file(cells: ddip.Group) -> None:
+def test_a_worker_killed_while_sharing_a_tensor_leaves_no_file(cells: ddip.Group) -> None:
     """torch names the file by the worker's pid, and removes it in the next moment."""
     cells.run("""
         import os, time
@@ -115,7 +115,7 @@ def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: s
     cells.run("for number, handler in former.items(): signal.signal(number, handler)", show_ranks=[])
 
 
-def test_a_handler_is_the_cells_own_again_in_the_next(cells: ddip.Group) -> None:
+def test_the_next_cell_has_the_signal_handler_of_the_user(cells: ddip.Group) -> None:
     cells.run("""
         import signal
         def handler(*_): raise ValueError('mine')
@@ -131,7 +131,7 @@ def test_a_handler_is_the_cells_own_again_in_the_next(cells: ddip.Group) -> None
     cells.run("_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
 
 
-def test_a_handler_of_sigterm_that_exits_is_taken_at_its_word(warmed_up: None) -> None:
+def test_a_sigterm_handler_that_exits_ends_the_rank(warmed_up: None) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run("import signal, sys\n_ = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))")
         os.kill(group.members[1].pid, signal.SIGTERM)
@@ -190,7 +190,7 @@ HARM = {
 
 
 @pytest.mark.grid
-def test_what_a_cell_does_to_its_interpreter_costs_no_rank(warmed_up: None) -> None:
+def test_harmful_changes_to_the_interpreter_cost_no_rank(warmed_up: None) -> None:
     """Each in a cell of its own, on ranks that nobody uses afterwards."""
     with ddip.Group(2, failure_grace=0.1) as group:
         pids = [member.pid for member in group.members]
@@ -222,7 +222,7 @@ faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 @pytest.mark.native("heap")
-def test_a_step_has_the_memory_that_the_last_one_freed_and_the_system_has_it_after_the_cell(cells: ddip.Group) -> None:
+def test_freed_memory_is_reused_within_cells_and_returned_afterwards(cells: ddip.Group) -> None:
     before = [resident(member.pid) for member in cells.members]
     cells.run(STEPS)
     faults = [pulled["faults"] for pulled in cells.pull_all(["faults"], [0, 1])[0]]

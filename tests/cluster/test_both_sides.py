@@ -31,7 +31,7 @@ def autodip(notebook: Notebook) -> Iterator[Notebook]:
 
 
 @pytest.mark.grid
-def test_what_both_sides_say_is_shown_once(autodip: Notebook) -> None:
+def test_output_of_both_sides_is_shown_once(autodip: Notebook) -> None:
     there = autodip.folder / "there"
     there.mkdir(exist_ok=True)
     assert autodip.ok("%cd there").stdout == f"{there}\n"
@@ -46,7 +46,7 @@ def test_what_both_sides_say_is_shown_once(autodip: Notebook) -> None:
     assert autodip.ok("%%dip everywhere\n%cd ..").stdout == f"{autodip.folder}\n"
 
 
-def test_what_a_rank_says_otherwise_is_shown_with_its_name(autodip: Notebook) -> None:
+def test_different_output_of_a_rank_is_labelled(autodip: Notebook) -> None:
     for name in ("up", "up/here"):
         (autodip.folder / name).mkdir(exist_ok=True)
     autodip.ok("%%dip -r 1\n%cd -q up/here")
@@ -66,7 +66,7 @@ def test_an_error_of_a_rank_fails_the_cell(autodip: Notebook) -> None:
     assert "rank 1: UsageError: Environment does not have key: ONLY_HERE" in shown.message
 
 
-def test_an_error_in_the_notebook_keeps_the_cell_off_the_ranks(autodip: Notebook) -> None:
+def test_an_error_in_the_notebook_keeps_the_ranks_from_running(autodip: Notebook) -> None:
     autodip.ok("import os; os.environ['SIDE'] = 'ranks'")
     autodip.ok("%%dip local\nimport os; os.environ.pop('SIDE', None)")
     shown = autodip.fails("%env SIDE")
@@ -85,9 +85,7 @@ def write(module: Path, value: int) -> None:
 
 
 @pytest.mark.grid
-def test_autoreload_that_is_turned_on_under_autodip_is_on_on_both_sides(
-    new_notebook: Callable[[], Notebook], tmp_path: Path
-) -> None:
+def test_autoreload_under_autodip_works_on_both_sides(new_notebook: Callable[[], Notebook], tmp_path: Path) -> None:
     notebook = new_notebook()
     write(tmp_path / "utils.py", 1)
     notebook.ok("%load_ext ddip\n%makedip -n 2")
@@ -136,7 +134,7 @@ def test_autoreload_of_the_notebook_alone_is_named_once(bare_notebook: Notebook)
 
 
 @pytest.mark.grid
-def test_autoreload_that_came_before_the_group_is_named_when_it_starts(
+def test_autoreload_loaded_before_the_group_is_mentioned_at_its_start(
     new_notebook: Callable[[], Notebook],
 ) -> None:
     notebook = new_notebook()

@@ -21,13 +21,13 @@ from .leftovers import collections, wait_until
 from .notebook import ANSI
 
 
-def test_output_of_rank_0_is_shown_as_it_is(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_rank_0_is_shown_unchanged(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("print('out', rank); import sys; print('err', rank, file=sys.stderr)")
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("out 0\n", "err 0\n")
 
 
-def test_several_ranks_are_told_apart_line_by_line(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_several_ranks_are_labelled(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("print('a', rank); print('b', end='')", show_ranks=[0, 1])
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == ["[rank 0] a 0", "[rank 0] b", "[rank 1] a 1", "[rank 1] b"]
@@ -36,7 +36,7 @@ def test_several_ranks_are_told_apart_line_by_line(cells: ddip.Group, capsys: py
         assert mine == sorted(mine)
 
 
-def test_quiet_output_comes_at_the_end_rank_by_rank(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_output_appears_at_the_end_in_rank_order(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("import time; time.sleep(0.3 * (1 - rank)); print('a', rank)", show_ranks=[0, 1], quiet=True)
     assert capsys.readouterr().out == "[rank 0] a 0\n[rank 1] a 1\n"
 
@@ -47,7 +47,7 @@ def test_only_the_given_ranks_run(cells: ddip.Group) -> None:
     assert [v["found"] for v in cells.pull_all(["found"], [0, 1])[0]] == [False, True]
 
 
-def test_an_error_on_a_rank_that_is_not_shown_fails_the_cell(cells: ddip.Group) -> None:
+def test_an_error_on_a_hidden_rank_fails_the_cell(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^rank 1: ZeroDivisionError: division by zero$") as caught:
         cells.run("x = 1\n1 / (1 - rank)", show_ranks=[0])
     assert list(caught.value.by_rank) == [1]
@@ -57,7 +57,7 @@ def test_an_error_on_a_rank_that_is_not_shown_fails_the_cell(cells: ddip.Group) 
     assert "ddip" not in shown and "ipyparallel" not in shown
 
 
-def test_the_same_error_on_all_ranks_is_told_once(cells: ddip.Group) -> None:
+def test_the_same_error_on_all_ranks_is_shown_once(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: NameError: name 'nothing' is not defined$"):
         cells.run("nothing")
 
@@ -77,7 +77,7 @@ def test_variables_survive_an_error(cells: ddip.Group) -> None:
 
 
 @pytest.mark.parametrize("leave", ["exit", "exit()", "quit", "import sys; sys.exit()", "raise SystemExit(3)"])
-def test_exit_ends_the_cell_and_not_the_rank(cells: ddip.Group, leave: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_ends_the_cell_but_not_the_rank(cells: ddip.Group, leave: str, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("kept = 1")
     capsys.readouterr()
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: SystemExit"):
@@ -152,7 +152,7 @@ def test_an_interrupt_in_a_flood_of_output_is_not_lost(
     assert {"kept": 1} in cells.pull_all(["kept"], [0, 1])[0]
 
 
-def test_an_interrupt_stops_a_cell_that_a_rank_has_not_begun(cells: ddip.Group, tmp_path: Path) -> None:
+def test_an_interrupt_prevents_a_rank_from_beginning_the_cell(cells: ddip.Group, tmp_path: Path) -> None:
     """Rank 1 is held up before it begins: the signal finds it idle, and it must not begin afterwards."""
     cells.run(f"""
         import pathlib, time
@@ -196,7 +196,7 @@ ABORT = "kernel.aborted.add(kernel.get_parent('shell')['header']['msg_id'])"
 
 
 @pytest.mark.parametrize("what", [INTERRUPT, ABORT], ids=["interrupted", "aborted"])
-def test_a_cell_does_not_begin_that_is_stopped_when_it_has_been_taken_up(cells: ddip.Group, what: str) -> None:
+def test_a_cell_stopped_just_before_it_begins_never_runs(cells: ddip.Group, what: str) -> None:
     cells.run(AT_THE_EDGE.format(method="run_cell", what=what))  # called when the next has come
     with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
         cells.run("here = 1")
@@ -204,7 +204,7 @@ def test_a_cell_does_not_begin_that_is_stopped_when_it_has_been_taken_up(cells: 
     assert [found["ran"] for found in cells.pull_all(["ran"], [0, 1])[0]] == [False, True]
 
 
-def test_an_interrupt_that_comes_just_after_a_cell_does_not_lose_its_answer(cells: ddip.Group) -> None:
+def test_an_interrupt_just_after_a_cell_keeps_its_answer(cells: ddip.Group) -> None:
     cells.run(AT_THE_EDGE.format(method="was_silent", what=INTERRUPT))  # called when it has ended
     cells.run("assert kernel.was_silent is not at_the_edge")
 
@@ -223,7 +223,7 @@ SWALLOWED = {
 
 
 @pytest.mark.parametrize("place", SWALLOWED)
-def test_an_interrupt_is_not_lost_where_python_would_swallow_it(cells: ddip.Group, place: str) -> None:
+def test_an_interrupt_survives_code_that_swallows_exceptions(cells: ddip.Group, place: str) -> None:
     cells.run(f"import os, signal, time\n{SWALLOWED[place]}")
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt"):
         cells.run("final = None\ntime.sleep(60)", timeout=30)
@@ -242,7 +242,7 @@ os.register_at_fork(after_in_parent=press)
 """
 
 
-def test_an_interrupt_that_a_callback_of_a_fork_swallows_is_not_lost(cells: ddip.Group) -> None:
+def test_an_interrupt_swallowed_by_a_fork_callback_is_not_lost(cells: ddip.Group) -> None:
     cells.run(FORKS)
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt"):
         cells.run(
@@ -251,7 +251,7 @@ def test_an_interrupt_that_a_callback_of_a_fork_swallows_is_not_lost(cells: ddip
         )
 
 
-def test_an_interrupt_while_nothing_runs_does_not_hit_the_next_cell(cells: ddip.Group) -> None:
+def test_an_interrupt_of_idle_ranks_has_no_later_effect(cells: ddip.Group) -> None:
     for _ in range(5):
         cells.interrupt()
         cells.run("import torch.distributed as dist; dist.barrier()")
@@ -265,7 +265,7 @@ def test_a_variable_can_be_deleted_by_magic(cells: ddip.Group) -> None:
     """)
 
 
-def test_an_interrupted_cell_shows_what_another_rank_raised_before(cells: ddip.Group, tmp_path: Path) -> None:
+def test_an_interrupted_cell_shows_earlier_errors_of_other_ranks(cells: ddip.Group, tmp_path: Path) -> None:
     def press_stop() -> None:
         wait_until((tmp_path / "begun").exists)
         wait_until(lambda: [info.state for info in cells.info()] == ["idle", "busy"])
@@ -324,7 +324,7 @@ def test_ranks_that_run_on_after_an_error_are_named(
 
 
 @pytest.mark.grid
-def test_ranks_that_do_not_stop_are_named_though_their_output_pours_in(cells: ddip.Group, tmp_path: Path) -> None:
+def test_ranks_that_do_not_stop_are_named_despite_much_output(cells: ddip.Group, tmp_path: Path) -> None:
     def press_stop() -> None:
         wait_until(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf0", "deaf1"})
         os.kill(os.getpid(), signal.SIGINT)
@@ -409,20 +409,20 @@ def test_a_setting_turns_the_collection_off(cells: ddip.Group) -> None:
 
 
 @pytest.mark.parametrize("code", ["%reset -f", "del rank, world_size, device", "globals().pop('rank')"])
-def test_the_standing_names_are_there_again_in_the_next_cell(cells: ddip.Group, code: str) -> None:
+def test_the_next_cell_restores_the_standing_names(cells: ddip.Group, code: str) -> None:
     cells.run(code)
     cells.run(
         "import torch.distributed as dist\nassert (rank, world_size) == (dist.get_rank(), 2) and device.type == 'cpu'"
     )
 
 
-def test_a_standing_name_that_a_cell_has_given_another_value_keeps_it(cells: ddip.Group) -> None:
+def test_a_standing_name_keeps_a_value_assigned_by_a_cell(cells: ddip.Group) -> None:
     cells.run("rank = 'mine'")
     cells.run("assert rank == 'mine'\ndel rank")
     cells.run("assert rank in (0, 1)")
 
 
-def test_a_cell_that_has_changed_rank_or_world_size_says_so_once(
+def test_overwriting_rank_or_world_size_is_reported_once(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cells.options, "failure_grace", 60.0)  # a group that is rebuilt brings the numbers back
@@ -460,16 +460,14 @@ def test_a_cell_that_has_changed_rank_or_world_size_says_so_once(
         "%reset -f",
     ],
 )
-def test_nothing_is_said_of_a_rank_that_has_its_number(
+def test_a_rank_with_its_own_number_is_not_reported(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], code: str
 ) -> None:
     cells.run(code)
     assert capsys.readouterr().err == ""
 
 
-def test_a_group_that_is_formed_again_has_its_numbers_and_nothing_is_said(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rebuilt_group_restores_its_numbers_silently(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("import torch.distributed as dist; rank = 9; dist.destroy_process_group()")
     assert capsys.readouterr().err == ""
     cells.run("assert rank == dist.get_rank()")
@@ -497,7 +495,7 @@ def test_a_group_that_is_formed_again_has_its_numbers_and_nothing_is_said(
         (lambda group: group.repair(["rank"], source=9), r"source=\[9\]: there is no rank 9"),
     ],
 )
-def test_ranks_that_are_none_are_named_before_anything_is_sent(
+def test_invalid_ranks_are_named_before_anything_is_sent(
     cells: ddip.Group, call: Callable[[ddip.Group], object], said: str
 ) -> None:
     with pytest.raises(BadInput, match=f"^{said}"):
@@ -537,14 +535,14 @@ def test_an_interrupt_waits_for_the_import_of_a_library(cells: ddip.Group, libra
     cells.run("import slow_to_import; assert slow_to_import.whole and slow_to_import.part.value")
 
 
-def test_an_interrupt_waits_for_an_import_in_a_cell_that_awaits(cells: ddip.Group, libraries: Path) -> None:
+def test_an_interrupt_waits_for_an_import_in_an_async_cell(cells: ddip.Group, libraries: Path) -> None:
     package(libraries, "slow_to_import_too", SLOW)
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
         cells.run("import asyncio; await asyncio.sleep(0)\nimport slow_to_import_too\nwhile True: pass", timeout=30)
     cells.run("import slow_to_import_too; assert slow_to_import_too.whole and slow_to_import_too.part.value")
 
 
-def test_an_import_that_hangs_is_interrupted_and_the_error_says_so(cells: ddip.Group, libraries: Path) -> None:
+def test_an_import_that_hangs_is_interrupted_with_an_explanation(cells: ddip.Group, libraries: Path) -> None:
     package(libraries, "hangs", HUNG)
     text = (
         "^ranks 0, 1: KeyboardInterrupt: the import of hangs did not finish, and was interrupted half-way; .* %makedip"
@@ -586,7 +584,7 @@ def test_an_optimizer_works_after_the_first_one_was_interrupted() -> None:
         group.run(f"{OPTIMIZE}\nassert parameter.item() < 1")
 
 
-def test_a_cell_that_shows_nothing_sends_its_answer_and_nothing_else(cells: ddip.Group) -> None:
+def test_a_silent_cell_sends_only_its_answer(cells: ddip.Group) -> None:
     client = cells.cluster.client  # type: ignore[attr-defined]
     heard: list[str] = []
     hear = client._dispatch_iopub
@@ -607,7 +605,7 @@ def test_a_cell_that_shows_nothing_sends_its_answer_and_nothing_else(cells: ddip
         client._io_loop.add_callback(client._iopub_stream.on_recv, hear, copy=False)
 
 
-def test_what_is_flushed_has_been_sent_when_the_flush_returns(cells: ddip.Group) -> None:
+def test_flushed_output_is_sent_before_the_flush_returns(cells: ddip.Group) -> None:
     """The rank may end then; ipykernel's flush returned while its thread had yet to send."""
     cells.run("""
         import sys
@@ -629,7 +627,7 @@ def test_what_is_flushed_has_been_sent_when_the_flush_returns(cells: ddip.Group)
 
 
 @pytest.mark.grid
-def test_a_flush_waits_where_somebody_looks_and_nowhere_else(cells: ddip.Group) -> None:
+def test_a_flush_waits_only_for_visible_output(cells: ddip.Group) -> None:
     """A training loop that flushes each line would wait for the output thread at each step, on all ranks."""
     cells.run("""
         import sys, threading, time

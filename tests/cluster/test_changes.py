@@ -60,9 +60,7 @@ def proofs(group: ddip.Group) -> list[int]:
     return [found["proof"] for found in group.pull_all(["proof"], range(group.world_size))[0]]
 
 
-def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
-    own_group: ddip.Group, tmp_path: Path
-) -> None:
+def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_group: ddip.Group, tmp_path: Path) -> None:
     own_group.run("mine = rank + 100")
     before = [member.pid for member in own_group.members]
 
@@ -109,7 +107,7 @@ def test_a_group_grows_and_shrinks_and_the_ranks_that_stay_keep_their_variables(
     assert own_group.pull(["has"]) == {"has": False}
 
 
-def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.Group) -> None:
+def test_every_later_cell_names_an_ended_rank(own_group: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match=r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
         own_group.run("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(GroupError, match=r"rank 1: pid \d+ ended \(SIGKILL\): .*; %makedip --repair puts"):
@@ -120,9 +118,7 @@ def test_a_rank_that_ended_is_named_in_its_cell_and_in_the_next(own_group: ddip.
 
 
 @pytest.mark.grid
-def test_engines_that_do_not_come_in_time_leave_nothing_behind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engines_that_miss_the_timeout_leave_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = all_of(os.getpid())
     with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 2 engines started"):
         ddip.Group(2, timeout=3)
@@ -131,7 +127,7 @@ def test_engines_that_do_not_come_in_time_leave_nothing_behind(
     assert all_of(os.getpid()) == before
 
 
-def test_an_engine_that_cannot_start_says_why_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_explains_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
     before = all_of(os.getpid())
@@ -147,13 +143,13 @@ def test_a_backend_that_this_torch_lacks_is_named() -> None:
 
 
 @pytest.mark.grid
-def test_threads_that_the_user_has_set_stay() -> None:
+def test_the_number_of_threads_set_by_the_user_stays() -> None:
     with environment(OMP_NUM_THREADS="1"), ddip.Group(1) as group:
         group.run("import os, torch; found = (os.environ['OMP_NUM_THREADS'], torch.get_num_threads())")
         assert group.pull(["found"]) == {"found": ("1", 1)}
 
 
-def test_everything_of_this_process_is_gone_when_its_groups_are() -> None:
+def test_this_process_keeps_nothing_after_its_last_group() -> None:
     before = all_of(os.getpid())  # those of a shared group
     group = ddip.Group(1)
     assert set(files_of(os.getpid())) > before[0] and all_of(os.getpid())[1].keys() > before[1].keys()
@@ -274,7 +270,7 @@ def test_an_interrupted_start_leaves_nothing() -> None:
         assert proofs(group) == [1]
 
 
-def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
+def test_a_start_stopped_while_connecting_leaves_no_client() -> None:
     """The controller answers the client when nobody waits for the client any more."""
     before = set(threading.enumerate())
     cluster = OwnCluster(logging.getLogger("ddip"), fork=False)
@@ -301,7 +297,7 @@ def test_a_start_that_is_stopped_while_it_connects_leaves_no_client() -> None:
 
 
 @pytest.mark.grid
-def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind() -> None:
+def test_a_controller_that_cannot_start_explains_and_leaves_nothing() -> None:
     before = all_of(os.getpid())
     text = r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
     keys = environment(IPP_ENABLE_CURVE="1", IPP_CURVE_SECRETKEY="not a key", IPP_CURVE_PUBLICKEY="not a key")
@@ -310,7 +306,7 @@ def test_a_controller_that_cannot_start_says_why_and_leaves_nothing_behind() -> 
     assert all_of(os.getpid()) == before
 
 
-def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_form_explains_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = all_of(os.getpid())
     monkeypatch.setattr("ddip.group.members.host_facts.loopback", lambda: "nowhere0")
     began = time.monotonic()
@@ -321,7 +317,7 @@ def test_a_group_that_cannot_form_says_why_at_once_and_leaves_nothing_behind(mon
 
 
 @pytest.mark.grid
-def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddip.Group) -> None:
+def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group) -> None:
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
     with pytest.raises(GroupError, match="forming the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
@@ -332,7 +328,7 @@ def test_a_change_that_fails_on_one_rank_says_so_and_how_to_go_on(own_group: ddi
 
 
 @pytest.mark.grid
-def test_a_change_that_fails_while_the_old_group_is_left_ends_the_new_engines(own_group: ddip.Group) -> None:
+def test_a_change_that_fails_during_leave_ends_new_engines(own_group: ddip.Group) -> None:
     running = {p.pid for p in processes_of(os.getpid())}
     own_group.run(
         "from ddip.rank.process_group import membership as process_group\nif rank == 1: process_group.leave = None"
@@ -346,7 +342,7 @@ def test_a_change_that_fails_while_the_old_group_is_left_ends_the_new_engines(ow
     assert proofs(own_group) == [3, 3]
 
 
-def test_shared_memory_of_a_cell_is_gone_with_the_group() -> None:
+def test_shared_memory_of_a_cell_disappears_with_the_group() -> None:
     with ddip.Group(1) as group:
         group.run("from multiprocessing.shared_memory import SharedMemory\nkept = SharedMemory(create=True, size=1000)")
         group.run("name = kept.name")
@@ -356,7 +352,7 @@ def test_shared_memory_of_a_cell_is_gone_with_the_group() -> None:
 
 
 @pytest.mark.grid
-def test_the_end_of_the_controller_is_told_in_a_cell_and_after_it(own_group: ddip.Group) -> None:
+def test_the_end_of_the_controller_is_reported_in_every_cell(own_group: ddip.Group) -> None:
     def kill() -> None:
         wait_until(lambda: own_group.info()[0].state == "busy")
         controllers_of(os.getpid())[-1].kill()
@@ -382,7 +378,7 @@ def test_a_fork_of_the_owner_does_not_end_the_group(own_group: ddip.Group) -> No
 
 
 @pytest.mark.grid
-def test_a_group_whose_folder_was_removed_goes_on_and_says_why_it_cannot_grow(own_group: ddip.Group) -> None:
+def test_a_group_without_its_folder_works_but_cannot_grow(own_group: ddip.Group) -> None:
     own_group.run(f"import shutil\nif rank: shutil.rmtree({str(own_group.cluster.run_folder)!r})")
     with pytest.raises(ddip.CellError):
         own_group.run("""

@@ -77,7 +77,7 @@ def rename(
 
 @pytest.mark.grid
 @pytest.mark.parametrize("feature", compat_torch.FEATURES)
-def test_without_a_features_names_the_rest_works(
+def test_missing_names_turn_off_only_their_feature(
     feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rename(compat_torch.FEATURES[feature], GONE.get(feature, b""), tmp_path, monkeypatch)
@@ -90,7 +90,7 @@ def test_without_a_features_names_the_rest_works(
 
 
 @pytest.mark.grid
-def test_without_a_name_that_a_group_needs_the_start_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_reports_missing_names_that_groups_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename(compat_torch.CORE, b"", tmp_path, monkeypatch)
     with pytest.raises(GroupError, match=r"^torch \S+ has no torch\.distributed\.distributed_c10d\._world, .*install"):
         ddip.Group(2, spawn=True)
@@ -108,7 +108,7 @@ dist.barrier()
 
 @pytest.mark.grid
 @pytest.mark.parametrize("feature", OF_RANKS)
-def test_without_what_a_feature_needs_of_ipython_the_rest_works(
+def test_missing_ipython_names_turn_off_only_their_feature(
     feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rename(OF_RANKS[feature], b"", tmp_path, monkeypatch, FOR_CELLS)
@@ -130,7 +130,7 @@ OF_PROCESSES = (
 
 
 @pytest.mark.parametrize("name", few(OF_PROCESSES, OF_PROCESSES[0]))
-def test_without_a_name_that_a_process_needs_the_start_names_it(
+def test_a_start_reports_missing_names_that_a_process_needs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename([name], b"", tmp_path, monkeypatch, FOR_CELLS)
@@ -151,7 +151,9 @@ shell.run_line_magic("makedip", "-k")
 """
 
 
-def test_without_what_a_notebooks_features_need_the_rest_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_names_in_the_notebook_turn_off_only_their_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     features = {**compat_ipython.NOTEBOOK.features, **compat_ipyparallel.NOTEBOOK.features}
     rename([name for names in features.values() for name in names], b"", tmp_path, monkeypatch, FOR_CELLS)
     done = subprocess.run([sys.executable, "-c", IN_NOTEBOOK], capture_output=True, text=True)
@@ -161,9 +163,7 @@ def test_without_what_a_notebooks_features_need_the_rest_works(tmp_path: Path, m
 
 
 @pytest.mark.grid
-def test_without_a_name_of_fastai_the_app_is_refused_and_the_group_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_names_in_fastai_refuse_only_the_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastai")
     rename(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
     with ddip.Group(2, spawn=True, timeout=120) as group:

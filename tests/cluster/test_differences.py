@@ -107,7 +107,7 @@ def prepared(cells: ddip.Group) -> None:
 
 
 @pytest.mark.parametrize("place", few(NAMED, "scheduler"))
-def test_a_fault_between_the_parts_of_a_step_is_named_and_mended(
+def test_a_fault_within_a_step_is_named_and_synced(
     cells: ddip.Group, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("job, twin = make(), make()")
@@ -125,7 +125,7 @@ def test_a_fault_between_the_parts_of_a_step_is_named_and_mended(
     assert [row.what for row in cells.check(["job"]).rows if ".running_" not in row.what] == []
 
 
-def test_what_was_named_is_named_again_until_it_is_mended(
+def test_a_difference_is_named_again_until_it_is_resolved(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Good cells meanwhile do not make it a difference by design; after %dipsync the next fault is named as well."""
@@ -169,7 +169,7 @@ def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
     assert capsys.readouterr().err == ""
 
 
-def test_a_generator_that_is_ahead_on_one_rank_is_named_and_set(
+def test_a_generator_ahead_on_one_rank_is_named_and_synced(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks with the same seed draw from the same permutation of the data."""
@@ -189,7 +189,7 @@ def test_a_generator_that_is_ahead_on_one_rank_is_named_and_set(
 
 
 @pytest.mark.grid
-def test_half_a_step_of_an_optimizer_without_a_wrapper_is_named_and_mended(
+def test_half_an_optimizer_step_without_a_wrapper_is_synced(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The gradients are averaged by hand; Adam stops at its second parameter on rank 1."""
@@ -233,7 +233,7 @@ def test_half_a_step_of_an_optimizer_without_a_wrapper_is_named_and_mended(
     """)
 
 
-def test_the_first_cell_that_trains_is_judged_by_its_counters(
+def test_the_first_training_cell_is_compared_by_its_counters(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(cells, "seed = 3 + rank")
@@ -245,7 +245,7 @@ def test_the_first_cell_that_trains_is_judged_by_its_counters(
     assert "seed" not in said and "best" not in said
 
 
-def test_what_is_left_in_the_middle_is_named_though_the_ranks_are_equal(
+def test_an_unfinished_state_is_named_even_on_equal_ranks(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
@@ -269,7 +269,7 @@ def test_what_is_left_in_the_middle_is_named_though_the_ranks_are_equal(
     )
 
 
-def test_objects_keep_their_identity_and_what_is_missing_is_made(cells: ddip.Group) -> None:
+def test_objects_keep_their_identity_and_missing_objects_are_created(cells: ddip.Group) -> None:
     cells.run("""
         net = nn.Linear(2, 1)
         opt = torch.optim.Adam(net.parameters())
@@ -362,7 +362,7 @@ def test_a_check_finds_an_optimizer_that_has_lost_its_model(cells: ddip.Group) -
     assert "belong to no model" not in str(cells.check())
 
 
-def test_the_report_is_below_the_error_and_the_magics_mend_it(notebook: Notebook) -> None:
+def test_the_report_appears_below_the_error_and_dipsync_repairs_it(notebook: Notebook) -> None:
     notebook.ok("%autodip on")
     notebook.ok(CODE + "job = make()\nfor _ in range(2): step(job)")
     failed = notebook.fails("step(job, 'scheduler')")
@@ -429,7 +429,7 @@ def test_only_states_after_the_same_cell_are_compared(cells: ddip.Group, capsys:
     assert "steps is 10 on rank 0, 9 on rank 1" in said and "seen" not in said
 
 
-def test_sync_copies_what_it_lists(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Arrays and numbers of NumPy, sets, class attributes and more optimizer states than a list is compared by."""
     cells.run("""
         import numpy as np
@@ -538,7 +538,7 @@ def test_parameters_whose_values_were_not_known_before_are_named(
     assert "net: parameters and buffers (2 differ" in said, said
 
 
-def test_the_iterator_of_a_loader_is_not_copied_in_half(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_never_copies_part_of_a_loader_iterator(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Its position in the data cannot be set, so none of its counters is."""
     cells.run("""
         from torch.utils.data import DataLoader
@@ -563,7 +563,9 @@ def test_the_iterator_of_a_loader_is_not_copied_in_half(cells: ddip.Group, capsy
 
 
 @pytest.mark.grid
-def test_more_objects_than_are_compared_are_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_objects_above_the_comparison_limit_are_mentioned(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(cells, "count = 0")
     with pytest.raises(ddip.CellError):
         cells.run("many = [[[i] for i in range(250)] for _ in range(250)]; count += 1\nraise ValueError")
@@ -571,7 +573,7 @@ def test_more_objects_than_are_compared_are_told(cells: ddip.Group, capsys: pyte
     assert "the variables hold more objects than are compared after a fault" in capsys.readouterr().err
 
 
-def test_a_fault_right_after_a_sync_is_compared_with_it(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     train(cells, "count, average = 0, torch.zeros(100)")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\ncount += 1")
@@ -583,7 +585,7 @@ def test_a_fault_right_after_a_sync_is_compared_with_it(cells: ddip.Group, capsy
     assert "average differs" in capsys.readouterr().err
 
 
-def test_a_seed_that_the_last_good_cell_has_set_is_known(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_set_by_the_last_good_cell_counts(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """The generators differed before that, by design."""
     train(cells, "torch.manual_seed(rank)")
     train(cells, "torch.manual_seed(3); order = torch.randperm(16)")
@@ -598,7 +600,7 @@ def test_a_seed_that_the_last_good_cell_has_set_is_known(cells: ddip.Group, caps
     """)
 
 
-def test_more_differences_than_are_described_are_copied_as_well(
+def test_sync_also_copies_differences_above_the_display_limit(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(differences, "MOST_PATHS", 5)

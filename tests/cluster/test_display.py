@@ -55,7 +55,7 @@ def test_stdout_and_stderr_stay_in_order(notebook: Notebook) -> None:
     assert [content["text"] for _, content in shown.messages] == expected
 
 
-def test_stdout_and_stderr_stay_in_order_whichever_is_sent_first(notebook: Notebook) -> None:
+def test_both_streams_stay_in_order_in_any_sending_order(notebook: Notebook) -> None:
     """A flush that an earlier line has asked for may come at any time: the thread that sends is held up for it here."""
     shown = notebook.ok("""
         %%dip
@@ -74,14 +74,14 @@ def test_stdout_and_stderr_stay_in_order_whichever_is_sent_first(notebook: Noteb
     assert [content["text"] for _, content in shown.messages] == expected
 
 
-def test_lines_that_are_flushed_one_soon_after_the_other_reach_the_page_together(notebook: Notebook) -> None:
+def test_lines_flushed_in_quick_succession_reach_the_page_together(notebook: Notebook) -> None:
     """Each message costs the notebook a millisecond, and the page as much."""
     shown = notebook.ok("%%dip\nfor i in range(100): print(i, flush=True)")
     assert shown.text.split() == [str(i) for i in range(100)]
     assert len(shown.messages) < 50
 
 
-def test_what_is_written_arrives_while_the_cell_runs(notebook: Notebook) -> None:
+def test_output_arrives_while_the_cell_runs(notebook: Notebook) -> None:
     running = notebook.begin("%%dip\nimport time\nprint('begun')\nwhile True: time.sleep(0.01)")
     assert notebook.finish(running, until="begun").status == ""
     notebook.interrupt()
@@ -96,7 +96,7 @@ def test_c_code_and_subprocesses_write_too(notebook: Notebook) -> None:
     assert "from a pipe" in notebook.ok("%%dip\n!echo from a pipe").stdout
 
 
-def test_what_a_cell_forks_writes_too_and_nothing_twice(notebook: Notebook) -> None:
+def test_output_of_forked_processes_arrives_exactly_once(notebook: Notebook) -> None:
     shown = notebook.ok(
         "%%dip\nimport multiprocessing, sys\n"
         "def work(): print('from a child'); print('its error', file=sys.stderr); print('x' * 100_000)\n"
@@ -109,7 +109,7 @@ def test_what_a_cell_forks_writes_too_and_nothing_twice(notebook: Notebook) -> N
     assert text.count("x" * 100_000) == 1
 
 
-def test_displays_are_updated_by_their_id_also_from_a_later_cell(notebook: Notebook) -> None:
+def test_a_later_cell_can_update_a_display_by_id(notebook: Notebook) -> None:
     shown = notebook.ok("""
         %%dip
         handle = display('a', display_id='mine')
@@ -173,7 +173,7 @@ def test_widgets_work_both_ways(notebook: Notebook) -> None:
     assert "slider" in notebook.fails("slider").message
 
 
-def test_what_a_widgets_callback_prints_goes_to_the_widgets_cell(notebook: Notebook) -> None:
+def test_callbacks_print_to_the_cell_of_their_widget(notebook: Notebook) -> None:
     cell = notebook.begin(
         "%%dip\nimport ipywidgets\nbutton = ipywidgets.Button()\nbutton.on_click(lambda b: print('clicked'))\nbutton"
     )
@@ -196,7 +196,7 @@ def test_help_is_shown_in_the_pager(notebook: Notebook) -> None:
 # -- progress bars
 
 
-def test_a_bar_in_text_is_one_display_that_ends_at_100_percent(notebook: Notebook) -> None:
+def test_a_text_bar_is_one_display_ending_at_100_percent(notebook: Notebook) -> None:
     shown = notebook.ok("""
         %%dip
         from tqdm import tqdm
@@ -256,7 +256,7 @@ def test_bars_within_bars_are_one_display(notebook: Notebook) -> None:
 # -- odd things
 
 
-def test_what_is_odd_does_not_end_the_cell(notebook: Notebook) -> None:
+def test_odd_output_does_not_end_the_cell(notebook: Notebook) -> None:
     shown = notebook.ok("""
         %%dip -S all
         from ddip.protocol.old_versions import find_comms
@@ -270,7 +270,7 @@ def test_what_is_odd_does_not_end_the_cell(notebook: Notebook) -> None:
     assert 'width="50%"' in shown.data[-1]["text/html"] and "whole" in shown.data[-1]["text/plain"]
 
 
-def test_an_output_widget_within_another_is_the_pages(notebook: Notebook) -> None:
+def test_a_nested_output_widget_belongs_to_the_page(notebook: Notebook) -> None:
     cell = notebook.begin(
         "%%dip -S all\nimport ipywidgets\nout = ipywidgets.Output()\nbox = ipywidgets.VBox([out])\ndisplay(box)\n"
         "with out: print('inside', rank)\nprint('outside')"
@@ -284,7 +284,7 @@ def test_an_output_widget_within_another_is_the_pages(notebook: Notebook) -> Non
     assert shown.data[-1]["text/plain"] == "── ranks 0-2 ──\noutside"
 
 
-def test_an_error_in_a_widgets_callback_is_told(notebook: Notebook) -> None:
+def test_an_error_in_a_widget_callback_is_shown(notebook: Notebook) -> None:
     cell = notebook.begin(
         "%%dip\nimport ipywidgets\nbutton = ipywidgets.Button()\nbutton.on_click(lambda b: 1 / 0)\nbutton"
     )
@@ -327,7 +327,7 @@ def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
 
 
 @pytest.mark.native("sockets")
-def test_who_waited_for_a_failed_rank_has_not_failed(notebook: Notebook) -> None:
+def test_waiting_for_a_failed_rank_is_not_a_failure(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip -S all
         import torch.distributed as dist
@@ -359,7 +359,7 @@ def test_clear_output_and_updates_are_each_ranks_own(notebook: Notebook) -> None
     assert text == "── rank 0 ──\nstays\n10\n── rank 1 ──\n11\n── rank 2 ──\nstays\n12"
 
 
-def test_with_all_ranks_shown_there_is_one_bar_a_rank(notebook: Notebook) -> None:
+def test_each_visible_rank_has_its_own_bar(notebook: Notebook) -> None:
     text = last_text(
         notebook, "%%dip -S all\nfrom tqdm import tqdm\nfor i in tqdm(range(100 + rank)): pass\nprint('done')"
     )
@@ -371,7 +371,7 @@ def test_with_all_ranks_shown_there_is_one_bar_a_rank(notebook: Notebook) -> Non
     assert re.fullmatch(r"── ranks 0-2 ──\nkept\nWorking\.\.\. \S+ 100% \S+\n?", text)
 
 
-def test_the_other_styles(notebook: Notebook) -> None:
+def test_other_styles_label_or_group_output(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.style = 'labels'")
     shown = notebook.ok("""
         %%dip -S all
@@ -412,7 +412,7 @@ def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.max_output_chars = 400000")
 
 
-def test_a_line_above_the_limit_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
+def test_a_line_above_the_limit_keeps_both_ends(notebook: Notebook) -> None:
     shown = notebook.ok(
         "%%dip -r 0\nprint('start'); print('a' * 200_000 + 'b' * 100_000 + 'c' * 200_000); print('end')"
     )
@@ -427,7 +427,7 @@ def test_a_line_above_the_limit_keeps_its_beginning_and_its_end(notebook: Notebo
 # -- late output
 
 
-def test_what_a_thread_writes_later_goes_to_its_own_cell(notebook: Notebook) -> None:
+def test_late_output_of_a_thread_goes_to_its_cell(notebook: Notebook) -> None:
     begin = (
         "import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late')\n"
         "thread = threading.Thread(target=late)\nthread.start()"
@@ -441,7 +441,7 @@ def test_what_a_thread_writes_later_goes_to_its_own_cell(notebook: Notebook) -> 
     assert notebook.late(cell, "late\n") == "late\n"
 
 
-def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> None:
+def test_late_output_of_a_thread_goes_to_its_tabs(notebook: Notebook) -> None:
     tabs = notebook.begin(
         "%%dip -S all\nimport threading\nprint('early')\ngo = threading.Event()\n"
         "thread = threading.Thread(target=lambda: (go.wait(), print('late')))\nthread.start()"
@@ -462,7 +462,7 @@ def test_what_a_thread_writes_later_is_added_to_its_tabs(notebook: Notebook) -> 
 # -- what is true for a while
 
 
-def test_what_is_said_of_ranks_that_wait_is_taken_back_when_they_have_ended(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_stall_notice_disappears_when_the_waiting_ranks_end(notebook: Notebook, tmp_path: Path) -> None:
     notebook.ok("%config DipMagics.stall_timeout = 1")
     cell = notebook.begin(
         f"%%dip\nimport os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
@@ -498,7 +498,7 @@ def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
 # -- names on the other side
 
 
-def test_a_name_on_the_other_side_is_told(notebook: Notebook) -> None:
+def test_a_missing_name_hints_at_the_other_side(notebook: Notebook) -> None:
     notebook.ok("only_here = 1\n")
     notebook.ok("%%dip\nonly_there = 1")
     assert notebook.fails("%%dip\nonly_here").message.endswith(
@@ -599,7 +599,7 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("options", ["", "-S all", "-S 1", "-q", "-q -S all"])
-def test_every_way_to_look_shows_what_is_there(notebook: Notebook, options: str) -> None:
+def test_every_display_option_shows_all_output(notebook: Notebook, options: str) -> None:
     shown = notebook.ok(
         f"%%dip {options}\nprint('text', rank)\ndisplay({{'text/html': '<b>rich</b>'}}, raw=True)\n'value'"
     )

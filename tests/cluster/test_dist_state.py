@@ -122,7 +122,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", few(REFUSED, "fsdp"))
 @pytest.mark.native("sockets")
-def test_the_former_model_says_that_it_must_be_made_again(ranks: ddip.Group, kind: str) -> None:
+def test_the_former_model_says_that_it_must_be_recreated(ranks: ddip.Group, kind: str) -> None:
     begin(ranks, kind)
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("if rank == 1: raise ValueError('planted')\nstep(4)")
@@ -130,7 +130,7 @@ def test_the_former_model_says_that_it_must_be_made_again(ranks: ddip.Group, kin
         ranks.run("step(4)")
 
 
-def test_and_so_it_does_where_one_rank_has_taken_a_step_and_none_waited(ranks: ddip.Group) -> None:
+def test_a_model_after_an_unequal_step_refuses_further_use(ranks: ddip.Group) -> None:
     """Its shards would be of different steps, and it would go on."""
     begin(ranks, "fsdp")
     with pytest.raises(ddip.CellError, match="rank 1: ValueError"):
@@ -141,7 +141,7 @@ def test_and_so_it_does_where_one_rank_has_taken_a_step_and_none_waited(ranks: d
 
 
 @pytest.mark.grid
-def test_and_so_does_a_stop_in_backward(ranks: ddip.Group) -> None:
+def test_a_stop_in_backward_asks_to_recreate_the_model(ranks: ddip.Group) -> None:
     begin(ranks, "fsdp")
     ranks.run("""
         import threading
@@ -169,7 +169,7 @@ def test_and_so_does_a_stop_in_backward(ranks: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_a_fault_within_save_leaves_the_step_before(ranks: ddip.Group) -> None:
+def test_a_fault_within_save_keeps_the_previous_save(ranks: ddip.Group) -> None:
     """On one rank the copy is complete, on the other it is not."""
     begin(ranks, "fsdp")
     with pytest.raises(ddip.CellError, match="planted"):
@@ -207,7 +207,7 @@ def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_what_an_optimizer_has_no_value_for_is_left_so(ranks: ddip.Group) -> None:
+def test_values_missing_in_an_optimizer_stay_missing(ranks: ddip.Group) -> None:
     """SGD has a buffer of momentum that is None; a parameter may be shared, or frozen."""
     ranks.run("""
         def make_tied():
@@ -243,7 +243,7 @@ def killed(group: ddip.Group, rank: int) -> None:
 
 
 @pytest.mark.parametrize("order", [[1], pytest.param([1, 0], marks=pytest.mark.grid)])
-def test_a_rank_that_was_killed_gets_its_part_back_from_another(ranks: ddip.Group, order: list[int]) -> None:
+def test_a_killed_rank_gets_its_shard_from_another_rank(ranks: ddip.Group, order: list[int]) -> None:
     begin(ranks, "fsdp")
     for rank in order:
         killed(ranks, rank)
@@ -255,7 +255,7 @@ def test_a_rank_that_was_killed_gets_its_part_back_from_another(ranks: ddip.Grou
 
 
 @pytest.mark.grid
-def test_what_a_rank_had_that_kept_it_alone_is_gone_with_its_process() -> None:
+def test_shards_without_a_spare_copy_are_lost_with_their_process() -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE)
         begin(group, "fsdp")
@@ -269,7 +269,7 @@ def test_what_a_rank_had_that_kept_it_alone_is_gone_with_its_process() -> None:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
-def test_two_of_three_ranks_go_on_and_so_do_three_again(kind: str) -> None:
+def test_training_continues_on_two_of_three_ranks_and_three_again(kind: str) -> None:
     with ddip.Group(3, failure_grace=0.1) as group:
         group.run(CODE)
         begin(group, kind)
@@ -283,7 +283,7 @@ def test_two_of_three_ranks_go_on_and_so_do_three_again(kind: str) -> None:
 
 
 @pytest.mark.grid
-def test_fully_sharded_tensor_parallel_on_four_ranks_goes_on_on_two() -> None:
+def test_tensor_parallel_shards_on_four_ranks_continue_on_two() -> None:
     with ddip.Group(4, failure_grace=0.1) as group:
         group.run(CODE)
         begin(group, "both")
@@ -324,7 +324,7 @@ def ensure_restored(kind):
 
 @pytest.mark.grid
 @pytest.mark.timeout(600)
-def test_a_model_may_be_sharded_in_another_way_and_two_of_four_ranks_be_lost() -> None:
+def test_a_restore_can_reshard_after_losing_two_of_four_ranks() -> None:
     """With an average of DTensors, which the model that was made again may have in another layout."""
     with ddip.Group(4, failure_grace=0.1) as group:
         group.run(CODE + WHOLE)
@@ -343,7 +343,7 @@ def test_a_model_may_be_sharded_in_another_way_and_two_of_four_ranks_be_lost() -
 
 
 @pytest.mark.grid
-def test_the_extra_state_of_a_module_is_brought_back(ranks: ddip.Group) -> None:
+def test_the_extra_state_of_a_module_is_restored(ranks: ddip.Group) -> None:
     ranks.run("""
         class Counting(nn.Linear):
             count = 0
@@ -360,7 +360,7 @@ def test_the_extra_state_of_a_module_is_brought_back(ranks: ddip.Group) -> None:
     """)
 
 
-def test_what_cannot_be_restored_says_why(ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restore_says_why(ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.options, "failure_grace", 10.0)  # all raise; on a loaded machine one is slower to
     ranks.run("make(fsdp)")
     with pytest.raises(ddip.CellError, match=r"LookupError: .*nothing is kept as 'state'; call save\(\) after a step"):
@@ -385,7 +385,7 @@ def test_what_cannot_be_restored_says_why(ranks: ddip.Group, monkeypatch: pytest
         """)
 
 
-def test_in_the_notebook_it_says_where_it_belongs() -> None:
+def test_dist_state_in_the_notebook_says_to_use_ranks() -> None:
     import torch
 
     with pytest.raises(RuntimeError, match=r"no process group here; it is for cells that run on the ranks \(%%dip\)"):

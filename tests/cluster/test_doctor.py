@@ -89,7 +89,7 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
     ],
     ids=["Ctrl-C before the start", "Ctrl-C while ranks start", "SIGTERM while ranks start"],
 )
-def test_nothing_is_left_when_it_is_interrupted(home: Path, number: int, code: int, after: str) -> None:
+def test_an_interrupted_doctor_leaves_nothing(home: Path, number: int, code: int, after: str) -> None:
     before = sorted(Path(os.environ["TMPDIR"]).iterdir())
     with subprocess.Popen(
         DOCTOR, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -108,7 +108,7 @@ def test_nothing_is_left_when_it_is_interrupted(home: Path, number: int, code: i
 
 
 @pytest.mark.grid
-def test_what_another_notebook_has_left_is_told_and_stays(home: Path) -> None:
+def test_leftovers_of_another_notebook_are_reported_and_stay(home: Path) -> None:
     me = Proc.of(os.getpid())
     folder = ownership.make_run_folder()
     dead = folder.rename(folder.with_name(folder.name.replace(f"{me.started:.15g}", f"{me.started - 5:.15g}")))
@@ -137,9 +137,7 @@ def test_a_machine_that_cannot_start_ranks_fails_and_says_why(home: Path, tmp_pa
     "module",
     ["psutil", *(pytest.param(name, marks=pytest.mark.grid) for name in ("packaging", "IPython", "ipyparallel"))],
 )
-def test_a_package_that_cannot_be_imported_is_named_and_the_other_checks_run(
-    home: Path, tmp_path: Path, module: str
-) -> None:
+def test_an_unimportable_package_is_named_while_other_checks_run(home: Path, tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text("raise ImportError('broken here')\n")
     done = subprocess.run(
         DOCTOR, cwd=home, env=environment(home, PYTHONPATH=str(tmp_path)), capture_output=True, text=True
@@ -158,13 +156,13 @@ def test_a_package_that_cannot_be_imported_is_named_and_the_other_checks_run(
         (["docter"], 2, "python -m ddip docter: there is no such command"),
     ],
 )
-def test_what_there_is_is_said(words: list[str], code: int, said: str) -> None:
+def test_commands_print_help_or_an_error(words: list[str], code: int, said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "ddip", *words], capture_output=True, text=True)
     assert done.returncode == code and said in (done.stderr if code else done.stdout)
 
 
 @pytest.mark.grid
-def test_without_a_start_the_checks_are_those_of_the_readme(home: Path) -> None:
+def test_without_a_start_the_checks_match_the_docs(home: Path) -> None:
     command = [*DOCTOR, "--no-start"]
     done = subprocess.run(command, cwd=home, env=environment(home), capture_output=True, text=True)
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("ok ", "warning ", "failed "))]

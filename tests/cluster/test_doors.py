@@ -71,7 +71,7 @@ def test_another_user_cannot_disturb_a_group(monkeypatch: pytest.MonkeyPatch) ->
         wait_until(lambda: descriptors(family_of(os.getpid())) == before)
 
 
-def test_what_no_peer_would_send_is_dropped(cells: ddip.Group) -> None:
+def test_invalid_messages_are_dropped(cells: ddip.Group) -> None:
     """Whoever may enter, this user, can be wrong about the address."""
     cells.run("kept = rank")
     family = [psutil.Process(p.pid) for p in controllers_of(os.getpid())]
@@ -86,9 +86,7 @@ def test_what_no_peer_would_send_is_dropped(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_a_group_starts_where_its_folder_has_an_odd_name_or_too_long_a_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_group_starts_in_folders_with_odd_or_long_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="a[b]*: '\"ü-", dir="/tmp") as odd:
         too_long = tmp_path / ("x" * 90)
         too_long.mkdir()

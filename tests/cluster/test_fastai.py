@@ -116,7 +116,7 @@ def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
     "drop_last",
     [pytest.param(False, id="all items"), pytest.param(True, id="drop_last", marks=pytest.mark.grid)],
 )
-def test_an_epoch_is_that_of_one_process_with_the_larger_batch(
+def test_an_epoch_equals_one_process_with_the_larger_batch(
     ranks: ddip.Group, alone: dict[str, Any], opt: str, drop_last: bool
 ) -> None:
     ranks.run(f"learn = learner(loaders(drop_last={drop_last}), opt_func={opt})\n{STATE}\nlearn.fit(1, 0.05)")
@@ -134,7 +134,7 @@ def test_an_epoch_is_that_of_one_process_with_the_larger_batch(
     assert of_any(ranks, "list(learn.recorder.values[0])") == pytest.approx(list(theirs), abs=1e-4)
 
 
-def test_losses_of_steps_are_those_of_the_larger_batch(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_losses_of_steps_equal_the_larger_batch(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05)")
     here = single(
         alone,
@@ -169,7 +169,7 @@ def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, A
 
 
 @pytest.mark.grid
-def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_a_summed_loss_is_summed_over_all_ranks(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     loss = "loss_func = CrossEntropyLossFlat(reduction='sum')"
     ranks.run(f"learn = learner(opt_func=SGD)\nlearn.{loss}\n{STATE}\nlearn.fit(1, 0.01)")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.{loss}; learn.fit(1, 0.01)"
@@ -181,7 +181,7 @@ def test_a_loss_that_is_a_sum_is_one_over_all_ranks(ranks: ddip.Group, alone: di
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_loaders_of_torch_are_as_those_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_torch_loaders_train_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     code = """
 def by_torch(bs):
     from torch.utils.data import DataLoader as TorchLoader
@@ -196,7 +196,7 @@ def by_torch(bs):
     assert_same_weights(ranks, here)
 
 
-def test_a_model_that_remembers_validates_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_a_stateful_model_validates_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     code = """
 class Remembers(nn.Module):
     def __init__(self):
@@ -268,7 +268,7 @@ def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> 
 
 
 @two_ranks
-def test_ranks_draw_the_same_random_numbers_but_while_they_train(ranks: ddip.Group) -> None:
+def test_ranks_draw_equal_random_numbers_except_during_training(ranks: ddip.Group) -> None:
     ranks.run("""
         noise = []
         learn = learner()
@@ -288,7 +288,7 @@ def test_ranks_draw_the_same_random_numbers_but_while_they_train(ranks: ddip.Gro
 
 
 @two_ranks
-def test_a_seed_gives_the_same_training_again(ranks: ddip.Group) -> None:
+def test_a_seed_makes_training_reproducible(ranks: ddip.Group) -> None:
     runs = []
     for _ in range(2):
         ranks.run("""
@@ -313,7 +313,7 @@ def language_learner(bs=2):
 
 
 @pytest.mark.grid
-def test_a_language_model_reads_on_where_it_was(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     ranks.run(TEXTS)
     ranks.run("""
         read = []
@@ -342,14 +342,14 @@ def test_a_language_model_reads_on_where_it_was(ranks: ddip.Group, alone: dict[s
 # -- evaluation
 
 
-def test_validate_is_that_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_validate_gives_the_result_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     ranks.run(f"learn = learner()\n{STATE}\ntold = list(learn.validate()), list(learn.validate(ds_idx=0))")
     here = single(alone, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
     for mine, theirs in zip(of_any(ranks, "told"), here["told"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def test_get_preds_is_that_of_one_process_and_in_order(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     calls = [
         "learn.get_preds()",
         "learn.get_preds(ds_idx=0)",
@@ -374,7 +374,7 @@ def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, alo
 
 
 @two_ranks
-def test_ranks_with_data_or_models_of_their_own_evaluate_by_themselves(ranks: ddip.Group) -> None:
+def test_ranks_with_their_own_data_or_models_evaluate_independently(ranks: ddip.Group) -> None:
     ranks.run("""
         learn = learner()
         own = DataLoader(Items(9 + rank, 5 + rank), bs=2)
@@ -387,7 +387,7 @@ def test_ranks_with_data_or_models_of_their_own_evaluate_by_themselves(ranks: dd
 
 
 @two_ranks
-def test_one_rank_may_predict_while_the_others_do_not(ranks: ddip.Group) -> None:
+def test_one_rank_may_predict_alone(ranks: ddip.Group) -> None:
     ranks.run("""
         from fastai.tabular.all import *
         df = pd.DataFrame({"a": np.arange(40.) % 7, "b": np.arange(40) % 2})
@@ -420,7 +420,7 @@ def test_lr_find_ends_and_changes_nothing(ranks: ddip.Group) -> None:
     assert _equal(before, after)
 
 
-def test_callbacks_decide_alike(ranks: ddip.Group, tmp_path: Path) -> None:
+def test_callbacks_decide_equally_on_all_ranks(ranks: ddip.Group, tmp_path: Path) -> None:
     ranks.run(f"""
         learn = learner(path={str(tmp_path)!r}, lr=0.5)
         learn.fit(6, cbs=[SaveModelCallback(), EarlyStoppingCallback(monitor="accuracy", patience=2),

@@ -115,7 +115,7 @@ LEARNERS = {
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_a_learner_trains_and_tells_what_one_process_would(group: ddip.Group, tmp_path: Path, kind: str) -> None:
+def test_a_learner_trains_and_reports_like_one_process(group: ddip.Group, tmp_path: Path, kind: str) -> None:
     data, learner = LEARNERS[kind]
     group.run(f"import warnings; warnings.simplefilter('ignore')\n{data}\nfolder = Path({str(tmp_path / 'data')!r})")
     if data is PICTURES:

@@ -61,7 +61,7 @@ SOME = ("a sum with no gradient at first", "a mean and a penalty")
         for name, source in FUNCTIONS.items()
     ],
 )
-def test_a_loss_that_does_not_say_what_it_is_counts_as_in_one_process(
+def test_a_loss_with_unknown_reduction_counts_as_in_one_process(
     group: ddip.Group,
     alone: dict[str, Any],  # noqa: F811
     source: str,
@@ -130,7 +130,7 @@ def test_the_trial_of_a_loss_leaves_nothing_behind(group: ddip.Group) -> None:
     assert all(map(torch.equal, learned, same))
 
 
-def test_a_loss_that_is_neither_is_named_once(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_with_unknown_reduction_is_named_once(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     group.run("""
         def contrast(pred, y): return F.cross_entropy(pred @ pred.T, torch.arange(len(pred)))
         learn = learner(loss_func=contrast, metrics=accuracy)
@@ -182,7 +182,7 @@ CALLBACKS = {
         pytest.param("partial(F.cross_entropy, reduction='sum')", id="sum", marks=pytest.mark.grid),
     ],
 )
-def test_a_batch_that_a_callback_makes_shorter_counts_what_is_left(
+def test_a_batch_shortened_by_a_callback_counts_remaining_items(
     group: ddip.Group,
     alone: dict[str, Any],  # noqa: F811
     kind: str,
@@ -213,7 +213,7 @@ def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, al
 
 
 @pytest.mark.grid
-def test_what_activation_stats_show_is_a_ranks_own(group: ddip.Group) -> None:
+def test_activation_stats_belong_to_each_rank(group: ddip.Group) -> None:
     group.run("""
         stats = ActivationStats(with_hist=True)
         learn = learner(loaders(n=96))

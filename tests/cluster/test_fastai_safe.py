@@ -65,7 +65,7 @@ class Bad(Callback):
         pytest.param("[0]", id="rank 0", marks=pytest.mark.grid),
     ],
 )
-def test_an_error_in_fit_leaves_the_learner_usable_on_every_rank(group: ddip.Group, where: str, tmp_path: Path) -> None:
+def test_an_error_in_fit_leaves_the_learner_usable_everywhere(group: ddip.Group, where: str, tmp_path: Path) -> None:
     group.run(f"{BAD}\nlearn = learner(path={str(tmp_path)!r}, metrics=accuracy, cbs=MixUp()).to_fp16()")
     group.run(f"{CHECK}\nbefore = state")
     with pytest.raises(CellError, match="(?s)ValueError: .*no more"):
@@ -144,7 +144,7 @@ def test_a_fit_that_is_cancelled_leaves_the_ranks_the_same(group: ddip.Group) ->
     of_any(group, "list(learn.validate())")
 
 
-def test_what_is_trained_may_change_in_the_middle_of_a_fit(group: ddip.Group) -> None:
+def test_trainable_parameters_may_change_during_a_fit(group: ddip.Group) -> None:
     group.run("""
         def switch(self):
             late = self.train_iter % 4 > 1
@@ -192,7 +192,7 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
         """)
 
 
-def test_one_rank_may_train_alone_and_the_next_fit_makes_them_the_same(group: ddip.Group) -> None:
+def test_after_one_rank_trains_alone_fit_makes_ranks_equal(group: ddip.Group) -> None:
     group.run("learn = learner()\nlearn.fit(1)")
     group.run("learn.fit(1)", ranks=[1])
     mine, theirs = of_all(group, "float(learn.model[0].weight.sum())")
@@ -221,7 +221,7 @@ def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None
 # -- what the user's cell says of distribution itself
 
 
-def test_distrib_ctx_and_its_parts_do_no_harm(group: ddip.Group) -> None:
+def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
     group.run("""
         from fastai.distributed import *
         learn = learner(norm=True)
@@ -237,7 +237,7 @@ def test_distrib_ctx_and_its_parts_do_no_harm(group: ddip.Group) -> None:
     assert "rank 1: RuntimeError: rank 0 failed in fetch: OSError: no disk" in str(told.value)
 
 
-def test_code_for_accelerate_works_as_ever(group: ddip.Group) -> None:
+def test_code_for_accelerate_works_as_usual(group: ddip.Group) -> None:
     group.run("""
         from accelerate import Accelerator
         accelerator = Accelerator(cpu=True)
@@ -251,7 +251,7 @@ def test_code_for_accelerate_works_as_ever(group: ddip.Group) -> None:
     assert [one[1:] for one in of_all(group, "told")] == [(2, 0), (2, 1)]
 
 
-def test_pieces_of_words_are_learned_once_and_are_the_same_on_all_ranks(group: ddip.Group, tmp_path: Path) -> None:
+def test_subword_tokenizers_are_trained_once_and_equal_on_ranks(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"""
         from fastai.text.core import SubwordTokenizer
         words = "the ranks of a group train one network together and keep their variables".split()
@@ -335,7 +335,7 @@ def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, ad
     group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
 
 
-def test_settings_that_one_rank_writes_are_found_whole_by_the_others(group: ddip.Group, tmp_path: Path) -> None:
+def test_settings_written_by_one_rank_are_complete_for_others(group: ddip.Group, tmp_path: Path) -> None:
     """Of fastai, in a home that it has not been in before: in one of five times another rank found an empty file."""
     group.run(f"""
         import os, torch.distributed as dist
@@ -349,7 +349,7 @@ def test_settings_that_one_rank_writes_are_found_whole_by_the_others(group: ddip
     """)
 
 
-def test_a_cell_on_one_rank_saves_what_it_says(group: ddip.Group, tmp_path: Path) -> None:
+def test_a_cell_on_one_rank_saves_the_requested_files(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)\nlearn.fit(1)")
     group.run("learn.save('mine'); learn.load('mine'); learn.export('mine.pkl')", ranks=[1])
     assert (tmp_path / "models" / "mine.pth").exists() and (tmp_path / "mine.pkl").exists()
@@ -412,7 +412,7 @@ def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None
     assert (len(recorder.values), len(recorder.losses), len(recorder.lrs)) == (2, 14, 14)
 
 
-def test_nothing_of_it_is_left_in_fastai() -> None:
+def test_removing_the_app_leaves_fastai_unchanged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import fastai.vision.all  # noqa: F401
@@ -443,13 +443,13 @@ def test_nothing_of_it_is_left_in_fastai() -> None:
     assert {name for name in before if after[name] != before[name]} == set()
 
 
-def test_a_command_tells_what_is_changed(group: ddip.Group) -> None:
+def test_a_command_lists_the_changes_in_fastai(group: ddip.Group) -> None:
     assert "Mends, in fastai 2.8.12" in (group.command("mends") or "")
     with pytest.raises(GroupError, match="the app fastai knows one command: %%dip -a mends; typed: men"):
         group.command("men")
 
 
-def test_ranks_draw_their_own_numbers_when_it_has_gone(group: ddip.Group) -> None:
+def test_ranks_draw_their_own_numbers_without_the_app(group: ddip.Group) -> None:
     group.run("from ddip.apps import fastai as app\napp.release()")
     mine, theirs = of_all(group, "(float(torch.rand(())), random.random(), float(np.random.rand()))")
     assert all(one != other for one, other in zip(mine, theirs, strict=True))
@@ -473,7 +473,7 @@ FORGET = "from accelerate.state import AcceleratorState; AcceleratorState._reset
 
 
 @pytest.mark.grid
-def test_plain_fastai_does_not_train_on_the_cpu_and_leaves_the_learner_wrapped(plain: ddip.Group) -> None:
+def test_plain_fastai_fails_on_the_cpu_leaving_the_learner_wrapped(plain: ddip.Group) -> None:
     with pytest.raises(CellError):
         plain.run("learn = learner()\nwith learn.distrib_ctx(): learn.fit(1)")
     with pytest.raises(CellError):
@@ -499,7 +499,7 @@ def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group)
 
 
 @pytest.mark.grid
-def test_plain_fastai_waits_for_ever_in_lr_find(plain: ddip.Group, tmp_path: Path) -> None:
+def test_plain_fastai_hangs_in_lr_find(plain: ddip.Group, tmp_path: Path) -> None:
     plain.run(f"learn = learner(path={str(tmp_path)!r})\nthrough = False")
 
     def is_waiting() -> bool:
@@ -525,7 +525,7 @@ def test_plain_fastai_strands_the_others_when_rank_0_fails(plain: ddip.Group) ->
 
 
 @pytest.mark.grid
-def test_plain_fastai_casts_nothing_on_the_cpu_and_saves_nothing_on_rank_1(plain: ddip.Group, tmp_path: Path) -> None:
+def test_plain_fastai_neither_casts_nor_saves_on_rank_1(plain: ddip.Group, tmp_path: Path) -> None:
     plain.run("learn = learner(metrics=accuracy).to_fp16()\nkinds = set()", ranks=[1])
     plain.run("learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))", ranks=[1])
     plain.run("os.environ['WORLD_SIZE'] = '1'\nlearn.fit(1)", ranks=[1])

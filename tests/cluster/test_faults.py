@@ -166,7 +166,7 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
 
 @stages("DDP backward")
 @pytest.mark.native("sockets")
-def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: ddip.Group, stage: str) -> None:
+def test_when_one_rank_finishes_a_stop_ends_the_others(four: ddip.Group, stage: str) -> None:
     thread = when_they_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
         four.run(f"if rank:\n    {STAGES[stage]}")
@@ -176,9 +176,7 @@ def test_one_rank_finishes_and_the_others_wait_until_the_user_stops_them(four: d
 
 @stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the rest is as above
 @pytest.mark.native("sockets")
-def test_one_rank_finishes_and_the_others_wait_until_their_time_is_over(
-    four: ddip.Group, stage: str, clock: Clock
-) -> None:
+def test_when_one_rank_finishes_a_timeout_ends_the_others(four: ddip.Group, stage: str, clock: Clock) -> None:
     thread = when_they_wait(four, clock.put_forward)
     with pytest.raises(CellTimeout) as caught:
         four.run(f"if rank:\n    {STAGES[stage]}", timeout=60)
@@ -234,7 +232,7 @@ def test_groups_of_other_sizes(size: int) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(it was last seen to hold"),
     ],
 )
-def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
+def test_the_cause_of_a_death_is_shown(four: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
     engine = four.members[2].engine
     four.ranks._memory_of_engine.clear()
     thread = meanwhile(
@@ -251,7 +249,7 @@ def test_how_a_rank_died_is_told(four: ddip.Group, death: str, told: str, tmp_pa
     four.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
 
 
-def test_only_what_the_last_cell_has_logged_is_told_of_ranks_that_ended(four: ddip.Group) -> None:
+def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four: ddip.Group) -> None:
     four.run("if rank > 1: os.write(2, b'an earlier problem\\n')")
     with pytest.raises(ddip.CellError, match=r"^ranks 2, 3: RankEnded: pids \d+, \d+ ended \(exit code 3\)") as caught:
         four.run("if rank > 1: os._exit(3)")
@@ -266,7 +264,7 @@ def test_only_what_the_last_cell_has_logged_is_told_of_ranks_that_ended(four: dd
     four.run(SET_UP)
 
 
-def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) -> None:
+def test_the_next_cell_reports_the_death_of_an_idle_rank(four: ddip.Group) -> None:
     os.kill(four.members[3].pid, signal.SIGKILL)
     wait_until(lambda: four.ranks.ended)
     with pytest.raises(GroupError, match=r"^rank 3: pid \d+ ended \(SIGKILL\)"):
@@ -276,7 +274,7 @@ def test_the_death_of_an_idle_rank_is_told_by_the_next_cell(four: ddip.Group) ->
 
 
 @pytest.mark.grid
-def test_a_rank_that_dies_while_the_group_is_formed_again(four: ddip.Group) -> None:
+def test_a_rank_may_die_during_a_rebuild(four: ddip.Group) -> None:
     """It leaves ranks that have begun to join and ranks that have not."""
     four.run("from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)")
     with pytest.raises(ddip.CellError):
@@ -287,7 +285,7 @@ def test_a_rank_that_dies_while_the_group_is_formed_again(four: ddip.Group) -> N
     prove(four, lost=(1,))
 
 
-def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group) -> None:
+def test_processes_forked_by_dead_ranks_end_with_them(four: ddip.Group) -> None:
     """The forked processes hold the connections of the dead ranks: the others would wait for them."""
     four.run("child = os.fork() if rank in (1, 2) else 0\nif rank in (1, 2) and not child: time.sleep(1000)")
     with pytest.raises(ddip.CellError, match="^ranks? [12]"):
@@ -297,7 +295,7 @@ def test_two_ranks_die_and_what_they_had_forked_goes_with_them(four: ddip.Group)
 
 
 @pytest.mark.native("sockets")
-def test_a_rank_dies_and_a_daemon_that_it_has_forked_keeps_its_connections(four: ddip.Group, tmp_path: Path) -> None:
+def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four: ddip.Group, tmp_path: Path) -> None:
     """The system does not tell the others then that it is gone."""
     four.run(f"""
         import pathlib
@@ -349,7 +347,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
 
 
 @pytest.mark.native("sockets")
-def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Path) -> None:
+def test_an_error_raised_by_a_rank_itself_is_reported(four: ddip.Group, tmp_path: Path) -> None:
     first = tmp_path / "first"
     thread = meanwhile(lambda: first.exists() and four.info()[0].state == "idle", (tmp_path / "go").touch)
     with pytest.raises(ddip.CellError) as caught:
@@ -392,7 +390,7 @@ def test_what_a_rank_raised_by_itself_is_its_own(four: ddip.Group, tmp_path: Pat
         ),
     ],
 )
-def test_ranks_that_do_not_agree_who_is_in_a_new_group_say_so(four: ddip.Group, ranks: list[int], lists: str) -> None:
+def test_disagreeing_members_of_a_new_group_cause_an_error(four: ddip.Group, ranks: list[int], lists: str) -> None:
     four.options.failure_grace = 0.5
     began = time.monotonic()
     text = r"RuntimeError: the ranks do not agree who is in the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
@@ -407,7 +405,7 @@ def test_ranks_that_do_not_agree_who_is_in_a_new_group_say_so(four: ddip.Group, 
     """)
 
 
-def test_groups_that_some_ranks_have_made_alone_do_not_harm_the_next(four: ddip.Group) -> None:
+def test_subgroups_formed_by_some_ranks_do_not_break_later_ones(four: ddip.Group) -> None:
     four.run("pair = dist.new_group([0, 1])", [0, 1])
     four.run("pair = dist.new_group([2, 3])\npair = dist.new_group([2, 3])", [2, 3])
     four.run(
@@ -425,7 +423,7 @@ def test_groups_that_some_ranks_have_made_alone_do_not_harm_the_next(four: ddip.
         ),
     ],
 )
-def test_ranks_that_do_not_agree_how_to_divide_themselves_can_be_released(four: ddip.Group, make: str) -> None:
+def test_ranks_that_disagree_about_splits_can_be_unblocked(four: ddip.Group, make: str) -> None:
     four.run("from torch.distributed.device_mesh import init_device_mesh")
     with pytest.raises(ddip.CellError):
         four.run(make, timeout=3)

@@ -45,7 +45,7 @@ ON_RANKS = {
 
 
 @pytest.mark.parametrize("arguments", ACCEPTED)
-def test_the_group_that_is_there_may_be_asked_for_in_any_usual_way(
+def test_usual_requests_for_the_existing_group_return_it(
     cells: ddip.Group, arguments: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("import torch.distributed as dist\nbefore = dist.group.WORLD")
@@ -55,9 +55,7 @@ def test_the_group_that_is_there_may_be_asked_for_in_any_usual_way(
 
 
 @pytest.mark.parametrize("arguments", REFUSED)
-def test_another_group_than_the_one_that_is_there_is_refused_with_what_to_type(
-    cells: ddip.Group, arguments: str
-) -> None:
+def test_requests_for_a_different_group_are_refused_with_advice(cells: ddip.Group, arguments: str) -> None:
     cells.run("kept = rank")
     with pytest.raises(ddip.CellError) as caught:
         cells.run(INIT.format(arguments))
@@ -65,19 +63,19 @@ def test_another_group_than_the_one_that_is_there_is_refused_with_what_to_type(
     cells.run("import torch.distributed as dist\nassert kept == rank\ndist.barrier()")
 
 
-def test_a_timeout_that_is_asked_for_is_that_of_the_group(cells: ddip.Group) -> None:
+def test_the_group_uses_a_requested_timeout(cells: ddip.Group) -> None:
     cells.run(INIT.format("timeout=datetime.timedelta(seconds=77)"))
     cells.run("from ddip.rank.runtime import c10d\nassert c10d.store().timeout.total_seconds() == 77")
     cells.run("dist.init_process_group(timeout=datetime.timedelta(minutes=30))")
 
 
-def test_after_it_was_destroyed_a_cell_forms_a_group_of_its_own(cells: ddip.Group) -> None:
+def test_a_cell_can_form_a_group_after_destroying_one(cells: ddip.Group) -> None:
     cells.run("import torch.distributed as dist\nbefore = dist.group.WORLD\ndist.destroy_process_group()")
     cells.run("import torch.distributed as dist\ndist.init_process_group('gloo')\nassert dist.get_world_size() == 2")
 
 
 @pytest.mark.parametrize("code", ON_RANKS)
-def test_what_cannot_be_on_ranks_says_what_can(cells: ddip.Group, code: str) -> None:
+def test_unsupported_requests_on_ranks_name_an_alternative(cells: ddip.Group, code: str) -> None:
     cells.run("kept = rank")
     with pytest.raises(ddip.CellError) as caught:
         cells.run(code)

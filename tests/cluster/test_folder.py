@@ -45,7 +45,7 @@ STEPS = (
 
 
 @pytest.mark.grid
-def test_no_file_of_the_notebooks_folder_takes_the_place_of_another(
+def test_no_file_in_the_notebooks_folder_replaces_another_module(
     new_notebook: NewNotebook, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """Neither in the kernel, beyond what that imports by itself, nor in any of ddip's processes."""
@@ -74,7 +74,7 @@ def test_no_file_of_the_notebooks_folder_takes_the_place_of_another(
 
 
 @pytest.mark.grid
-def test_a_file_that_the_user_has_put_before_the_standard_library_is_named(tmp_path: Path) -> None:
+def test_a_file_that_shadows_the_standard_library_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise RuntimeError('not that queue')\n")
     with environment(tmp_path), pytest.raises(GroupError) as failed:
         ddip.Group(1, timeout=30)
@@ -121,7 +121,7 @@ def test_a_process_starts_without_its_directory_on_the_path(options: list[str], 
     assert (done.stdout, done.stderr, foreign.ran()) == (f"['one', {str(package)!r}] []\n", "", [])
 
 
-def test_what_an_import_has_added_to_the_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_entries_added_by_an_import_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/first", "", "/last"])
     with folder.left_out():
         assert sys.path == ["/first", "/last"]
@@ -150,7 +150,7 @@ def in_a_removed_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     gone.rmdir()
 
 
-def test_a_folder_that_was_removed_is_named_before_anything_is_begun(in_a_removed_folder: None) -> None:
+def test_a_removed_folder_is_named_before_a_start(in_a_removed_folder: None) -> None:
     for begin in (lambda: ddip.Group(1), lambda: ddip.load_ipython_extension(None)):  # type: ignore[arg-type]
         with pytest.raises(
             GroupError, match="^the folder in which this notebook works has been removed; %cd to another"
@@ -158,7 +158,7 @@ def test_a_folder_that_was_removed_is_named_before_anything_is_begun(in_a_remove
             begin()
 
 
-def test_a_folder_that_is_removed_leaves_the_group_as_it_is(
+def test_removing_the_folder_leaves_the_group_unchanged(
     group: ddip.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gone = tmp_path / "gone"
@@ -174,7 +174,7 @@ def test_a_folder_that_is_removed_leaves_the_group_as_it_is(
     assert [member.pid for member in group.members] == former
 
 
-def test_an_exit_that_ipython_asks_for_does_not_end_the_wait_for_it(in_a_removed_folder: None) -> None:
+def test_an_exit_requested_by_ipython_does_not_cause_a_hang(in_a_removed_folder: None) -> None:
     """IPython's own programs leave where they cannot make their profile; we would wait without end."""
     before = set(threading.enumerate())
     with pytest.raises(GroupError, match="IPython cannot use its profile"):

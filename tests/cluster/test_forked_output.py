@@ -31,13 +31,13 @@ def written(notebook: Notebook, code: str) -> list[tuple[str, str]]:
     return [(content["name"], content["text"]) for kind, content in messages if kind == "stream"]
 
 
-def test_workers_of_a_data_loader_write_in_order_and_before_the_cell_ends(notebook: Notebook) -> None:
+def test_workers_of_a_loader_write_in_order_before_cells_end(notebook: Notebook) -> None:
     texts = written(notebook, f"{LOADER}\nfor _ in DataLoader(Data(), None, num_workers=1): pass\nprint('end')")
     items = [(name, f"{what} {i}\n") for i in range(3) for name, what in (("stdout", "item"), ("stderr", "warning"))]
     assert texts == [*items, ("stdout", "end\n")]
 
 
-def test_what_is_written_stands_between_what_the_rank_writes_before_and_after(notebook: Notebook) -> None:
+def test_output_of_child_processes_keeps_its_place_between_prints(notebook: Notebook) -> None:
     for start in (
         "p = fork.Process(target=print, args=('in between',)); p.start(); p.join()",
         "with fork.Pool(1) as pool: pool.apply(print, ('in between',))",
@@ -50,14 +50,14 @@ def test_what_is_written_stands_between_what_the_rank_writes_before_and_after(no
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
-def test_a_process_that_ends_within_a_line_has_written_what_it_wrote(notebook: Notebook, end: str) -> None:
+def test_a_process_that_ends_within_a_line_loses_nothing(notebook: Notebook, end: str) -> None:
     code = (
         f"pid = os.fork()\nif not pid:\n    print('a line'); print('half', end='')\n    {end}\nos.waitpid(pid, 0); None"
     )
     assert written(notebook, code) == [("stdout", "a line\nhalf")]
 
 
-def test_a_character_that_is_written_in_parts_is_whole(notebook: Notebook) -> None:
+def test_a_character_written_in_parts_arrives_complete(notebook: Notebook) -> None:
     text = "é█" * 5_000
     code = f"os.write(1, {text.encode()!r})\np = fork.Process(target=print, args=({text!r},)); p.start(); p.join()"
     assert written(notebook, code) == [("stdout", f"{text}{text}\n")]
@@ -76,7 +76,7 @@ def test_a_process_belongs_to_the_cell_that_has_forked_it(notebook: Notebook) ->
 
 
 @pytest.mark.grid
-def test_of_a_flood_from_other_processes_the_middle_is_left_out(notebook: Notebook) -> None:
+def test_long_output_of_other_processes_loses_its_middle(notebook: Notebook) -> None:
     forked = """
 def flood():
     for i in range(60_000): print('line', i, '.' * 30)
@@ -105,7 +105,7 @@ def test_a_fork_while_other_threads_print_does_not_hang(notebook: Notebook) -> N
     notebook.ok(FORK + code)
 
 
-def test_a_rank_that_writes_faster_than_it_is_sent_waits_and_goes_on(notebook: Notebook) -> None:
+def test_a_rank_that_writes_faster_than_it_sends_waits(notebook: Notebook) -> None:
     """The queue of the thread that sends is full: the writes wait, and that thread looks for their order."""
     told = notebook.ok("""%%dip -S 0
         import sys, threading
@@ -119,7 +119,7 @@ def test_a_rank_that_writes_faster_than_it_is_sent_waits_and_goes_on(notebook: N
     assert told.text.count(".") == 20_000
 
 
-def test_a_process_may_outlive_its_cell_and_be_killed_in_the_midst_of_writing(notebook: Notebook) -> None:
+def test_a_process_may_outlive_its_cell_and_be_killed(notebook: Notebook) -> None:
     cell = notebook.begin(
         FORK + "def chatter():\n    while True: print('chatter' * 50)\np = fork.Process(target=chatter); p.start()"
     )
@@ -129,7 +129,7 @@ def test_a_process_may_outlive_its_cell_and_be_killed_in_the_midst_of_writing(no
 
 
 @pytest.mark.grid
-def test_a_process_whose_rank_has_ended_does_not_wait_for_a_reader(tmp_path: Path) -> None:
+def test_a_process_of_an_ended_rank_waits_for_no_reader(tmp_path: Path) -> None:
     """It would fill the pipe, and stay for ever."""
     file = tmp_path / "done"
     with ddip.Group(2) as group:
@@ -150,7 +150,7 @@ if rank == 1 and not child:
     assert file.exists()
 
 
-def test_it_is_shown_where_pytest_runs(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_forked_processes_appears_under_pytest(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """ipykernel does not look at descriptors there; a rank is no process of pytest's."""
     assert "PYTEST_CURRENT_TEST" in os.environ
     cells.run(

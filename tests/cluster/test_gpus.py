@@ -113,7 +113,7 @@ def test_gpus_in_the_order_given() -> None:
         assert [str(values["name"]) for values in group.pull_all(["name"], [1, 0])[0]] == swapped
 
 
-def test_reserved_memory_is_given_back_after_the_cell_and_tensors_arrive_on_the_cpu() -> None:
+def test_reserved_memory_is_freed_and_tensors_arrive_on_the_cpu() -> None:
     with ddip.Group(gpus=[0]) as group:
         group.run("""
             import torch
@@ -127,7 +127,7 @@ def test_reserved_memory_is_given_back_after_the_cell_and_tensors_arrive_on_the_
         assert (values[0]["kept"].device.type, moved) == ("cpu", ["kept"])
 
 
-def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> None:
+def test_ranks_are_forked_from_a_preload_process_without_gpu_memory() -> None:
     with ddip.Group(gpus=[0]) as group:
         group.run("""
             import torch
@@ -148,7 +148,7 @@ def test_a_forked_rank_trains_on_its_gpu_and_the_warm_process_holds_none() -> No
 
 
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
-def test_an_app_that_uses_a_gpu_when_it_is_imported_has_its_ranks_spawned(tmp_path: Path) -> None:
+def test_ranks_are_spawned_if_importing_an_app_uses_a_gpu(tmp_path: Path) -> None:
     code = "import torch\nhere = torch.ones(1, device='cuda')\n"
     with an_app(tmp_path, code), ddip.Group(gpus=[0], app="toy") as group:
         assert group.cluster.spawned == "CUDA is initialised in the preload process"
@@ -174,7 +174,7 @@ def test_a_rank_raises_while_another_waits_on_the_same_gpu() -> None:
         """)
 
 
-def test_after_running_out_of_memory_what_was_reserved_is_given_back() -> None:
+def test_after_running_out_of_memory_reserved_memory_is_freed() -> None:
     with ddip.Group(gpus=[0]) as group:
         group.run("""
             import torch

@@ -35,7 +35,7 @@ def test_the_ranks_are_in_one_torch_group(cells: ddip.Group) -> None:
     assert values(cells, "dist.get_backend()") == ["gloo", "gloo"]
 
 
-def test_every_rank_has_the_variables_and_the_environment_of_torchrun(cells: ddip.Group) -> None:
+def test_every_rank_has_standing_names_and_torchrun_variables(cells: ddip.Group) -> None:
     assert values(cells, "(rank, world_size, str(device))") == [(0, 2, "cpu"), (1, 2, "cpu")]
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
     assert values(cells, f"[__import__('os').environ[name] for name in {names}]") == [
@@ -71,7 +71,7 @@ def elastic(group: ddip.Group, names: set[str]) -> list[object]:
 
 
 @pytest.mark.grid
-def test_every_rank_has_what_torchrun_sets(cells: ddip.Group, tmp_path: Path) -> None:
+def test_every_rank_has_all_variables_of_torchrun(cells: ddip.Group, tmp_path: Path) -> None:
     theirs = torchruns(tmp_path)
     names = {name for name in theirs[0] if re.search("RANK|WORLD|ROLE|MASTER|ELASTIC", name)} - AGENTS
     assert {"GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RESTART_COUNT"} <= names
@@ -83,7 +83,7 @@ def test_every_rank_has_what_torchrun_sets(cells: ddip.Group, tmp_path: Path) ->
 
 
 @pytest.mark.grid
-def test_a_new_rank_has_the_same_and_there_is_no_prompt_on_ranks() -> None:
+def test_a_new_rank_has_the_same_variables_without_prompts() -> None:
     names = {"RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     prompts = "[hasattr(sys, name) for name in ('ps1', 'ps2', 'ps3')] + [sys.flags.interactive]"
     with ddip.Group(2) as group:
@@ -100,7 +100,7 @@ def test_a_new_rank_has_the_same_and_there_is_no_prompt_on_ranks() -> None:
         assert [found["ROLE_WORLD_SIZE"] for found in elastic(group, names)] == ["3"] * 3  # type: ignore[index]
 
 
-def test_nobody_else_takes_the_master_port_by_chance(cells: ddip.Group) -> None:
+def test_no_other_process_takes_the_master_port_by_chance(cells: ddip.Group) -> None:
     port = cast(int, values(cells, "int(__import__('os').environ['MASTER_PORT'])")[0])
     for address in ("127.0.0.1", ""):
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -109,7 +109,7 @@ def test_nobody_else_takes_the_master_port_by_chance(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_the_environment_lets_a_program_form_a_group_of_its_own(cells: ddip.Group) -> None:
+def test_programs_started_by_ranks_can_form_their_own_group(cells: ddip.Group) -> None:
     cells.run("""
         import subprocess, sys
         code = 'import torch.distributed as d; d.init_process_group("gloo"); print(d.get_world_size())'
@@ -125,7 +125,7 @@ def test_the_cpu_threads_are_shared_out_before_torch_loads(cells: ddip.Group) ->
     assert values(cells, "__import__('os').environ['MKL_NUM_THREADS']") == [str(share)] * 2
 
 
-def test_folder_and_path_are_those_of_the_notebook(cells: ddip.Group) -> None:
+def test_folder_and_path_equal_the_notebook(cells: ddip.Group) -> None:
     assert values(cells, "__import__('os').getcwd()") == [str(Path.cwd())] * 2
     assert set(sys.path) <= set(values(cells, "__import__('sys').path")[0])  # type: ignore[call-overload]
 
@@ -145,7 +145,7 @@ def test_the_files_are_private_to_the_user(cells: ddip.Group) -> None:
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), f"others can read {path}"
 
 
-def test_one_engine_a_rank_and_no_nanny(cells: ddip.Group) -> None:
+def test_each_rank_has_one_engine_and_no_nanny(cells: ddip.Group) -> None:
     engines = titled(processes_of(os.getpid()), "ddip rank")
     assert sorted(p.pid for p in engines) == sorted(member.pid for member in cells.members)
     others = {p.pid for p in processes_of(os.getpid())} - {p.pid for p in engines}

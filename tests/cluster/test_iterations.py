@@ -119,7 +119,7 @@ DDPS = {
 
 
 @pytest.mark.parametrize("kind", few(DDPS, "plain", "a static graph"))
-def test_a_wrapper_trains_on_after_an_error_in_backward_on_all_ranks(
+def test_a_wrapper_continues_after_an_error_in_backward_everywhere(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(cells, *DDPS[kind])
@@ -131,7 +131,7 @@ def test_a_wrapper_trains_on_after_an_error_in_backward_on_all_ranks(
 
 
 @pytest.mark.parametrize("thread", few(["no thread", "a thread"], "a thread"))
-def test_collectives_that_only_one_rank_has_begun_are_never_met_by_the_next_step(
+def test_collectives_begun_by_one_rank_never_meet_later_steps(
     cells: ddip.Group, thread: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No rank waits. Of a thread of the user's nobody knows whether it will begin some, but it has never done so."""
@@ -151,7 +151,7 @@ def test_collectives_that_only_one_rank_has_begun_are_never_met_by_the_next_step
 
 
 @pytest.mark.grid
-def test_powersgd_begins_again_with_equal_states(cells: ddip.Group) -> None:
+def test_powersgd_restarts_with_equal_states(cells: ddip.Group) -> None:
     make(
         cells,
         "DDP(with_fault())",
@@ -206,7 +206,7 @@ def test_micro_batches_that_were_not_reduced_are_cleared(cells: ddip.Group, caps
     assert CLEARED + UNCHANGED in capsys.readouterr().err
 
 
-def test_a_stop_in_backward_of_a_micro_batch_hangs_no_later_cell(cells: ddip.Group) -> None:
+def test_a_stop_in_backward_of_micro_batches_hangs_no_cell(cells: ddip.Group) -> None:
     """Two micro-batches under no_sync, and a timeout in the third on one rank."""
     make(cells, "DDP(with_fault())")
     cells.run("""
@@ -236,7 +236,7 @@ def test_a_stop_in_backward_of_a_micro_batch_hangs_no_later_cell(cells: ddip.Gro
 
 
 @pytest.mark.grid
-def test_no_sync_that_one_rank_has_left_open_ends_when_the_group_is_formed_again(cells: ddip.Group) -> None:
+def test_a_rebuild_ends_no_sync_left_open_by_one_rank(cells: ddip.Group) -> None:
     make(cells, "DDP(with_fault())")
     cells.options.failure_grace = 0.1
     fails(
@@ -253,9 +253,7 @@ def test_no_sync_that_one_rank_has_left_open_ends_when_the_group_is_formed_again
     cells.run("check(net, opt, twin, its, range(3, 13))", timeout=60)
 
 
-def test_no_rank_keeps_a_stale_gradient_when_the_group_is_formed_again(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rebuild_leaves_no_stale_gradients(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """The loop clears gradients at the end of a step; one rank fails between its backward pass and that."""
     cells.run("""
         net, twin = [DDP(nn.Linear(1, 1)) for _ in range(2)]
@@ -295,9 +293,7 @@ def test_gradients_stay_when_a_cell_fails_outside_an_iteration(
     assert "iteration" not in capsys.readouterr().err
 
 
-def test_a_model_without_a_wrapper_is_cleared_and_one_that_took_no_part_is_not(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_models_in_the_failed_iteration_are_cleared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     make(cells, "with_fault()")
     cells.run("other = network(1); other_opt = adam(other); loss_of(other, 0).backward()")
     fails(
@@ -347,7 +343,7 @@ def test_an_interrupt_that_a_cell_has_caught_is_not_forgotten(
     assert CLEARED + UNCHANGED in capsys.readouterr().err
 
 
-def test_ranks_that_run_another_cell_are_reset_when_they_are_free(
+def test_ranks_busy_with_another_cell_are_reset_when_free(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(cells, "with_fault()")
@@ -367,7 +363,7 @@ def test_ranks_that_run_another_cell_are_reset_when_they_are_free(
 
 
 @pytest.mark.grid
-def test_a_rank_that_dies_in_an_iteration_leaves_no_gradients_to_the_others(cells: ddip.Group) -> None:
+def test_a_rank_dying_in_an_iteration_leaves_no_gradients(cells: ddip.Group) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE + PAIR)
         make(group, "with_fault()")
@@ -389,7 +385,7 @@ def test_a_wrapper_that_cannot_be_reset_says_what_to_type(cells: ddip.Group) -> 
 
 
 @pytest.mark.grid
-def test_a_scaler_that_has_unscaled_begins_again(cells: ddip.Group) -> None:
+def test_a_scaler_that_has_unscaled_is_reset(cells: ddip.Group) -> None:
     make(cells, "DDP(with_fault())")
     cells.run("""
         scaler, other = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -440,7 +436,7 @@ def test_an_accelerator_counts_micro_batches_from_the_first(
 
 
 @pytest.mark.grid
-def test_a_thread_that_trains_on_is_left_alone(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_thread_is_not_disturbed(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """It is in the middle of an accumulation when another cell fails."""
     make(cells, "with_fault()")
     cells.run("""
@@ -465,7 +461,7 @@ def test_a_thread_that_trains_on_is_left_alone(cells: ddip.Group, capsys: pytest
 
 
 @pytest.mark.grid
-def test_a_thread_that_has_trained_and_ended_hides_no_broken_iteration(cells: ddip.Group) -> None:
+def test_a_thread_that_trained_and_ended_hides_no_broken_iteration(cells: ddip.Group) -> None:
     """Threads that begin later get its number."""
     make(cells, "with_fault()")
     cells.run("import threading; other = network(1); ends = threading.Event()")
@@ -493,7 +489,7 @@ def test_a_thread_that_has_trained_and_ended_hides_no_broken_iteration(cells: dd
 
 
 @pytest.mark.grid
-def test_a_gradient_is_cleared_that_has_the_number_of_one_that_was_there(cells: ddip.Group) -> None:
+def test_a_new_gradient_that_reuses_an_address_is_cleared(cells: ddip.Group) -> None:
     cells.run("""
         def single(seed=0):
             torch.manual_seed(seed)
@@ -528,7 +524,7 @@ UNCHECKED = (
 
 
 @pytest.mark.parametrize("part", few(UNCHECKED, "objects.iteration.report"))
-def test_what_ddip_could_not_look_at_after_a_cell_is_said(
+def test_state_that_ddip_could_not_inspect_is_reported(
     cells: ddip.Group, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(cells, "DDP(with_fault())")
@@ -615,7 +611,7 @@ FSDP2 = {
 
 @pytest.mark.parametrize("kind", few(FSDP2, "plain"))
 @pytest.mark.parametrize("reset", few(["torch", "hand"], "torch"))
-def test_fully_shard_trains_on_after_an_error_in_backward(
+def test_fully_shard_continues_after_an_error_in_backward(
     cells: ddip.Group, kind: str, reset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, step = FSDP2[kind]
@@ -647,7 +643,7 @@ UNREDUCED = {
 
 
 @pytest.mark.parametrize("kind", few(UNREDUCED, "fully_shard"))
-def test_unreduced_gradients_are_cleared_beside_those_of_another_model(
+def test_unreduced_gradients_are_cleared_beside_another_model(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, ends = UNREDUCED[kind]
@@ -665,7 +661,7 @@ def test_unreduced_gradients_are_cleared_beside_those_of_another_model(
     assert re.search("gradients of `(net` and `other|other` and `net)` were cleared", capsys.readouterr().err)
 
 
-def test_a_stop_that_a_cell_has_caught_leaves_no_unreduced_gradients(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_caught_stop_leaves_no_unreduced_gradients(cells: ddip.Group, tmp_path: Path) -> None:
     """As loops do that end gracefully."""
     cells.run(SHARDED + FSDP1_CODE)
     make(cells, "sharded()")
@@ -700,7 +696,7 @@ def test_models_that_the_program_has_frozen_are_reset(cells: ddip.Group) -> None
 
 
 @pytest.mark.grid
-def test_a_sharded_model_that_cannot_be_looked_at_refuses_its_next_use(cells: ddip.Group) -> None:
+def test_a_sharded_model_that_cannot_be_inspected_refuses_use(cells: ddip.Group) -> None:
     """And hides nothing of another one."""
     cells.run(SHARDED + FSDP1_CODE)
     make(cells, "sharded()")
@@ -725,7 +721,7 @@ FSDP1 = {
 
 
 @pytest.mark.parametrize("kind", few(FSDP1, "nested"))
-def test_fsdp1_trains_on_after_an_error_in_backward(cells: ddip.Group, kind: str) -> None:
+def test_fsdp1_continues_after_an_error_in_backward(cells: ddip.Group, kind: str) -> None:
     cells.run(FSDP1_CODE)
     make(cells, FSDP1[kind])
     fails(cells, "with fault(): step(net, opt, 3)")
@@ -733,7 +729,7 @@ def test_fsdp1_trains_on_after_an_error_in_backward(cells: ddip.Group, kind: str
 
 
 @pytest.mark.grid
-def test_a_finalizer_that_never_ends_holds_up_the_reset_for_a_limited_time(
+def test_an_endless_finalizer_delays_the_reset_for_limited_time(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "ASK_SECONDS", 3.0)

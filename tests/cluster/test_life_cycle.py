@@ -77,7 +77,7 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, 
 
 
 @ANY_BUSINESS
-def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
+def test_the_end_of_the_controller_ends_ranks_with_a_message(bare_notebook: Notebook, code: str) -> None:
     running = begin(bare_notebook, code)
     (controller,) = controllers_of(bare_notebook.pid)
     end_and_start_again(bare_notebook, controller, running, code, "the controller process ended")
@@ -86,7 +86,7 @@ def test_the_end_of_the_controller_ends_the_ranks_and_is_told(bare_notebook: Not
 @pytest.mark.grid
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
 @ANY_BUSINESS
-def test_the_end_of_the_warm_process_ends_the_ranks_and_is_told(bare_notebook: Notebook, code: str) -> None:
+def test_the_end_of_the_preload_process_ends_ranks_with_messages(bare_notebook: Notebook, code: str) -> None:
     running = begin(bare_notebook, code)
     (warm,) = titled(family_of(bare_notebook.pid), "ddip preload process")
     told = "the preload process, from which the ranks were forked, ended"
@@ -113,7 +113,7 @@ def end_and_start_again(notebook: Notebook, process: psutil.Process, running: st
 
 
 @pytest.mark.grid
-def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_busy(new_notebook: NewNotebook) -> None:
+def test_shutting_down_a_kernel_with_busy_ranks_leaves_nothing(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     begin(notebook, BUSY_IN_PYTHON)
     notebook.shut_down()
@@ -122,7 +122,7 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_while_its_ranks_were_bus
 
 @pytest.mark.grid
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, at_once: bool) -> None:
+def test_a_restarted_kernel_starts_without_a_group(new_notebook: NewNotebook, at_once: bool) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 2")
     former = notebook.pid
@@ -137,7 +137,7 @@ def test_a_restarted_kernel_starts_afresh(new_notebook: NewNotebook, at_once: bo
 
 
 @pytest.mark.grid
-def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_notebook: NewNotebook) -> None:
+def test_a_controller_killed_with_its_kernel_leaves_no_scheduler(new_notebook: NewNotebook) -> None:
     """And the next notebook removes what nobody was left to remove, and ends what a rank has started."""
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
@@ -160,7 +160,7 @@ def test_a_controller_that_is_ended_with_its_kernel_leaves_no_scheduler(new_note
 
 
 @pytest.mark.grid
-def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
+def test_two_simultaneous_notebooks_are_independent(new_notebook: NewNotebook) -> None:
     first, second = new_notebook(), new_notebook()
     for name, notebook in (("first", first), ("second", second)):
         notebook.ok("%load_ext ddip\n%makedip -n 2")
@@ -180,7 +180,7 @@ def test_two_notebooks_at_once_do_not_meet(new_notebook: NewNotebook) -> None:
 
 @pytest.mark.grid
 @pytest.mark.timeout(600)
-def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_notebook: Notebook) -> None:
+def test_twenty_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     notebook.ok("%makedip -n 2\n%makedip -k")
     before = notebook.descriptors(), notebook.threads()
@@ -193,7 +193,7 @@ def test_twenty_starts_and_ends_leave_no_process_file_descriptor_or_thread(bare_
 
 
 @pytest.mark.grid
-def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) -> None:
+def test_kill_ends_ranks_that_ignore_an_interrupt(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     running = begin(
         notebook, "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nstarted()\nwhile True: time.sleep(1)"
@@ -209,7 +209,7 @@ def test_kill_ends_ranks_that_do_not_hear_an_interrupt(bare_notebook: Notebook) 
 
 
 @pytest.mark.grid
-def test_what_an_ended_controller_has_not_taken_is_not_kept_with_a_descriptor_for_ever() -> None:
+def test_messages_for_an_ended_controller_keep_no_descriptor() -> None:
     def sockets() -> int:
         return str([os.readlink(link) for link in glob.glob("/proc/self/fd/*") if os.path.lexists(link)]).count(
             "eventfd"

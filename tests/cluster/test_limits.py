@@ -67,7 +67,7 @@ def test_a_start_with_too_little_memory_names_the_limit() -> None:
 
 
 @pytest.mark.grid
-def test_a_rank_that_has_no_descriptor_left_runs_cells_and_joins_new_groups(cells: ddip.Group) -> None:
+def test_a_rank_without_free_descriptors_runs_cells_and_joins_groups(cells: ddip.Group) -> None:
     cells.run("import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)")
     cells.run("resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))")
     try:
@@ -88,7 +88,7 @@ def test_a_rank_that_has_no_descriptor_left_runs_cells_and_joins_new_groups(cell
 
 
 @pytest.mark.grid
-def test_a_rank_that_can_open_nothing_for_a_new_group_says_so() -> None:
+def test_a_rank_without_descriptors_for_a_group_says_so() -> None:
     with ddip.Group(2) as group:
         group.run("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))")
         group.run(OPEN_ALL)
@@ -99,7 +99,7 @@ def test_a_rank_that_can_open_nothing_for_a_new_group_says_so() -> None:
 
 
 @pytest.mark.grid
-def test_a_step_of_ddips_own_that_fails_on_a_rank_is_answered(cells: ddip.Group) -> None:
+def test_an_internal_step_that_fails_on_a_rank_is_answered(cells: ddip.Group) -> None:
     """Before, the notebook waited for ever."""
     cells.run("import ddip.rank.runtime.housekeeping as steps\nif rank == 1: steps.cells.threads = 'many'")
     with pytest.raises(CellError, match="rank 1: "):

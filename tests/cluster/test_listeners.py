@@ -62,7 +62,7 @@ def descriptors(group: ddip.Group) -> list[int]:
 
 @linux
 @pytest.mark.native("listeners")
-def test_1500_connections_of_another_user_to_each_listener_do_a_rank_no_harm(cells: ddip.Group) -> None:
+def test_many_foreign_connections_to_each_listener_break_no_rank(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\nimport resource\nkept = resource.getrlimit(resource.RLIMIT_NOFILE)")
     cells.run("resource.setrlimit(resource.RLIMIT_NOFILE, (1024, kept[1]))\npair = dist.new_group([0, 1])")
     before, addresses = descriptors(cells), listening(cells)
@@ -89,7 +89,7 @@ MAKE = {
 @linux
 @pytest.mark.parametrize("make", few(MAKE, "a subgroup", "a group that was rebuilt"))
 @pytest.mark.native("listeners")
-def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: str, tmp_path: Path) -> None:
+def test_a_formed_group_accepts_no_further_connections(cells: ddip.Group, make: str, tmp_path: Path) -> None:
     if "split" in make and not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch cannot split a group")
     if "split" in make and "No device associated" in inspect.getsource(dist.split_group):
@@ -109,14 +109,14 @@ def test_nobody_can_connect_to_a_group_that_is_formed(cells: ddip.Group, make: s
 
 @linux
 @pytest.mark.native("listeners")
-def test_the_data_loaders_workers_do_not_open_the_door(cells: ddip.Group) -> None:
+def test_workers_of_a_data_loader_accept_no_connections(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\nfrom torch.utils.data import DataLoader\nworkers = iter(DataLoader(range(8), num_workers=2))")
     cells.run("next(workers)")
     assert knock(100, [port for _, port in listening(cells)]) == 0
     cells.run(f"assert len(list(workers)) == 7\ndel workers\n{PROOF}")
 
 
-def test_what_a_cell_listens_on_itself_stays_open(cells: ddip.Group) -> None:
+def test_a_listener_opened_by_a_cell_stays_open(cells: ddip.Group) -> None:
     cells.run(
         f"{SETUP}\nimport socket\nown = socket.create_server(('127.0.0.1', 0))\nport = own.getsockname()[1]\n"
         "pair = dist.new_group([0, 1])\nafter = socket.create_server(('127.0.0.1', 0))\n"
@@ -131,7 +131,7 @@ def test_what_a_cell_listens_on_itself_stays_open(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_a_group_that_connects_when_it_must_is_left_alone() -> None:
+def test_a_group_that_connects_lazily_stays_usable() -> None:
     with environment(TORCH_GLOO_LAZY_INIT="1"), ddip.Group(2) as group:
         group.run(f"{SETUP}\n{PROOF}")
 

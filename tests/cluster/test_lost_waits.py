@@ -38,7 +38,7 @@ def works_again(group: ddip.Group) -> None:
     """)
 
 
-def test_a_rank_that_has_half_of_a_message_sent_is_released(two: ddip.Group, tmp_path: Path) -> None:
+def test_a_rank_with_a_half_sent_message_is_unblocked(two: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
 
     def kill() -> None:
@@ -60,7 +60,7 @@ def test_a_rank_that_has_half_of_a_message_sent_is_released(two: ddip.Group, tmp
 
 
 @pytest.mark.grid
-def test_a_rank_that_has_half_of_a_message_received_is_released(two: ddip.Group, tmp_path: Path) -> None:
+def test_a_rank_with_a_half_received_message_is_unblocked(two: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     sender = two.members[1].pid
     ended = meanwhile(lambda: not Path(f"/proc/{sender}").exists(), lambda: os.kill(two.members[0].pid, signal.SIGCONT))
@@ -80,7 +80,7 @@ def test_a_rank_that_has_half_of_a_message_received_is_released(two: ddip.Group,
 
 
 @pytest.mark.grid
-def test_what_waits_in_the_background_does_not_hold_up_the_next_group(two: ddip.Group, tmp_path: Path) -> None:
+def test_a_background_wait_does_not_delay_the_next_group(two: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     killed = meanwhile(
         lambda: two.info()[0].state == "idle" and ready.exists(), lambda: os.kill(two.members[1].pid, signal.SIGKILL)

@@ -110,7 +110,7 @@ def test_loading_imports_no_torch_and_offers_the_settings(bare_notebook: Noteboo
     assert "DipMagics.timeout" in bare_notebook.ok("%config DipMagics").stdout
 
 
-def test_makedip_tells_ranks_devices_backend_and_seconds_and_needs_no_torch_here(notebook: Notebook) -> None:
+def test_makedip_shows_the_new_group_and_needs_no_torch(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2")
     shown = notebook.ok("%makedip -n 3")
     steps = [bundle["text/plain"] for bundle in shown.data]
@@ -126,7 +126,7 @@ def test_a_comment_may_end_the_line_of_a_magic(notebook: Notebook) -> None:
     assert re.search("the notebook has no variable nowhere", notebook.fails("%dipush nowhere # at all").message)
 
 
-def test_makedip_again_leaves_the_group_as_it_was(notebook: Notebook) -> None:
+def test_a_second_makedip_leaves_the_group_unchanged(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = dist = __import__('torch.distributed').distributed.group.WORLD")
     assert notebook.ok("%makedip -n 3").text.endswith("ddip: 3 ranks on the CPU, gloo, unchanged")
     notebook.ok("%%dip\nassert kept is __import__('torch.distributed').distributed.group.WORLD")
@@ -139,7 +139,7 @@ def test_the_table_has_a_line_for_each_rank(notebook: Notebook) -> None:
     assert lines[4] == "automatic %%dip: off"
 
 
-def test_values_are_labelled_by_rank_and_shown_for_the_seen_ranks(notebook: Notebook) -> None:
+def test_values_are_labelled_by_rank_for_visible_ranks(notebook: Notebook) -> None:
     assert re.fullmatch(r"Out\[0:\d+\]: 20", notebook.ok("%%dip\n20 + rank").text)
     shown = notebook.ok("%%dip -S 1,2\n20 + rank")
     text = re.sub(r"\[\d+\]", "[n]", shown.data[-1]["text/plain"])
@@ -169,7 +169,7 @@ def test_rich_output_arrives_with_all_its_forms(notebook: Notebook) -> None:
     assert shown.data[0]["text/html"] == "<b>hi</b>"
 
 
-def test_a_cell_is_a_cell_of_the_ranks_own_ipython(notebook: Notebook) -> None:
+def test_a_cell_runs_in_the_ipython_of_the_rank(notebook: Notebook) -> None:
     shown = notebook.ok("""
         %%dip
         import asyncio
@@ -195,7 +195,7 @@ def test_output_is_live(notebook: Notebook) -> None:
     assert notebook.finish(running).stdout == "second\n"
 
 
-def test_a_failed_cell_stops_run_all_and_shows_the_cells_own_lines(notebook: Notebook) -> None:
+def test_a_failed_cell_stops_run_all_and_shows_its_lines(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip -S 0
         def f(x):
@@ -210,7 +210,7 @@ def test_a_failed_cell_stops_run_all_and_shows_the_cells_own_lines(notebook: Not
     assert "ipyparallel" not in shown.traceback and "magics.py" not in shown.traceback
 
 
-def test_local_runs_here_and_everywhere_runs_here_and_there(notebook: Notebook) -> None:
+def test_local_runs_here_and_everywhere_runs_on_both_sides(notebook: Notebook) -> None:
     assert notebook.ok("%%dip local\nonly_here = 1\n40 + 2").data[0]["text/plain"] == "42"
     notebook.ok("%%dip\nassert 'only_here' not in globals()")
     notebook.ok("%%dip everywhere\nboth = 1")
@@ -266,7 +266,7 @@ def test_the_stop_button_ends_a_cell_on_the_ranks(notebook: Notebook) -> None:
     """)
 
 
-def test_the_numbers_of_cells_on_the_ranks_are_those_of_the_notebook(notebook: Notebook) -> None:
+def test_cells_on_ranks_have_the_numbers_of_the_notebook(notebook: Notebook) -> None:
     number = notebook.ok("1").number
     assert notebook.ok("%%dip\n1").text.startswith(f"Out[0:{number + 1}]")
     notebook.ok("2")
@@ -281,7 +281,7 @@ def test_the_numbers_of_cells_on_the_ranks_are_those_of_the_notebook(notebook: N
     assert notebook.ok(f"%%dip\nprint(_{number + 1}, repr(In[{number + 1}]))").stdout == "1 '1'\n"
 
 
-def test_an_error_that_is_caught_tells_what_each_rank_raised(notebook: Notebook) -> None:
+def test_a_caught_error_shows_the_error_of_each_rank(notebook: Notebook) -> None:
     shown = notebook.ok(
         "try: get_ipython().run_cell_magic('dip', '', '1 / rank')\n"
         "except Exception as error: print({rank: e.name for rank, e in error.by_rank.items()})"
@@ -315,7 +315,7 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
 
 
 @pytest.mark.grid
-def test_a_spawned_worker_that_cannot_find_a_class_of_a_cell_gets_a_hint(notebook: Notebook) -> None:
+def test_a_hint_explains_missing_classes_in_spawned_workers(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip -r 0
         import torch
@@ -332,7 +332,7 @@ def test_a_spawned_worker_that_cannot_find_a_class_of_a_cell_gets_a_hint(noteboo
     notebook.ok("%%dip -r 0\nassert len(list(torch.utils.data.DataLoader(Numbers(), num_workers=1))) == 4")
 
 
-def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebook: Notebook) -> None:
+def test_a_dead_rank_is_replaced_and_others_keep_variables(notebook: Notebook) -> None:
     notebook.ok("""
         %%dip
         import os, signal
@@ -364,12 +364,12 @@ def test_a_rank_that_died_is_replaced_and_the_others_keep_their_variables(notebo
     assert notebook.ok("%makedip --repair").text == "ddip: all ranks are running; nothing to repair"
 
 
-def test_dipstack_tells_where_each_rank_is(notebook: Notebook) -> None:
+def test_dipstack_shows_the_place_of_each_rank(notebook: Notebook) -> None:
     assert notebook.ok("%dipstack").stdout == "  ranks 0-2: idle\n"
 
 
 @pytest.mark.grid
-def test_dipstack_tells_of_a_rank_that_does_not_answer(notebook: Notebook) -> None:
+def test_dipstack_names_a_rank_that_does_not_answer(notebook: Notebook) -> None:
     running = notebook.begin(
         "%%dip\nimport ctypes, signal, torch.distributed as dist\ndef wait():\n    dist.barrier()\n"
         "if rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\nwait()\nif rank == 1: open('held', 'w').close()\n"
@@ -423,7 +423,7 @@ def test_autodip_survives_an_error_and_a_syntax_error(notebook: Notebook) -> Non
     assert notebook.ok("print(rank)").stdout == "0\n"
 
 
-def test_autodip_leaves_requests_of_the_front_end_alone(notebook: Notebook) -> None:
+def test_autodip_ignores_requests_of_the_front_end(notebook: Notebook) -> None:
     notebook.ok("%autodip on")
     for hidden in ({"silent": True}, {"store_history": False}):
         notebook.finish(notebook.begin("inspected = 'here'", **hidden))
@@ -439,14 +439,14 @@ def test_autodip_does_not_make_a_line_incomplete(notebook: Notebook) -> None:
     notebook.ok("%%dip local\nfrom ddip.output import area as frontend\nfrontend._prompt_sessions.clear()")
 
 
-def test_quotes_around_arguments_are_taken_off(notebook: Notebook) -> None:
+def test_quotes_around_arguments_are_removed(notebook: Notebook) -> None:
     text = notebook.ok('%%dip -S "0,1"\nprint(rank)').data[-1]["text/plain"]
     assert text == "── rank 0 ──\n0\n── rank 1 ──\n1"
     assert "this group has no app" in notebook.fails("%%dip -a 'save x'\n1").message
 
 
 @pytest.mark.grid
-def test_a_start_that_failed_is_what_a_restart_starts(bare_notebook: Notebook) -> None:
+def test_a_restart_repeats_a_failed_start(bare_notebook: Notebook) -> None:
     (bare_notebook.folder / "late" / "torch").mkdir(parents=True)
     (bare_notebook.folder / "late" / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")
     bare_notebook.ok(f"import os; os.environ['PYTHONPATH'] = {str(bare_notebook.folder / 'late')!r}")
@@ -456,7 +456,7 @@ def test_a_start_that_failed_is_what_a_restart_starts(bare_notebook: Notebook) -
     assert "1 rank on the CPU" in bare_notebook.ok("%makedip -r -t 60").text
 
 
-def test_ipyparallels_magics_go_with_the_group(bare_notebook: Notebook) -> None:
+def test_magics_of_ipyparallel_disappear_with_the_group(bare_notebook: Notebook) -> None:
     bare_notebook.ok("%makedip -n 1")
     assert "1" in bare_notebook.ok("%px print(world_size)").text
     bare_notebook.ok("%makedip -r")
@@ -465,7 +465,7 @@ def test_ipyparallels_magics_go_with_the_group(bare_notebook: Notebook) -> None:
     bare_notebook.fails("%px 1")
 
 
-def test_autodip_goes_off_with_the_group(bare_notebook: Notebook) -> None:
+def test_autodip_turns_off_with_the_group(bare_notebook: Notebook) -> None:
     bare_notebook.ok("%makedip -n 1")
     bare_notebook.ok("%autodip on")
     bare_notebook.ok("%makedip -k")
@@ -493,7 +493,7 @@ def test_settings_of_the_magics_reach_the_ranks(bare_notebook: Notebook) -> None
     """)
 
 
-def test_verbose_says_what_is_done(notebook: Notebook) -> None:
+def test_verbose_lists_each_step(notebook: Notebook) -> None:
     notebook.ok("%makedip -v")
     assert "ddip: running on 3 of 3 ranks" in notebook.ok("%%dip\npass").stdout
     notebook.ok("%makedip -v False")
@@ -513,7 +513,7 @@ def test_help_lists_every_option(bare_notebook: Notebook) -> None:
         assert [option for option in options if option not in text] == [], text
 
 
-def test_unload_ends_the_group_and_takes_the_magics_out(bare_notebook: Notebook) -> None:
+def test_unload_ends_the_group_and_removes_the_magics(bare_notebook: Notebook) -> None:
     from .leftovers import processes_of
 
     bare_notebook.ok("%makedip -n 1")

@@ -23,7 +23,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ddip.Group]:
         yield group
 
 
-def test_a_rank_that_waits_for_one_that_failed_is_named_and_replaced(ranks: ddip.Group) -> None:
+def test_a_rank_waiting_for_a_failed_one_is_replaced(ranks: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match=r"(?s)^rank 1: ValueError.*rank 0 did not stop:.*--repair"):
         ranks.run("kept = rank\nif rank == 1: raise ValueError\ndist.barrier()", timeout=60)
     with pytest.raises(GroupError, match="(?s)^rank 0 is still running .*--repair"):
@@ -34,7 +34,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_named_and_replaced(ranks: ddip
 
 
 @pytest.mark.grid
-def test_a_rank_that_waits_when_the_cell_is_stopped_is_named(ranks: ddip.Group) -> None:
+def test_a_rank_still_waiting_after_a_stop_is_named(ranks: ddip.Group) -> None:
     stopped = meanwhile(lambda: "barrier" in str(ranks.stacks()[0].place), press_stop)  # type: ignore[union-attr]
     with pytest.raises(CellInterrupted, match=r"(?s)rank 0 did not stop:.*--repair"):
         ranks.run("import time\nif rank == 0: dist.barrier()\ntime.sleep(1e6)")

@@ -83,7 +83,7 @@ def replace_rank(cells: ddip.Group, rank: int, *names: str) -> None:
 # -- names that share objects
 
 
-def test_a_pushed_model_trains_with_the_optimizer_and_scheduler_of_the_same_line(cells: ddip.Group, main: Main) -> None:
+def test_a_pushed_model_trains_with_its_optimizer_and_scheduler(cells: ddip.Group, main: Main) -> None:
     variables = main(MODEL)
     pushed(cells, variables, "net", "opt", "sched", "data")
     cells.run(TEN_STEPS)
@@ -92,7 +92,7 @@ def test_a_pushed_model_trains_with_the_optimizer_and_scheduler_of_the_same_line
         assert_same_training(there, variables["trained"])
 
 
-def test_a_repaired_rank_trains_on_as_the_others(cells: ddip.Group, main: Main) -> None:
+def test_a_repaired_rank_trains_like_the_others(cells: ddip.Group, main: Main) -> None:
     variables = main(MODEL)
     main(TEN_STEPS)
     cells.run(MODEL)
@@ -309,7 +309,7 @@ def test_functions_of_every_kind_have_the_globals_of_the_receiver(kind: str, mai
     assert thing() == 2
 
 
-def test_code_that_runs_while_it_is_loaded_has_its_globals(
+def test_code_that_runs_during_unpickling_has_its_globals(
     cells: ddip.Group, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_session", types.SimpleNamespace(group=cells, settings=dict))
@@ -343,7 +343,7 @@ def test_code_that_runs_while_it_is_loaded_has_its_globals(
     assert main("told = in_torchddp(2, lambda it: (it.x, rank), kind)")["told"] == (2, 0)
 
 
-def test_functions_that_come_back_bring_what_the_notebook_lacks(
+def test_pulled_functions_bring_objects_missing_in_the_notebook(
     cells: ddip.Group, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_session", types.SimpleNamespace(group=cells, settings=dict))
@@ -363,7 +363,7 @@ def test_functions_that_come_back_bring_what_the_notebook_lacks(
     assert held[0] is made and made(4) == 12 and again is variables["f"]
 
 
-def test_functions_of_rank_0_belong_to_the_rank_that_gets_them(cells: ddip.Group, main: Main) -> None:
+def test_functions_of_rank_0_use_variables_of_the_receiver(cells: ddip.Group, main: Main) -> None:
     cells.run("""
         import torch, torch.distributed as dist
         data = torch.arange(10)
@@ -393,7 +393,7 @@ def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
     assert of_all(cells, "told") == [(0, 2), (1, 2)]
 
 
-def test_what_comes_along_is_named_and_follows_until_the_ranks_assign_it(notebook: Notebook) -> None:
+def test_additional_objects_are_named_and_updated_until_ranks_assign_them(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\nlr, cfg = 1, {'a': 1}\ndef f(): return lr, cfg['a']")
     assert "ddip: pushed f, with lr, cfg, which functions of it read: " in notebook.ok("%dipush f").text
     notebook.ok("lr, cfg = 2, {'a': 2}\n%dipush f")
@@ -407,7 +407,7 @@ def test_what_comes_along_is_named_and_follows_until_the_ranks_assign_it(noteboo
     assert "4 4" in notebook.ok("print(g(), scale)").text
 
 
-def test_what_came_along_and_was_trained_or_filled_is_not_replaced(cells: ddip.Group, main: Main) -> None:
+def test_trained_or_filled_additional_objects_are_not_replaced(cells: ddip.Group, main: Main) -> None:
     define = """
         def train():
             hist.append(1)
@@ -421,7 +421,7 @@ def test_what_came_along_and_was_trained_or_filled_is_not_replaced(cells: ddip.G
     cells.run("assert train() == (12, 3, 5)")
 
 
-def test_a_list_that_holds_itself_comes_along(cells: ddip.Group, main: Main) -> None:
+def test_a_list_that_contains_itself_arrives(cells: ddip.Group, main: Main) -> None:
     cells.push({"first": main("loop = []\nloop.append(loop)\ndef first(): return loop[0]")["first"]})
     cells.run("assert first() is loop")
 
@@ -465,7 +465,7 @@ def test_a_model_in_a_holder_that_stays_behind_is_named(
         assert "ddip: holder holds net, which was not pulled\n" in capsys.readouterr().err
 
 
-def test_a_function_of_a_script_that_was_run_has_the_ranks_variables(cells: ddip.Group, main: Main) -> None:
+def test_a_function_from_a_run_script_uses_rank_variables(cells: ddip.Group, main: Main) -> None:
     """After ``%run`` its globals have no ``__name__``."""
     variables = main("rank = 0\ndef mine(): return rank")
     del variables["__name__"]
@@ -488,7 +488,7 @@ def test_hooks_that_stay_behind_are_named(cells: ddip.Group, main: Main, capsys:
     ]
 
 
-def test_a_class_that_both_sides_have_defined_alike_is_one_class(cells: ddip.Group, main: Main) -> None:
+def test_a_class_defined_alike_on_both_sides_is_one_class(cells: ddip.Group, main: Main) -> None:
     define = """
         import dataclasses, enum, torch
         class Net(torch.nn.Module):
@@ -526,7 +526,7 @@ def test_a_class_that_both_sides_have_defined_alike_is_one_class(cells: ddip.Gro
 
 @pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
 @pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 310, 10))])
-def test_random_graphs_arrive_as_they_were(
+def test_random_graphs_arrive_unchanged(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Notebook -> ranks -> notebook and rank 0 -> new rank; ten graphs, in variables of their own."""
@@ -599,7 +599,7 @@ def test_flags_with_members_of_several_bits_arrive_whole(cells: ddip.Group, main
     assert back["F"] is F and back["told"][2] == [F.A, F.B] and isinstance(F.ALL, enum.Flag)
 
 
-def test_a_name_is_found_as_python_spells_it(notebook: Notebook) -> None:
+def test_a_name_is_found_in_its_normalized_spelling(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\nﬁx = 3\n%dipush ﬁx")
     notebook.ok("%%dip\nfix += 1")
     assert "4" in notebook.ok("%dipull ﬁx\nprint(fix)").text

@@ -44,7 +44,7 @@ def in_the_notebook(code: str) -> dict[str, object]:
     return namespace
 
 
-def test_arrays_frames_tensors_and_networks_go_there_and_come_back(cells: ddip.Group) -> None:
+def test_arrays_frames_tensors_and_networks_survive_a_round_trip(cells: ddip.Group) -> None:
     network = torch.nn.Linear(3, 2)
     cells.push({"a": np.arange(6).reshape(2, 3), "f": pd.DataFrame({"x": [1, 2]}), "t": torch.ones(3), "net": network})
     cells.run("a = a + rank; f['x'] += rank; t += rank; y = net(t).detach()")
@@ -56,7 +56,7 @@ def test_arrays_frames_tensors_and_networks_go_there_and_come_back(cells: ddip.G
     assert torch.equal(back["net"].weight, network.weight)
 
 
-def test_functions_classes_and_lambdas_of_the_notebook_work_there(cells: ddip.Group) -> None:
+def test_functions_classes_and_lambdas_of_the_notebook_work_on_ranks(cells: ddip.Group) -> None:
     made = in_the_notebook(
         "class Scale:\n"
         "    def __init__(self, factor): self.factor = factor\n"
@@ -70,7 +70,7 @@ def test_functions_classes_and_lambdas_of_the_notebook_work_there(cells: ddip.Gr
     assert cells.pull(["results"], 1) == {"results": [3, 11, 0, 5, True]}
 
 
-def test_a_class_that_only_the_rank_defines_comes_back_whole(cells: ddip.Group) -> None:
+def test_a_class_defined_only_on_a_rank_can_be_pulled(cells: ddip.Group) -> None:
     cells.run("""
         class Only:
             def __init__(self): self.rank = rank
@@ -212,7 +212,7 @@ def test_a_part_of_a_sharded_tensor_is_not_pushed(cells: ddip.Group) -> None:
 
 
 @pytest.mark.parametrize("how", few(["new", "old"], "new"))
-def test_a_gathered_state_trains_on_as_if_it_had_stayed(cells: ddip.Group, how: str) -> None:
+def test_a_gathered_state_trains_as_if_never_gathered(cells: ddip.Group, how: str) -> None:
     cells.run(SHARDED)
     cells.run(f"""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -259,7 +259,7 @@ def held_there(cells: ddip.Group) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["memory", "file", "parts"])
-def test_what_is_large_arrives_on_all_ranks_and_leaves_nothing(
+def test_large_objects_arrive_on_all_ranks_and_leave_nothing(
     cells: ddip.Group, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way != "memory":
@@ -278,7 +278,7 @@ def test_what_is_large_arrives_on_all_ranks_and_leaves_nothing(
     assert sorted(path.name for path in cells.cluster.run_folder.iterdir()) == before
 
 
-def test_what_is_pushed_is_in_memory_once_until_a_rank_changes_it(cells: ddip.Group) -> None:
+def test_pushed_memory_is_shared_until_a_rank_changes_it(cells: ddip.Group) -> None:
     cells.push({"array": np.ones(8 * LARGE, np.uint8), "tensor": torch.ones(8 * LARGE, dtype=torch.uint8), "small": 1})
     cells.run("""
         import numpy, torch
@@ -308,7 +308,7 @@ def test_what_is_pushed_is_in_memory_once_until_a_rank_changes_it(cells: ddip.Gr
 
 
 @pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
-def test_what_is_large_is_pulled_whole_and_leaves_nothing(
+def test_large_objects_are_pulled_completely_and_leave_nothing(
     cells: ddip.Group, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells.run(f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank")
@@ -397,7 +397,7 @@ def test_a_large_push_that_fails_changes_nothing_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
-def test_a_small_push_that_fails_on_one_rank_brings_back_what_the_others_had(cells: ddip.Group, how: str) -> None:
+def test_a_small_push_failing_on_one_rank_restores_others(cells: ddip.Group, how: str) -> None:
     cells.push({"small": 1})
     cells.run("kept = small = [rank]")
     with pytest.raises((TransferError, GroupError), match="nothing was pushed|pushing failed"):
@@ -410,7 +410,7 @@ def test_a_small_push_that_fails_on_one_rank_brings_back_what_the_others_had(cel
     assert [values["found"] for values in cells.pull_all(["found"], [0, 1])[0]] == [(True, False, False), others]
 
 
-def test_a_transfer_that_fails_leaves_alone_what_was_pushed_before(cells: ddip.Group) -> None:
+def test_a_failed_transfer_keeps_objects_pushed_before(cells: ddip.Group) -> None:
     cells.push({"number": 1})
     cells.push({"number": 2})
     with pytest.raises(TransferError, match="no variable nowhere"):
@@ -421,7 +421,7 @@ def test_a_transfer_that_fails_leaves_alone_what_was_pushed_before(cells: ddip.G
     assert [values["number"] for values in cells.pull_all(["number"], [0, 1])[0]] == [2, 2]
 
 
-def test_what_a_push_replaces_is_let_go_of_when_all_ranks_have_it(cells: ddip.Group) -> None:
+def test_a_push_frees_replaced_objects_when_all_ranks_finish(cells: ddip.Group) -> None:
     cells.run("""
         import numpy, weakref
         x = numpy.zeros(10)
@@ -432,7 +432,7 @@ def test_what_a_push_replaces_is_let_go_of_when_all_ranks_have_it(cells: ddip.Gr
     assert [values["gone"] for values in cells.pull_all(["gone"], [0, 1])[0]] == [[1], [1]]
 
 
-def test_a_repair_brings_what_is_large(cells: ddip.Group) -> None:
+def test_a_repair_transfers_large_objects(cells: ddip.Group) -> None:
     cells.push({"large": bytes(LARGE)})
     with pytest.raises(CellError):
         cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
@@ -441,7 +441,7 @@ def test_a_repair_brings_what_is_large(cells: ddip.Group) -> None:
     assert held_here() == held_there(cells) == []
 
 
-def test_a_sampler_of_rank_0_gives_a_new_rank_its_own_data(cells: ddip.Group) -> None:
+def test_a_sampler_of_rank_0_fits_a_new_rank(cells: ddip.Group) -> None:
     cells.run("""
         from torch.utils.data import DataLoader, DistributedSampler
         sampler = DistributedSampler(range(8), seed=3)
@@ -458,7 +458,7 @@ def test_a_sampler_of_rank_0_gives_a_new_rank_its_own_data(cells: ddip.Group) ->
     assert [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]] == taken
 
 
-def test_values_come_in_the_order_of_the_ranks_asked_for(cells: ddip.Group) -> None:
+def test_values_are_in_the_order_of_requested_ranks(cells: ddip.Group) -> None:
     cells.run("mine = rank * 10")
     for ranks in ([0, 1], [1, 0]):
         assert [v["mine"] for v in cells.pull_all(["mine"], ranks)[0]] == [10 * rank for rank in ranks]
@@ -473,20 +473,20 @@ def test_the_magic_gives_a_list_in_the_order_typed(notebook: Notebook) -> None:
             assert f"{values}" in shown, (typed, now, shown)
 
 
-def test_a_push_to_one_rank_leaves_the_others_alone(cells: ddip.Group) -> None:
+def test_a_push_to_one_rank_leaves_the_others_unchanged(cells: ddip.Group) -> None:
     cells.push({"only": 1}, ranks=[1])
     cells.run("there = 'only' in globals()")
     assert [v["there"] for v in cells.pull_all(["there"], [0, 1])[0]] == [False, True]
 
 
-def test_what_cannot_be_pickled_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
+def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
     with pytest.raises(TransferError, match="nothing was pushed: lock cannot be pickled.*lock"):
         cells.push({"fine": 1, "lock": threading.Lock()})
     cells.run("found = 'fine' in globals()")
     assert cells.pull(["found"]) == {"found": False}
 
 
-def test_what_a_rank_cannot_unpickle_is_named_and_nothing_arrives(
+def test_an_object_that_a_rank_cannot_unpickle_is_named(
     cells: ddip.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_here_module.py").write_text("class Here: pass\n")
@@ -499,7 +499,7 @@ def test_what_a_rank_cannot_unpickle_is_named_and_nothing_arrives(
     assert cells.pull(["found"]) == {"found": False}
 
 
-def test_a_class_that_only_the_ranks_can_import_is_one_clear_error(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_class_importable_only_on_ranks_gives_one_clear_error(cells: ddip.Group, tmp_path: Path) -> None:
     (tmp_path / "only_there_module.py").write_text("class There: pass\n")
     cells.run(f"""
         import sys; sys.path.insert(0, {str(tmp_path)!r})
@@ -519,7 +519,7 @@ def test_an_object_whose_unpickling_raises_is_one_clear_error(cells: ddip.Group,
         cells.pull(["object_"])
 
 
-def test_what_a_rank_cannot_pickle_or_does_not_have_is_named(cells: ddip.Group) -> None:
+def test_a_missing_or_unpicklable_name_of_a_rank_is_named(cells: ddip.Group) -> None:
     cells.run("import threading; lock = threading.Lock(); fine = 1")
     with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0"):
         cells.pull(["fine", "lock"])
@@ -535,7 +535,7 @@ def test_a_large_array_arrives_whole(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
+def test_a_finished_transfer_leaves_no_objects(cells: ddip.Group) -> None:
     """Neither of cells, nor of transfers, of questions on either channel, and of messages of widgets."""
     client = cells.cluster.client
     tables = ("history", "results", "metadata", "outstanding", "_futures", "_output_futures", "listeners", "cells")
@@ -566,7 +566,7 @@ def test_nothing_is_kept_of_what_is_done(cells: ddip.Group) -> None:
     wait_until(lambda: all(now <= then for now, then in zip(kept(), before, strict=True)), 10, f"{before} again")
 
 
-def test_objects_are_let_go_of_as_soon_as_they_have_travelled(cells: ddip.Group) -> None:
+def test_objects_are_freed_as_soon_as_they_have_travelled(cells: ddip.Group) -> None:
     """Not only when Python looks for cycles, which it rarely does where there are many objects."""
     size = 1_000_000
     cells.run(f"there = bytes({size})")
@@ -602,7 +602,7 @@ with ddip.Group(2) as group:
 
 
 @pytest.mark.grid
-def test_a_widget_that_begins_within_a_push_holds_up_nothing_where_there_is_no_kernel(tmp_path: Path) -> None:
+def test_a_widget_during_a_push_blocks_nothing_without_a_kernel(tmp_path: Path) -> None:
     """As in IPython in a terminal: an exception in the client's thread left what came next where it was."""
     script = tmp_path / "script.py"
     script.write_text(TERMINAL)
@@ -611,7 +611,7 @@ def test_a_widget_that_begins_within_a_push_holds_up_nothing_where_there_is_no_k
     assert done.stdout.count("1 1") == done.stdout.count("1 0") == 5
 
 
-def test_names_are_names() -> None:
+def test_only_valid_names_are_accepted() -> None:
     from ddip.group.objects.transfer import check_names
 
     with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is not a name"):

@@ -113,7 +113,7 @@ def test_each_row_of_the_page_has_a_case() -> None:
     assert rows() == [*ARRIVES, *REFUSED]
 
 
-def test_what_arrives_keeps_what_the_page_says(cells: ddip.Group) -> None:
+def test_objects_arrive_as_the_page_says(cells: ddip.Group) -> None:
     """There and back, on a rank that has made none of it."""
     cells.run(SET_UP)
     for row, (make, check) in ARRIVES.items():
@@ -127,7 +127,7 @@ def test_what_arrives_keeps_what_the_page_says(cells: ddip.Group) -> None:
             pytest.fail(f"{row}: {error}")
 
 
-def test_what_is_refused_says_so(cells: ddip.Group) -> None:
+def test_refused_objects_have_a_clear_error(cells: ddip.Group) -> None:
     cells.run(SET_UP + "import torch.distributed.optim, torch.distributed.device_mesh, torch.distributed.fsdp")
     for row, expressions in REFUSED.items():
         for expression, text in expressions.items():

@@ -28,7 +28,7 @@ ODD = {
 }
 
 
-def test_odd_bytes_of_a_rank_hide_neither_its_death_nor_its_figures(cells: ddip.Group) -> None:
+def test_odd_bytes_hide_neither_a_death_nor_its_figures(cells: ddip.Group) -> None:
     """All kinds at once: each must pass, and a death costs a second."""
     cells.options.failure_grace = 0.1
     cells.run(TEN_STEPS)

@@ -155,7 +155,7 @@ FEW = [pytest.param(kind, marks=[pytest.mark.grid] * (number > 0)) for number, k
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_each_rank_gets_its_own_state_back(ranks: ddip.Group, kind: str, tmp_path: Path) -> None:
+def test_each_rank_restores_its_own_state(ranks: ddip.Group, kind: str, tmp_path: Path) -> None:
     """Buffers, learning rates, momenta of the parameters it uses, schedulers, generators, samplers, averages."""
     undisturbed(ranks, kind, tmp_path)
     for rank in (1, 0):
@@ -164,7 +164,7 @@ def test_each_rank_gets_its_own_state_back(ranks: ddip.Group, kind: str, tmp_pat
         ranks.run(f"state.forget(); make({kind}); train(0, 4)")
 
 
-def test_a_failed_save_and_a_death_in_restore_lose_one_save(ranks: ddip.Group, tmp_path: Path) -> None:
+def test_a_failed_save_and_fatal_restore_lose_one_save(ranks: ddip.Group, tmp_path: Path) -> None:
     undisturbed(ranks, "ensemble", tmp_path)
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("""
@@ -220,7 +220,7 @@ def test_a_death_at_any_line(
 
 @pytest.mark.grid
 @pytest.mark.timeout(600)
-def test_a_failure_at_any_line_of_save_and_then_a_death(
+def test_a_failure_anywhere_in_save_then_death_loses_one_save(
     ranks: ddip.Group, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     undisturbed(ranks, "ensemble", tmp_path)
@@ -238,7 +238,7 @@ def test_a_failure_at_any_line_of_save_and_then_a_death(
         continues(ranks, "ensemble", tmp_path, "(4, 5)")
 
 
-def test_a_save_before_the_first_step_restores_an_optimizer_without_momentum(ranks: ddip.Group) -> None:
+def test_a_save_before_training_restores_an_optimizer_without_momentum(ranks: ddip.Group) -> None:
     ranks.run("""
         def make_one():
             torch.manual_seed(rank)
@@ -268,7 +268,7 @@ def test_the_sampler_within_a_sampler_is_restored(ranks: ddip.Group) -> None:
     """)
 
 
-def test_a_second_model_needs_a_name_and_a_cell_that_runs_again_does_not(ranks: ddip.Group) -> None:
+def test_a_second_model_needs_a_name_but_reruns_do_not(ranks: ddip.Group) -> None:
     """Also if the output history or a traceback holds the former model."""
     cell = "a, b = nn.Linear(2, 2), nn.Linear(2, 2)\nsa, sb = ddip.dist_state(a), ddip.dist_state(b)\n"
     ranks.run(cell + "sa.save(1)")
@@ -283,7 +283,7 @@ def test_a_second_model_needs_a_name_and_a_cell_that_runs_again_does_not(ranks: 
     ranks.run("ddip.sharded.state._kept.clear(); get_ipython().user_ns['Out'].pop(0); del _")
 
 
-def test_models_that_a_cell_trains_one_after_the_other_need_names(ranks: ddip.Group) -> None:
+def test_models_trained_one_after_another_need_names(ranks: ddip.Group) -> None:
     ranks.run("""
         def train_one(seed, **options):
             torch.manual_seed(seed)
@@ -334,7 +334,7 @@ def test_on_other_ranks_single_state_is_left_out_and_named(tmp_path: Path) -> No
             group.run("make(ensemble); state.restore()")
 
 
-def test_tensors_and_objects_of_all_kinds_come_back(ranks: ddip.Group) -> None:
+def test_tensors_and_objects_of_all_kinds_are_restored(ranks: ddip.Group) -> None:
     ranks.run("""
         import numpy as np
         class Tensors(nn.Module):
@@ -402,7 +402,7 @@ def test_save_refuses_state_that_could_not_be_restored(ranks: ddip.Group, case: 
     ranks.run("counting.count = 0\nassert state.restore() == 1 and counting.count == 7 + rank")
 
 
-def test_others_without_a_state_are_refused_at_once(ranks: ddip.Group) -> None:
+def test_ranks_without_a_state_are_refused_at_once(ranks: ddip.Group) -> None:
     for other, message in {
         "torch.utils.data.DataLoader([1])": "DataLoader has no state_dict.*give dist_state the loader's sampler",
         "{'a': 1}": r"dict has no state_dict\(\) and load_state_dict\(\); give",

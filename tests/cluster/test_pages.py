@@ -34,7 +34,7 @@ def needs_extra(page: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) -> None:
+def test_blocks_have_known_kinds_and_skipped_blocks_a_reason(page: Path) -> None:
     for block in blocks_of(page):
         where = f"{page.name}:{block.line}"
         assert block.language in KNOWN or block.language.startswith("{"), f"{where}: {block.language!r}"
@@ -43,7 +43,7 @@ def test_the_blocks_are_of_known_kinds_and_what_is_not_run_says_why(page: Path) 
 
 
 @pytest.mark.parametrize("page", [*PAGES, *FILES], ids=name_of)
-def test_the_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(((?!\w+:)[^)\s]+)\)", page.read_text()):
         path, _, heading = target.partition("#")
         file = (page.parent / path).resolve() if path else page

@@ -45,9 +45,7 @@ with warnings.catch_warnings():
 """
 
 
-def test_the_table_of_patches_has_all_that_are_in_a_rank_and_the_notebook_has_none(
-    cells: ddip.Group, bare_notebook: Notebook
-) -> None:
+def test_the_table_lists_every_patch_and_notebooks_have_none(cells: ddip.Group, bare_notebook: Notebook) -> None:
     cells.run(FIND)
     found = cells.pull(["patches"])["patches"]
     text = (Path(__file__).parents[2] / "docs/design.md").read_text().partition("**Patches.**")[2]

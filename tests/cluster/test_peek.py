@@ -89,7 +89,7 @@ while not end():
         assert [info.state for info in cells.info()] == ["busy", "busy"]
 
 
-def test_all_ranks_are_looked_into_while_some_wait_in_a_collective(cells: ddip.Group, tmp_path: Path) -> None:
+def test_all_ranks_answer_while_some_wait_in_a_collective(cells: ddip.Group, tmp_path: Path) -> None:
     set_up = "import torch, torch.distributed as dist\nx = torch.ones(1) + rank"
     code = f"{set_up}\nbegun()\nif rank: wait()\ndist.all_reduce(x)"
     with running(cells, tmp_path, code):
@@ -102,7 +102,7 @@ def test_all_ranks_are_looked_into_while_some_wait_in_a_collective(cells: ddip.G
 
 @pytest.mark.parametrize("size", [100_000, *(pytest.param(n, marks=pytest.mark.grid) for n in (3_000, 5_000_000))])
 @pytest.mark.native("pause")
-def test_a_tensor_is_one_of_its_values_while_operators_write_to_it(
+def test_a_tensor_is_consistent_while_operators_write_to_it(
     cells: ddip.Group, tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 116 looks at 100 000 numbers, 69 were a mixture of two values."""
@@ -118,7 +118,7 @@ def test_a_tensor_is_one_of_its_values_while_operators_write_to_it(
     assert capsys.readouterr().err == ""
 
 
-def test_an_operation_that_may_have_written_half_of_a_tensor_is_named(
+def test_an_operation_that_may_have_written_in_part_is_named(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "import torch, torch.distributed as dist\nx = torch.ones(3)\nbegun()\nif rank: wait()\ndist.all_reduce(x)"
@@ -154,7 +154,7 @@ def is_refused(cells: ddip.Group, name: str, why: str) -> bool:
 
 
 @pytest.mark.grid
-def test_a_child_of_the_cell_does_not_wait_with_it(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_child_of_the_cell_is_not_paused(cells: ddip.Group, tmp_path: Path) -> None:
     """A call that waits for the main thread is inherited by processes that it forks."""
     code = """
 import os, torch
@@ -171,7 +171,7 @@ while not end():
         wait_until(lambda: cells.peek(["ended"])["ended"] > before)
 
 
-def test_a_name_that_is_not_there_yet_says_when_it_is(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_missing_name_says_when_it_will_be_available(cells: ddip.Group, tmp_path: Path) -> None:
     with running(cells, tmp_path, "def train():\n    inner = 1\n    wait()\nouter = 2\ntrain()"):
         assert cells.peek(["outer"]) == {"outer": 2}
         with pytest.raises(TransferError) as error:
@@ -184,14 +184,14 @@ def test_a_name_that_is_not_there_yet_says_when_it_is(cells: ddip.Group, tmp_pat
         cells.peek(["inner"], 1)
 
 
-def test_what_cannot_be_pickled_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
+def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
     cells.run(f"import threading, numpy; lock = threading.Lock(); fine = 1; large = numpy.zeros({LARGE})")
     with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0: TypeError: .*lock"):
         cells.peek(["large", "lock", "fine"])
     assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
 
 
-def test_a_dict_that_a_thread_changes_all_the_time(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_constantly_changing_dict_arrives_consistently(cells: ddip.Group, tmp_path: Path) -> None:
     code = """
 import threading
 table = {i: i for i in range(10_000)}
@@ -211,7 +211,7 @@ done = True; thread.join()
 
 
 @pytest.mark.parametrize("times", [3, 1000], ids=["a few times", "always"])
-def test_what_changes_size_while_it_is_pickled_is_tried_again(cells: ddip.Group, times: int) -> None:
+def test_an_object_that_changes_size_while_pickled_is_retried(cells: ddip.Group, times: int) -> None:
     cells.run(f"""
         class Grows:
             left = {times}
@@ -234,7 +234,7 @@ def test_what_changes_size_while_it_is_pickled_is_tried_again(cells: ddip.Group,
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, id="once"), pytest.param(1000, id="always", marks=pytest.mark.grid)])
-def test_a_tensor_whose_memory_is_given_back_while_it_is_pickled_does_no_harm(cells: ddip.Group, times: int) -> None:
+def test_a_tensor_freed_while_pickled_causes_no_crash(cells: ddip.Group, times: int) -> None:
     cells.run(f"""
         import torch
         class Frees:
@@ -264,7 +264,7 @@ HANGS = {"loops": "while True: pass", "lock": "lock.acquire()", "sleeps": "time.
 @pytest.mark.parametrize(
     "how", [pytest.param("loops", marks=pytest.mark.native("threads")), *few(list(HANGS)[1:], "lock")]
 )
-def test_an_object_that_hangs_is_given_up_and_the_rank_lives_on(cells: ddip.Group, tmp_path: Path, how: str) -> None:
+def test_an_object_that_hangs_is_abandoned_without_losing_ranks(cells: ddip.Group, tmp_path: Path, how: str) -> None:
     code = f"""
 import threading, time
 lock = threading.Lock(); lock.acquire(); fine = 7
@@ -295,7 +295,7 @@ wait()
 
 
 @pytest.mark.grid
-def test_only_so_many_hang_at_once(cells: ddip.Group) -> None:
+def test_the_number_of_hanging_snapshots_is_limited(cells: ddip.Group) -> None:
     cells.run("""
         import threading
         lock, fine = threading.Lock(), 1
@@ -314,7 +314,7 @@ def test_only_so_many_hang_at_once(cells: ddip.Group) -> None:
     assert cells.peek(["fine"]) == {"fine": 1}
 
 
-def test_a_rank_that_is_stopped_is_named_and_goes_on(cells: ddip.Group) -> None:
+def test_a_suspended_rank_is_named_and_continues(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
     with stopped([pid]), pytest.raises(TransferError) as error:
@@ -328,7 +328,7 @@ def test_a_rank_that_is_stopped_is_named_and_goes_on(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_a_controller_that_is_stopped_is_named(cells: ddip.Group) -> None:
+def test_a_suspended_controller_is_named(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     its = [controllers_of(os.getpid())[0].pid]
     text = r"^nothing was pulled: the controller is stopped \(SIGSTOP\)"
@@ -365,7 +365,7 @@ def test_a_rank_that_has_ended_is_named(cells: ddip.Group, when: str) -> None:
 
 
 @pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
-def test_what_is_large_arrives_whole_and_leaves_nothing(
+def test_large_objects_arrive_completely_and_leave_nothing(
     cells: ddip.Group, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "parts":
@@ -387,7 +387,7 @@ def test_what_is_large_arrives_whole_and_leaves_nothing(
     assert not before or sorted(os.listdir("/dev/shm")) == before
 
 
-def test_the_stop_button_ends_the_wait_and_neither_the_rank_nor_its_cell(cells: ddip.Group, tmp_path: Path) -> None:
+def test_the_stop_button_ends_only_the_wait_for_a_snapshot(cells: ddip.Group, tmp_path: Path) -> None:
     code = """
 import threading
 lock = threading.Lock(); lock.acquire()
@@ -420,14 +420,14 @@ def test_a_cell_can_be_stopped_while_something_large_is_pickled(cells: ddip.Grou
     assert pulled == [3_000_000] and cells.pull(["stopped"]) == {"stopped": True}
 
 
-def test_bad_input(cells: ddip.Group) -> None:
+def test_bad_input_is_refused(cells: ddip.Group) -> None:
     with pytest.raises(BadInput, match="there is no rank 7"):
         cells.peek(["x"], 7)
     with pytest.raises(BadInput, match=r"ranks=\[\]"):
         cells.peek_all(["x"], [])
 
 
-def test_the_magic(notebook: Notebook) -> None:
+def test_the_magic_pulls_a_snapshot(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\n%dipper g")
     notebook.ok("import threading, time, os\nif os.path.exists('end'): os.remove('end')")
     code = 'import os, time\\nmine, step = rank * 10, 0\\nwhile not os.path.exists("end"): step += 1; time.sleep(0.001)'

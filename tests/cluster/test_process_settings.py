@@ -70,7 +70,7 @@ def ranks(cells: ddip.Group) -> ddip.Group:
     return cells
 
 
-def test_what_leaves_a_context_is_put_back_though_it_was_cut_off(ranks: ddip.Group) -> None:
+def test_an_interrupted_context_exit_still_restores_its_settings(ranks: ddip.Group) -> None:
     """All kinds in one group, so that each begins with what those before it have left."""
     ranks.run("undisturbed = train()")
     for manager, code in WITH.values():
@@ -107,7 +107,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.parametrize("kind", few(ON_PURPOSE, "gradients", "environment"))
-def test_what_a_failed_cell_has_set_stays_and_is_told_with_the_way_back(
+def test_settings_left_by_a_failed_cell_are_reported(
     ranks: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, left, back = ON_PURPOSE[kind]
@@ -122,7 +122,9 @@ def test_what_a_failed_cell_has_set_stays_and_is_told_with_the_way_back(
     assert capsys.readouterr().err == ""
 
 
-def test_a_good_cell_is_told_only_if_its_ranks_differ(ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_cell_reports_settings_only_if_ranks_differ(
+    ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks.run("torch.use_deterministic_algorithms(True)\nos.environ['HOME'] = str(rank)")
     assert capsys.readouterr().err == ""
     ranks.run("torch.use_deterministic_algorithms(False)\nos.environ['HOME'] = before[-1]['HOME']")
@@ -201,7 +203,7 @@ def test_a_new_rank_has_the_settings_that_cells_have_changed(
 
 
 @pytest.mark.grid
-def test_the_line_of_a_repair_names_what_the_new_rank_has_got(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_repair_lists_the_settings_of_the_new_rank(notebook: Notebook, tmp_path: Path) -> None:
     notebook.ok(f"%%dip\nimport os; former = os.getcwd(); os.chdir({str(tmp_path)!r}); os.environ['RATE'] = '1'")
     notebook.fails("%%dip\nif rank == 1: os._exit(1)")
     line = f"ddip: rank 1 replaced, the working directory {tmp_path} and RATE as on rank 0, "

@@ -49,7 +49,7 @@ def traces_in(folder: Path) -> dict[str, Any]:
     return {path.name: json.loads(gzip.decompress(path.read_bytes())) for path in folder.iterdir()}
 
 
-def test_a_rank_that_sleeps_is_named_and_each_rank_has_a_trace(
+def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run(SETUP)
@@ -96,7 +96,7 @@ def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.native("sockets")
-def test_a_cell_that_fails_or_is_stopped_is_told_all_the_same(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_failed_or_stopped_cell_is_also_profiled(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import time, torch, torch.distributed as dist")
     with pytest.raises(ddip.CellError, match="division by zero"):
         cells.run("1 / rank\ndist.barrier()", profile=str(tmp_path / "failed"))
@@ -113,9 +113,7 @@ def test_a_cell_that_fails_or_is_stopped_is_told_all_the_same(cells: ddip.Group,
 
 
 @pytest.mark.grid
-def test_of_a_rank_that_has_ended_there_is_none(
-    cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_ended_rank_has_no_profile(cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError, match="RankEnded"):
         cells.run(
             "import os, torch.distributed as dist\nif rank: os._exit(3)\ndist.barrier()", profile=str(tmp_path / "out")
@@ -150,9 +148,7 @@ def test_a_profiler_of_the_cells_own_has_precedence(
         cells.run("left_on.stop()", ranks=[0])
 
 
-def test_a_profiler_in_a_thread_of_the_cell_takes_the_recording_away_and_nothing_else(
-    cells: ddip.Group, tmp_path: Path
-) -> None:
+def test_a_profiler_in_a_thread_stops_only_the_recording(cells: ddip.Group, tmp_path: Path) -> None:
     """To write what is left of ours crashes the process."""
     cells.run(
         """
@@ -174,7 +170,7 @@ def test_a_profiler_in_a_thread_of_the_cell_takes_the_recording_away_and_nothing
 
 @pytest.mark.grid
 @pytest.mark.native("profile")
-def test_of_too_many_events_the_first_are_kept_and_the_cell_goes_on(
+def test_too_many_events_keep_the_first_and_cells_continue(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("import torch, ddip.rank.profiling.profiling as p\nkept = p.GROWTH_BYTES, p.MOST_EVENTS")
@@ -196,9 +192,7 @@ def test_of_too_many_events_the_first_are_kept_and_the_cell_goes_on(
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_folder_that_cannot_be_written_ends_it_before_it_begins(
-    cells: ddip.Group, tmp_path: Path, folder: str
-) -> None:
+def test_an_unwritable_folder_ends_a_cell_before_it_begins(cells: ddip.Group, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ddip.BadInput, match="type the name of a folder that can be written"):
         cells.run("began = True", profile=str(tmp_path / folder))
@@ -222,7 +216,7 @@ RECORDER = (
 
 @pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])
 @pytest.mark.native("sockets")
-def test_where_a_cell_stands_still_each_rank_tells_its_collective(cells: ddip.Group, recorder: str) -> None:
+def test_in_a_stall_each_rank_reports_its_collective(cells: ddip.Group, recorder: str) -> None:
     cells.run("import torch.distributed as dist; dist.destroy_process_group()")  # the next has counted nothing
 
     seen: list[StackLocation] = []
@@ -254,7 +248,7 @@ def test_where_a_cell_stands_still_each_rank_tells_its_collective(cells: ddip.Gr
 
 
 @pytest.mark.grid
-def test_collectives_that_ddp_begins_are_told_too(cells: ddip.Group) -> None:
+def test_collectives_begun_by_ddp_are_also_reported(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\npair = dist.new_group([0, 1])")
     seen: list[str] = []
 
@@ -269,7 +263,7 @@ def test_collectives_that_ddp_begins_are_told_too(cells: ddip.Group) -> None:
     assert re.match(r"in collective \d+ of the default group: all_reduce of \(9,\) float32", seen[0])
 
 
-def test_the_magics_show_it(notebook: Notebook) -> None:
+def test_the_magics_show_the_profile(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport time, torch")
     shown = notebook.ok("%%dip --profile traces -S all\nprint(rank)\ntime.sleep(0.05)")
     (bundle,) = (data for data in shown.data if "ddip-profile" in data.get("text/html", ""))

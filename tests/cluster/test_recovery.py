@@ -57,7 +57,7 @@ def impatient(group: ddip.Group) -> None:
 
 
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
-def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrappers(cells: ddip.Group, code: str) -> None:
+def test_an_error_with_ranks_in_step_keeps_the_group(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")
     cells.options.failure_grace = 30  # all ranks end by themselves, however slow one of them is
     with pytest.raises(ddip.CellError):
@@ -69,7 +69,7 @@ def test_an_error_that_leaves_the_ranks_in_step_leaves_the_group_and_its_wrapper
     """)
 
 
-def test_an_error_that_leaves_the_ranks_out_of_step_forms_the_group_again(cells: ddip.Group) -> None:
+def test_an_error_with_ranks_out_of_step_rebuilds_the_group(cells: ddip.Group) -> None:
     """Every rank has ended by itself, but the next all_reduce of rank 0 would meet the last one of rank 1."""
     cells.run("""
         import torch, torch.distributed as dist
@@ -82,7 +82,7 @@ def test_an_error_that_leaves_the_ranks_out_of_step_forms_the_group_again(cells:
 
 
 @pytest.mark.grid
-def test_a_failed_cell_on_some_ranks_that_left_them_out_of_step_forms_the_group_again(cells: ddip.Group) -> None:
+def test_a_failed_cell_on_some_ranks_rebuilds_the_group(cells: ddip.Group) -> None:
     cells.run("import torch, torch.distributed as dist\nx = torch.ones(1)")
     with pytest.raises(ddip.CellError):
         cells.run("work = dist.all_reduce(torch.tensor([100.0]), async_op=True)\nraise ValueError", ranks=[0])
@@ -97,7 +97,7 @@ def test_a_failed_cell_on_some_ranks_that_left_them_out_of_step_forms_the_group_
     ],
 )
 @pytest.mark.native("sockets")
-def test_an_error_of_a_collective_that_nobody_has_released_is_told_as_it_is(cells: ddip.Group, own: str) -> None:
+def test_an_error_of_a_collective_without_abort_is_unchanged(cells: ddip.Group, own: str) -> None:
     cells.run("import datetime, time, torch.distributed as dist\nkept = rank")
     with pytest.raises(ddip.CellError, match="(?s)^rank 0: RuntimeError: .*rank 1 was blocked in barrier") as caught:
         cells.run(f"if rank == 0: {own}\ntime.sleep(1)\ndist.barrier()")
@@ -105,7 +105,7 @@ def test_an_error_of_a_collective_that_nobody_has_released_is_told_as_it_is(cell
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
-def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_report_of_a_rank_is_shown(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("""
         import ddip.rank.process_group.membership as p
         kept, former = rank, p.report
@@ -119,7 +119,7 @@ def test_a_fault_in_what_a_rank_reports_is_told(cells: ddip.Group, capsys: pytes
 
 
 @pytest.mark.grid
-def test_a_cell_after_which_a_rank_cannot_even_report_ends(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_ends_even_if_a_rank_cannot_report(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written something, and the message that says that nothing more follows never comes."""
     monkeypatch.setattr(cells.options, "timeout", 8.0)  # for so long the repair waits for its answer
     cells.run("kept = rank; import time; get_ipython().kernel.log.setLevel('DEBUG')")
@@ -129,7 +129,7 @@ def test_a_cell_after_which_a_rank_cannot_even_report_ends(cells: ddip.Group, mo
     cells.run("assert rank == 1 or kept == rank")
 
 
-def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Group) -> None:
+def test_a_group_that_failed_to_form_can_be_formed(cells: ddip.Group) -> None:
     """torch counts the groups that it has begun to form, and makes their names of the count."""
     cells.run("import torch.distributed as dist\nkept = rank")
     with pytest.raises(ddip.CellError):
@@ -138,7 +138,7 @@ def test_a_group_that_failed_to_form_on_some_ranks_can_be_formed(cells: ddip.Gro
 
 
 @pytest.mark.native("sockets")
-def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
+def test_a_subgroup_can_be_recreated(cells: ddip.Group) -> None:
     cells.run("""
         import torch, torch.distributed as dist
         x = torch.ones(1)
@@ -151,9 +151,7 @@ def test_a_subgroup_can_be_made_again(cells: ddip.Group) -> None:
 
 @pytest.mark.grid
 @pytest.mark.native("sockets")
-def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_lost_with_a_group_are_listed_once(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("""
         import torch, torch.distributed as dist, torch.distributed.rpc as rpc
         from torch.distributed.device_mesh import init_device_mesh
@@ -187,7 +185,7 @@ def test_what_goes_with_a_group_is_told_once_though_the_next_one_fails_to_form(
 
 
 @pytest.mark.native("sockets")
-def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> None:
+def test_the_name_of_a_lost_subgroup_is_not_reused(cells: ddip.Group) -> None:
     """Functional collectives, and with them device meshes and DTensors, find their group by its name: it was another
     group's, of other ranks, and the sum was wrong."""
     cells.run("""
@@ -204,14 +202,14 @@ def test_the_name_of_a_lost_subgroup_does_not_come_again(cells: ddip.Group) -> N
 
 
 @pytest.mark.native("sockets")
-def test_a_cell_on_some_ranks_that_waits_for_the_others_ends_too(cells: ddip.Group) -> None:
+def test_a_cell_on_some_ranks_waiting_for_others_ends(cells: ddip.Group) -> None:
     with pytest.raises(CellTimeout):
         cells.run("import torch.distributed as dist\ndist.barrier()", ranks=[1], timeout=0.5)
     cells.run(PROOF)
 
 
 @pytest.mark.native("sockets")
-def test_a_cell_may_catch_what_released_it(cells: ddip.Group) -> None:
+def test_a_cell_may_catch_the_error_that_unblocked_it(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
         cells.run("""
             import torch.distributed as dist
@@ -242,7 +240,7 @@ def test_a_cell_may_destroy_or_form_the_group_itself(cells: ddip.Group, how: str
 
 
 @pytest.mark.grid
-def test_groups_that_cells_form_one_after_the_other_do_not_meet_at_their_port(cells: ddip.Group) -> None:
+def test_groups_formed_successively_do_not_meet_at_their_port(cells: ddip.Group) -> None:
     """The first one's listener may be there still when another rank begins to listen for the second."""
     for _ in range(4):
         cells.run("import torch.distributed as dist\ndist.destroy_process_group(); dist.init_process_group('gloo')")
@@ -255,7 +253,7 @@ def test_groups_that_cells_form_one_after_the_other_do_not_meet_at_their_port(ce
 
 @pytest.mark.grid
 @pytest.mark.native("sockets")
-def test_many_failures_leave_no_descriptor_or_thread_more(cells: ddip.Group) -> None:
+def test_many_failures_leave_no_additional_descriptor_or_thread(cells: ddip.Group) -> None:
     count = "import os, threading\nheld = len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
 
     def fail() -> None:
@@ -345,7 +343,7 @@ def test_a_stop_leaves_no_lock_closed_and_no_context_entered(cells: ddip.Group, 
             cells.run("assert lock.acquire(blocking=False); lock.release()\nassert torch.is_grad_enabled()")
 
 
-def test_an_interrupt_that_comes_while_another_is_handled_leaves_no_lock_closed(cells: ddip.Group) -> None:
+def test_an_interrupt_during_another_leaves_no_lock_closed(cells: ddip.Group) -> None:
     cells.run("""
         import os, signal, threading
         lock, kernel, entered = threading.Condition(threading.Lock()), get_ipython().kernel, 0
@@ -365,9 +363,7 @@ def test_an_interrupt_that_comes_while_another_is_handled_leaves_no_lock_closed(
 
 
 @pytest.mark.native("sockets")
-def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
-    cells: ddip.Group, no_interrupts_here: None
-) -> None:
+def test_a_finalizer_that_waits_indefinitely_ends_with_the_stop(cells: ddip.Group, no_interrupts_here: None) -> None:
     cells.run("""
         import threading, torch
         kept, lock = rank, threading.Lock()
@@ -385,7 +381,7 @@ def test_a_finalizer_that_waits_for_ever_is_ended_with_the_next_cell(
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
-def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Group) -> None:
+def test_a_late_interrupt_does_not_stop_the_next_cell(cells: ddip.Group) -> None:
     """It is still under way when its cell ends: here, by hand, all through the next one."""
     cells.run("former = get_ipython().kernel.get_parent('shell')['header']['msg_id']")
     former = {rank: values["former"] for rank, values in enumerate(cells.pull_all(["former"], [0, 1])[0])}
@@ -409,9 +405,7 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(cells: ddip.Gro
 
 @pytest.mark.grid
 @pytest.mark.native("sockets")
-def test_a_rank_that_ignores_the_stop_button_for_a_while_is_free_when_it_returns(
-    cells: ddip.Group, tmp_path: Path
-) -> None:
+def test_a_rank_that_ignores_stop_is_free_afterwards(cells: ddip.Group, tmp_path: Path) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"deaf", "waits"}, press_stop)
     with pytest.raises(CellInterrupted) as caught:
         cells.run(f"""
@@ -451,7 +445,7 @@ def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
-def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
+def test_a_stop_at_the_end_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddip.output.cells.router.CellOutput.finish", lambda *_: press_stop())
@@ -462,9 +456,7 @@ def test_a_stop_that_comes_when_the_cell_has_ended_is_not_lost(
 # -- who waits where
 
 
-def test_after_some_time_without_progress_it_is_told_who_waits_where(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stall_shows_the_place_of_each_waiting_rank(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.options.stall_timeout = 1
     told = Told(capsys)
     thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
@@ -486,7 +478,7 @@ def test_after_some_time_without_progress_it_is_told_who_waits_where(
 
 @pytest.mark.grid
 @pytest.mark.native("sockets")
-def test_a_failure_is_told_though_it_was_told_before_who_waits(
+def test_a_failure_is_reported_despite_an_earlier_stall_notice(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     cells.options.stall_timeout = 1
@@ -505,7 +497,7 @@ def test_a_failure_is_told_though_it_was_told_before_who_waits(
 
 
 @pytest.mark.parametrize("work", ["x @ x", pytest.param("print('.')", marks=pytest.mark.grid)])
-def test_ranks_that_work_are_left_alone(cells: ddip.Group, capsys: pytest.CaptureFixture[str], work: str) -> None:
+def test_working_ranks_cause_no_stall_notice(cells: ddip.Group, capsys: pytest.CaptureFixture[str], work: str) -> None:
     cells.options.stall_timeout = 1
     cells.run(
         "import time, torch, torch.distributed as dist\nx = torch.randn(800, 800)\nend = time.monotonic() + 2.5\n"
@@ -527,7 +519,7 @@ def test_ranks_that_work_are_left_alone(cells: ddip.Group, capsys: pytest.Captur
         "import sys; sys.stdout = open('/dev/full', 'w'); print('x' * 100000)",
     ],
 )
-def test_a_cell_that_breaks_its_output_does_not_break_the_next(cells: ddip.Group, code: str) -> None:
+def test_a_cell_that_breaks_its_output_affects_no_later_cell(cells: ddip.Group, code: str) -> None:
     cells.run("import builtins, sys; kept = print")
     try:
         with pytest.MonkeyPatch.context():
@@ -537,7 +529,7 @@ def test_a_cell_that_breaks_its_output_does_not_break_the_next(cells: ddip.Group
         cells.run("builtins.print = kept; sys.stdout.__dict__.pop('flush', None)")
 
 
-def test_a_stream_that_fails_between_cells_does_not_lose_an_answer(cells: ddip.Group) -> None:
+def test_a_stream_that_fails_between_cells_loses_no_answer(cells: ddip.Group) -> None:
     cells.run("""
         import sys, threading
         kept = sys.stdout
@@ -554,7 +546,7 @@ def test_a_stream_that_fails_between_cells_does_not_lose_an_answer(cells: ddip.G
     cells.run(f"sys.stdout = kept\n{PROOF}", timeout=20)
 
 
-def test_a_stream_that_a_cell_has_put_in_place_and_the_next_closes_is_put_back(cells: ddip.Group) -> None:
+def test_a_replaced_stream_that_a_cell_closes_is_restored(cells: ddip.Group) -> None:
     cells.run("import os, sys\nsys.stdout = open(os.devnull, 'w')")
     cells.run("sys.stdout.close()")
     cells.run("print('heard')")
@@ -570,13 +562,13 @@ raise Odd('x')
 
 
 @pytest.mark.parametrize("method", few(["str", "repr", "reduce", "reduce_ex", "getattr"], "str", "reduce_ex"))
-def test_an_exception_that_cannot_be_told_does_not_break_the_next_cell(cells: ddip.Group, method: str) -> None:
+def test_an_exception_without_text_does_not_break_the_next(cells: ddip.Group, method: str) -> None:
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: Odd"):
         cells.run(ODD.format(method=method))
     cells.run(PROOF)
 
 
-def test_an_error_while_there_are_no_streams_is_told(cells: ddip.Group) -> None:
+def test_an_error_without_streams_is_shown(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError") as caught:
         cells.run("""
             import sys
@@ -587,7 +579,7 @@ def test_an_error_while_there_are_no_streams_is_told(cells: ddip.Group) -> None:
     cells.run(PROOF)
 
 
-def test_a_syntax_error_is_shown_once_and_nothing_of_the_cell_runs(cells: ddip.Group) -> None:
+def test_a_syntax_error_is_shown_once_and_nothing_runs(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match=r"^ranks 0, 1: SyntaxError") as caught:
         cells.run("""
             ran = True
@@ -598,7 +590,7 @@ def test_a_syntax_error_is_shown_once_and_nothing_of_the_cell_runs(cells: ddip.G
     cells.run("assert 'ran' not in globals()")
 
 
-def test_output_of_a_thread_that_lives_on_does_not_disturb_the_next_cell(
+def test_output_of_a_running_thread_disturbs_no_later_cell(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
@@ -651,7 +643,7 @@ def prepare():
 
 
 @pytest.mark.grid
-def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_path: Path) -> None:
+def test_a_repair_prepares_the_app_and_copies_names(tmp_path: Path) -> None:
     with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         group.run("""
             import threading, torch
@@ -670,7 +662,7 @@ def test_a_repair_prepares_the_app_on_the_new_rank_and_copies_names_to_it(tmp_pa
 
 
 @pytest.mark.grid
-def test_a_repair_whose_names_cannot_be_unpickled_says_that_the_rank_is_there(cells: ddip.Group) -> None:
+def test_a_repair_with_unpicklable_names_still_replaces_the_rank(cells: ddip.Group) -> None:
     cells.run("""
         class Odd:
             def __reduce__(self): return (int, ('no number',))
@@ -685,7 +677,7 @@ def test_a_repair_whose_names_cannot_be_unpickled_says_that_the_rank_is_there(ce
     cells.run(f"{PROOF}\nassert rank == 0 or kept == 1")
 
 
-def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) -> None:
+def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> None:
     """The Hub is told by hand what it finds out when thirty heartbeats are missing; the process lives on."""
     cells.run("kept = rank")
     engine, pid = cells.members[1].engine, cells.members[1].pid
@@ -711,13 +703,13 @@ def test_a_rank_that_the_controller_has_given_up_is_replaced(cells: ddip.Group) 
         "no builtins",
     ),
 )
-def test_a_repair_suffices_whatever_a_rank_has_done_to_itself(cells: ddip.Group, kind: str) -> None:
+def test_a_repair_suffices_for_every_kind_of_damage(cells: ddip.Group, kind: str) -> None:
     """All kinds: ``tests/system/test_self_harm.py``."""
     prove_repair(cells, KINDS[kind])
 
 
 @pytest.mark.native("sockets")
-def test_a_rank_that_dies_while_gloo_connects_a_group_holds_the_others_up_for_seconds(cells: ddip.Group) -> None:
+def test_a_rank_dying_while_gloo_connects_delays_others_briefly(cells: ddip.Group) -> None:
     cells.run("from ddip.rank.process_group import setup\nsetup.SET_UP_SECONDS = 0.2")
     cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")
     pids = [member.pid for member in cells.members]
@@ -736,9 +728,7 @@ def test_a_rank_that_dies_while_gloo_connects_a_group_holds_the_others_up_for_se
 
 
 @pytest.mark.grid
-def test_a_group_that_cannot_be_formed_is_repaired_though_each_rank_alone_can_form_one(
-    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repair_finds_ranks_that_form_groups_only_alone(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells.options, "timeout", 10 if cells.options.spawn else 2)
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.init_process_group")
     with pytest.raises(ddip.CellError):
@@ -754,7 +744,7 @@ def test_a_group_that_cannot_be_formed_is_repaired_though_each_rank_alone_can_fo
 
 
 @pytest.mark.grid
-def test_an_app_that_cannot_be_prepared_on_one_rank_is_repaired(tmp_path: Path) -> None:
+def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
     with an_app(tmp_path, APP), ddip.Group(2) as group:
         group.run("""
             import sys
@@ -795,7 +785,7 @@ def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.Monkey
 # -- stacks
 
 
-def test_a_stack_is_there_while_the_rank_waits_in_c(cells: ddip.Group) -> None:
+def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
     seen: list[object] = []
 
     def display() -> None:

@@ -26,7 +26,7 @@ def row(table: object, name: str) -> list[str]:
     return re.split(r"\s\s+", re.sub(r"\]\s+(?=\d+ B)", "] ", found))
 
 
-def test_each_rank_has_its_part_of_a_fully_sharded_model(four: ddip.Group) -> None:
+def test_each_rank_has_its_shard_of_a_model(four: ddip.Group) -> None:
     four.run("model = fsdp()")
     table = four.shards("model")
     assert row(table, "0.weight") == ["0.weight", "[12, 5]", "float32", "Shard(0)", *3 * ["[3, 5] 60 B"]]
@@ -49,7 +49,7 @@ def test_each_rank_has_its_part_of_a_fully_sharded_model(four: ddip.Group) -> No
     assert table.rows[-1][-2:] == [f"{size} B" for size in (seen["held"][-2], seen["held"][-1])]
 
 
-def test_ranks_with_parts_of_the_same_shapes_share_a_column(four: ddip.Group) -> None:
+def test_ranks_with_equal_shard_shapes_share_a_column(four: ddip.Group) -> None:
     four.run("model = both()")
     table = four.shards("model")
     assert "rank" in str(table).splitlines()[1]
@@ -69,7 +69,7 @@ def test_ranks_may_have_different_parts_of_a_pipeline(four: ddip.Group) -> None:
     assert row(table, "stage1.weight")[-2:] == ["-", "[2, 2] 16 B"]
 
 
-def test_the_model_of_a_trainer_and_a_lazy_one_are_shown(four: ddip.Group) -> None:
+def test_models_of_a_trainer_and_lazy_models_are_shown(four: ddip.Group) -> None:
     four.run("""
         from types import SimpleNamespace
         trainer = SimpleNamespace(model=nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
@@ -81,7 +81,7 @@ def test_the_model_of_a_trainer_and_a_lazy_one_are_shown(four: ddip.Group) -> No
 
 
 @pytest.mark.grid
-def test_it_is_told_after_a_fault_too(four: ddip.Group) -> None:
+def test_shards_are_shown_after_a_fault(four: ddip.Group) -> None:
     four.run("model = fsdp()")
     before = str(four.shards("model"))
     four.run("y = model(torch.ones(2, 5))\nassert not hasattr(model[4].weight, 'to_local')  # the root's")
@@ -102,7 +102,7 @@ def test_it_is_told_after_a_fault_too(four: ddip.Group) -> None:
         ("here = network() if rank else [1]", "here", "on rank 0 it is no module but of type list"),
     ],
 )
-def test_what_is_no_model_is_refused_with_a_word(four: ddip.Group, code: str, name: str, words: str) -> None:
+def test_an_object_that_is_not_a_model_is_refused(four: ddip.Group, code: str, name: str, words: str) -> None:
     four.run("globals().pop('here', None)")
     four.run(code)
     with pytest.raises(ddip.BadInput, match=f"%dipshards {re.escape(name)}: {words}"):

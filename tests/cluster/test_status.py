@@ -22,7 +22,7 @@ from .notebook import Notebook, Shown
 CALL = "from ddip.notebook.for_programs import call as _call; print(_call({name!r}, {arguments!r})._text)"
 
 
-def test_the_status_of_ranks_that_run_are_stopped_and_have_ended(cells: ddip.Group) -> None:
+def test_status_shows_running_suspended_and_ended_ranks(cells: ddip.Group) -> None:
     cell = cells.start("import time\nprint('begun')\nwhile True: time.sleep(0.01)", show_ranks=[0, 1])
     wait_until(lambda: str(list(cell.recording.messages())).count("begun") == 2)
     told = cells.status()
@@ -58,7 +58,7 @@ def data_of(shown: Shown) -> list[Any]:
     return [bundle[CELL_MIME] for bundle in bundles]
 
 
-def test_tabs_carry_the_same_by_rank(notebook: Notebook) -> None:
+def test_tabs_carry_data_by_rank(notebook: Notebook) -> None:
     shown = notebook.fails("%%dip -S all\nprint('rank', min(rank, 1))\nif rank == 2: raise ValueError('no')")
     (data,) = data_of(shown)
     ranks = data["ranks"]
@@ -77,9 +77,7 @@ def test_tabs_carry_the_same_by_rank(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.cell_json = True")
 
 
-def test_so_do_the_line_below_a_cell_and_the_line_of_a_cell_in_the_background(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_summaries_of_cells_carry_data_by_rank(notebook: Notebook, tmp_path: Path) -> None:
     plain = notebook.ok("%config DipMagics.report_after = 0\nprint()\n%config DipMagics.report_after = 0")
     assert data_of(plain) == []
     try:
@@ -102,7 +100,7 @@ def test_so_do_the_line_below_a_cell_and_the_line_of_a_cell_in_the_background(
     assert again == data
 
 
-def test_the_magic_prints_json_that_fits_its_schema_and_a_table_for_people(notebook: Notebook) -> None:
+def test_the_magic_prints_json_or_a_readable_table(notebook: Notebook) -> None:
     notebook.fails("%%dip -r 1\n1 / 0")
     told = json.loads(notebook.ok("%dipstatus --json").stdout)
     fits("status", told)
@@ -113,7 +111,7 @@ def test_the_magic_prints_json_that_fits_its_schema_and_a_table_for_people(noteb
     assert "1 / 0" in text
 
 
-def test_a_program_runs_cells_with_numbers_of_their_own(notebook: Notebook) -> None:
+def test_cells_of_a_program_have_their_own_numbers(notebook: Notebook) -> None:
     def ask(name: str, **arguments: Any) -> Any:
         message = notebook.begin(CALL.format(name=name, arguments=json.dumps(arguments)), store_history=False)
         answer = json.loads(notebook.finish(message).stdout.splitlines()[-1])
@@ -137,7 +135,7 @@ def test_a_program_runs_cells_with_numbers_of_their_own(notebook: Notebook) -> N
 
 
 @pytest.mark.parametrize("code", ["%dipstatus --much", "%dipstatus 3"])
-def test_what_the_magic_does_not_know_is_refused(bare_notebook: Notebook, code: str) -> None:
+def test_an_unknown_option_is_refused(bare_notebook: Notebook, code: str) -> None:
     assert "%dipstatus" in bare_notebook.fails(code).message
     assert json.loads(bare_notebook.ok("%dipstatus --json").stdout)["group"] is None
     assert bare_notebook.ok("%dipstatus").stdout.startswith("there is no group")

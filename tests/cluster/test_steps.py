@@ -26,7 +26,7 @@ def told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.Captur
     return capsys
 
 
-def test_a_good_cell_that_leaves_the_ranks_out_of_step_says_so_and_no_old_tensor_is_met(
+def test_ranks_out_of_step_are_reported_and_old_tensors_dropped(
     cells: ddip.Group, told: pytest.CaptureFixture[str]
 ) -> None:
     cells.run(ONE_SIDED)
@@ -76,9 +76,7 @@ SURPLUS = {
 
 
 @pytest.mark.parametrize("what", few(SURPLUS, "by a thread that has ended", "a method"))
-def test_whatever_began_the_surplus_it_is_told_where(
-    cells: ddip.Group, told: pytest.CaptureFixture[str], what: str
-) -> None:
+def test_a_surplus_is_reported_with_its_place(cells: ddip.Group, told: pytest.CaptureFixture[str], what: str) -> None:
     begin, line = SURPLUS[what]
     cells.run(begin)
     text = told.readouterr().err
@@ -86,14 +84,14 @@ def test_whatever_began_the_surplus_it_is_told_where(
     cells.run(PROOF)
 
 
-def test_a_surplus_that_c_began_is_told_without_a_line(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_surplus_begun_in_c_is_reported_without_a_line(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     cells.run("if rank: y = torch.ops._c10d_functional.all_reduce(x, 'sum', dist.group.WORLD.group_name)")
     text = told.readouterr().err
     assert "different numbers of collectives in the default group" in text and "line" not in text
     cells.run(PROOF)
 
 
-def test_a_surplus_in_a_subgroup_is_told_of_that_group(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_surplus_in_a_subgroup_names_the_subgroup(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     cells.run(
         "pair, alone = dist.new_group([0, 1]), dist.new_group([0])\nif rank == 0: dist.all_reduce(x, group=alone)"
     )
@@ -123,7 +121,7 @@ def test_a_surplus_in_a_subgroup_is_told_of_that_group(cells: ddip.Group, told: 
         ),
     ],
 )
-def test_cells_that_leave_the_ranks_in_step_are_silent_and_keep_the_group(
+def test_cells_with_ranks_in_step_keep_the_group_silently(
     cells: ddip.Group, told: pytest.CaptureFixture[str], code: str
 ) -> None:
     cells.run(code)
@@ -140,15 +138,13 @@ def test_sends_and_receives_of_some_ranks_only_are_silent(cells: ddip.Group, tol
     assert told.readouterr().err == ""
 
 
-def test_a_cell_on_some_ranks_that_begins_a_collective_of_all_says_so(
-    cells: ddip.Group, told: pytest.CaptureFixture[str]
-) -> None:
+def test_a_collective_begun_only_on_some_ranks_is_reported(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     cells.run("w = dist.all_reduce(torch.tensor([100.0]), async_op=True)", ranks=[1])
     assert "different numbers of collectives in the default group" in told.readouterr().err
     cells.run(PROOF)
 
 
-def test_what_is_meant_is_left_alone_until_more_is_begun(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_an_accepted_surplus_is_silent_until_it_grows(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[0], unmatched=True)
     cells.run("kept = 1")
     cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[1])
@@ -160,7 +156,7 @@ def test_what_is_meant_is_left_alone_until_more_is_begun(cells: ddip.Group, told
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former")
 
 
-def test_a_thread_that_goes_on_with_collectives_is_left_alone(
+def test_a_thread_that_continues_collectives_is_not_disturbed(
     cells: ddip.Group, told: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
@@ -193,7 +189,7 @@ former = dist.group.WORLD
 """
 
 
-def test_a_checkpoint_that_a_thread_saves_survives_cells_and_causes_no_alarm(
+def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
     cells: ddip.Group, told: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Rank 0's thread is ahead of rank 1's in every cell."""
@@ -215,9 +211,7 @@ def test_a_checkpoint_that_a_thread_saves_survives_cells_and_causes_no_alarm(
     assert "collectives" not in told.readouterr().err
 
 
-def test_a_surplus_beside_a_thread_is_told_when_the_thread_has_ended(
-    cells: ddip.Group, told: pytest.CaptureFixture[str]
-) -> None:
+def test_a_surplus_is_reported_when_its_thread_has_ended(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     cells.run("""
         own, leave = dist.new_group([0, 1]), threading.Event()
         def work():
@@ -259,7 +253,7 @@ assert any(thread.name == "tqdm_monitor" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("before", ["", TQDM], ids=["no other thread", "tqdm has one of its own"])
-def test_a_thread_that_no_thread_of_the_other_rank_will_meet_is_told(
+def test_a_collective_of_an_unmatched_thread_is_reported(
     cells: ddip.Group, told: pytest.CaptureFixture[str], before: str
 ) -> None:
     """It has met the next cell's all_reduce: that one got 101, and this rank waited without end."""
@@ -275,7 +269,7 @@ def test_a_thread_that_no_thread_of_the_other_rank_will_meet_is_told(
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former", timeout=20)
 
 
-def test_a_group_that_a_cell_has_formed_is_watched_too(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_group_formed_by_a_cell_is_also_watched(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
     cells.run(
         "dist.destroy_process_group(); dist.init_process_group('gloo')\ndist.barrier(); former = dist.group.WORLD"
     )
@@ -287,7 +281,7 @@ def test_a_group_that_a_cell_has_formed_is_watched_too(cells: ddip.Group, told: 
     cells.run(PROOF)
 
 
-def test_the_magic_leaves_what_is_meant_alone(notebook: Notebook) -> None:
+def test_the_magic_accepts_unmatched_collectives(notebook: Notebook) -> None:
     notebook.ok(f"%%dip\n{SETUP}\npair = dist.new_group([0, 2])")
     shown = notebook.ok("%%dip -r 0\nw = dist.all_reduce(x, group=pair, async_op=True)")
     assert "a group of ranks 0, 2 (rank 2: 0, rank 0: 1)" in shown.stderr

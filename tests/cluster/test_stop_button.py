@@ -54,7 +54,7 @@ def begun(folder: Path, *ranks: int) -> Callable[[], bool]:
     return lambda: all((folder / str(rank)).exists() for rank in ranks)
 
 
-def test_a_push_that_is_stopped_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_stopped_push_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("kept = rank")
     thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
     with pytest.raises(
@@ -68,7 +68,7 @@ def test_a_push_that_is_stopped_frees_the_ranks_and_leaves_nothing(cells: ddip.G
 
 
 @pytest.mark.grid
-def test_a_rank_that_does_not_stop_unpickling_is_named_and_its_state_is_told(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.group.WORLD")
     thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
     with pytest.raises(RequestInterrupted) as caught:
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_pa
 
 
 @pytest.mark.native("sockets")
-def test_a_push_waits_for_nothing_that_it_replaces_and_a_stop_ends_that(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_push_does_not_wait_to_free_replaced_objects(cells: ddip.Group, tmp_path: Path) -> None:
     """It is taken apart when all ranks have the new one, which may take for ever."""
     cells.run(
         f"{SLOW_THERE}\nSlow.__del__ = lambda self: wait(*self.args)\n"
@@ -116,7 +116,7 @@ def test_a_push_waits_for_nothing_that_it_replaces_and_a_stop_ends_that(cells: d
     cells.run(f"{PROOF}\nassert kept == rank and thing == 'new'")
 
 
-def test_what_tab_has_asked_does_not_hold_up_the_next_cell(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_tab_request_does_not_delay_the_next_cell(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"{SLOW}\nclass Odd:\n    def __dir__(self): return wait({str(tmp_path)!r}, ())\nodd = Odd()")
     assert cells.try_call(on_rank.complete("odd.", 4), 0.1) is None
     wait_until(begun(tmp_path, 0))
@@ -124,9 +124,7 @@ def test_what_tab_has_asked_does_not_hold_up_the_next_cell(cells: ddip.Group, tm
 
 
 @pytest.mark.parametrize("ask", ["stacks", "info"])
-def test_asking_what_ranks_do_ends_when_it_is_stopped(
-    cells: ddip.Group, ask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_ends_questions_to_the_ranks(cells: ddip.Group, ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"stacks": "group.STACK_SECONDS", "info": "status.ANSWER_SECONDS"}[ask]
     monkeypatch.setattr(f"ddip.group.{seconds}", 1000)
     with stopped([cells.members[1].pid]):  # it will not answer
@@ -151,7 +149,7 @@ def command(text):
 
 
 @pytest.mark.grid
-def test_what_an_app_does_is_stopped_and_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_app_action_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("prepare", "command"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("APP_FOLDER", str(tmp_path))
@@ -173,7 +171,7 @@ def test_what_an_app_does_is_stopped_and_done_again(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.grid)])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
-def test_a_change_that_is_stopped_ends_as_it_was_or_as_it_was_asked_to_be(size: int) -> None:
+def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
     stopped_changes(2, size, (0.05, 0.5, 0.75, 0.9, 0.99))
 
 
@@ -198,9 +196,7 @@ process_group.leave = leave_and_tell
 
 
 @pytest.mark.grid
-def test_the_next_cell_waits_for_a_rank_that_sleeps_while_it_takes_apart_what_a_cell_left(
-    cells: ddip.Group, tmp_path: Path
-) -> None:
+def test_the_next_cell_waits_for_a_slow_cleanup(cells: ddip.Group, tmp_path: Path) -> None:
     """torch waits 5 s for each worker of a data loader then."""
     cells.run(TAKEN_APART_SLOWLY.format(folder=tmp_path))
     cells.run(LEAVES_A_FILE.format(folder=tmp_path))

@@ -32,7 +32,7 @@ LOST_BEFORE = 30
 
 
 @pytest.mark.grid
-def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_misses_many_heartbeats_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "HEARTBEAT_MS", 20)
     with ddip.Group(2) as group:
         group.run("kept = rank")
@@ -49,7 +49,7 @@ def test_a_rank_that_misses_many_heartbeats_is_not_given_up(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "which", ["one rank", *(pytest.param(which, marks=pytest.mark.grid) for which in ("all ranks", "the controller"))]
 )
-def test_a_cell_says_what_is_stopped_and_ends_when_it_goes_on(
+def test_a_cell_names_suspended_processes_and_ends_when_continued(
     cells: ddip.Group, which: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.options.stall_timeout = 1
@@ -67,7 +67,7 @@ def test_a_cell_says_what_is_stopped_and_ends_when_it_goes_on(
 
 
 @pytest.mark.grid
-def test_a_stopped_rank_whose_cell_is_given_up_is_named_and_a_repair_lets_it_go_on(cells: ddip.Group) -> None:
+def test_a_repair_continues_a_suspended_rank_of_an_abandoned_cell(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
     with stopped([pid]):
@@ -84,9 +84,7 @@ def test_a_stopped_rank_whose_cell_is_given_up_is_named_and_a_repair_lets_it_go_
 
 @pytest.mark.grid
 @pytest.mark.skipif(not preload_client.possible(), reason="nothing is forked here")
-def test_a_warm_process_that_is_stopped_is_named_or_another_takes_its_place(
-    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspended_preload_process_is_named_or_replaced(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cells.cluster._fork:
         pytest.skip("nothing is forked here")
     cells.run("kept = rank")

@@ -125,7 +125,7 @@ def test_the_stop_button_ends_a_wait_for_another_rank(ranks: ddip.Group, wait: s
         pytest.param("RPC, before its group", marks=[pytest.mark.grid, pytest.mark.native("sockets")]),
     ],
 )
-def test_the_stop_button_ends_the_waits_of_rpc_for_another_rank(wait: str, tmp_path: Path) -> None:
+def test_the_stop_button_ends_rpc_waits_for_another_rank(wait: str, tmp_path: Path) -> None:
     """In ranks of its own: RPC cannot begin again in the same processes."""
     with ddip.Group(2) as ranks:
         ranks.run(TRAIN)
@@ -144,7 +144,7 @@ def stop_in(ranks: ddip.Group, code: str, folder: Path) -> None:
 
 
 @pytest.mark.grid
-def test_a_rank_that_nothing_can_stop_is_named_with_the_repair() -> None:
+def test_a_rank_that_cannot_stop_suggests_the_repair() -> None:
     """torch makes RPC's agent without letting another thread of the rank run; the other rank does not come."""
     code = RPC.format(module="rpc", name="TensorPipeAgent", rank=1)
     with ddip.Group(2) as ranks:

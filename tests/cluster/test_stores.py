@@ -41,14 +41,14 @@ def places(tmp_path: Path) -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.parametrize("wait", few(WAITS, "init_process_group, of a port", "FileStore", "HashStore"))
-def test_a_rank_that_waits_in_a_store_is_released(cells: ddip.Group, wait: str, places: dict[str, object]) -> None:
+def test_a_rank_that_waits_in_a_store_is_unblocked(cells: ddip.Group, wait: str, places: dict[str, object]) -> None:
     cells.run("import torch.distributed as dist")
     with pytest.raises(ddip.CellError, match=r"^rank 0: ValueError; rank 1 was blocked in .*, until ddip aborted it$"):
         cells.run(f"if rank == 0: raise ValueError\n{WAITS[wait].format(**places)}", timeout=30)
     cells.run("dist.barrier()")
 
 
-def test_a_rank_that_waits_in_the_store_of_a_group_of_its_cells_is_released(cells: ddip.Group, tmp_path: Path) -> None:
+def test_ranks_waiting_in_a_store_of_a_cell_are_unblocked(cells: ddip.Group, tmp_path: Path) -> None:
     form = FORM.format(method=f"file://{tmp_path}/store")
     cells.run(f"import torch.distributed as dist\ndist.destroy_process_group()\n{form}\nformed = dist.group.WORLD")
     with pytest.raises(ddip.CellError, match=r"^rank 0: ValueError; rank 1 was blocked in new_group, cell .*, until"):
@@ -98,5 +98,5 @@ fails(RuntimeError, dist.TCPStore, "127.0.0.1", {port}, 2, timeout=soon)
 
 
 @pytest.mark.grid
-def test_waiting_in_a_store_is_torchs_otherwise(cells: ddip.Group, places: dict[str, object]) -> None:
+def test_waiting_in_a_store_otherwise_behaves_as_in_torch(cells: ddip.Group, places: dict[str, object]) -> None:
     cells.run(OTHERWISE.format(**places), timeout=30)

@@ -51,7 +51,7 @@ def told_gpus(group: ddip.Group) -> Iterator[ddip.Group]:
 
 
 @pytest.mark.grid
-def test_a_rank_whose_gpu_works_goes_no_further_than_the_call_that_waits_when_it_is_released(
+def test_an_aborted_rank_does_not_continue_past_its_gpu_wait(
     told_gpus: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told_gpus.run("big, went_on = torch.randn(3500, 3500), False")
@@ -62,14 +62,14 @@ def test_a_rank_whose_gpu_works_goes_no_further_than_the_call_that_waits_when_it
     told_gpus.run(f"told.works = False\n{PROOF}\nassert went_on is False")
 
 
-def test_a_cell_lasts_until_its_gpu_is_done_and_says_which_collective_it_began_last(told_gpus: ddip.Group) -> None:
+def test_a_cell_lasts_until_its_gpu_has_finished(told_gpus: ddip.Group) -> None:
     begun = r"(?s)took longer than 1 s .*\n  ranks 0, 1: work on the GPU, cell \[\d+\] line 2: dist.all_reduce\(y\)$"
     with pytest.raises(CellTimeout, match=begun):
         told_gpus.run("told.holds, y = True, torch.ones(1)\ndist.all_reduce(y)\nended = True", timeout=1)
     told_gpus.run(f"told.holds = False\n{PROOF}\nassert ended")
 
 
-def test_what_the_gpu_says_at_the_end_of_a_cell_is_the_cells_error(told_gpus: ddip.Group) -> None:
+def test_a_gpu_error_at_the_end_fails_the_cell(told_gpus: ddip.Group) -> None:
     told_gpus.run("""
         def fail():
             if told.fails:

@@ -87,7 +87,7 @@ def test_two_ranks_train_to_the_parameters_of_one_process(main: Main) -> None:
         torch.testing.assert_close(there, here)
 
 
-def test_the_class_of_now_is_used_and_what_comes_back_is_of_that_class(main: Main) -> None:
+def test_redefined_classes_are_used_and_results_have_that_class(main: Main) -> None:
     main(NET)
     found = main("first = in_torchddp(2, lambda cls: cls(2), Net)")
     former = found["Net"]
@@ -112,7 +112,7 @@ def test_the_class_of_now_is_used_and_what_comes_back_is_of_that_class(main: Mai
     assert main("again = in_torchddp(2, lambda net: net(torch.ones(1, 2)).item(), second)")["again"] == 1
 
 
-def test_names_mean_need_then_own_code_then_imports_then_the_notebook_then_the_ranks(
+def test_names_are_resolved_in_the_documented_order(
     main: Main, cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("a = b = c = d = large = same = 'rank'; only, same = rank, [1.5, 'same']")
@@ -144,7 +144,7 @@ def test_names_mean_need_then_own_code_then_imports_then_the_notebook_then_the_r
     )
 
 
-def test_a_model_and_an_optimizer_that_a_function_reads_belong_together(main: Main) -> None:
+def test_a_model_and_its_optimizer_stay_connected_in_functions(main: Main) -> None:
     code = """
         import torch
         torch.manual_seed(1)
@@ -185,13 +185,13 @@ def test_nothing_stays_on_the_ranks(main: Main, cells: ddip.Group) -> None:
     assert cells.pull(["kept"], 1) == {"kept": [1, 1]}
 
 
-def test_all_arguments_but_two_are_the_functions(main: Main) -> None:
+def test_all_other_arguments_go_to_the_function(main: Main) -> None:
     main("def fn(*args, **kwargs): return args, kwargs")
     found = main("told = in_torchddp(2, fn, 1, None, nprocs=3, fn=4, app=5, timeout=6)")["told"]
     assert found == ((1, None), {"nprocs": 3, "fn": 4, "app": 5, "timeout": 6})
 
 
-def test_local_variables_can_be_needed_and_nested_functions_sent(main: Main) -> None:
+def test_local_variables_and_nested_functions_can_be_sent(main: Main) -> None:
     found = main(
         """
         def table_of(): return table
@@ -205,14 +205,14 @@ def test_local_variables_can_be_needed_and_nested_functions_sent(main: Main) -> 
     assert found["told"] == 16
 
 
-def test_a_function_nested_in_a_module_sees_what_is_imported_there(main: Main) -> None:
+def test_a_function_nested_in_a_module_sees_its_imports(main: Main) -> None:
     def fn() -> object:
         return dumps({"rank": rank})  # type: ignore[name-defined] # noqa: F821
 
     assert ddip.in_torchddp(2, fn, imports="from json import dumps") == '{"rank": 0}'
 
 
-def test_what_was_not_asked_for_is_left_and_missed_clearly(main: Main) -> None:
+def test_objects_not_requested_are_missing_with_a_clear_error(main: Main) -> None:
     main(
         """
         import threading
@@ -244,7 +244,7 @@ def test_what_was_not_asked_for_is_left_and_missed_clearly(main: Main) -> None:
         ("2, fn, imports='import no_such'", CellError, "ranks 0, 1: ModuleNotFoundError: No module named 'no_such'"),
     ],
 )
-def test_what_cannot_be_is_named(main: Main, call: str, error: type[Exception], message: str) -> None:
+def test_impossible_arguments_are_named(main: Main, call: str, error: type[Exception], message: str) -> None:
     main("import threading\nlock = threading.Lock()\ndef fn(*args, **kwargs): return args")
     with pytest.raises(error, match=message):
         main(f"in_torchddp({call})")
@@ -273,7 +273,7 @@ def test_a_rank_raises_while_the_other_waits_for_it(main: Main, cells: ddip.Grou
     assert main("told = in_torchddp(2, fn, 2)")["told"] == (2, "kept")
 
 
-def test_an_app_is_prepared_for_the_call_in_a_group_without_one(
+def test_a_call_without_a_group_prepares_the_app(
     main: Main, cells: ddip.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "here = []\ndef prepare(): here.append('prepared')\ndef release(): here.clear()\n"
@@ -291,7 +291,7 @@ def test_a_rank_starts_no_group(cells: ddip.Group) -> None:
         cells.run("from ddip import in_torchddp\nin_torchddp(2, len)", [0])
 
 
-def test_without_a_group_one_is_made_for_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_without_a_group_starts_one(capsys: pytest.CaptureFixture[str]) -> None:
     before = {p.pid for p in processes_of(os.getpid())}
     main = bare_main()
     main("def fn(fails):\n    if fails: 1 / 0\n    print('hello'); return rank, world_size")
@@ -302,7 +302,7 @@ def test_without_a_group_one_is_made_for_the_call(capsys: pytest.CaptureFixture[
     wait_until(lambda: {p.pid for p in processes_of(os.getpid())} <= before, what="the end of the groups")
 
 
-def test_the_notebooks_group_is_taken_if_its_size_fits_and_left_as_it_was(notebook: Notebook) -> None:
+def test_a_group_of_fitting_size_is_used_and_kept(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = rank")
     notebook.ok("import ddip\nfrom ddip import in_torchddp")
     notebook.ok("""

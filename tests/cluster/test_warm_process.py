@@ -43,7 +43,7 @@ def parents(notebook: Notebook) -> set[int]:
     return {int(pid) for pid in notebook.ok("print(*parents)").stdout.split()}
 
 
-def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNotebook) -> None:
+def test_loading_starts_the_preload_process_for_every_start(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\nimport psutil, sys")
     wait_until(lambda: len(titled(family_of(notebook.pid), "ddip preload process (pid ")) == 1)
@@ -59,7 +59,7 @@ def test_loading_begins_to_warm_up_and_every_start_uses_it(new_notebook: NewNote
 
 
 @pytest.mark.grid
-def test_a_trait_turns_warming_off(new_notebook: NewNotebook) -> None:
+def test_a_trait_turns_the_preload_process_off(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("""
         get_ipython().config.DipMagics.warm = False
@@ -98,7 +98,7 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
 
 
 @pytest.mark.grid
-def test_it_sleeps_when_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_preload_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MADE_UP", "here")  # one of its own, which no other test's ranks wake up when they end
     warm = preload_client.begin()
     assert warm.asleep.wait(60)
@@ -115,7 +115,7 @@ def test_it_sleeps_when_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.grid
-def test_a_warm_process_that_hangs_is_given_up(tmp_path: Path) -> None:
+def test_a_preload_process_that_hangs_is_abandoned(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "torch").mkdir()
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
@@ -136,7 +136,7 @@ def own_warm_process() -> Iterator[None]:
 
 
 @pytest.mark.grid
-def test_when_it_dies_before_it_has_forked_the_processes_are_spawned(tmp_path: Path) -> None:
+def test_if_the_preload_process_dies_early_engines_are_spawned(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
     (tmp_path / "takes_its_time.py").write_text(code)
@@ -158,7 +158,7 @@ def test_when_it_dies_before_it_has_forked_the_processes_are_spawned(tmp_path: P
 
 
 @pytest.mark.grid
-def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_read_changed_variables_on_import(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "NCCL_DEBUG", "MADE_UP"]
 
     def seen(group: ddip.Group) -> list[str | None]:
@@ -185,7 +185,7 @@ def test_what_libraries_read_when_they_are_imported_is_read_anew(monkeypatch: py
 
 
 @pytest.mark.grid
-def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_preload_process_lives_until_its_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MADE_UP", "")  # a rank of the shared group, which lives longer, may be of the one before
     with ddip.Group(1) as group:
         former = psutil.Process(group.members[0].pid).ppid()
@@ -199,7 +199,7 @@ def test_a_warm_process_that_is_replaced_lives_as_long_as_its_ranks(monkeypatch:
 
 
 @pytest.mark.grid
-def test_what_an_app_imports_is_imported_once_for_all_ranks(tmp_path: Path) -> None:
+def test_imports_of_an_app_happen_once_for_all_ranks(tmp_path: Path) -> None:
     # it is on the path of the notebook only
     with an_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
         group.run("import toy_app; found = toy_app.imported_in")
@@ -215,7 +215,7 @@ def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.grid
-def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
+def test_engines_are_spawned_if_cuda_is_in_use(tmp_path: Path) -> None:
     """Here torch only says so; tests/cluster/test_gpus.py uses a GPU."""
     code = "import sys, torch\nif sys.argv[0].endswith('preload_server.py'): torch.cuda._initialized = True\n"
     with an_app(tmp_path, code), ddip.Group(1, app="toy") as group:
@@ -228,7 +228,7 @@ def test_where_cuda_is_in_use_engines_are_spawned(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 @pytest.mark.usefixtures("own_warm_process")
-def test_a_thread_may_begin_it_and_end() -> None:
+def test_a_thread_may_start_the_preload_process_and_end() -> None:
     """The parent-death signal of Linux is sent when the thread ends that started the child."""
     pids = []
     thread = threading.Thread(target=lambda: pids.append(preload_client.begin().pid))
@@ -239,7 +239,7 @@ def test_a_thread_may_begin_it_and_end() -> None:
 
 
 @pytest.mark.grid
-def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_notebook: NewNotebook) -> None:
+def test_the_preload_process_ends_with_its_kernel_despite_forks(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
     fork = int(notebook.ok("import os, time\nchild = os.fork()\nif not child: time.sleep(1000)\nprint(child)").stdout)
@@ -252,7 +252,7 @@ def test_it_ends_with_its_kernel_though_a_fork_of_that_holds_its_socket(new_note
 
 
 @pytest.mark.grid
-def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
+def test_the_preload_process_ends_with_its_script() -> None:
     code = (
         "import os\nfrom ddip.cluster.processes import preload_client\n"
         "print(os.getpid(), preload_client.begin().pid, flush=True)\n"
@@ -266,7 +266,7 @@ def test_it_ends_with_a_script_that_never_starts_a_group() -> None:
 
 
 @pytest.mark.grid
-def test_ipyparallel_knows_the_cluster_as_one_of_its_own() -> None:
+def test_ipyparallel_lists_the_cluster() -> None:
     import ipyparallel
 
     with ddip.Group(2) as group:
@@ -282,7 +282,7 @@ def test_ipyparallel_knows_the_cluster_as_one_of_its_own() -> None:
             client.send_signal("SIGINT", block=True)
 
 
-def test_what_is_forked_after_its_start_was_given_up_makes_no_file(tmp_path: Path, group: ddip.Group) -> None:
+def test_a_fork_after_an_abandoned_start_creates_no_file(tmp_path: Path, group: ddip.Group) -> None:
     warm = preload_client.begin()
     log = tmp_path / "log"
     child = warm.fork("ddip.rank.kernel.engine", imports=[], argv=[], env={"DDIP_OWNER": str(warm.pid)}, log=str(log))

@@ -111,7 +111,7 @@ BLOCKED = {
 
 @pytest.mark.grid
 @pytest.mark.parametrize("how", BLOCKED)
-def test_whatever_a_rank_waits_in_it_is_told_and_sleep_is_no_wait(cells: ddip.Group, how: str, tmp_path: Path) -> None:
+def test_every_kind_of_wait_except_sleep_is_shown(cells: ddip.Group, how: str, tmp_path: Path) -> None:
     cells.run(IMPORTS)  # which takes half a second of the first cell that needs it, and is no wait
     told = tmp_path / "told"
     condition = looks(cells, first_waits_for_second)
@@ -127,9 +127,7 @@ def first_waits_for_second(ranks: list[RankVitals]) -> bool:
     return first is not None and second is not None and second < 0.2 < 0.6 < first
 
 
-def test_a_rank_that_a_signal_has_stopped_is_told_and_comes_back(
-    cells: ddip.Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspended_rank_is_shown_until_it_continues(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vitals, "LATE_SECONDS", 0.2)
     pid = cells.members[1].pid
     sampler = Sampler(cells.lifecycle)
@@ -163,7 +161,7 @@ def begin_view(notebook: Notebook, shown: Shown) -> str:
     return name
 
 
-def test_the_view_goes_on_while_a_cell_runs_and_ends_in_one_line(notebook: Notebook) -> None:
+def test_the_view_updates_during_cells_and_ends_in_one_line(notebook: Notebook) -> None:
     began = time.monotonic()
     name = begin_view(notebook, notebook.ok("%dipwatch"))
     assert time.monotonic() < began + 2
@@ -189,7 +187,7 @@ def test_the_view_goes_on_while_a_cell_runs_and_ends_in_one_line(notebook: Noteb
 
 
 @pytest.mark.grid
-def test_the_view_tells_of_a_rank_that_is_killed_and_goes_on_after_a_repair(notebook: Notebook) -> None:
+def test_the_view_shows_a_killed_rank_and_survives_repair(notebook: Notebook) -> None:
     begin_view(notebook, notebook.ok("%dipwatch"))
     pid = int(notebook.ok("%%dip -r 2\nimport os; print(os.getpid())").stdout)
     running = notebook.begin("import time; time.sleep(30)")  # a cell of the notebook's own
@@ -205,7 +203,7 @@ def test_the_view_tells_of_a_rank_that_is_killed_and_goes_on_after_a_repair(note
     notebook.ok("%dipwatch off")
 
 
-def test_once_is_text(notebook: Notebook) -> None:
+def test_watching_once_prints_text(notebook: Notebook) -> None:
     shown = notebook.ok("%dipwatch --once")
     assert shown.messages == [("stream", {"name": "stdout", "text": shown.stdout})]
     assert [line.split()[:2] for line in shown.stdout.splitlines()] == [
@@ -236,7 +234,7 @@ def test_the_view_ends_with_its_group(bare_notebook: Notebook) -> None:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("how", ["%unload_ext ddip", "restart", "kill"])
-def test_nothing_is_left_of_the_view(new_notebook: Callable[[], Notebook], how: str) -> None:
+def test_the_view_leaves_nothing_behind(new_notebook: Callable[[], Notebook], how: str) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 2")
     notebook.ok("%dipwatch")

@@ -28,7 +28,7 @@ def impatient(group: ddip.Group) -> None:
 
 
 @pytest.mark.native("sockets")
-def test_a_rank_that_was_released_tells_no_traceback_and_its_cells_cost_what_they_did(cells: ddip.Group) -> None:
+def test_an_unblocked_rank_sends_no_traceback_and_slows_nothing(cells: ddip.Group) -> None:
     def objects() -> list[int]:
         cells.run("import gc; count = len(gc.get_objects())")
         return [values["count"] for values in cells.pull_all(["count"], [0, 1])[0]]
@@ -47,7 +47,7 @@ def test_a_rank_that_was_released_tells_no_traceback_and_its_cells_cost_what_the
         assert now < then + 6_000  # it was 50 000 more
 
 
-def test_cells_that_have_failed_or_shown_much_leave_nothing_on_a_rank(cells: ddip.Group) -> None:
+def test_failed_or_long_cells_leave_nothing_on_a_rank(cells: ddip.Group) -> None:
     """IPython keeps each traceback, and all that is printed: a cell would slow down with the number of those before."""
     count = "import gc\ngc.collect()\ncount = sum(type(one) in (dict, list) for one in gc.get_objects())"
 
@@ -81,7 +81,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("what", few(SLOW, "sleeps"))
-def test_an_error_that_is_slow_to_tell_costs_no_rank(cells: ddip.Group, what: str) -> None:
+def test_an_error_with_a_slow_text_costs_no_rank(cells: ddip.Group, what: str) -> None:
     cells.run("import time\nkept = rank")
     began = time.monotonic()
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: "):
@@ -90,7 +90,7 @@ def test_an_error_that_is_slow_to_tell_costs_no_rank(cells: ddip.Group, what: st
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
-def test_a_stop_while_an_error_is_told_costs_no_rank(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_stop_while_an_error_is_formatted_costs_no_rank(cells: ddip.Group, tmp_path: Path) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
     with pytest.raises(CellInterrupted):
         cells.run(f"""
@@ -106,7 +106,7 @@ def test_a_stop_while_an_error_is_told_costs_no_rank(cells: ddip.Group, tmp_path
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
-def test_an_interrupt_is_told_in_a_few_lines(cells: ddip.Group, tmp_path: Path) -> None:
+def test_an_interrupt_is_shown_in_a_few_lines(cells: ddip.Group, tmp_path: Path) -> None:
     """IPython's traceback of a stop within torch's imports takes 4 s."""
     thread = meanwhile((tmp_path / "begun").exists, press_stop)
     with pytest.raises(CellInterrupted) as caught:
@@ -135,9 +135,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("magic", few(HIDDEN, "%%capture, nested", "%%time"))
 @pytest.mark.native("sockets")
-def test_an_error_within_a_magic_fails_the_cell_and_the_others_are_released(
-    cells: ddip.Group, magic: str, tmp_path: Path
-) -> None:
+def test_an_error_within_a_magic_fails_the_whole_cell(cells: ddip.Group, magic: str, tmp_path: Path) -> None:
     code = "if rank == 0: raise ValueError('hidden')\nelse: dist.barrier()\n"
     cells.run(f"""
         import os, torch.distributed as dist
@@ -152,7 +150,7 @@ def test_an_error_within_a_magic_fails_the_cell_and_the_others_are_released(
     cells.run(f"{PROOF}\nassert kept == rank\nglobals().pop('__file__', None)")  # %run -i leaves it: spawn would run it
 
 
-def test_what_a_magic_caught_ends_the_cell_there(cells: ddip.Group) -> None:
+def test_an_error_within_a_magic_ends_the_cell_there(cells: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError"):
         cells.run("went_on = False\nget_ipython().run_cell_magic('capture', 'out', 'print(3); 1 / 0')\nwent_on = True")
     cells.run("assert not went_on and out.stdout.startswith('3')")
@@ -177,7 +175,7 @@ CAUGHT = {
 
 @pytest.mark.parametrize("how", ["run_cell", pytest.param("showtraceback", marks=pytest.mark.grid)])
 @pytest.mark.native("sockets")
-def test_an_error_that_the_cell_caught_and_showed_is_no_failure_unless_others_wait(
+def test_a_caught_error_fails_the_cell_only_if_ranks_wait(
     cells: ddip.Group, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run(f"import time, torch.distributed as dist\nformer = dist.group.WORLD\nif rank == 0:\n    {CAUGHT[how]}")
@@ -188,7 +186,9 @@ def test_an_error_that_the_cell_caught_and_showed_is_no_failure_unless_others_wa
     cells.run(PROOF)
 
 
-def test_what_cannot_be_displayed_is_told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_object_that_cannot_be_displayed_shows_an_error(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
     cells.run("""
         class Odd:
             def _repr_html_(self): 1 / 0
@@ -230,7 +230,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
 
 
 @pytest.mark.native("sockets")
-def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Notebook) -> None:
+def test_a_rank_failing_in_gloo_itself_appears_as_failed(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport time, torch, torch.distributed as dist")
     shown = notebook.fails("""
         %%dip -S all
@@ -247,7 +247,7 @@ def test_a_rank_that_failed_by_itself_in_gloo_is_drawn_as_failed(notebook: Noteb
 
 
 @pytest.mark.parametrize("name", ["hist", "who", "page"])
-def test_a_variable_that_a_rank_lacks_is_not_taken_for_the_magic_of_its_name(cells: ddip.Group, name: str) -> None:
+def test_a_missing_variable_is_not_mistaken_for_a_magic(cells: ddip.Group, name: str) -> None:
     cells.run(f"if rank == 0: {name} = [1]")
     with pytest.raises(ddip.CellError, match=f"rank 1: NameError: name '{name}' is not defined"):
         cells.run(name)

@@ -22,7 +22,7 @@ def values(group: ddip.Group, code: str) -> list[object]:
     return [values["found"] for values in group.pull_all(["found"], range(group.world_size))[0]]
 
 
-def test_random_numbers_are_the_ranks_own() -> None:
+def test_each_rank_has_its_own_random_numbers() -> None:
     with ddip.Group(2) as group:
         for code in (
             "import random; found = random.random()",
@@ -51,7 +51,7 @@ def test_the_process_looks_freshly_started() -> None:
     assert pythonpath == [os.environ.get("PYTHONPATH")] * 2
 
 
-def test_no_rank_holds_what_is_not_its_own(cells: ddip.Group) -> None:
+def test_no_rank_holds_foreign_descriptors(cells: ddip.Group) -> None:
     """Sockets and pipes of the preload process and of other ranks."""
     code = (
         "import glob, os\n"
@@ -78,7 +78,7 @@ def test_a_rank_may_take_more_threads(cells: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_a_rank_that_stays_gets_a_new_share_of_the_threads() -> None:
+def test_a_remaining_rank_gets_a_new_share_of_threads() -> None:
     cores = len(os.sched_getaffinity(0))
     code = "import torch, os; torch.ones(512, 512) @ torch.ones(512, 512)\n"
     code += "found = (torch.get_num_threads(), int(os.environ['OMP_NUM_THREADS']))"
@@ -121,7 +121,7 @@ def test_a_process_that_a_cell_forks_can_be_terminated(cells: ddip.Group) -> Non
     assert values(cells, code) == [-15, -15]
 
 
-def test_an_interrupt_in_the_middle_of_a_fork_leaves_later_processes_mortal(cells: ddip.Group) -> None:
+def test_an_interrupt_during_a_fork_keeps_later_processes_stoppable(cells: ddip.Group) -> None:
     """It comes between two steps of what ddip does before each fork, and Python goes on with the fork."""
     code = (
         "import _thread, multiprocessing, os, signal, time\n"
@@ -206,7 +206,7 @@ def test_a_crash_leaves_its_stack_in_the_log() -> None:
 
 
 @pytest.mark.grid
-def test_ps_shows_who_is_who(new_notebook: Callable[[], Notebook]) -> None:
+def test_ps_shows_the_role_of_each_process(new_notebook: Callable[[], Notebook]) -> None:
     notebook = new_notebook()
     notebook.ok("""
         import os; os.environ['JPY_SESSION_NAME'] = '/home/me/lesson 1.ipynb'
@@ -220,7 +220,7 @@ def test_ps_shows_who_is_who(new_notebook: Callable[[], Notebook]) -> None:
     assert titled(family_of(notebook.pid), "ddip rank 0 of 1 (lesson 1.ipynb)")
 
 
-def test_nothing_of_a_gpu_is_touched_before_the_fork(cells: ddip.Group) -> None:
+def test_the_preload_process_touches_no_gpu(cells: ddip.Group) -> None:
     code = (
         "import glob, os, torch\n"
         "links = [os.readlink(fd) for fd in glob.glob('/proc/self/fd/*') if os.path.lexists(fd)]\n"

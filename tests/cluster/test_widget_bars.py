@@ -59,7 +59,7 @@ def test_a_bar_is_at_its_end_and_still_a_widget(outputs: dict[str, list[nbformat
 
 
 @pytest.mark.grid
-def test_of_bars_within_bars_the_outer_and_the_one_that_stays_are_left(
+def test_nested_bars_keep_the_outer_and_last_one(
     outputs: dict[str, list[nbformat.NotebookNode]],
 ) -> None:
     outer, *inner, last = outputs["nested"]
@@ -69,13 +69,13 @@ def test_of_bars_within_bars_the_outer_and_the_one_that_stays_are_left(
 
 
 @pytest.mark.grid
-def test_the_bar_of_a_cell_that_failed_says_how_far_it_came(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+def test_the_bar_of_a_failed_cell_shows_its_progress(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     assert re.match(r" 40%\|████      \| 4/10 \[", texts(outputs["failed"])[0])
     assert outputs["failed"][-1].output_type == "error"
 
 
 @pytest.mark.grid
-def test_with_all_ranks_each_has_its_bar_and_equal_ranks_still_share_a_tab(
+def test_each_rank_has_a_bar_and_equal_ranks_share_tabs(
     outputs: dict[str, list[nbformat.NotebookNode]],
 ) -> None:
     shown = outputs["all ranks"]
@@ -91,7 +91,7 @@ def test_with_all_ranks_each_has_its_bar_and_equal_ranks_still_share_a_tab(
 
 
 @pytest.mark.grid
-def test_a_bar_that_goes_on_in_another_cell_is_at_its_end(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+def test_a_bar_continued_by_another_cell_reaches_its_end(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     """Whatever shows that cell, and whatever showed the one that has the bar."""
     first = [
         output.data["text/plain"].split(" [")[0] for output in outputs["first part"] if WIDGET in output.get("data", {})
@@ -102,11 +102,11 @@ def test_a_bar_that_goes_on_in_another_cell_is_at_its_end(outputs: dict[str, lis
 
 
 @pytest.mark.grid
-def test_of_other_widgets_the_text_stays(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
+def test_other_widgets_keep_their_text(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
     assert texts(outputs["other widgets"]) == ["IntSlider(value=3)", "load |█████▌    |"]
 
 
-def test_a_bar_that_a_thread_moves_when_its_cell_has_ended_is_at_its_end(notebook: Notebook) -> None:
+def test_a_bar_moved_by_a_late_thread_reaches_its_end(notebook: Notebook) -> None:
     cell = notebook.begin(
         "%%dip -r 0\nimport threading, time\nfrom pathlib import Path\nfrom tqdm.auto import tqdm\n"
         "bar = tqdm(total=4)\n"

@@ -91,7 +91,7 @@ def style(request: pytest.FixtureRequest, notebook: Notebook) -> Any:
 # -- callbacks
 
 
-def test_what_interact_shows_is_below_the_slider_of_its_rank(notebook: Notebook, style: str) -> None:
+def test_output_of_interact_is_below_the_slider_of_its_rank(notebook: Notebook, style: str) -> None:
     cell = notebook.begin(
         "%%dip -S all\nimport ipywidgets\nfrom tqdm import tqdm\ndef show(x):\n"
         "    for i in tqdm(range(x), file=sys.stdout): pass\n    print('x is', x, 'on', rank)\n"
@@ -114,7 +114,7 @@ def test_what_interact_shows_is_below_the_slider_of_its_rank(notebook: Notebook,
         assert list(captured(late)) == [outputs[number]] and captured(late)[outputs[number]].endswith(line)
 
 
-def test_what_callbacks_print_is_in_the_tab_of_their_rank(notebook: Notebook) -> None:
+def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
     cell = notebook.begin("""
         %%dip -S all
         import ipywidgets
@@ -145,7 +145,7 @@ def test_what_callbacks_print_is_in_the_tab_of_their_rank(notebook: Notebook) ->
     )
 
 
-def test_what_a_callback_prints_is_where_its_widget_is_shown(notebook: Notebook) -> None:
+def test_callbacks_print_next_to_their_widget(notebook: Notebook) -> None:
     """It was made in another cell, of which only rank 0 was shown."""
     made = notebook.begin(
         "%%dip\nimport ipywidgets\nslider = ipywidgets.IntSlider(3)\nbox = ipywidgets.VBox([slider])\n"
@@ -190,7 +190,7 @@ def test_bars_that_wipe_themselves_out_leave_nothing(notebook: Notebook, module:
     assert "kept" in notebook.ok(f"{code}\nprint('kept')").text
 
 
-def test_a_bar_in_text_has_the_colour_of_text_in_its_tab(notebook: Notebook) -> None:
+def test_a_text_bar_has_the_colour_of_text(notebook: Notebook) -> None:
     code = "%%dip -S all\nimport sys\nfrom tqdm import tqdm\nfor i in tqdm(range(9)): pass"
     page = notebook.ok(code).data[-1]["text/html"]
     assert '<pre class="ddip-stdout">100%' in page and '<pre class="ddip-stderr">' not in page
@@ -214,7 +214,7 @@ IN_TURN = "for turn in (2, 1, 0):\n    if turn == rank: SHOW\n    dist.barrier()
 
 
 @pytest.mark.grid
-def test_plots_of_plotly_are_below_the_tabs_by_rank_with_one_label_for_each(notebook: Notebook) -> None:
+def test_plotly_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport torch.distributed as dist\nimport plotly.graph_objects as go")
     figure = "go.Figure(go.Scatter(y=[rank, 2], name=f'{rank} NAME'))"
     first = IN_TURN.replace("SHOW", f"{figure}.show('plotly_mimetype+notebook')").replace("NAME", "first")
@@ -226,7 +226,7 @@ def test_plots_of_plotly_are_below_the_tabs_by_rank_with_one_label_for_each(note
 
 
 @pytest.mark.grid
-def test_plots_of_bokeh_are_below_the_tabs_by_rank_with_one_label_for_each(notebook: Notebook) -> None:
+def test_bokeh_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
     code = "import torch.distributed as dist\nimport bokeh.io\nfrom bokeh.plotting import figure, show"
     loaded = notebook.ok(f"%%dip -S all\n{code}\nbokeh.io.output_notebook(hide_banner=True)")
     assert page_of(loaded) == ["script"] * 3  # what loads Bokeh is not seen
@@ -241,7 +241,7 @@ def test_plots_of_bokeh_are_below_the_tabs_by_rank_with_one_label_for_each(noteb
 # -- -S all -r 1
 
 
-def test_of_all_ranks_shown_the_one_that_runs_is_selected(notebook: Notebook) -> None:
+def test_the_tab_of_a_running_rank_is_selected(notebook: Notebook) -> None:
     shown = notebook.ok("%%dip -S all -r 1\nprint('only', rank)")
     assert shown.data[-1]["text/plain"] == "── ranks 0, 2 ──\n\n── rank 1 ──\nonly 1"
     page = shown.data[-1]["text/html"]
@@ -249,7 +249,7 @@ def test_of_all_ranks_shown_the_one_that_runs_is_selected(notebook: Notebook) ->
     assert re.findall(f'id="{opened}"[^>]*>(.*?)</div>', page, re.DOTALL) == ['<pre class="ddip-stdout">only 1\n</pre>']
 
 
-def test_ranks_that_do_not_run_are_not_awaited_and_not_said_to_run(notebook: Notebook) -> None:
+def test_ranks_outside_the_cell_are_not_shown_as_running(notebook: Notebook) -> None:
     cell = notebook.begin(
         "%%dip -S all -r 1\nimport time\nprint('text')\n"
         "display({'application/x-odd': 1, 'text/plain': 'odd'}, raw=True)\nwhile True: time.sleep(0.01)"

@@ -51,7 +51,7 @@ def fails(group: ddip.Group, code: str = "if rank == 1: raise ValueError\ndist.b
         group.run(code)
 
 
-def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
+def test_training_continues_after_each_fault_as_if_undisturbed(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
@@ -74,7 +74,7 @@ def test_training_goes_on_after_each_fault_as_if_there_had_been_none(
 
 
 @pytest.mark.grid
-def test_workers_of_a_loader_that_the_failed_cell_has_left_hold_up_no_group(cells: ddip.Group) -> None:
+def test_loader_workers_left_by_a_failed_cell_delay_no_group(cells: ddip.Group) -> None:
     """In a cycle; they look for the end of their loader once an hour."""
     cells.run("""
         import gc
@@ -98,9 +98,7 @@ def test_workers_of_a_loader_that_the_failed_cell_has_left_hold_up_no_group(cell
     cells.run("gc.enable()\n_utils.MP_STATUS_CHECK_INTERVAL = usual\nwrapper(torch.ones(2, 2))", timeout=60)
 
 
-def test_a_step_that_one_rank_has_taken_and_another_has_not_leaves_no_difference(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_taken_by_one_rank_leaves_no_difference(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody waits for anybody there."""
     cells.run("wrapper = DDP(network(0)); opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 0)")
     fails(cells, "opt.step = opt.step if rank == 0 else None\nstep(wrapper, opt, 1)")
@@ -132,7 +130,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", few(WAYS, "a static graph"))
-def test_a_wrapper_goes_on_with_what_it_was_told(cells: ddip.Group, way: str) -> None:
+def test_a_wrapper_keeps_its_configuration(cells: ddip.Group, way: str) -> None:
     make, then = WAYS[way]
     cells.run("from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks, powerSGD_hook as power")
     cells.run(f"wrapper = {make}\n{then}\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
@@ -146,7 +144,7 @@ getattr(inner, '_orig_mod', inner).load_state_dict(network(0).state_dict())
     cells.run(f"{losses}\nassert losses == expected, (losses, expected)")
 
 
-def test_each_of_several_wrappers_gets_its_own_parameters_of_rank_0(
+def test_each_wrapper_gets_its_own_parameters_from_rank_0(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
@@ -166,7 +164,7 @@ def test_each_of_several_wrappers_gets_its_own_parameters_of_rank_0(
     assert "2 DDP wrappers were rebuilt, with rank 0's parameters" in capsys.readouterr().err
 
 
-def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Group) -> None:
+def test_wrappers_match_even_if_a_rank_has_fewer(cells: ddip.Group) -> None:
     cells.run("first = DDP(network(0))")
     fails(cells, "if rank == 1: raise ValueError\nsecond = DDP(network(1))")
     cells.run("third = DDP(network(2))\nopt = torch.optim.SGD(third.parameters(), 0.1)")
@@ -175,7 +173,7 @@ def test_a_rank_that_has_made_fewer_does_not_take_one_for_another(cells: ddip.Gr
 
 
 @pytest.mark.grid
-def test_a_rank_that_has_failed_to_make_one_does_not_count_it(cells: ddip.Group) -> None:
+def test_a_wrapper_that_failed_to_form_is_not_counted(cells: ddip.Group) -> None:
     before = collections(cells)
     fails(cells, "if rank == 1: raise ValueError\nDDP(network(1))")
     wait_until(lambda: all(now > then for now, then in zip(collections(cells), before, strict=True)))
@@ -184,7 +182,7 @@ def test_a_rank_that_has_failed_to_make_one_does_not_count_it(cells: ddip.Group)
     cells.run("step(wrapper, opt, 0)\nassert same(wrapper)")
 
 
-def test_parameters_that_are_frozen_when_the_group_is_formed_again_are_still_averaged_later(cells: ddip.Group) -> None:
+def test_parameters_frozen_during_a_rebuild_are_averaged_later(cells: ddip.Group) -> None:
     cells.run("""
         first, second = DDP(network(0)), DDP(network(1))
         opts = [torch.optim.SGD(one.parameters(), 0.1) for one in (first, second)]
@@ -200,9 +198,7 @@ def test_parameters_that_are_frozen_when_the_group_is_formed_again_are_still_ave
     """)
 
 
-def test_wrappers_that_ranks_may_take_for_each_other_do_not_go_on(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrappers_that_cannot_be_matched_do_not_continue(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 has made one without the others, which none of the ranks waits for."""
     cells.run("""
         alone = DDP(network(0), init_sync=False) if rank == 0 else None
@@ -220,7 +216,7 @@ def test_wrappers_that_ranks_may_take_for_each_other_do_not_go_on(
         cells.run("twins[1](torch.ones(2, 2))")
 
 
-def test_an_optimizer_that_has_done_another_number_of_steps_is_named(
+def test_an_optimizer_with_a_different_step_count_is_named(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
@@ -250,7 +246,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", few(REFUSED, "that one rank has no more"))
-def test_a_wrapper_that_cannot_go_on_says_so_and_a_new_one_trains(
+def test_a_wrapper_that_cannot_continue_must_be_recreated(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run(REFUSED[kind])
@@ -269,7 +265,7 @@ def test_a_wrapper_that_cannot_go_on_says_so_and_a_new_one_trains(
 
 
 @pytest.mark.grid
-def test_a_new_rank_has_none_and_those_of_a_smaller_group_go_on(
+def test_a_new_rank_has_no_wrappers_but_smaller_groups_continue(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
@@ -284,7 +280,7 @@ def test_a_new_rank_has_none_and_those_of_a_smaller_group_go_on(
             group.run("wrapper(torch.ones(2, 2))")
 
 
-def test_a_revival_that_was_interrupted_is_made_again(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_revival_is_repeated(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("wrappers = [DDP(network(seed)) for seed in (0, 1)]")
     fails(
         cells,
@@ -308,9 +304,7 @@ def test_a_revival_that_was_interrupted_is_made_again(cells: ddip.Group, capsys:
 
 
 @pytest.mark.grid
-def test_what_fails_in_a_revival_fails_one_cell_and_the_group_works_again(
-    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_in_a_revival_fails_one_cell_only(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
     fails(
         cells,
@@ -334,7 +328,7 @@ def test_what_fails_in_a_revival_fails_one_cell_and_the_group_works_again(
 
 
 @pytest.mark.grid
-def test_wrappers_whose_revival_failed_do_not_stop_the_cells_that_follow(cells: ddip.Group) -> None:
+def test_failed_revivals_do_not_stop_later_cells(cells: ddip.Group) -> None:
     cells.run("""
         from ddip.rank.objects import wrappers
         def fails_at_once(): raise ValueError("planted")

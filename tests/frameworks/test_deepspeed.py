@@ -27,7 +27,7 @@ def step(engine):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # an op is compiled, if make has not done that
-def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) -> None:
+def test_engines_of_a_former_group_refuse_but_new_ones_work(warmed_up: None) -> None:
     with ddip.Group(2, app="deepspeed") as group:
         group.run(
             f"{TRAIN}\nbefore = dist.group.WORLD\ndeepspeed.init_distributed()\nassert dist.group.WORLD is before"
@@ -46,7 +46,7 @@ def test_engines_of_a_former_group_say_so_and_other_sizes_work(warmed_up: None) 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_error_in_backward_leaves_no_gradients_to_the_next_step(warmed_up: None, stage: int) -> None:
+def test_an_error_in_backward_leaves_no_gradients_for_later_steps(warmed_up: None, stage: int) -> None:
     """Without ZeRO the engine trains on; with it, the engine says that it must be recreated."""
     with ddip.Group(2, app="deepspeed") as group:
         group.run(f"{TRAIN.replace(': 1}', f': {stage}}}')}\nengine, twin = made(), made(); step(engine), step(twin)")

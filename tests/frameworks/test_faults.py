@@ -106,7 +106,7 @@ LOADERS = {"accelerate": (ACCELERATE, "loader.iteration"), "fabric": (FABRIC, "l
     indirect=["group"],
     ids=["accelerate", "fabric"],
 )
-def test_epochs_cover_all_data_after_a_fault_in_one(
+def test_epochs_cover_all_data_after_a_fault_in_another(
     group: ddip.Group, library: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, counter = LOADERS[library]
@@ -127,7 +127,7 @@ def test_epochs_cover_all_data_after_a_fault_in_one(
 
 @pytest.mark.parametrize("group", [("hf", 2)], indirect=True)
 @pytest.mark.parametrize("event", ["a step", "an evaluation"])
-def test_a_trainer_with_a_scheduler_of_the_users_own_goes_on_equal(
+def test_a_trainer_with_its_own_scheduler_continues_equally_after_sync(
     group: ddip.Group, event: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group.run(TRAINER)

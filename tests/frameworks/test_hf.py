@@ -96,7 +96,7 @@ def test_accelerator_and_training_arguments_train_together_on_the_cpu(group: ddi
     assert found(group, "where") == [["cpu", 0]] * 2
 
 
-def test_what_accelerate_knows_of_the_group_follows_it(warmed_up: None) -> None:
+def test_accelerate_knows_the_current_group(warmed_up: None) -> None:
     with ddip.Group(2, app="hf") as group:
         group.run("from accelerate import Accelerator\nseen = Accelerator(mixed_precision='bf16').num_processes")
         group.change(Request(3))
@@ -104,7 +104,7 @@ def test_what_accelerate_knows_of_the_group_follows_it(warmed_up: None) -> None:
         assert [of_rank["seen"] for of_rank in group.pull_all(["seen"], range(3))[0]] == [[3, "no"]] * 3
 
 
-def test_an_accelerator_and_a_loader_of_a_former_size_refuse_to_work(warmed_up: None) -> None:
+def test_an_accelerator_and_loader_of_another_size_refuse_to_work(warmed_up: None) -> None:
     with ddip.Group(3, app="hf") as group:
         group.run("""
             from accelerate import Accelerator
@@ -139,7 +139,7 @@ def test_a_trainer_trains_again_in_a_group_of_other_ranks(warmed_up: None, tmp_p
         assert found(group, "seen") == [[2, 20, True]] * 2
 
 
-def test_end_training_leaves_the_group_and_the_model_to_the_next_cell(group: ddip.Group) -> None:
+def test_end_training_keeps_the_group_and_model_usable(group: ddip.Group) -> None:
     group.run("""
         accelerator = Accelerator()
         model = accelerator.prepare(torch.nn.Linear(2, 1))
@@ -153,7 +153,7 @@ def test_accelerate_s_own_tests_pass(group: ddip.Group, name: str) -> None:
     group.run(f"from accelerate.test_utils.scripts import {name}; {name}.main()")
 
 
-def test_notebook_launcher_calls_the_function_on_the_ranks_each_time_as_in_a_new_process(group: ddip.Group) -> None:
+def test_notebook_launcher_calls_the_function_on_ranks_with_fresh_settings(group: ddip.Group) -> None:
     group.run("""
         seen = []
         def function(number):
@@ -167,7 +167,7 @@ def test_notebook_launcher_calls_the_function_on_the_ranks_each_time_as_in_a_new
         group.run("notebook_launcher(function, (3,), num_processes=3)")
 
 
-def test_device_map_auto_says_what_to_write(group: ddip.Group, tmp_path: Path) -> None:
+def test_device_map_auto_is_refused_with_the_alternative(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"if rank == 0: LlamaForCausalLM(config).save_pretrained({str(tmp_path)!r})")
     with pytest.raises(CellError, match="write device_map={'': device}, or leave it out"):
         group.run(f"LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, device_map='auto')")
@@ -206,7 +206,7 @@ def test_a_trainer_trains_again_after_a_rank_raised(group: ddip.Group, losses: o
     assert trained(group) == losses
 
 
-def test_a_trainer_trains_again_after_its_collator_raised_on_one_rank(group: ddip.Group, losses: object) -> None:
+def test_a_trainer_continues_after_its_collator_fails_on_one_rank(group: ddip.Group, losses: object) -> None:
     with pytest.raises(CellError, match="planted"):
         group.run("""
             collator, trainer.data_collator = trainer.data_collator, fail if rank == 1 else trainer.data_collator
@@ -224,7 +224,7 @@ def test_a_trainer_trains_again_after_a_stop(group: ddip.Group, losses: object, 
     assert trained(group) == losses
 
 
-def test_after_a_stop_at_different_steps_all_ranks_have_the_parameters_and_the_optimizer_of_rank_0(
+def test_a_stop_at_different_steps_gives_ranks_equal_models(
     group: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group.run(f"trainer = make({str(tmp_path / 'o')!r}, LlamaForCausalLM(config))\ntrainer.train()")
@@ -243,7 +243,7 @@ def test_after_a_stop_at_different_steps_all_ranks_have_the_parameters_and_the_o
     assert found(group, "same") == [[True, True]] * 2
 
 
-def test_a_trainer_whose_compiled_wrapper_cannot_go_on_wraps_its_model_again(warmed_up: None, tmp_path: Path) -> None:
+def test_a_trainer_with_a_refusing_compiled_wrapper_rewraps_its_model(warmed_up: None, tmp_path: Path) -> None:
     with ddip.Group(2, app="hf") as group:  # its own: transformers leaves a variable, by which all models are compiled
         group.run(SET_UP)
         group.run(f"""
@@ -277,7 +277,7 @@ def _stop_in(group: ddip.Group, events: dict[str, str], folder: Path) -> None:
     thread.join()
 
 
-def test_gradients_that_were_accumulated_half_count_on_no_rank_after_an_error(group: ddip.Group) -> None:
+def test_half_accumulated_gradients_are_dropped_after_an_error(group: ddip.Group) -> None:
     group.run("""
         accelerator = Accelerator(gradient_accumulation_steps=4)
         model, optimizer = torch.nn.Linear(2, 1), None
@@ -297,7 +297,7 @@ def test_gradients_that_were_accumulated_half_count_on_no_rank_after_an_error(gr
     assert found(group, "synced") == [[False, False, False, True] * 2] * 2
 
 
-def test_a_scheduler_that_holds_a_lambda_goes_on_after_an_error_with_the_count_of_rank_0(group: ddip.Group) -> None:
+def test_a_scheduler_with_a_lambda_continues_with_equal_counts(group: ddip.Group) -> None:
     group.run("""
         class Scheduler(torch.optim.lr_scheduler.LRScheduler):
             def __init__(self, optimizer):
@@ -327,13 +327,13 @@ def test_a_scheduler_that_holds_a_lambda_goes_on_after_an_error_with_the_count_o
     assert rates[0] == rates[1] and counts[0] == counts[1] < 7, (rates, counts)
 
 
-def test_a_trainer_on_some_ranks_only_says_that_it_is_for_all(group: ddip.Group, tmp_path: Path) -> None:
+def test_a_trainer_on_some_ranks_says_it_needs_all(group: ddip.Group, tmp_path: Path) -> None:
     for method in ("train", "evaluate"):
         with pytest.raises(CellError, match=rf"trainer.{method}\(\): .* 2 ranks, and this cell runs on rank 0 only"):
             group.run(f"trainer = make({str(tmp_path)!r}, LlamaForCausalLM(config))\ntrainer.{method}()", ranks=[0])
 
 
-def test_the_memory_of_a_failed_step_is_given_back(group: ddip.Group, tmp_path: Path) -> None:
+def test_the_memory_of_a_failed_step_is_freed(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"""
         import gc
         def held():
@@ -357,7 +357,7 @@ def test_the_memory_of_a_failed_step_is_given_back(group: ddip.Group, tmp_path: 
 # -- one log, one checkpoint
 
 
-def test_one_bar_and_one_log_are_shown_and_one_checkpoint_is_written(
+def test_one_bar_one_log_and_one_checkpoint_are_written(
     group: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group.run(f"""
@@ -404,7 +404,7 @@ def test_a_notebook_shows_the_table_of_rank_0(
 # -- files, once a host
 
 
-def test_a_data_set_in_files_is_mapped_by_the_first_rank_only(group: ddip.Group, tmp_path: Path) -> None:
+def test_only_the_first_rank_maps_a_data_set(group: ddip.Group, tmp_path: Path) -> None:
     lines = "".join(json.dumps({"number": number}) + "\n" for number in range(10))
     (tmp_path / "numbers.json").write_text(lines)
     group.run(f"""
@@ -430,7 +430,7 @@ def test_a_data_set_in_files_is_mapped_by_the_first_rank_only(group: ddip.Group,
     assert found(group, "seen")  # no rank waits
 
 
-def test_a_rank_maps_by_itself_where_the_first_one_does_not(group: ddip.Group, tmp_path: Path) -> None:
+def test_a_rank_maps_alone_if_the_first_does_not(group: ddip.Group, tmp_path: Path) -> None:
     (tmp_path / "numbers.json").write_text('{"number": 1}\n')
     group.run(f"""
         from datasets import load_dataset
@@ -494,9 +494,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_a_file_is_downloaded_once_and_what_fails_on_the_first_rank_fails_on_all(
-    hub: type[Hub], tmp_path: Path
-) -> None:
+def test_a_file_is_downloaded_once_and_failures_reach_all_ranks(hub: type[Hub], tmp_path: Path) -> None:
     with ddip.Group(2, app="hf", spawn=True) as group:  # its libraries read the variables
         group.run("""
             from huggingface_hub import hf_hub_download
@@ -524,7 +522,7 @@ def test_a_file_is_downloaded_once_and_what_fails_on_the_first_rank_fails_on_all
 # -- the app itself
 
 
-def test_it_works_where_only_one_of_the_libraries_is_there() -> None:
+def test_the_app_works_with_only_one_library_installed() -> None:
     for missing in (("transformers", "datasets"), ("accelerate",), ("transformers", "accelerate")):
         code = f"""
             import sys
@@ -540,7 +538,7 @@ def test_it_works_where_only_one_of_the_libraries_is_there() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_nothing_of_it_is_left_in_the_libraries() -> None:
+def test_removing_the_app_leaves_the_libraries_unchanged() -> None:
     code = """
         import os, sys
         import accelerate, datasets, transformers.trainer, transformers.utils.notebook
@@ -572,13 +570,13 @@ def test_nothing_of_it_is_left_in_the_libraries() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_where_none_of_the_libraries_is_there_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_library_the_error_lists_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddip.apps.find_spec", lambda name: None)
     with pytest.raises(BadInput, match="type %pip install accelerate transformers"):
         ddip.Group(2, app="hf")
 
 
-def test_it_tells_what_it_changes_and_why(group: ddip.Group) -> None:
+def test_a_command_lists_the_patches_with_their_reasons(group: ddip.Group) -> None:
     text = group.command("patches")
     assert text is not None and all(
         f"{name}: " in text for name in ("place", "living", "trainer_faults", "hf_show", "hf_files")

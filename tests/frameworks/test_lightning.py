@@ -134,7 +134,7 @@ def test_a_trainer_without_arguments_is_ddp_over_the_ranks(cells: ddip.Group) ->
     """)
 
 
-def test_the_numbers_of_a_script_may_stay_where_their_product_is_that_of_the_ranks(cells: ddip.Group) -> None:
+def test_device_counts_may_stay_if_their_product_fits(cells: ddip.Group) -> None:
     cells.run("""
         for asked in ({"devices": 2}, {"devices": 1, "num_nodes": 2}, {"devices": -1}, {"devices": "2"}):
             trainer = L.Trainer(accelerator="cpu", **asked, **NOTHING)
@@ -142,7 +142,7 @@ def test_the_numbers_of_a_script_may_stay_where_their_product_is_that_of_the_ran
     """)
 
 
-def test_pytorch_lightning_and_a_fabric_mean_them_too(cells: ddip.Group) -> None:
+def test_pytorch_lightning_and_a_fabric_also_use_the_ranks(cells: ddip.Group) -> None:
     cells.run("""
         import pytorch_lightning
         assert pytorch_lightning.Trainer(**NOTHING).world_size == 2
@@ -176,7 +176,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("code", "said"), REFUSED, ids=[code for code, _ in REFUSED])
-def test_what_cannot_be_says_what_to_type(cells: ddip.Group, code: str, said: str) -> None:
+def test_unsupported_options_are_refused_with_advice(cells: ddip.Group, code: str, said: str) -> None:
     with pytest.raises(CellError, match=said):
         cells.run(code)
 
@@ -208,7 +208,7 @@ def test_a_trainer_in_a_cell_on_one_rank_trains_alone(cells: ddip.Group) -> None
         cells.run("L.Trainer(strategy='ddp')", ranks=[1])
 
 
-def test_one_rank_shows_a_bar_and_writes_a_log_and_none_has_processes(
+def test_only_one_rank_shows_bars_and_writes_logs(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     cells.run("""
@@ -232,7 +232,7 @@ def test_one_rank_shows_a_bar_and_writes_a_log_and_none_has_processes(
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"])
-def test_the_same_trainer_goes_on_after_a_rank_has_failed(cells: ddip.Group, hook: str) -> None:
+def test_the_same_trainer_continues_after_a_rank_has_failed(cells: ddip.Group, hook: str) -> None:
     cells.run(f"""
         once, best = Once({hook!r}, fail_on_1), ModelCheckpoint(dirpath="best", monitor="val")
         trainer, net = L.Trainer(max_steps=30, callbacks=[once, best, EarlyStopping("val", patience=9)], **QUIET), Net()
@@ -250,7 +250,7 @@ def test_the_same_trainer_goes_on_after_a_rank_has_failed(cells: ddip.Group, hoo
     """)
 
 
-def test_and_after_a_stop_in_a_validation_which_is_a_stop(cells: ddip.Group, tmp_path: Path) -> None:
+def test_the_same_trainer_continues_after_a_stop_in_validation(cells: ddip.Group, tmp_path: Path) -> None:
     code = """
         trainer = L.Trainer(max_epochs=2, callbacks=[Once("on_validation_batch_end", wait, 20)], **QUIET)
         net = Net()
@@ -264,7 +264,7 @@ def test_and_after_a_stop_in_a_validation_which_is_a_stop(cells: ddip.Group, tmp
     """)
 
 
-def test_a_stop_is_a_keyboard_interrupt_and_sys_exit_is_none(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_stop_is_a_keyboard_interrupt_and_never_sys_exit(cells: ddip.Group, tmp_path: Path) -> None:
     code = """
         try:
             L.Trainer(max_epochs=1, callbacks=[Once("setup", wait, 0)], **NOTHING).fit(Net(), loader)
@@ -286,7 +286,7 @@ def test_a_stop_is_a_keyboard_interrupt_and_sys_exit_is_none(cells: ddip.Group, 
     """)
 
 
-def test_a_checkpoint_of_a_failed_run_is_written_and_nobody_waits_for_it(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_failed_run_is_written_without_waiting(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("""
         callbacks = [Once("on_train_batch_end", fail_on_1), OnExceptionCheckpoint("failed")]
         trainer, net = L.Trainer(max_epochs=1, callbacks=callbacks, **QUIET), Net()
@@ -300,7 +300,7 @@ def test_a_checkpoint_of_a_failed_run_is_written_and_nobody_waits_for_it(cells: 
     """)
 
 
-def test_a_run_that_is_resumed_ends_where_one_that_was_not_interrupted_ends(cells: ddip.Group) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_run(cells: ddip.Group) -> None:
     cells.run("""
         def make(*callbacks):
             return L.Trainer(max_epochs=3, callbacks=list(callbacks), **QUIET)
@@ -320,7 +320,7 @@ def test_a_run_that_is_resumed_ends_where_one_that_was_not_interrupted_ends(cell
     """)
 
 
-def test_a_fault_in_lr_find_leaves_the_model_and_no_file_behind_the_next(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_fault_in_lr_find_restores_the_model_without_files(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("""
         trainer, net = L.Trainer(max_epochs=1, callbacks=[counts := Once("on_train_end", fail, 0)], **QUIET), Net()
         before = {name: part.clone() for name, part in net.state_dict().items()}
@@ -344,7 +344,7 @@ def test_a_fault_in_lr_find_leaves_the_model_and_no_file_behind_the_next(cells: 
     assert not list(tmp_path.glob(".lr_find*"))
 
 
-def test_data_that_rank_0_cannot_prepare_is_an_error_and_is_prepared_the_next_time(cells: ddip.Group) -> None:
+def test_a_failure_to_prepare_data_is_retried_next_time(cells: ddip.Group) -> None:
     cells.run("""
         class Data(L.LightningDataModule):
             fails = True
@@ -359,7 +359,7 @@ def test_data_that_rank_0_cannot_prepare_is_an_error_and_is_prepared_the_next_ti
     cells.run("source.fails = False\ntrainer.fit(net, datamodule=source)\nassert len(net.losses) == 20 and same(net)")
 
 
-def test_a_fabrics_model_goes_on_after_a_fault_and_after_a_stop(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_fabric_model_continues_after_faults_and_stops(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("""
         fabric = L.Fabric()
         fabric.launch()
@@ -380,9 +380,7 @@ def test_a_fabrics_model_goes_on_after_a_fault_and_after_a_stop(cells: ddip.Grou
     cells.run("assert same(model)\ntrain(lambda: None)\nassert same(model)")
 
 
-def test_a_stop_that_finds_one_rank_a_step_ahead_leaves_the_same_model_on_both(
-    cells: ddip.Group, tmp_path: Path
-) -> None:
+def test_a_stop_between_unequal_steps_leaves_equal_models(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("""
         fabric = L.Fabric()
         fabric.launch()
@@ -421,7 +419,7 @@ def test_a_trainer_of_another_number_of_ranks_says_so(warmed_up: None, capsys: p
         )
 
 
-def test_a_rank_keeps_its_own_way_to_end(cells: ddip.Group) -> None:
+def test_training_keeps_the_signal_handler_of_a_rank(cells: ddip.Group) -> None:
     cells.run("""
         import signal
         before, during = signal.getsignal(signal.SIGTERM), []
@@ -431,7 +429,7 @@ def test_a_rank_keeps_its_own_way_to_end(cells: ddip.Group) -> None:
     """)
 
 
-def test_an_environment_of_lightnings_own_takes_nothing_from_the_ranks(cells: ddip.Group) -> None:
+def test_a_lightning_environment_leaves_the_ranks_unchanged(cells: ddip.Group) -> None:
     cells.run("""
         from lightning.pytorch.plugins.environments import LightningEnvironment
         trainer = L.Trainer(max_epochs=1, plugins=[LightningEnvironment()], **NOTHING)
@@ -453,7 +451,7 @@ def app() -> Any:
     return lightning
 
 
-def test_what_is_taken_out_is_as_it_was(app: Any) -> None:
+def test_removing_the_patches_restores_lightning(app: Any) -> None:
     import lightning
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -473,7 +471,7 @@ def test_what_is_taken_out_is_as_it_was(app: Any) -> None:
     assert all_of_them() == before
 
 
-def test_the_gpu_of_a_rank_is_at_its_place_in_lightnings_list(app: Any) -> None:
+def test_lightning_finds_the_gpu_of_a_rank_in_its_list(app: Any) -> None:
     from ddip.apps.lightning.trainer_placement import RankPosition, settings
 
     for local_rank, gpu in ((0, 0), (1, 1), (0, 1), (1, 3)):
@@ -490,7 +488,7 @@ def test_the_gpu_of_a_rank_is_at_its_place_in_lightnings_list(app: Any) -> None:
     assert settings("Trainer", {}, alone) == {"accelerator": "cuda", "devices": [1], "num_nodes": 1}
 
 
-def test_what_of_lightning_is_private_is_as_it_was_known(app: Any) -> None:
+def test_private_names_of_lightning_are_as_expected(app: Any) -> None:
     import inspect
 
     import lightning

@@ -21,7 +21,7 @@ ALL = [(names, name) for names in TABLES for name in names.core]
 
 
 @pytest.mark.parametrize(("names", "name"), ALL, ids=[name for _, name in ALL])
-def test_a_name_without_which_there_is_no_app_is_named(
+def test_missing_names_that_an_app_needs_are_reported(
     names: compat.Names, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(names.library)
@@ -39,7 +39,7 @@ def test_a_name_without_which_there_is_no_app_is_named(
         ("lightning", "lightning", "lightning.pytorch.trainer.call._interrupt"),
     ],
 )
-def test_without_a_name_of_the_core_the_app_is_refused_and_the_group_stays(
+def test_missing_names_in_the_core_refuse_only_the_app(
     app: str, library: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(library)

@@ -26,15 +26,15 @@ def same(losses: Losses, theirs: Losses) -> bool:
     return losses == [pytest.approx(of_rank, rel=WITHIN, abs=WITHIN) for of_rank in theirs]
 
 
-def test_the_losses_are_those_under_torchrun(ranks: ddip.Group, script: Script) -> None:
+def test_the_losses_equal_torchrun(ranks: ddip.Group, script: Script) -> None:
     assert same(trained(ranks), script.under_torchrun)
 
 
-def test_and_so_are_those_of_a_second_run(ranks: ddip.Group, script: Script) -> None:
+def test_the_losses_of_a_second_run_equal_torchrun(ranks: ddip.Group, script: Script) -> None:
     assert same(trained(ranks), script.under_torchrun)
 
 
-def test_and_those_after_a_rank_raised_in_the_midst(ranks: ddip.Group, script: Script) -> None:
+def test_the_losses_after_an_error_equal_torchrun(ranks: ddip.Group, script: Script) -> None:
     with pytest.raises(CellError, match="planted"):
         ranks.run("""
             def planted(step):
@@ -44,7 +44,7 @@ def test_and_those_after_a_rank_raised_in_the_midst(ranks: ddip.Group, script: S
     assert same(trained(ranks), script.under_torchrun)
 
 
-def test_and_those_after_a_stop(ranks: ddip.Group, script: Script, tmp_path: Path) -> None:
+def test_the_losses_after_a_stop_equal_torchrun(ranks: ddip.Group, script: Script, tmp_path: Path) -> None:
     thread = meanwhile(lambda: len(list(tmp_path.iterdir())) == RANKS, press_stop)
     with pytest.raises(CellInterrupted):
         ranks.run(f"""

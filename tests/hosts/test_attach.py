@@ -36,7 +36,7 @@ def theirs(hosts: Network) -> Iterator[Theirs]:
             hosts[name].run(["sh", "-c", "rm -rf /tmp/engine.json /tmp/tmp*"])
 
 
-def test_hosts_come_in_the_order_of_their_engines_and_nothing_stays(theirs: Theirs, hosts: Network) -> None:
+def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: Theirs, hosts: Network) -> None:
     for _ in range(2):
         with ddip.Group(reach=Reach(cluster="theirs")) as group:
             assert sums(group) == [6.0] * 3
@@ -53,7 +53,7 @@ def test_hosts_come_in_the_order_of_their_engines_and_nothing_stays(theirs: Thei
         assert [info.host for info in group.info()] == ["h2", "h2"]
 
 
-def test_a_host_that_is_lost_is_said(theirs: Theirs, hosts: Network) -> None:
+def test_a_lost_host_is_reported(theirs: Theirs, hosts: Network) -> None:
     with ddip.Group(reach=Reach(cluster="theirs")) as group:
         hosts["h1"].lose_power()
         with pytest.raises((CellError, GroupError), match="lost with h1"):

@@ -58,14 +58,14 @@ def running_network() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("command", "status"), [("exit 3", 3), ("kill -9 $$", 137), ("ssh h1 exit 4", 4)])
-def test_its_command_ends(hosts: Network, command: str, status: int) -> None:
+def test_an_ended_command_leaves_nothing(hosts: Network, command: str, status: int) -> None:
     with nothing_left():
         done = subprocess.run([*NETWORK, "sh", "-c", command], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_is_told_to_end(hosts: Network, number: signal.Signals) -> None:
+def test_a_signal_ends_the_network_and_leaves_nothing(hosts: Network, number: signal.Signals) -> None:
     with nothing_left() as before, running_network() as running:
         assert len(everything()["namespaces"] - before["namespaces"]) == 4 * len(hosts) + len(hosts) - 1 + len(KINDS)
         running.send_signal(number)
@@ -73,19 +73,19 @@ def test_it_is_told_to_end(hosts: Network, number: signal.Signals) -> None:
         assert running.stderr and running.stderr.read() == ""
 
 
-def test_it_is_told_to_end_before_it_is_there(hosts: Network) -> None:
+def test_a_signal_during_the_start_leaves_nothing(hosts: Network) -> None:
     with nothing_left() as before, subprocess.Popen([*NETWORK, "sleep", "1000"]) as starting:
         wait_until(lambda: len(everything()["namespaces"] - before["namespaces"]) > len(KINDS))
         starting.terminate()
         assert starting.wait(10) not in (0, None)
 
 
-def test_it_is_killed(hosts: Network) -> None:
+def test_a_killed_network_leaves_nothing(hosts: Network) -> None:
     with nothing_left(), running_network() as running:
         running.kill()
 
 
-def test_it_cannot_start(hosts: Network) -> None:
+def test_a_failed_start_leaves_nothing(hosts: Network) -> None:
     """Somebody has taken what it needs: there is no sshd for its hosts."""
     program = """
 import os, sys

@@ -62,7 +62,7 @@ def assert_goes_on(group: ddip.Group) -> None:
     assert sums(group) == [10.0] * 4
 
 
-def test_only_what_the_last_cell_has_logged_is_told_of_a_rank_there(group: ddip.Group) -> None:
+def test_only_log_lines_of_the_last_cell_explain_a_death(group: ddip.Group) -> None:
     group.run("if rank == 3: os.write(2, b'an earlier problem\\n'); print()")
     with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(exit code 3\)") as caught:
         group.run("if rank == 3: os._exit(3)")
@@ -74,7 +74,7 @@ def test_only_what_the_last_cell_has_logged_is_told_of_a_rank_there(group: ddip.
     assert group.repair() == [3]
 
 
-def test_a_rank_that_is_killed_is_known_at_once_and_replaced_there(group: ddip.Group) -> None:
+def test_a_killed_rank_is_noticed_at_once_and_replaced(group: ddip.Group) -> None:
     with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(SIGKILL\).*ranks 0-2 were blocked"):
         group.run("if rank == 3: os.kill(os.getpid(), 9)\ndist.all_reduce(x)")
     assert group.repair() == [3]
@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_is_known_at_once_and_replaced_there(group: ddip.G
     assert group.pull(["kept"], 2) == {"kept": 2}
 
 
-def test_a_failure_on_one_host_releases_the_others(group: ddip.Group) -> None:
+def test_a_failure_on_one_host_unblocks_the_others(group: ddip.Group) -> None:
     with pytest.raises(CellError, match=r"rank 0: ValueError: no; ranks 1-3 were blocked in all_reduce"):
         group.run("if rank == 0: raise ValueError('no')\ndist.all_reduce(x)")
     assert_goes_on(group)
@@ -110,7 +110,7 @@ def test_a_link_that_is_cut_for_five_seconds_changes_nothing(group: ddip.Group, 
     assert of_all(group, "kept") == [0, 1, 2, 3]
 
 
-def test_an_agent_that_takes_nothing_holds_nobody_up(group: ddip.Group, hosts: Network) -> None:
+def test_an_unresponsive_agent_blocks_neither_stops_nor_the_end(group: ddip.Group, hosts: Network) -> None:
     agent = pid_of(hosts["h2"], "ddip.cluster.hosts.agent")
     os.kill(agent, signal.SIGSTOP)
     try:
@@ -124,7 +124,7 @@ def test_an_agent_that_takes_nothing_holds_nobody_up(group: ddip.Group, hosts: N
         os.kill(agent, signal.SIGCONT)
 
 
-def test_a_host_without_power_is_known_and_another_takes_its_place(group: ddip.Group, hosts: Network) -> None:
+def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Group, hosts: Network) -> None:
     soon(hosts["h2"].lose_power)
     began = time.monotonic()
     with pytest.raises(CellError, match=r"rank 2: RankEnded: pid \d+ is lost with h2: nothing has come from h2 .*"):
@@ -143,7 +143,7 @@ def test_a_host_without_power_is_known_and_another_takes_its_place(group: ddip.G
     assert group.describe() == "ddip: 4 ranks on the CPU of h1, h3, gloo"
 
 
-def test_a_link_that_is_cut_for_good_ends_what_is_behind_it(group: ddip.Group, hosts: Network) -> None:
+def test_a_link_cut_permanently_ends_the_ranks_behind_it(group: ddip.Group, hosts: Network) -> None:
     soon(hosts["h2"].cut)
     with pytest.raises(CellError, match="is lost with h2"):
         group.run(BUSY)
@@ -154,7 +154,7 @@ def test_a_link_that_is_cut_for_good_ends_what_is_behind_it(group: ddip.Group, h
 
 
 @pytest.mark.parametrize("which", ["ssh", "agent", "preload process"])
-def test_a_host_whose_processes_end_is_used_again(group: ddip.Group, hosts: Network, which: str) -> None:
+def test_a_host_whose_processes_end_is_reused(group: ddip.Group, hosts: Network, which: str) -> None:
     pids = {
         "ssh": lambda: group.cluster.hosts[1].pid,  # type: ignore[attr-defined]
         "agent": lambda: pid_of(hosts["h2"], "ddip.cluster.hosts.agent"),

@@ -66,7 +66,7 @@ def test_each_host_has_its_own_folders(hosts: Network) -> None:
     ssh("h1", "rm ~/a /tmp/b /dev/shm/c /run/d")
 
 
-def test_processes_are_told_by_host_and_their_end_is_seen(hosts: Network) -> None:
+def test_processes_are_listed_by_host_until_they_end(hosts: Network) -> None:
     with process_on(hosts["h2"], "sleep", "1000"):
         assert "sleep 1000" in [line for _, line in hosts["h2"].processes()]
         assert "ssh -tt h2 sleep 1000" in [line for _, line in hosts["nb"].processes()]
@@ -74,7 +74,7 @@ def test_processes_are_told_by_host_and_their_end_is_seen(hosts: Network) -> Non
     wait_until(lambda: not hosts["h2"].processes())
 
 
-def test_a_host_that_loses_its_power_says_nothing(hosts: Network) -> None:
+def test_a_host_that_loses_power_sends_nothing(hosts: Network) -> None:
     h1 = hosts["h1"]
     with connection_to(h1) as connection:
         connection.sendall(b"hello")
@@ -101,7 +101,7 @@ def test_a_link_that_is_cut_for_a_moment_loses_nothing(hosts: Network) -> None:
         assert connection.recv(99) == b"hello"
 
 
-def test_the_tests_can_be_cut_off_themselves(hosts: Network) -> None:
+def test_the_notebook_host_can_be_cut_off(hosts: Network) -> None:
     hosts["nb"].cut()
     assert subprocess.run(["ssh", "-o", "ConnectTimeout=1", "h1", "true"], capture_output=True).returncode == 255
     hosts["nb"].mend()
@@ -173,7 +173,7 @@ def test_a_firewall_stands_between_two_hosts(hosts: Network, answer: str, error:
         socket.create_connection((h1.address, 5000), timeout=5)
 
 
-def test_the_sniffer_sees_what_is_sent_in_the_clear(hosts: Network) -> None:
+def test_the_sniffer_sees_unencrypted_messages(hosts: Network) -> None:
     with hosts.sniffed() as frames, connection_to(hosts["h1"]) as connection:
         connection.sendall(b"marker in the clear")
         assert connection.recv(99) == b"marker in the clear"
@@ -184,7 +184,7 @@ def test_the_sniffer_sees_what_is_sent_in_the_clear(hosts: Network) -> None:
     assert seen == 2  # there and back, once each
 
 
-def test_the_sniffer_sees_all_of_much(hosts: Network) -> None:
+def test_the_sniffer_sees_all_of_a_large_transfer(hosts: Network) -> None:
     """100 MB of zeros between two other hosts."""
     with hosts.sniffed() as frames:
         receiver = threading.Thread(target=hosts["h2"].run, args=[["python3", "-c", RECEIVER]])
@@ -221,14 +221,14 @@ def test_torch_forms_a_group_over_two_hosts(hosts: Network) -> None:
     assert found == {0: "0 2.0\n", 1: "1 2.0\n"}
 
 
-def test_a_group_of_this_process_runs_in_nb(hosts: Network) -> None:
+def test_a_group_of_this_process_runs_on_the_notebook_host(hosts: Network) -> None:
     with ddip.Group(2) as group:
         group.run("import torch; torch.distributed.all_reduce(torch.ones(1))")
         pids = {pid for pid, _ in hosts["nb"].processes()}
         assert {rank.pid for rank in group.info()} <= pids
 
 
-def test_what_is_left_is_found(hosts: Network) -> None:
+def test_leftovers_are_found(hosts: Network) -> None:
     before = hosts.contents()
     with process_on(hosts["h3"], "sleep", "1001"):
         ssh("h3", "touch /dev/shm/left")

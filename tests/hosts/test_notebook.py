@@ -28,7 +28,7 @@ def test_the_notebook_runs_over_two_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_quickstart_trains_to_the_same_bits_on_two_hosts_as_on_one(tmp_path: Path) -> None:
+def test_two_hosts_train_to_the_same_bits_as_one(tmp_path: Path) -> None:
     stored = nbformat.read(HOSTS.with_name("01_quickstart.ipynb"), 4)
     cells = [cell.source for cell in stored.cells if cell.cell_type == "code"]
     trained = next(number for number, source in enumerate(cells) if EPOCHS in source)

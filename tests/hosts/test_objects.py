@@ -68,7 +68,7 @@ def of_all(group: ddip.Group, name: str) -> list[object]:
     return [values[name] for values in group.pull_all([name], range(group.world_size))[0]]
 
 
-def test_64_mib_to_two_hosts_of_two_ranks_cross_the_network_once_a_host(group: ddip.Group) -> None:
+def test_a_large_push_crosses_the_network_once_per_host(group: ddip.Group) -> None:
     large = np.random.default_rng(0).integers(0, 256, 64 * MIB, np.uint8)
     total = int(large.sum())
     for ranks, all_totals in (None, [total] * 4), ([1, 2, 3], [0, total, total, total]):
@@ -80,9 +80,7 @@ def test_64_mib_to_two_hosts_of_two_ranks_cross_the_network_once_a_host(group: d
         assert of_all(group, "total") == all_totals
 
 
-def test_a_rank_that_dies_in_the_middle_is_told_of_and_its_host_keeps_nothing(
-    group: ddip.Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_dying_during_a_push_leaves_nothing_behind(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PART", MIB)
     group.push({"large": 1})
     host, pid, parts = group.ranks.host(2), group.members[2].pid, []
@@ -120,7 +118,7 @@ def test_a_stop_in_the_middle_changes_nothing(group: ddip.Group, monkeypatch: py
     assert of_all(group, "held") == [[]] * 4
 
 
-def test_modules_can_be_imported_where_their_folder_is_not(group: ddip.Group, notebook_folder: Path) -> None:
+def test_pushed_modules_can_be_imported_without_their_folder(group: ddip.Group, notebook_folder: Path) -> None:
     module, package = notebook_folder / "mine.py", notebook_folder / "pack"
     module.write_text("x = 1\n\ndef f():\n    return x\n")
     package.mkdir()
@@ -150,7 +148,7 @@ def test_modules_can_be_imported_where_their_folder_is_not(group: ddip.Group, no
     group.run("assert mine.f() == g() == 3")
 
 
-def test_a_new_rank_and_a_group_that_starts_afresh_have_the_modules(group: ddip.Group, notebook_folder: Path) -> None:
+def test_new_ranks_and_restarted_groups_have_the_modules(group: ddip.Group, notebook_folder: Path) -> None:
     (notebook_folder / "mine_too.py").write_text("x = 1\n")
     group.push_modules("mine_too")
     with pytest.raises(ddip.CellError):
@@ -165,7 +163,7 @@ def test_a_new_rank_and_a_group_that_starts_afresh_have_the_modules(group: ddip.
     group.run("import mine_too")
 
 
-def test_a_host_without_the_notebooks_folder_is_told_of(notebook_folder: Path) -> None:
+def test_a_host_without_the_notebooks_folder_is_reported(notebook_folder: Path) -> None:
     with ddip.Group(1, hosts="h1,h2") as group:
         assert group.notices == [
             f"h1, h2: {notebook_folder} is not there, ranks begin in {os.path.expanduser('~')}; "
@@ -176,14 +174,14 @@ def test_a_host_without_the_notebooks_folder_is_told_of(notebook_folder: Path) -
         group.run("import os; assert os.getcwd() == '/usr'")
 
 
-def test_a_folder_that_was_asked_for_and_is_not_there_is_an_error(hosts: Network) -> None:
+def test_a_missing_folder_that_was_requested_is_an_error(hosts: Network) -> None:
     with pytest.raises(GroupError) as error:
         ddip.Group(1, hosts="h1,h2", reach=Reach(directory="/no/such"))
     what = "/no/such is not there; make that folder there, or name another with --cd"
     assert str(error.value) == f"h1: {what}\nh2: {what}"
 
 
-def test_a_notebook_sends_its_modules_and_has_them_loaded_again(hosts: Network, tmp_path: Path) -> None:
+def test_a_notebook_pushes_its_modules_and_reloads_them(hosts: Network, tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
     try:
         started = notebook.ok("%load_ext ddip\n%makedip --hosts h1:1,h2:1").text
@@ -207,7 +205,7 @@ def test_a_notebook_sends_its_modules_and_has_them_loaded_again(hosts: Network, 
         notebook.shut_down()
 
 
-def test_the_traces_of_ranks_elsewhere_come_to_the_notebook(group: ddip.Group, notebook_folder: Path) -> None:
+def test_traces_of_remote_ranks_reach_the_notebook(group: ddip.Group, notebook_folder: Path) -> None:
     group.run("import time, torch, torch.distributed as dist\nx = torch.ones(4)\ndist.all_reduce(x)")
     group.run("if rank == 2: time.sleep(0.5)\ndist.all_reduce(x)", profile="out")
     profile = group.last_profile

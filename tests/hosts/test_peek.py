@@ -28,7 +28,7 @@ lock.release()
 """
 
 
-def test_a_busy_rank_of_another_host_is_looked_into(hosts: Network) -> None:
+def test_a_busy_rank_of_another_host_gives_a_snapshot(hosts: Network) -> None:
     with ddip.Group(1, hosts="h1,h2") as group:
         cell = threading.Thread(target=group.run, args=(CELL,), kwargs={"quiet": True})
         cell.start()

@@ -46,7 +46,7 @@ def book(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         notebook.shut_down()
 
 
-def test_each_rank_is_told_apart(book: Notebook) -> None:
+def test_output_of_each_rank_is_shown_separately(book: Notebook) -> None:
     shown = book.ok("%%dip -S all\nimport socket; print('on', socket.gethostname()); display(rank * 10)")
     page = "".join(bundle.get("text/html", "") for bundle in shown.outputs)
     for rank, host in enumerate(["h1", "h1", "h2", "h2"]):
@@ -55,14 +55,14 @@ def test_each_rank_is_told_apart(book: Notebook) -> None:
     assert [line.split()[1] for line in table[1:5]] == ["h1", "h1", "h2", "h2"]
 
 
-def test_an_error_on_the_other_host_is_told_with_its_line(book: Notebook) -> None:
+def test_an_error_on_another_host_shows_its_line(book: Notebook) -> None:
     failed = book.fails("%%dip\nx = 1\nif rank == 3:\n    1 / 0\nimport torch.distributed as dist; dist.barrier()")
     assert failed.message.startswith("rank 3: ZeroDivisionError: division by zero")
     assert "----> 3     1 / 0" in failed.traceback
     assert book.ok("%%dip\nprint(x)").stdout == "1\n"
 
 
-def test_a_stack_and_a_stop_and_a_timeout_reach_all_hosts(book: Notebook) -> None:
+def test_stacks_stops_and_timeouts_reach_all_hosts(book: Notebook) -> None:
     hang = "import torch, torch.distributed as dist\nprint('in')\nif rank != 2: dist.all_reduce(torch.ones(1))"
     cell = book.begin(f"%%dip\nkept = rank\n{hang}\nelse:\n    while True: pass")
     book.finish(cell, until="in")
@@ -98,7 +98,7 @@ def test_a_button_of_a_rank_on_the_other_host_works(book: Notebook) -> None:
     assert "clicked on h2\n" in captured(late).values()
 
 
-def test_objects_and_functions_of_the_notebook_go_there_and_back(book: Notebook) -> None:
+def test_objects_and_functions_of_the_notebook_survive_a_round_trip(book: Notebook) -> None:
     book.ok("from ddip import in_torchddp\nimport torch\ndata = torch.arange(12.0)")
     book.ok("""
         def total():
@@ -115,7 +115,7 @@ def test_objects_and_functions_of_the_notebook_go_there_and_back(book: Notebook)
     assert book.ok("print(back.sum().item())").stdout == "264.0\n"
 
 
-def test_no_key_is_in_a_file_a_command_line_or_an_environment(book: Notebook, network: Network) -> None:
+def test_no_key_appears_in_files_commands_or_environments(book: Notebook, network: Network) -> None:
     keys = book.ok("""
         import json
         from ddip.group.session import current_group
@@ -135,7 +135,7 @@ def test_no_key_is_in_a_file_a_command_line_or_an_environment(book: Notebook, ne
                 assert secret.encode() not in host.path(path).read_bytes(), path
 
 
-def test_what_is_typed_printed_and_pushed_is_not_read_on_the_way(book: Notebook, network: Network) -> None:
+def test_code_output_and_pushed_objects_travel_encrypted(book: Notebook, network: Network) -> None:
     with network.sniffed() as frames:
         for _ in range(5):
             book.ok(f"%%dip -S all\ntext = '{SECRET}'; print('{SECRET}')")
@@ -146,7 +146,7 @@ def test_what_is_typed_printed_and_pushed_is_not_read_on_the_way(book: Notebook,
     assert SECRET.encode() in frames
 
 
-def test_who_has_no_key_is_not_let_in(book: Notebook) -> None:
+def test_a_connection_without_the_key_is_refused(book: Notebook) -> None:
     told = book.ok("""
         import zmq
         from zmq.utils.monitor import recv_monitor_message
@@ -175,7 +175,7 @@ class _Counting(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_fastai_fetches_once_a_host_and_trains(hosts: Network, tmp_path: Path) -> None:
+def test_fastai_downloads_once_per_host_and_trains(hosts: Network, tmp_path: Path) -> None:
     pytest.importorskip("fastai")
     with tarfile.open(tmp_path / "tiny.tgz", "w:gz") as archive:
         info = tarfile.TarInfo("tiny/data.csv")

@@ -22,7 +22,7 @@ def test_a_step_runs_on_two_nodes(slurm: Slurm) -> None:
     assert typed("srun -N1 -n2 printenv SLURM_LOCALID").split() in (["0", "1"], ["1", "0"])
 
 
-def test_an_allocation_is_held_and_given_back(slurm: Slurm, hosts: Network) -> None:
+def test_an_allocation_is_held_and_released(slurm: Slurm, hosts: Network) -> None:
     said = typed("salloc --no-shell -N2 --gpus-per-node=2 --time=2:00:00")
     found = re.search(r"Granted job allocation (\d+)", said)
     assert found, said
@@ -35,7 +35,7 @@ def test_an_allocation_is_held_and_given_back(slurm: Slurm, hosts: Network) -> N
     wait_until(lambda: not slurm.jobs())
 
 
-def test_nodes_are_taken_back_with_what_runs_on_them(slurm: Slurm, hosts: Network) -> None:
+def test_a_cancelled_job_ends_its_processes(slurm: Slurm, hosts: Network) -> None:
     def sleepers() -> list[str]:
         return [name for name in ("h1", "h2") for _, line in hosts[name].processes() if line.endswith("sleep 1000")]
 

@@ -85,7 +85,7 @@ def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
         ("-n3 --gpus-per-task=1", ("0,1", "0")),
     ],
 )
-def test_a_group_is_on_the_nodes_of_the_allocation_that_it_is_in(
+def test_a_group_uses_the_nodes_of_its_current_allocation(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, options: str, gpus: tuple[str, str]
 ) -> None:
     job = allocated(f"-N2 {options}", monkeypatch)
@@ -99,7 +99,7 @@ def test_a_group_is_on_the_nodes_of_the_allocation_that_it_is_in(
     wait_until(lambda: not slurm.jobs())
 
 
-def test_gpus_of_a_job_that_torch_does_not_see_are_told_of(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_see_are_reported(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copies of /dev/null here."""
     job = allocated("-N1 --gpus=2", monkeypatch)
     with ddip.Group(reach=Reach(here=True)) as group:
@@ -123,7 +123,7 @@ def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
     wait_until(lambda: not slurm.jobs())
 
 
-def test_what_slurm_does_not_take_is_said(slurm: Slurm) -> None:
+def test_a_job_that_slurm_rejects_is_reported(slurm: Slurm) -> None:
     with pytest.raises(GroupError, match=r"--slurm 'nodes=1 patrition=x': sbatch has not taken the job: .*patrition"):
         ddip.Group(1, reach=Reach(slurm="nodes=1 patrition=x"))
     with pytest.raises(GroupError, match="--here: this is no allocation"):
@@ -151,7 +151,7 @@ def test_a_job_keeps_its_place_while_slurm_does_not_answer(
     wait_until(lambda: not slurm.jobs())
 
 
-def test_nothing_is_left_of_a_notebook_that_is_killed_while_it_submits(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_notebook_killed_during_submission_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
     line = f'"$REAL" "$@"; touch {tmp_path}/submitted; until [ -e {tmp_path}/go ]; do sleep 0.1; done'
     notebook = subprocess.Popen(
         [sys.executable, "-c", NOTEBOOK],
@@ -169,7 +169,7 @@ def test_nothing_is_left_of_a_notebook_that_is_killed_while_it_submits(slurm: Sl
     wait_until(lambda: not slurm.jobs(), 15)
 
 
-def test_a_job_that_is_nearly_over_is_told_of_at_once_and_once_more(
+def test_a_job_close_to_its_end_is_reported_twice(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(time_left, "WARN_SECONDS", (600.0, 40.0))
@@ -186,7 +186,7 @@ def test_a_job_that_is_nearly_over_is_told_of_at_once_and_once_more(
 
 
 @pytest.mark.parametrize("when", ["idle", "in the queue"])
-def test_nothing_is_left_of_a_notebook_that_was_killed(slurm: Slurm, when: str) -> None:
+def test_a_killed_notebook_leaves_no_job(slurm: Slurm, when: str) -> None:
     if when == "in the queue":
         typed("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
         wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
@@ -205,7 +205,7 @@ def test_nothing_is_left_of_a_notebook_that_was_killed(slurm: Slurm, when: str) 
     wait_until(lambda: not slurm.jobs())
 
 
-def test_the_time_of_a_job_is_told(
+def test_the_remaining_time_of_a_job_is_shown(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(time_left, "WARN_SECONDS", (50.0,))
@@ -222,7 +222,7 @@ def test_the_time_of_a_job_is_told(
         wait_until(is_told)
 
 
-def test_the_magic(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> None:
     job = '--slurm "nodes=2 time=30" --setup "export PREPARED=yes" --python ' + sys.executable
     notebook = Notebook(tmp_path)
     try:

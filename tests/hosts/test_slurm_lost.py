@@ -25,7 +25,7 @@ from .test_slurm_groups import NOTEBOOK, TWO_NODES, allocated, press_stop_when_i
 from .test_ssh import sums
 
 
-def test_a_job_that_is_taken_back_is_a_host_that_is_lost(slurm: Slurm) -> None:
+def test_a_cancelled_job_counts_as_a_lost_host(slurm: Slurm) -> None:
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
         (job,) = slurm.jobs()
@@ -42,9 +42,7 @@ def test_a_job_that_is_taken_back_is_a_host_that_is_lost(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("lost", ["h1", "h2"], ids=["that of the script", "another"])
-def test_a_node_without_power_takes_neither_the_job_nor_the_other_rank_along(
-    slurm: Slurm, hosts: Network, lost: str
-) -> None:
+def test_a_node_without_power_ends_neither_job_nor_ranks(slurm: Slurm, hosts: Network, lost: str) -> None:
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
         jobs = slurm.jobs()
@@ -57,7 +55,7 @@ def test_a_node_without_power_takes_neither_the_job_nor_the_other_rank_along(
     wait_until(lambda: not slurm.jobs())
 
 
-def test_a_repair_has_another_node_in_a_job_of_its_own(three_nodes: Slurm, hosts: Network) -> None:
+def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Network) -> None:
     told: list[str] = []
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1); kept = rank + 10")
@@ -95,7 +93,7 @@ def test_a_repair_has_another_node_in_a_job_of_its_own(three_nodes: Slurm, hosts
     wait_until(lambda: not three_nodes.jobs())
 
 
-def test_a_repair_uses_a_node_again_that_is_up_and_in_the_job(slurm: Slurm) -> None:
+def test_a_repair_reuses_a_node_that_is_up(slurm: Slurm) -> None:
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("kept = rank + 10")
         jobs = slurm.jobs()
@@ -108,7 +106,7 @@ def test_a_repair_uses_a_node_again_that_is_up_and_in_the_job(slurm: Slurm) -> N
     wait_until(lambda: not slurm.jobs())
 
 
-def test_nothing_is_left_of_a_notebook_that_was_killed_after_a_repair(three_nodes: Slurm, hosts: Network) -> None:
+def test_a_notebook_killed_after_a_repair_leaves_nothing(three_nodes: Slurm, hosts: Network) -> None:
     script = f"{NOTEBOOK}print(group.repair(), flush=True)\ninput()\n"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -127,7 +125,7 @@ def test_nothing_is_left_of_a_notebook_that_was_killed_after_a_repair(three_node
     wait_until(lambda: not three_nodes.jobs(), 15)
 
 
-def test_a_lost_node_of_somebody_elses_job_is_not_replaced(
+def test_a_lost_node_in_a_foreign_job_is_not_replaced(
     slurm: Slurm, hosts: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = allocated("-N2 --no-kill", monkeypatch)

@@ -49,7 +49,7 @@ def of_all(group: ddip.Group, name: str) -> list[Any]:
     return [values[name] for values in group.pull_all([name], range(group.world_size))[0]]
 
 
-def test_ranks_are_grouped_by_host_and_know_their_places(hosts: Network) -> None:
+def test_ranks_are_grouped_by_host_with_correct_local_numbers(hosts: Network) -> None:
     with ddip.Group(hosts="h2:2,h1:1") as group:
         assert sums(group) == [6.0] * 3
         group.run(WHERE)
@@ -79,7 +79,7 @@ def test_this_machine_can_be_one_of_the_hosts(hosts: Network) -> None:
         assert {one["MASTER_ADDR"] for one in where} == {hosts["nb"].address}
 
 
-def test_training_on_two_hosts_is_the_same_as_on_one(hosts: Network) -> None:
+def test_training_on_two_hosts_equals_training_on_one(hosts: Network) -> None:
     trained = []
     for arguments in ({"n": 4}, {"n": 2, "hosts": "h1,h2"}):
         with ddip.Group(**arguments) as group:  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
     ],
     ids=["same name", "127.0.1.1", "unresolvable", "docker", "two interfaces", "bashrc", "no forwarding"],
 )
-def test_traps_of_hosts(hosts: Network, trap: dict[str, object]) -> None:
+def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object]) -> None:
     with hosts["h2"].booted(**trap), ddip.Group(hosts="h1:1,h2:1") as group:
         assert sums(group) == [3.0] * 2
         group.run(WHERE)
@@ -156,7 +156,7 @@ def test_each_host_that_cannot_be_used_is_named(hosts: Network) -> None:
     assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["nosuchhost", "norsuch"]
 
 
-def test_a_firewall_between_the_hosts_is_said(hosts: Network) -> None:
+def test_a_firewall_between_the_hosts_is_reported(hosts: Network) -> None:
     h1, h2 = hosts["h1"], hosts["h2"]
     told: dict[str, float] = {}
     began = time.monotonic()

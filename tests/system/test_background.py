@@ -56,7 +56,7 @@ def close_and_open(notebook: Lab, meanwhile: str, until: str) -> None:
     notebook.load("background.ipynb")
 
 
-def test_the_kernel_is_free_while_tabs_bars_and_plots_come(notebook: Lab) -> None:
+def test_the_kernel_stays_free_while_output_arrives(notebook: Lab) -> None:
     notebook.run(NUMBER["train"])
     shows(notebook, "train", "step 2 of rank 1")
     assert notebook.run(NUMBER["sum"]).split()[-1] == "2"
@@ -73,7 +73,7 @@ def test_the_kernel_is_free_while_tabs_bars_and_plots_come(notebook: Lab) -> Non
     assert " ended" in output.inner_text()
 
 
-def test_nothing_is_missing_when_the_page_was_closed_in_a_running_cell(notebook: Lab) -> None:
+def test_a_page_closed_during_a_cell_misses_no_output(notebook: Lab) -> None:
     notebook.run(NUMBER["closed"])
     shows(notebook, "closed", "before the page was closed")
     close_and_open(notebook, "go-closed", "said")
@@ -87,14 +87,14 @@ def test_nothing_is_missing_when_the_page_was_closed_in_a_running_cell(notebook:
     assert order == sorted(order)
 
 
-def test_a_cell_that_blocked_the_kernel_when_the_page_was_closed_is_shown_again(notebook: Lab) -> None:
+def test_a_cell_that_blocked_the_kernel_can_be_shown_again(notebook: Lab) -> None:
     notebook.begin(NUMBER["blocking"])
     shows(notebook, "blocking", "before")
     close_and_open(notebook, "go-blocking", "blocked")
     assert "before\nafter\n" in notebook.run(NUMBER["blocked"])
 
 
-def test_a_failure_is_below_its_cell_and_told_before_the_next(notebook: Lab) -> None:
+def test_a_failure_appears_below_its_cell_and_before_the_next(notebook: Lab) -> None:
     notebook.run(NUMBER["fails"])
     shows(notebook, "fails", "CellError: rank 1: ValueError: only here")
     assert "failed: rank 1: ValueError: only here" in notebook.run(NUMBER["next"])

@@ -51,7 +51,7 @@ def lines(notebook: Lab, cell: str) -> list[str]:
     return [line.strip() for line in notebook.text(NUMBER[cell]).splitlines() if line.strip()]
 
 
-def test_a_slider_of_interact_shows_what_its_rank_makes_of_it(notebook: Lab) -> None:
+def test_each_rank_responds_to_its_own_interact_slider(notebook: Lab) -> None:
     handles = notebook.output(NUMBER["interact"]).locator(".noUi-handle")
 
     def shows(*values: int) -> None:
@@ -66,7 +66,7 @@ def test_a_slider_of_interact_shows_what_its_rank_makes_of_it(notebook: Lab) -> 
         shows(*values)
 
 
-def test_bars_that_are_closed_leave_no_label_and_no_room(notebook: Lab) -> None:
+def test_closed_bars_leave_no_label_and_no_space(notebook: Lab) -> None:
     wait_for(lambda: len(lines(notebook, "bars")) > 1, "the bar of rank 1")
     label, bar, *_ = shown = lines(notebook, "bars")
     assert label == "rank 1" and bar.startswith("outer") and "rank" not in str(shown[1:])
@@ -76,7 +76,7 @@ def test_bars_that_are_closed_leave_no_label_and_no_room(notebook: Lab) -> None:
     assert lines(notebook, "wiped") == []
 
 
-def test_a_widget_that_took_the_place_of_another_stays_when_that_is_closed(notebook: Lab) -> None:
+def test_a_replacing_widget_stays_when_the_other_one_closes(notebook: Lab) -> None:
     def shows(*ranks: int) -> None:
         expected = [line for rank in ranks for line in (f"rank {rank}", f"of {rank}", f"{rank}")]
         wait_for(lambda: lines(notebook, "moves") == expected, f"the sliders of {ranks}")
@@ -90,7 +90,7 @@ def test_a_widget_that_took_the_place_of_another_stays_when_that_is_closed(noteb
     shows(1)
 
 
-def test_plots_that_a_script_draws_are_below_the_tabs_by_rank(notebook: Lab) -> None:
+def test_plots_drawn_by_a_script_are_below_the_tabs(notebook: Lab) -> None:
     shown = [line for rank in range(3) for line in (f"rank {rank}", f"drawn by {rank}")]
     wait_for(lambda: lines(notebook, "plots")[-6:] == shown, "the plots, below their labels")
     assert "text" in lines(notebook, "plots")[:-6]

@@ -59,7 +59,7 @@ def test_all_messages_are_listed(site: Path) -> None:
     assert "this group has no app; start it with %makedip -a NAME" in text and page.count("<li>") > 200
 
 
-def test_make_docs_builds_what_is_tested() -> None:
+def test_make_docs_runs_the_tested_command() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "-m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs" in makefile
 
@@ -86,7 +86,7 @@ def test_every_link_within_the_site_leads_somewhere(pages: dict[Path, Page], sit
     assert not broken, "\n".join(broken)
 
 
-def test_no_page_asks_the_network_for_anything(pages: dict[Path, Page]) -> None:
+def test_no_page_loads_anything_from_the_network(pages: dict[Path, Page]) -> None:
     loaded = re.compile(
         r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?:https?:)?//|<link[^>]*\bhref=["']?(?:https?:)?//"""
     )

@@ -22,7 +22,7 @@ STEP = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_red
 
 
 @pytest.mark.timeout(600)
-def test_100_000_random_messages_of_another_user_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_random_messages_of_another_user_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp")  # which everybody can enter
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with ddip.Group(2) as group, ThreadPoolExecutor(1) as stranger:

@@ -68,16 +68,14 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_wheels_are_few_and_small_and_torch_is_not_among_them(wheels: Path) -> None:
+def test_the_wheels_are_few_and_small_and_exclude_torch(wheels: Path) -> None:
     names = {wheel.name.partition("-")[0].lower() for wheel in wheels.iterdir()}
     assert {"ddip", "ipyparallel", "ipykernel", "pytest", "py_spy"} <= names
     assert not {name for name in names if name.startswith(("torch", "nvidia", "triton", "numpy"))}
     assert sum(wheel.stat().st_size for wheel in wheels.iterdir()) < wheelhouse.MOST_BYTES
 
 
-def test_one_command_runs_the_tests_without_a_network_and_leaves_a_report(
-    bare: Path, wheels: Path, tmp_path: Path
-) -> None:
+def test_one_command_tests_offline_and_writes_a_report(bare: Path, wheels: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.txt"
     on_cpu = "tests/cluster/test_gpu_cases_on_cpu.py::test_case[an_error_without_harm_costs_nothing, 2 ranks]"
     here = ALONE if subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0 else []
@@ -105,7 +103,7 @@ def nothing_left() -> Iterator[None]:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_test_that_hangs_is_ended_and_looked_at_and_the_next_one_goes_on(tmp_path: Path, nothing_left: None) -> None:
+def test_a_hanging_test_is_inspected_and_the_next_one_runs(tmp_path: Path, nothing_left: None) -> None:
     tests, report = tmp_path / "test_three.py", tmp_path / "report.txt"
     tests.write_text(
         "import subprocess, sys, time\n"

@@ -51,7 +51,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_run_by_nbconvert(source: Path, write: bool) -> None:
+def test_nbconvert_runs_a_notebook(source: Path, write: bool) -> None:
     command = [
         sys.executable,
         "-m",
@@ -68,7 +68,7 @@ def test_run_by_nbconvert(source: Path, write: bool) -> None:
     assert_golden(notebook_text(done), GOLDEN / "notebook.txt", write)
 
 
-def test_run_by_papermill(source: Path) -> None:
+def test_papermill_runs_a_notebook(source: Path) -> None:
     command = [sys.executable, "-m", "papermill", source.name, "done.ipynb", "--no-progress-bar"]
     ended = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
     assert "ZeroDivisionError" in ended.stderr  # papermill stops at the error, and says so
@@ -123,7 +123,7 @@ class Terminal:
         return self._wait()
 
 
-def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
+def test_ddip_works_in_a_terminal(tmp_path: Path, write: bool) -> None:
     terminal = Terminal(tmp_path)
     texts = []
     for cell in CELLS[:4] + CELLS[5:]:
@@ -153,7 +153,7 @@ def test_in_a_terminal(tmp_path: Path, write: bool) -> None:
     assert terminal.child.exitstatus == 0
 
 
-def test_a_terminal_shows_a_cell_in_the_background_while_it_waits_for_it(tmp_path: Path) -> None:
+def test_a_terminal_shows_background_output_during_dipwait(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     terminal.run("%load_ext ddip")
     terminal.run("%makedip -n 2")
@@ -183,7 +183,7 @@ class Console(Terminal):
         self.child.send("\r\r" if "\n" in code else "")
 
 
-def test_in_jupyter_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddip_works_in_jupyter_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a kernel, and takes no heed of what changes."""
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     console = Console(tmp_path, CONSOLE, terminal="dumb")

@@ -50,7 +50,7 @@ def notebook(lab: Lab) -> Iterator[Lab]:
     yield lab
 
 
-def test_each_rank_has_a_tab_with_its_plot_and_its_table(notebook: Lab) -> None:
+def test_each_rank_has_a_tab_with_plot_and_table(notebook: Lab) -> None:
     notebook.run(NUMBER["tabs"])
     output = notebook.output(NUMBER["tabs"])
     tabs = output.locator("label.ddip-rank")
@@ -81,7 +81,7 @@ def test_a_bar_moves_and_ends_at_100_percent(notebook: Lab) -> None:
     assert "100%" in text and "100/100" in text and "50/100" not in text and len(text.splitlines()) == 1
 
 
-def test_the_tab_that_was_selected_stays_while_the_cell_goes_on(notebook: Lab) -> None:
+def test_the_selected_tab_stays_while_the_cell_runs(notebook: Lab) -> None:
     notebook.begin(NUMBER["live"])
     output = notebook.output(NUMBER["live"])
     wait_for(lambda: output.locator("label.ddip-rank").count() == 4, "the tabs")
@@ -94,7 +94,7 @@ def test_the_tab_that_was_selected_stays_while_the_cell_goes_on(notebook: Lab) -
     assert output.locator(".ddip-shown:visible").inner_text().split("\n")[:2] == ["first line of 2", "last line of 2"]
 
 
-def test_an_error_is_in_the_tabs_of_its_ranks_and_stops_the_notebook(notebook: Lab) -> None:
+def test_an_error_appears_in_tabs_and_stops_the_notebook(notebook: Lab) -> None:
     text = notebook.run(NUMBER["error"])
     output = notebook.output(NUMBER["error"])
     assert output.locator("label.ddip-rank").all_inner_texts() == ["ranks 0, 3", "ranks 1, 2 ✗"]
@@ -155,7 +155,7 @@ def test_a_saved_notebook_reads_well(notebook: Lab) -> None:
     assert "".join(bar["data"]["text/plain"]).startswith("100%|")
 
 
-def test_where_style_and_buttons_are_taken_away_there_are_headed_sections(notebook: Lab) -> None:
+def test_without_style_and_buttons_output_has_headed_sections(notebook: Lab) -> None:
     """As in a notebook that somebody else has run, and on GitHub."""
     saved = json.loads((notebook.folder / "seen.ipynb").read_text())
     saved["cells"][0]["source"] = ["# somebody else's notebook"]
@@ -166,7 +166,7 @@ def test_where_style_and_buttons_are_taken_away_there_are_headed_sections(notebo
     assert lines == ["rank 0", "not the same", "ranks 1-3", "the same"]
 
 
-def test_as_a_page_of_its_own_it_has_tabs_too(notebook: Lab, tmp_path: Path) -> None:
+def test_an_exported_html_page_has_tabs(notebook: Lab, tmp_path: Path) -> None:
     """As nbviewer shows it."""
     command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output-dir", str(tmp_path), "seen.ipynb"]
     subprocess.run(command, cwd=notebook.folder, check=True, capture_output=True)
@@ -182,7 +182,7 @@ def test_as_a_page_of_its_own_it_has_tabs_too(notebook: Lab, tmp_path: Path) -> 
         page.close()
 
 
-def test_notebook_7_shows_the_same(notebook: Lab) -> None:
+def test_notebook_7_shows_tabs_and_runs_cells(notebook: Lab) -> None:
     notebook.page.goto(f"{notebook.url}/notebooks/seen.ipynb")
     notebook.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
     output = notebook.output(NUMBER["tabs"])

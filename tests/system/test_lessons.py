@@ -55,7 +55,7 @@ def test_the_lesson_trains_on_all_ranks(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if needs_data(page)], ids=name_of)
-def test_the_blocks_of_a_page_about_fastai_run_as_they_are_pasted(
+def test_code_blocks_of_a_fastai_page_run_as_pasted(
     page: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTAI_HOME", str(small_data))

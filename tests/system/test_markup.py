@@ -54,7 +54,7 @@ def test_nothing_breaks_out_of_its_tab(page: Page, source: str, whole: bool) -> 
     assert page.evaluate(PLACES) == ["tabs", "tabs", "main", 1, 3, "rank 1", "the next cell", True, True, True]
 
 
-def test_the_sources_break_out_where_nothing_holds_them(page: Page) -> None:
+def test_the_sources_break_out_of_unprotected_pages(page: Page) -> None:
     """Else this file would show nothing."""
     broken = 0
     for source in NASTY:
@@ -107,7 +107,7 @@ def test_no_order_of_tags_breaks_out(page: Page) -> None:
     assert len(page.evaluate(IN_PLACE, [f"{BEFORE}{source}{AFTER}" for source in sources])) > 1000
 
 
-def test_what_is_wider_than_the_page_can_be_scrolled_to(page: Page) -> None:
+def test_wide_output_can_be_scrolled(page: Page) -> None:
     wide = contain_html("<table><tr>" + "<td>a cell</td>" * 200 + "</table>")
     page.set_content(f"<!DOCTYPE html>{STYLE}<div class='ddip-shown'>{wide}</div>")
     scrolled = """() => {

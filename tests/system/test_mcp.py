@@ -148,7 +148,7 @@ def run(server: Server, steps: Callable[[Call], Awaitable[None]]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_program_trains_reads_an_error_repairs_a_killed_rank_and_stops(server: Server) -> None:
+def test_a_program_trains_and_repairs_a_killed_rank_over_mcp(server: Server) -> None:
     server.open("train.ipynb")
 
     async def steps(call: Call) -> None:
@@ -203,7 +203,7 @@ def test_a_program_trains_reads_an_error_repairs_a_killed_rank_and_stops(server:
     run(server, steps)
 
 
-def test_who_has_not_the_token_gets_nothing(server: Server) -> None:
+def test_a_client_without_the_token_gets_nothing(server: Server) -> None:
     server.open("train.ipynb")
 
     async def attempt(client: Client[Any], tool: str = "ddip_status") -> str:

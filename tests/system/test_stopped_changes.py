@@ -12,5 +12,5 @@ MOMENTS = 60
 @pytest.mark.parametrize("size", [2, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
-def test_a_change_that_is_stopped_ends_as_it_was_or_as_it_was_asked_to_be(size: int) -> None:
+def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
     stopped_changes(4, size, [moment / MOMENTS for moment in range(MOMENTS)])

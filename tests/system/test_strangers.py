@@ -45,7 +45,7 @@ def knock(pids: list[int], payload: Callable[[int], bytes], stop: threading.Even
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_strangers_while_a_group_is_formed_cost_time_but_no_rank(payload: str) -> None:
+def test_unknown_connections_during_a_rebuild_cost_no_rank(payload: str) -> None:
     with ddip.Group(3, failure_grace=0.1, timeout=30) as group:
         group.run("import torch, torch.distributed as dist\nkept = rank")
         pids = [member.pid for member in group.members]

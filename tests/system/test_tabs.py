@@ -99,7 +99,7 @@ def test_axe_finds_nothing_in_our_markup(notebook: Lab, name: str) -> None:
         theme(notebook, "JupyterLab Light")
 
 
-def test_arrow_keys_move_between_the_tabs_and_the_focus_is_seen(notebook: Lab) -> None:
+def test_arrow_keys_move_between_tabs_with_a_visible_focus(notebook: Lab) -> None:
     tabs, output = role(notebook, "seen"), notebook.output(NUMBER["seen"])
     wait_for(lambda: tabs.count() == 3, "the page to be drawn in its theme")
     assert [tab.get_attribute("aria-label") for tab in tabs.all()] == ["rank 0", "rank 1", "rank 2"]
@@ -114,7 +114,7 @@ def test_arrow_keys_move_between_the_tabs_and_the_focus_is_seen(notebook: Lab) -
     assert box is not None and box["height"] > 15
 
 
-def test_ranks_that_share_a_tab_are_one_tab_to_a_screen_reader(notebook: Lab) -> None:
+def test_ranks_sharing_a_tab_are_one_tab_for_screen_readers(notebook: Lab) -> None:
     output = notebook.output(NUMBER["same"])
     assert output.get_by_role("radiogroup", name="output by rank").count() == 1
     assert role(notebook, "same").count() == 2
@@ -142,7 +142,7 @@ def outputs(notebook: Lab) -> Any:
     return json.loads((notebook.folder / "tabs.ipynb").read_text())
 
 
-def test_an_untrusted_notebook_has_headings_and_no_dead_buttons(notebook: Lab) -> None:
+def test_an_untrusted_notebook_has_headings_and_no_inactive_buttons(notebook: Lab) -> None:
     saved = outputs(notebook)
     saved["cells"][0]["source"] = ["# somebody else's notebook"]
     (notebook.folder / "strange.ipynb").write_text(json.dumps(saved))

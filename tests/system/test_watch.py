@@ -36,7 +36,7 @@ def violations(page: Page) -> tuple[int, list[str]]:
     return measured, [str((rule["id"], rule["nodes"][:2])) for rule in found["violations"]]
 
 
-def test_the_view_goes_on_while_a_cell_runs_and_leaves_one_line(lab: Lab) -> None:
+def test_the_view_updates_during_a_cell_and_leaves_a_line(lab: Lab) -> None:
     lab.start("watched.ipynb", list(CELLS.values()), NUMBER["start"])
     assert lab.run(NUMBER["watch"]).split()[:2] == ["rank", "state"]
     lab.begin(NUMBER["train"])
@@ -68,7 +68,7 @@ def test_axe_finds_nothing_in_the_view(lab: Lab, name: str) -> None:
         theme(lab, "JupyterLab Light")
 
 
-def test_the_saved_notebook_has_one_line_of_it(lab: Lab) -> None:
+def test_the_saved_notebook_keeps_one_line_of_the_view(lab: Lab) -> None:
     lab.run(NUMBER["off"])
     wait_for(lambda: "it was turned off" in lab.text(NUMBER["watch"]), "the end of the view")
     lab.save()

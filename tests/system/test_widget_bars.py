@@ -36,7 +36,7 @@ def outputs(notebook: Lab, number: int) -> list[Any]:
     return list(cells[number]["outputs"])
 
 
-def test_a_bar_is_shown_once_and_its_text_is_saved_at_its_end(notebook: Lab) -> None:
+def test_a_bar_is_shown_once_and_saved_as_complete(notebook: Lab) -> None:
     for number, end in ((1, "50/50"), (3, "10/10")):
         bars = notebook.output(number).locator(".widget-hprogress")
         wait_for(lambda bars=bars: bars.count() == 1, "the bar to be drawn anew")  # type: ignore[misc]
@@ -46,13 +46,13 @@ def test_a_bar_is_shown_once_and_its_text_is_saved_at_its_end(notebook: Lab) -> 
         assert text.startswith("100%|██████████| ") and end in text
 
 
-def test_a_bar_that_is_wiped_away_leaves_nothing(notebook: Lab) -> None:
+def test_a_cleared_bar_leaves_nothing(notebook: Lab) -> None:
     assert notebook.text(2).strip() == ""
     assert ["".join(output["data"]["text/plain"]) for output in outputs(notebook, 2)] == [""]
 
 
 @pytest.mark.parametrize("state", [True, False])
-def test_a_page_of_nbconvert_has_the_bar_at_its_end(notebook: Lab, tmp_path: Path, state: bool) -> None:
+def test_an_nbconvert_page_shows_the_completed_bar(notebook: Lab, tmp_path: Path, state: bool) -> None:
     """With the state of widgets, which JupyterLab does not save unless it is told to, and without."""
     command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(tmp_path)]
     command += [f"--ExecutePreprocessor.store_widget_state={state}", "bars.ipynb"]

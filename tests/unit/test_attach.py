@@ -41,7 +41,7 @@ def test_clusters_are_known_by_profile_and_id(profiles: Path) -> None:
         clusters.find("three")
 
 
-def test_either_file_of_a_cluster_names_it(profiles: Path) -> None:
+def test_either_file_of_a_cluster_identifies_the_cluster(profiles: Path) -> None:
     folder = profiles / "profile_big" / "security"
     file = str(folder / "ipcontroller-one-two-client.json")
     assert clusters.find(file) == clusters.find(str(folder / "cluster-one-two.json")) == file
@@ -64,13 +64,13 @@ def test_more_ranks_than_engines_are_refused() -> None:
         Attachment("file", SEATS, 4).ensure_enough()
 
 
-def test_a_launcher_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_an_unknown_launcher_is_refused_and_known_launchers_are_listed() -> None:
     launcher_engines.check("ssh")
     with pytest.raises(BadInput, match=r"^--engines shh: ipyparallel has no such launcher; type one of .*slurm.*ssh"):
         launcher_engines.check("shh")
 
 
-def test_a_link_carries_more_than_its_window_and_says_when_a_message_is_missing() -> None:
+def test_a_link_carries_long_streams_and_reports_missing_messages() -> None:
     out, into = os.pipe()
     source, feed = os.pipe()
     near = Link(lambda content, data: far.heard(content, data) and None, {})
@@ -92,7 +92,7 @@ def test_a_link_carries_more_than_its_window_and_says_when_a_message_is_missing(
     os.close(source)
 
 
-def test_what_is_sent_to_an_engine_needs_the_standard_library_alone() -> None:
+def test_links_on_engines_import_only_the_standard_library() -> None:
     assert far_end.__file__ is not None
     text = Path(far_end.__file__).read_text()
     modules = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}

@@ -81,7 +81,7 @@ def test_the_users_cells_become_dip_cells(shell: InteractiveShell, cell: str) ->
 
 
 @pytest.mark.parametrize("cell", NOT_MINE)
-def test_other_cells_stay_as_they_are(shell: InteractiveShell, cell: str) -> None:
+def test_other_cells_stay_unchanged(shell: InteractiveShell, cell: str) -> None:
     before = shell.transform_cell(cell)
     Autodip(shell).on("")
     assert shell.transform_cell(cell) == before
@@ -93,7 +93,7 @@ def test_folder_and_environment_change_on_both_sides(shell: InteractiveShell, ce
     assert shell.transform_cell(cell).startswith("get_ipython().run_cell_magic('dip', 'everywhere -q', ")
 
 
-def test_which_magics_stay_can_be_changed(shell: InteractiveShell) -> None:
+def test_the_user_can_change_which_magics_stay_in_the_notebook(shell: InteractiveShell) -> None:
     local = ["time"]
     autodip = Autodip(shell, lambda: local)
     autodip.on("")
@@ -102,7 +102,7 @@ def test_which_magics_stay_can_be_changed(shell: InteractiveShell) -> None:
     assert autodip.takes("%time x") and not autodip.takes("%%bash\nls")
 
 
-def test_what_belongs_on_both_sides_stays_in_the_notebook_where_the_user_says_so(shell: InteractiveShell) -> None:
+def test_the_user_can_keep_magics_for_both_sides_local(shell: InteractiveShell) -> None:
     autodip = Autodip(shell, lambda: ["cd"])
     autodip.on("")
     assert not autodip.takes("%cd ..") and not autodip.takes("%cd ..\n%env A=1") and autodip.takes("%env A=1")
@@ -114,7 +114,7 @@ def test_the_whole_cell_reaches_the_ranks_unchanged(shell: InteractiveShell) -> 
     assert repr(cell) in shell.transform_cell(cell)
 
 
-def test_on_twice_is_on_once(shell: InteractiveShell) -> None:
+def test_autodip_on_twice_equals_autodip_on_once(shell: InteractiveShell) -> None:
     autodip = Autodip(shell)
     autodip.on("")
     autodip.on("-q")
@@ -125,7 +125,7 @@ def test_on_twice_is_on_once(shell: InteractiveShell) -> None:
     assert autodip not in shell.input_transformers_cleanup
 
 
-def test_asking_whether_a_line_is_complete_is_not_touched(shell: InteractiveShell) -> None:
+def test_autodip_leaves_completeness_checks_unchanged(shell: InteractiveShell) -> None:
     Autodip(shell).on("")
     assert shell.check_complete("x = 1")[0] == "complete"
     assert shell.check_complete("def f():")[0] == "incomplete"
@@ -141,7 +141,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize("cell", NESTED)
-def test_what_a_magic_runs_stays_where_the_magic_is(shell: InteractiveShell, cell: str) -> None:
+def test_code_of_a_magic_runs_where_the_magic_runs(shell: InteractiveShell, cell: str) -> None:
     ran: list[str] = []
     shell.register_magic_function(lambda line, cell: ran.append(cell), "cell", "dip")
     shell.register_magic_function(lambda line, cell: shell.run_cell(cell), "cell", "here")

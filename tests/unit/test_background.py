@@ -23,7 +23,7 @@ def ended(cell: Cell) -> Cell:
     return cell
 
 
-def test_a_cell_in_the_background_returns_at_once_and_is_busy_until_it_ends(new_group: NewGroup) -> None:
+def test_a_background_cell_returns_at_once_and_runs_until_stopped(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep")
     assert (cell.state, cell.outcome, cell.done.done()) == ("running", None, False)
@@ -33,7 +33,7 @@ def test_a_cell_in_the_background_returns_at_once_and_is_busy_until_it_ends(new_
     assert [known.outcome for known in group.cells] == ["interrupted", "ok"]
 
 
-def test_waiting_raises_what_the_cell_has_raised_each_time(new_group: NewGroup) -> None:
+def test_each_wait_raises_the_error_of_the_cell(new_group: NewGroup) -> None:
     cell = new_group(2).start("1: raise ValueError no")
     for _ in range(2):
         with pytest.raises(CellError, match="^rank 1: ValueError: no"):
@@ -42,14 +42,14 @@ def test_waiting_raises_what_the_cell_has_raised_each_time(new_group: NewGroup) 
     assert cell.errors[1].name == "ValueError"
 
 
-def test_waiting_for_a_while_tells_whether_it_has_ended(new_group: NewGroup) -> None:
+def test_a_wait_with_a_timeout_returns_whether_the_cell_ended(new_group: NewGroup) -> None:
     cell = new_group(2).start("sleep")
     assert cell.wait(0.01) is False
     cell.stop()
 
 
 @pytest.mark.parametrize("what", ["run", "push", "pull", "change", "repair", "shards"])
-def test_a_busy_rank_says_which_cell_runs_and_how_to_wait(new_group: NewGroup, what: str) -> None:
+def test_an_error_about_a_busy_rank_names_the_running_cell(new_group: NewGroup, what: str) -> None:
     group = new_group(2)
     cell = group.start("sleep", ranks=[1])
     calls: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_a_busy_rank_says_which_cell_runs_and_how_to_wait(new_group: NewGroup, w
     cell.stop()
 
 
-def test_ranks_that_are_free_run_other_cells_and_take_objects(new_group: NewGroup) -> None:
+def test_free_ranks_run_other_cells_and_receive_objects(new_group: NewGroup) -> None:
     group = new_group(3)
     cell = group.start("sleep", ranks=[2])
     group.run("pass", ranks=[0, 1])
@@ -75,7 +75,7 @@ def test_ranks_that_are_free_run_other_cells_and_take_objects(new_group: NewGrou
     cell.stop()
 
 
-def test_a_queued_cell_runs_when_those_before_it_have_ended(new_group: NewGroup) -> None:
+def test_a_queued_cell_is_skipped_after_a_stopped_one(new_group: NewGroup) -> None:
     group = new_group(2)
     first, second = group.start("sleep"), group.start("pass", queue=True)
     other = group.start("pass", queue=True)
@@ -104,7 +104,7 @@ def test_a_queued_cell_is_stopped_before_it_begins(new_group: NewGroup) -> None:
     first.stop()
 
 
-def test_a_failure_releases_only_the_ranks_of_its_cell(new_group: NewGroup) -> None:
+def test_a_failure_unblocks_only_the_ranks_of_its_cell(new_group: NewGroup) -> None:
     group = new_group(4)
     cell = group.start("wait", ranks=[2, 3])
     with pytest.raises(CellError, match="rank 0: ValueError: no; rank 1 was blocked"):
@@ -118,7 +118,9 @@ def test_a_failure_releases_only_the_ranks_of_its_cell(new_group: NewGroup) -> N
     group.run("pass")
 
 
-def test_steps_are_judged_when_no_cell_runs_any_more(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_compared_after_the_last_running_cell_ends(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = new_group(2)
     cell = group.start("sleep", ranks=[1])
     group.run("begin 1", ranks=[0])
@@ -130,7 +132,7 @@ def test_steps_are_judged_when_no_cell_runs_any_more(new_group: NewGroup, capsys
     assert "different numbers" not in capsys.readouterr().err
 
 
-def test_a_dead_rank_ends_its_cell_and_a_repair_waits_for_that(new_group: NewGroup) -> None:
+def test_a_dead_rank_ends_its_cell_before_a_repair_starts(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("0: wait\n1: wait")
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
@@ -139,7 +141,7 @@ def test_a_dead_rank_ends_its_cell_and_a_repair_waits_for_that(new_group: NewGro
     group.run("pass")
 
 
-def test_a_cell_that_takes_too_long_is_ended_in_the_background_too(new_group: NewGroup) -> None:
+def test_a_timeout_also_ends_a_background_cell(new_group: NewGroup) -> None:
     cell = new_group(2).start("sleep", timeout=0.05)
     with pytest.raises(CellTimeout):
         cell.wait()
@@ -164,7 +166,7 @@ def test_the_end_of_the_group_ends_its_cells(new_group: NewGroup) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ddip cell")]
 
 
-def test_the_controllers_end_ends_a_cell(new_group: NewGroup) -> None:
+def test_the_end_of_the_controller_ends_a_cell(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep")
     group.cluster.controller_ended = True  # type: ignore[attr-defined]
@@ -173,7 +175,7 @@ def test_the_controllers_end_ends_a_cell(new_group: NewGroup) -> None:
     group.cluster.controller_ended = False  # type: ignore[attr-defined]
 
 
-def test_who_waits_until_ranks_are_free_runs_then(new_group: NewGroup) -> None:
+def test_a_request_waiting_for_free_ranks_runs_once_they_are(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep", timeout=0.05)
     with pytest.raises(GroupError, match="cell 1, for which this cell waited, timed out; it did not run"):
@@ -182,7 +184,7 @@ def test_who_waits_until_ranks_are_free_runs_then(new_group: NewGroup) -> None:
     group.wait_until_free()
 
 
-def test_a_cell_that_nobody_gave_is_not_found(new_group: NewGroup) -> None:
+def test_an_unknown_cell_number_is_not_found(new_group: NewGroup) -> None:
     group = new_group(2)
     with pytest.raises(BadInput, match="there were none"):
         group.cell(3)
@@ -192,7 +194,7 @@ def test_a_cell_that_nobody_gave_is_not_found(new_group: NewGroup) -> None:
         group.cell(3)
 
 
-def test_a_log_that_cannot_be_written_is_refused_before_the_cell_runs(new_group: NewGroup, tmp_path: Any) -> None:
+def test_an_unwritable_log_is_refused_before_the_cell_runs(new_group: NewGroup, tmp_path: Any) -> None:
     group = new_group(2)
     for typed, why in [(f"{tmp_path}/no/train", "there is no folder"), (str(tmp_path), "this is a folder")]:
         with pytest.raises(BadInput, match=why):
@@ -200,7 +202,7 @@ def test_a_log_that_cannot_be_written_is_refused_before_the_cell_runs(new_group:
     assert group.cells == []
 
 
-def test_cells_of_former_groups_are_known(new_group: NewGroup) -> None:
+def test_the_history_keeps_cells_of_former_groups(new_group: NewGroup) -> None:
     history = History()
     new_group(2, history=history).run("pass")
     group = new_group(2, history=history)
@@ -211,7 +213,7 @@ def test_cells_of_former_groups_are_known(new_group: NewGroup) -> None:
     assert [known.outcome for known in group.cells] == ["ok", "interrupted"]
 
 
-def test_a_cell_in_the_queue_does_not_run_if_what_it_waits_for_has_failed_before_it_looks(new_group: NewGroup) -> None:
+def test_a_queued_cell_is_skipped_if_the_previous_cell_failed(new_group: NewGroup) -> None:
     group = new_group(2)
     first = group.start("sleep")
     threading.settrace(lambda *_: first.done.result(timeout=10))  # called first in each new thread
@@ -223,7 +225,7 @@ def test_a_cell_in_the_queue_does_not_run_if_what_it_waits_for_has_failed_before
     assert ended(queued).outcome == "not_run"
 
 
-def test_a_cell_that_runs_is_known_however_many_come_after_it(new_group: NewGroup) -> None:
+def test_a_running_cell_stays_in_the_history_despite_many_others(new_group: NewGroup) -> None:
     group = new_group(2)
     long = group.start("sleep", ranks=[1])
     for _ in range(KEPT + 5):
@@ -241,7 +243,7 @@ def ended_cell() -> Cell:
     return cell
 
 
-def test_a_press_of_stop_as_soon_as_a_cell_is_known_ends_it(new_group: NewGroup) -> None:
+def test_a_stop_ends_a_cell_immediately_after_its_registration(new_group: NewGroup) -> None:
     """Between the moment in which ranks are busy with it and that in which it is waited for."""
     group = new_group(2)
 
@@ -258,7 +260,7 @@ def test_a_press_of_stop_as_soon_as_a_cell_is_known_ends_it(new_group: NewGroup)
     group.run("pass")
 
 
-def test_of_cells_with_one_number_the_one_that_runs_is_found(new_group: NewGroup) -> None:
+def test_a_cell_number_used_twice_finds_the_running_cell(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep", ranks=[0])
     other = ended(group.start("pass", ranks=[1]))

@@ -54,7 +54,7 @@ def first(found: list[tuple[float, Action]], action: Action) -> float:
     return next(now for now, one in found if one == action)
 
 
-def test_a_cell_is_over_when_both_ends_of_every_rank_have_come() -> None:
+def test_a_cell_ends_when_every_rank_replied_and_ended_output() -> None:
     state = cell(2)
     state.step(OutputEnded(0), 0.1)
     assert state.step(Replied(0), 0.1) == [ShowEnded(0, failed=False)]
@@ -64,14 +64,14 @@ def test_a_cell_is_over_when_both_ends_of_every_rank_have_come() -> None:
     assert state.is_over and state.ending() == "good" and state.reportable_errors() == {}
 
 
-def test_the_controller_is_looked_at_while_only_messages_are_missing() -> None:
+def test_the_controller_is_checked_while_only_messages_are_missing() -> None:
     """They come by way of it: a cell whose ranks had answered waited for ever when it had ended."""
     state = cell(1)
     state.step(Replied(0), 0.1)
     assert {action for _, action in wait(state, 0.1, 1.0)} == {Do.CHECK}
 
 
-def test_when_one_has_failed_the_others_get_the_grace_and_are_released_once() -> None:
+def test_a_failure_gives_other_ranks_grace_and_then_aborts_once() -> None:
     state = cell(failure_grace=1.0)
     assert end(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
     found = wait(state, 5.0, 20.0)
@@ -85,21 +85,21 @@ def test_when_one_has_failed_the_others_get_the_grace_and_are_released_once() ->
     assert state.ending() == "failed" and state.reportable_errors() == {1: WRONG, 0: CUT, 2: CUT}
 
 
-def test_of_a_connection_that_broke_before_anybody_was_released_it_is_told_as_an_error() -> None:
+def test_a_connection_broken_before_the_abort_counts_as_an_error() -> None:
     state = cell(2, failure_grace=1.0)
     assert end(state, 0, 1.0, CUT) == [ShowEnded(0, failed=True)]
     assert end(state, 1, 1.1, WRONG) == [ShowEnded(1, failed=True)]
     assert [error.waited for error in state.reportable_errors().values()] == ["", ""]
 
 
-def test_who_lost_a_rank_that_ended_has_only_waited() -> None:
+def test_losing_an_ended_rank_counts_as_a_wait() -> None:
     state = cell(2)
     end(state, 0, 1.0, CUT)
     end(state, 1, 1.1, ENDED)
     assert state.reportable_errors() == {0: CUT, 1: ENDED}
 
 
-def test_the_stop_button_interrupts_then_releases_and_gives_up_who_does_not_move() -> None:
+def test_stop_interrupts_then_aborts_then_abandons_ranks_that_stay_still() -> None:
     state = cell()
     assert Do.INTERRUPT in state.step(StopPressed(), 10.0)
     found = wait(state, 10.0, 30.0)
@@ -109,7 +109,7 @@ def test_the_stop_button_interrupts_then_releases_and_gives_up_who_does_not_move
     assert state.ending() == "stopped" and state.running == [0, 1, 2]
 
 
-def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop_once_the_others_have_ended() -> None:
+def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop() -> None:
     state, now = cell(2), 1.0
     assert state.step(StopPressed(), now)[:2] == [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
     assert state.step(CannotStop([1]), now) == [] and not state.is_over
@@ -118,13 +118,13 @@ def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop_once_the_others_have_
     assert state.is_abandoned and state.running == [1] and now + 0.1 < 1.0 + cell_state.STOP_SECONDS
 
 
-def test_pressed_again_it_releases_at_once() -> None:
+def test_a_second_stop_aborts_at_once() -> None:
     state = cell()
     state.step(StopPressed(), 10.0)
     assert state.step(StopPressed(), 10.1)[:2] == [Do.INTERRUPT, Do.ABORT]
 
 
-def test_ranks_that_move_towards_their_end_are_waited_for() -> None:
+def test_a_stop_waits_for_ranks_that_approach_their_end() -> None:
     state = cell(1)
     state.step(StopPressed(), 0.0)
     state.step(Moving([0]), 2.0)
@@ -135,7 +135,7 @@ def test_ranks_that_move_towards_their_end_are_waited_for() -> None:
     assert state.is_abandoned
 
 
-def test_at_the_timeout_it_is_noted_where_the_ranks_are_and_they_are_stopped() -> None:
+def test_a_timeout_records_places_before_it_stops_the_ranks() -> None:
     state = cell(timeout=3.0)
     found = wait(state, 0.0, 30.0)
     places = [action for _, action in found].index(Do.RECORD_PLACES)
@@ -144,7 +144,7 @@ def test_at_the_timeout_it_is_noted_where_the_ranks_are_and_they_are_stopped() -
     assert state.ending() == "timed out" and state.is_abandoned
 
 
-def test_it_is_told_once_that_nobody_makes_progress() -> None:
+def test_a_stall_is_reported_once() -> None:
     state = cell()
     assert Ask.STALL in [action for _, action in wait(state, 0.0, 1.0)]
     assert state.step(StandStill(), 1.0) == [Do.REPORT_STALL]
@@ -152,7 +152,7 @@ def test_it_is_told_once_that_nobody_makes_progress() -> None:
     assert not state.is_over
 
 
-def test_who_waits_for_a_rank_that_caught_its_error_is_released() -> None:
+def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked() -> None:
     state = cell(2)
     state.step(Replied(0, caught=WRONG), 1.0)
     state.step(OutputEnded(0), 1.0)
@@ -163,7 +163,7 @@ def test_who_waits_for_a_rank_that_caught_its_error_is_released() -> None:
     assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {0: WRONG, 1: CUT}
 
 
-def test_after_a_stop_only_messages_are_waited_for_no_longer_than_for_ranks() -> None:
+def test_a_stopped_cell_waits_for_messages_only_a_limited_time() -> None:
     state = cell(1)
     state.step(StopPressed(), 0.0)
     state.step(Replied(0), 0.1)
@@ -205,7 +205,7 @@ def story(draw: random.Random, state: CellState) -> list[tuple[float, Event, lis
 
 
 @pytest.mark.parametrize("seed", range(400))
-def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) -> None:
+def test_any_order_of_events_keeps_the_promises(seed: int) -> None:
     draw = random.Random(seed)
     limits = Limits(draw.choice([0.1, 1.0]), 10.0, draw.choice([None, 2.0]))
     state = CellState(range(draw.choice([1, 2, 5])), limits, 0.0)
@@ -245,7 +245,7 @@ def test_whatever_happens_in_whatever_order_what_is_promised_holds(seed: int) ->
         assert [action for _, action in actions].count(said) <= 1
 
 
-def test_ranks_that_cannot_be_unblocked_are_interrupted_after_a_failure_and_given_up() -> None:
+def test_after_a_failure_ranks_without_unblocking_are_interrupted_and_abandoned() -> None:
     state = cell(2, can_unblock=False)
     end(state, 1, 0.0, WRONG)
     found = wait(state, 0.1, 60)
@@ -262,7 +262,7 @@ def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
     assert errors[0].message == INTERRUPTED and errors[1] == WRONG
 
 
-def test_a_rank_that_waits_in_vain_for_one_that_caught_its_error_fails_the_cell() -> None:
+def test_endless_waits_for_a_rank_that_caught_its_error_fail() -> None:
     """Else the notebook waited for its answer for ever."""
     state = cell(2, can_unblock=False)
     state.step(Replied(1, caught=WRONG), 0.0)

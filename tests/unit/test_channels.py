@@ -13,24 +13,24 @@ from ddip.cluster.ipyparallel import channels
 REPORT: Any = {"released": False, "state": "ours"}
 
 
-def test_an_engine_that_ended_is_told_from_a_call_whose_error_is_called_so() -> None:
+def test_an_ended_engine_differs_from_an_error_named_alike() -> None:
     assert channels._reply(RemoteError("EngineError", "", "", {})).ended
     reply = channels._reply(RemoteError("EngineError", "mine", "where", {"engine_id": 1}))
     assert not reply.ended
     assert reply.raised is not None and (reply.raised.name, reply.raised.message) == ("EngineError", "mine")
 
 
-def test_a_call_that_was_aborted_was_interrupted_before_it_began() -> None:
+def test_an_aborted_call_counts_as_interrupted_before_it_began() -> None:
     reply = channels._reply(TaskAborted())
     assert reply.raised is not None and reply.raised.name == "KeyboardInterrupt" and reply.raised.at > 0
 
 
-def test_what_ipyparallel_raises_itself_is_an_error() -> None:
+def test_an_error_raised_by_ipyparallel_is_an_error() -> None:
     reply = channels._reply(OSError("no route"))
     assert reply.raised is not None and (reply.raised.name, reply.raised.message) == ("OSError", "no route")
 
 
-def test_a_cell_that_was_aborted_was_interrupted_before_it_began() -> None:
+def test_an_aborted_cell_counts_as_interrupted_before_it_began() -> None:
     reply = ipp_private.cell_reply({"status": "aborted"})
     assert reply.raised is not None and reply.raised.name == "KeyboardInterrupt" and reply.raised.at > 0
 
@@ -50,6 +50,6 @@ def test_a_good_cell_has_its_report_and_its_pages() -> None:
 
 
 @pytest.mark.parametrize("content", [{}, {"status": "error", "ename": "E"}, {"status": "odd"}])
-def test_an_answer_that_cannot_be_read_is_an_error_and_not_waited_for(content: Any) -> None:
+def test_an_unreadable_answer_is_an_error_and_ends_the_wait(content: Any) -> None:
     reply = ipp_private.cell_reply(content)
     assert reply.raised is not None and "its answer cannot be read" in reply.raised.message

@@ -46,7 +46,7 @@ def test_colours_become_html() -> None:
     )
 
 
-def test_what_is_behind_a_text_stays_and_the_text_can_be_read() -> None:
+def test_text_keeps_its_background_and_stays_readable() -> None:
     assert to_html("\x1b[43;30mx") == '<span style="background:#ddb62b;color:#3e424d">x</span>'
     assert to_html("\x1b[43;92mx") == '<span style="background:#ddb62b;color:#000">x</span>'
     assert to_html("\x1b[44mx") == '<span style="background:#208ffb;color:#000">x</span>'

@@ -43,12 +43,12 @@ def delete_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delattr(kind, attribute)
 
 
-def test_these_versions_have_all_names() -> None:
+def test_the_installed_versions_have_all_names() -> None:
     assert [str(names) for names in TABLES if names.find_off() or names.find_refusal()] == []
 
 
 @pytest.mark.parametrize(("names", "feature", "name"), FEATURES, ids=[name for *_, name in FEATURES])
-def test_a_name_that_is_missing_turns_off_its_feature(
+def test_a_missing_name_turns_off_its_feature(
     names: Names, feature: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete(name, monkeypatch)
@@ -56,7 +56,7 @@ def test_a_name_that_is_missing_turns_off_its_feature(
 
 
 @pytest.mark.parametrize(("names", "name"), CORES, ids=[name for _, name in CORES])
-def test_a_name_without_which_there_is_no_group_is_named(
+def test_missing_names_that_every_group_needs_are_reported(
     names: Names, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete(name, monkeypatch)
@@ -66,7 +66,7 @@ def test_a_name_without_which_there_is_no_group_is_named(
     assert compat.REFUSAL.search(f"Traceback\n{refusal}\n")[0] == refusal  # type: ignore[index]
 
 
-def test_the_doctor_finds_names_without_an_import() -> None:
+def test_the_doctor_checks_names_without_importing_modules() -> None:
     installed = [names for names in private_names.tables() if names.is_installed]
     reports = [private_names.report(names, private_names.is_in_source) for names in installed]
     assert [one for one in reports if one["lacks"] or one["off"]] == []
@@ -76,13 +76,13 @@ def test_the_doctor_finds_names_without_an_import() -> None:
     ]
 
 
-def test_a_module_that_a_build_leaves_out_is_not_missed() -> None:
+def test_modules_that_a_build_omits_do_not_count_as_missing() -> None:
     needed = ("json.no_module.name", "json.no_name")
     assert Names("json", "1", optional=needed).find_missing(needed) == ["json.no_name"]
     assert Names("json", "1").find_missing(needed) == [*needed]
 
 
-def test_what_is_off_is_said_once_for_each_library(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_library_reports_disabled_features_once(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     def script(engine: ScriptedEngine) -> None:
         engine.hello["off"] = {
             "torch 2.16 (tested: 2.15)": {compat_torch.WRAPPERS: ["torch.x"], compat_torch.RPC: ["torch.y"]},
@@ -100,7 +100,7 @@ def test_what_is_off_is_said_once_for_each_library(new_group: NewGroup, capsys: 
 
 
 @pytest.mark.parametrize("log", ["ipykernel 8 has no ipykernel.x, which ddip needs; install ipykernel 7\n", "other\n"])
-def test_a_process_that_lacks_a_name_says_so_in_its_log(log: str) -> None:
+def test_a_process_without_a_required_name_logs_its_absence(log: str) -> None:
     if "other" in log:
         own_cluster._check_names(log)
         return
@@ -108,19 +108,19 @@ def test_a_process_that_lacks_a_name_says_so_in_its_log(log: str) -> None:
         own_cluster._check_names(f"\nend of its log:\n  {log}")
 
 
-def test_without_a_name_that_the_notebook_needs_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_in_the_notebook_prevents_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     delete("ipyparallel.client.client.Client._update_engines", monkeypatch)
     with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ has no ipyparallel\.client\.\S+\._update_engines, "):
         own_cluster.OwnCluster(logging.getLogger(), False)
 
 
-def test_without_their_names_other_clusters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_names_for_attaching_refuse_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat_ipyparallel.NOTEBOOK.off, compat_ipyparallel.ATTACH, ["ipyparallel.x"])
     with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ \(tested: [\d.]+\): %makedip -c and --engines cannot"):
         attached.connect("no such file")
 
 
-def test_without_their_names_there_are_no_completions(
+def test_missing_names_for_completions_turn_completions_off(
     ipython_of_the_module: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell = ipython_of_the_module

@@ -12,7 +12,7 @@ from ipyparallel import util
 from ddip.cluster.processes.controller import Controller
 
 
-def test_sockets_are_named_as_engines_and_clients_write_them() -> None:
+def test_socket_names_match_the_spelling_of_engines_and_clients() -> None:
     for interface in ("ipc:///tmp/a-b/s", "ipc:///tmp/a:b-c/s"):
         controller = Controller()
         controller.engine_info = {"interface": interface, "mux": 7, "broadcast": [8, 9]}
@@ -26,7 +26,7 @@ def test_no_two_sockets_have_one_name() -> None:
     assert [controller.next_port("engine"), controller.next_port("client"), controller.next_port()] == [1, 2, 3]
 
 
-def test_a_peer_without_a_handshake_is_refused_where_a_domain_is_named(tmp_path: Path) -> None:
+def test_a_zap_domain_refuses_a_peer_without_a_handshake(tmp_path: Path) -> None:
     """What ``Controller.initialize`` relies on in libzmq."""
     for number, (domain, arrives) in enumerate([(b"", True), (b"ddip", False)]):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

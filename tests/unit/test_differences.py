@@ -64,25 +64,25 @@ BY_DESIGN = {
 
 
 @pytest.mark.parametrize("kind", [*BROKEN, *BY_DESIGN])
-def test_what_differs_now_and_did_not_was_broken(kind: str) -> None:
+def test_a_new_difference_counts_as_broken(kind: str) -> None:
     now, good, former = {**BROKEN, **BY_DESIGN}[kind]
     reports = [report(now[rank], good[rank], None if former is None else former[rank]) for rank in (0, 1)]
     broken, _, first = broken_paths(reports)
     assert (broken, first) == ([PATH] if kind in BROKEN else [], False)
 
 
-def test_what_no_good_cell_has_had_is_new() -> None:
+def test_a_value_no_good_cell_had_counts_as_new() -> None:
     reports = [report(value(3 + rank), None, None) for rank in (0, 1)]
     assert broken_paths(reports)[:2] == ([], {PATH: "new"})
 
 
-def test_what_was_equal_after_the_last_good_cell_only_is_told_apart() -> None:
+def test_values_only_equal_after_the_last_cell_are_listed_separately() -> None:
     """A counter is evidence then; a loss may have been equal by chance."""
     reports = [report(value(3 + rank), value(2), value(rank)) for rank in (0, 1)]
     assert broken_paths(reports)[:2] == ([], {PATH: "settled"})
 
 
-def test_a_rank_that_is_new_breaks_nothing_by_what_it_lacks() -> None:
+def test_a_new_rank_does_not_break_values_by_lacking_them() -> None:
     new = report(None, None, None) | {"good": b"", "former": b"", "has_history": False}
     reports = [report(value(3), value(2), value(1)), report(value(3), value(2), value(1)), new]
     assert broken_paths(reports) == ([], {}, False)  # type: ignore[comparison-overlap]
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_answer_hangs_no_cell(
     assert "the ranks could not be compared after the fault" in capsys.readouterr().err
 
 
-def test_a_rank_that_does_not_reset_its_iteration_fails_a_cell_in_time(
+def test_a_rank_that_cannot_reset_its_iteration_fails_in_time(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked again before the next cell, which runs."""
@@ -167,7 +167,7 @@ def changes_reports(group: Any, change: Callable[[Any], None]) -> None:
         engine.run = run
 
 
-def test_ranks_that_live_and_cannot_report_are_reset(new_group: NewGroup) -> None:
+def test_live_ranks_that_cannot_report_are_reset(new_group: NewGroup) -> None:
     """Such as when no memory is left for the report."""
     group, resets = new_group(2), list[bool]()
 
@@ -200,7 +200,7 @@ def test_a_line_that_cannot_be_printed_hides_no_fault(new_group: NewGroup, monke
     assert group.engine(0).calls.count(on_rank.join.target) == before + 1
 
 
-def test_a_fault_in_training_before_any_state_was_recorded_says_so(
+def test_a_training_fault_before_any_recorded_state_says_so(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(2)
@@ -216,7 +216,7 @@ def test_a_fault_in_training_before_any_state_was_recorded_says_so(
         assert (said in capsys.readouterr().err) == (iteration is not None)
 
 
-def test_a_reset_that_fails_while_the_notebook_is_idle_is_said(
+def test_a_reset_that_fails_in_an_idle_notebook_is_reported(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After its cell, a notebook has the ranks compared; it is not done again before the next cell."""

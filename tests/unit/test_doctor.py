@@ -26,7 +26,7 @@ GB, NO_LIMIT = 10**9, float("inf")
 # -- what is printed
 
 
-def test_a_check_is_a_line_and_what_to_do_stands_below_it() -> None:
+def test_a_check_prints_a_line_with_its_advice_below() -> None:
     assert str(ok("loopback", "lo is up")) == "ok       loopback       lo is up"
     assert str(warning("folder", "a.py\nb.py", "rename them")).splitlines() == [
         "warning  folder         a.py",
@@ -53,7 +53,7 @@ def test_the_keys_of_the_json_object_stay() -> None:
     }
 
 
-def test_a_check_that_raises_has_failed_and_the_others_go_on() -> None:
+def test_a_check_that_raises_fails_and_other_checks_still_run() -> None:
     def missing() -> Check:
         raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
 
@@ -74,7 +74,7 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on() -> None:
 # -- the machine
 
 
-def test_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_checks_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_platform().status == "ok"
     monkeypatch.setattr(machine.sys, "platform", "win32")
     assert machine.check_platform().status == "failed"
@@ -88,7 +88,7 @@ def test_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
         ((25 * GB, 0), "warning", "remove what ended programs have left"),
     ],
 )
-def test_shared_memory(
+def test_the_doctor_checks_shared_memory(
     figures: tuple[int, int], status: str, advice: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     total, free = figures
@@ -98,7 +98,7 @@ def test_shared_memory(
     assert check.status == status and advice in check.advice
 
 
-def test_a_system_without_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_shared_memory_fails_only_on_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr(machine.sys, "platform", "linux")
     assert machine.check_shared_memory().status == "failed"
@@ -117,12 +117,14 @@ def test_a_system_without_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (8 * GB, (0, 0), 4e9, "warning", "ulimit -v 4.0 GB"),
     ],
 )
-def test_memory(available: int, bound: tuple[int, int], address_space: float, status: str, found: str) -> None:
+def test_the_doctor_checks_memory(
+    available: int, bound: tuple[int, int], address_space: float, status: str, found: str
+) -> None:
     check = machine.judge_memory(16 * GB, available, *bound, address_space)
     assert check.status == status and found in check.found
 
 
-def test_limits() -> None:
+def test_the_doctor_checks_limits() -> None:
     fine = machine.judge_limits(1024, NO_LIMIT, 0, 0, {2: "", 8: ""})
     assert str(fine) == "ok       limits         ulimit -n 1024, -u unlimited"
     for_two = machine.judge_limits(60, 4000, 0, 0, {2: "2 ranks: too few; raise it", 8: "8 ranks: too few; raise it"})
@@ -134,7 +136,7 @@ def test_limits() -> None:
     assert tight.status == "failed" and "--pids-limit" in tight.advice and "10 free" in tight.found
 
 
-def test_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_checks_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_loopback().status == "ok"
 
     def refuse(*args: object) -> None:
@@ -172,7 +174,7 @@ def test_the_tightest_limit_of_all_groups_around_the_process_counts(tmp_path: Pa
     assert machine.control_group("memory", root, tmp_path / "missing") == (0, 0)
 
 
-def test_in_a_container_the_path_outside_is_not_there_and_the_root_is_ours(tmp_path: Path) -> None:
+def test_a_container_reads_its_limits_from_the_root_control_group(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("0::/docker/abc\n")
     write(root, memory__max=1000, memory__current=100, memory__stat="inactive_file 0")
@@ -198,7 +200,7 @@ H100 = "0, 550.54.15, 81559, 4, NVIDIA H100 80GB HBM3\n1, 550.54.15, 81559, 6000
         ("0, 550, [N/A], [Insufficient Permissions], H100\n", [Gpu(0, "550", 0, 0, "H100")]),
     ],
 )
-def test_gpus_are_read(text: str, found: list[Gpu]) -> None:
+def test_the_output_of_nvidia_smi_is_read(text: str, found: list[Gpu]) -> None:
     assert gpus.parse(text) == found
 
 
@@ -215,7 +217,7 @@ def test_gpus_are_read(text: str, found: list[Gpu]) -> None:
         (H100, "", 2, 0, [], ["ok", "failed"], "libnvidia-ml.so.1"),
     ],
 )
-def test_the_driver_and_the_use_of_gpus(
+def test_the_doctor_checks_the_driver_and_gpu_use(
     text: str, error: str, in_machine: int, counted: int, visible: list[str], statuses: list[str], said: str
 ) -> None:
     checks = gpus.judge_gpus(gpus.parse(text), error, in_machine, counted, visible)
@@ -224,7 +226,7 @@ def test_the_driver_and_the_use_of_gpus(
     assert said in "\n".join(map(str, checks))
 
 
-def test_nvidia_smi_that_fails_or_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nvidia_smi_may_fail_or_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus.ask() == []
     program = tmp_path / "nvidia-smi"
@@ -282,7 +284,9 @@ def facts(**changes: object) -> Facts:
         ({"names": names(version="2.99.1")}, 0, ["ok", "ok", "warning"], "torch 2.99.1: newer than 2.15"),
     ],
 )
-def test_the_build_of_torch(changes: dict[str, object], count: int, statuses: list[str], said: str) -> None:
+def test_the_doctor_checks_the_build_of_torch(
+    changes: dict[str, object], count: int, statuses: list[str], said: str
+) -> None:
     checks = torch_build.judge_torch(facts(**changes), "", count)
     assert [check.name for check in checks] == ["torch", "backends", "torch-names"]
     assert [check.status for check in checks] == statuses
@@ -309,14 +313,14 @@ def test_names_of_several_libraries_are_one_check() -> None:
         (0, "", "import torch failed (exit code 0)", "--force-reinstall"),
     ],
 )
-def test_an_import_of_torch_that_fails_is_told(code: int, errors: str, found: str, advice: str) -> None:
+def test_a_failed_import_of_torch_is_reported(code: int, errors: str, found: str, advice: str) -> None:
     known, why = torch_build.read(code, "", errors)
     assert known is None
     (check,) = torch_build.judge_torch(known, why, 0)
     assert check.status == "failed" and found in check.found and advice in check.advice
 
 
-def test_what_the_probe_prints_is_what_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reads_the_output_of_its_probe(capfd: pytest.CaptureFixture[str]) -> None:
     torch_build.main()
     known, why = torch_build.read(0, "printed by a library\n" + capfd.readouterr().out, "")
     assert known is not None and why == ""
@@ -329,7 +333,7 @@ def test_what_the_probe_prints_is_what_is_read(capfd: pytest.CaptureFixture[str]
 REQUIRES = ["ipyparallel<9.3,>=9.0", "torch>=2.4", 'fastai>=2.8; extra == "fastai"', 'x; python_version < "3"']
 
 
-def test_the_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_checks_the_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.check_python().status == "ok"
     monkeypatch.setattr(software.sys, "version_info", (3, 9, 2))
     assert software.check_python().status == "failed"
@@ -346,7 +350,9 @@ def test_the_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], {"notebook": "7.4"}, "ok", "notebook 7.4"),
     ],
 )
-def test_versions_of_packages(requires: list[str] | None, versions: dict[str, str], status: str, said: str) -> None:
+def test_the_doctor_checks_versions_of_packages(
+    requires: list[str] | None, versions: dict[str, str], status: str, said: str
+) -> None:
     check = software.judge_packages(requires, versions.get)
     assert check.status == status and said in str(check)
 
@@ -366,19 +372,19 @@ def test_versions_of_packages(requires: list[str] | None, versions: dict[str, st
         ({"RANK": "0", "NCCL_DEBUG": "INFO"}, ["passed on to the ranks: NCCL_DEBUG=INFO"]),
     ],
 )
-def test_variables_that_get_in_the_way(environment: dict[str, str], said: list[str]) -> None:
+def test_the_doctor_warns_of_conflicting_variables(environment: dict[str, str], said: list[str]) -> None:
     interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     check = software.judge_environment(environment, interfaces, 4, WATCHDOG)
     assert check.status == ("warning" if said else "ok")
     assert all(text in check.found for text in said)
 
 
-def test_what_nccl_is_told_is_told_and_no_warning() -> None:
+def test_nccl_settings_are_listed_without_a_warning() -> None:
     check = software.judge_environment({"NCCL_DEBUG": "INFO"}, {}, 4, WATCHDOG)
     assert (check.status, check.found) == ("ok", "passed on to the ranks: NCCL_DEBUG=INFO")
 
 
-def test_files_that_hide_modules() -> None:
+def test_the_doctor_warns_of_files_that_hide_modules() -> None:
     entries = ["random.py", "queue", "torch.py", "train.py", "os.py", "sys.py", "random.txt", "random.cfg.py", "data"]
     assert software.hiding(entries) == ["queue", "random.py", "torch.py"]
     assert software.judge_folder([], {}).status == "ok"
@@ -387,7 +393,7 @@ def test_files_that_hide_modules() -> None:
     assert check.status == "failed" and "/f/queue.py is found instead of the standard library's queue" in check.found
 
 
-def test_the_current_folder_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_doctor_checks_the_current_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "queue").mkdir()
     (tmp_path / "random").mkdir()
     (tmp_path / "random" / "__init__.py").touch()
@@ -403,7 +409,7 @@ def test_the_current_folder_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_pa
 # -- a start
 
 
-def test_what_came_of_a_start() -> None:
+def test_a_trial_start_passes_or_fails() -> None:
     wrong = trial.judge("gloo", [1.5, 1.5], 1.25, 0.002, "")
     assert wrong.status == "failed" and "the wrong sum: 1.5, 1.5 instead of 3" in wrong.found
     assert trial.judge("gloo", [3.0, 3.0], 1.25, 0.002, "").status == "ok"
@@ -412,6 +418,6 @@ def test_what_came_of_a_start() -> None:
     assert spawned.status == "warning" and "spawned, not forked: the preload process ended" in spawned.found
 
 
-def test_a_start_that_fails_says_what_ddip_says() -> None:
+def test_a_failed_trial_start_shows_the_error_of_ddip() -> None:
     assert trial.judge_failure("gloo", "timed out").found == "timed out"
     assert "NCCL_DEBUG=INFO" in trial.judge_failure("nccl", "no").advice

@@ -13,7 +13,7 @@ def exceptions() -> list[type[BaseException]]:
     return [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.DdipError)]
 
 
-def test_one_base_has_all_exceptions_and_each_is_public() -> None:
+def test_all_exceptions_have_one_base_and_are_public() -> None:
     made_here = [one for one in vars(errors).values() if getattr(one, "__module__", "") == errors.__name__]
     assert [one for one in made_here if isinstance(one, type) and issubclass(one, BaseException)] == exceptions()
     assert [one for one in exceptions() if getattr(ddip, one.__name__) is not one] == []
@@ -21,37 +21,37 @@ def test_one_base_has_all_exceptions_and_each_is_public() -> None:
     assert set(errors.__all__) < set(ddip.__all__)
 
 
-def test_the_stop_button_passes_by_those_who_catch_any_exception() -> None:
+def test_except_exception_does_not_catch_the_stop_button() -> None:
     stops = {one for one in exceptions() if not issubclass(one, Exception)} - {errors.DdipError}
     assert stops == {one for one in exceptions() if issubclass(one, KeyboardInterrupt)}
     assert stops == {errors.CellInterrupted, errors.RequestInterrupted}
 
 
-def test_ranks_are_told_in_spans() -> None:
+def test_ranks_are_shown_in_spans() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([0, 1]) == "ranks 0, 1"
     assert ranks_text([5, 2, 1, 0]) == "ranks 0-2, 5"
 
 
-def test_equal_errors_are_told_once_with_their_ranks() -> None:
+def test_equal_errors_are_shown_once_with_their_ranks() -> None:
     zero = RankError("ZeroDivisionError", "division by zero", "trace")
     error = CellError({2: zero, 0: RankError("ValueError", "0", "other"), 1: zero})
     assert str(error) == "rank 0: ValueError: 0; ranks 1, 2: ZeroDivisionError: division by zero"
     assert error._render_traceback_() == ["[rank 0]", "other", "[ranks 1, 2]", "trace", f"CellError: {error}"]
 
 
-def test_ranks_that_ended_alike_are_told_once_with_their_pids() -> None:
+def test_ranks_that_ended_alike_are_shown_once_with_their_pids() -> None:
     gone = {rank: RankError("RankEnded", f"pid {rank} ended (exit code 3)", "", pid=rank) for rank in (4, 5)}
     error = CellError(gone | {6: RankError("RankEnded", "pid 6 ended (SIGKILL)", "", pid=6)})
     told = "ranks 4, 5: RankEnded: pids 4, 5 ended (exit code 3); rank 6: RankEnded: pid 6 ended (SIGKILL); "
     assert str(error) == told + errors.REPAIR
 
 
-def test_an_error_without_a_message_is_its_name() -> None:
+def test_an_error_without_a_message_shows_its_name() -> None:
     assert str(CellError({0: RankError("AssertionError", "", "")})) == "rank 0: AssertionError"
 
 
-def test_the_earliest_error_comes_first_and_those_who_waited_are_folded_by_place() -> None:
+def test_errors_show_the_earliest_first_and_group_waits_by_place() -> None:
     late = RankError("KeyError", "late", "late trace", at=2.0)
     early = RankError("ValueError", "early", "early trace", at=1.0)
     waited = RankError(
@@ -75,13 +75,13 @@ def test_a_rank_that_ended_can_be_replaced() -> None:
     )
 
 
-def test_what_an_interrupt_raises_is_not_shown_as_an_error() -> None:
+def test_exceptions_from_an_interrupt_are_not_shown_as_errors() -> None:
     stopped = RankError("KeyboardInterrupt", "", "trace")
     error = CellInterrupted("the cell was interrupted", {0: stopped, 1: RankError("ValueError", "own", "own trace")})
     assert error._render_traceback_() == ["[rank 1]", "own trace", "KeyboardInterrupt: the cell was interrupted"]
 
 
-def test_all_that_users_cause_is_a_usage_error_of_one_line() -> None:
+def test_every_user_mistake_is_a_usage_error_of_one_line() -> None:
     of_code = {CellError, CellTimeout, errors.LocalCellFailed}
     for kind in exceptions():
         if issubclass(kind, Exception) and kind not in of_code:
@@ -89,7 +89,7 @@ def test_all_that_users_cause_is_a_usage_error_of_one_line() -> None:
     assert BadInput("-n 0: type more")._render_traceback_() == ["UsageError: -n 0: type more"]
 
 
-def test_of_what_is_in_the_tabs_only_the_first_traceback_is_told_again() -> None:
+def test_only_the_first_traceback_in_the_tabs_is_repeated() -> None:
     error = CellError({rank: RankError("E", str(rank), f"traceback {rank}", at=float(rank)) for rank in range(3)})
     told = lambda: [line for line in error._render_traceback_() if line.startswith("traceback")]  # noqa: E731
     assert told() == ["traceback 0", "traceback 1", "traceback 2"]

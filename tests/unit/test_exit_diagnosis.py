@@ -15,7 +15,7 @@ SHORT = HostMemory(100 * 10**9, 5 * 10**9, kills=3)
 KILLED = HostMemory(100 * 10**9, 80 * 10**9, kills=4)
 
 
-def test_exits_are_told_by_signal_or_code() -> None:
+def test_exits_are_described_by_signal_or_code() -> None:
     assert [exit_text(code) for code in (-9, 3, None)] == ["SIGKILL", "exit code 3", "exit code unknown"]
     assert exit_text(-40) == "signal 40"
 
@@ -48,19 +48,19 @@ def test_exits_are_told_by_signal_or_code() -> None:
         (None, None, PLENTY, "somebody ended it"),
     ],
 )
-def test_the_likely_cause_is_told_with_its_figures(
+def test_the_likely_cause_is_shown_with_its_figures(
     code: int | None, held: int | None, now: HostMemory, told: str
 ) -> None:
     assert cause_text(code, held, PLENTY, now).startswith(told)
 
 
-def test_of_a_crash_the_innermost_lines_are_told() -> None:
+def test_a_crash_shows_its_innermost_lines() -> None:
     log = "hello\nFatal Python error: Aborted\n\nThread 0x1:\n  File x\n\nCurrent thread 0x2:\n  File a\n  File b\nend"
     assert log_end(log, 3) == ["Fatal Python error: Aborted", "Current thread 0x2:", "  File a"]
     assert log_end("1\n2\n3", 2) == ["2", "3"]
 
 
-def test_of_a_log_what_came_before_the_last_cell_is_not_told(tmp_path: Path) -> None:
+def test_log_lines_from_before_the_last_cell_are_left_out(tmp_path: Path) -> None:
     logs, log = EngineLogs(), tmp_path / "log"
     log.write_text("while it started\n")
     logs.opened(0, log)

@@ -22,7 +22,7 @@ CASES = list(product([1, 7, 8, 9, 31, 32, 33, 101], [1, 4, 8], [False, True], [1
 
 
 @pytest.mark.parametrize("in_runs", [False, True])
-def test_every_batch_counts_once_and_every_rank_has_as_many_steps(in_runs: bool) -> None:
+def test_every_batch_counts_once_and_ranks_have_equal_steps(in_runs: bool) -> None:
     for n, bs, drop_last, size in CASES:
         plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size, in_runs=in_runs) for rank in range(size)]
         assert len({len(one.batches) for one in plans}) == 1
@@ -30,7 +30,7 @@ def test_every_batch_counts_once_and_every_rank_has_as_many_steps(in_runs: bool)
         assert sorted(counted) == list(range(n // bs if drop_last else -(-n // bs)))
 
 
-def test_a_step_is_a_batch_of_one_process_with_the_larger_batch() -> None:
+def test_a_step_equals_one_larger_batch_of_a_single_process() -> None:
     for n, bs, drop_last, size in CASES:
         plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
         kept = n // bs * bs if drop_last else n
@@ -40,7 +40,7 @@ def test_a_step_is_a_batch_of_one_process_with_the_larger_batch() -> None:
             assert sum(shares, []) == whole[step * bs * size : (step + 1) * bs * size]
 
 
-def test_the_mean_over_ranks_of_weighted_means_is_the_mean_over_items() -> None:
+def test_weighted_means_over_ranks_equal_the_mean_over_items() -> None:
     for n, bs, drop_last, size in CASES:
         plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
         whole = list(range(n // bs * bs if drop_last else n))
@@ -52,14 +52,14 @@ def test_the_mean_over_ranks_of_weighted_means_is_the_mean_over_items() -> None:
             assert plans[0].items[step] * size == pytest.approx(len(items))
 
 
-def test_a_rank_reads_on_where_it_was() -> None:
+def test_each_rank_reads_consecutive_batches() -> None:
     for rank in range(3):
         batches = plan.training([10] * 10, rank, 3, in_runs=True)
         real = [batch for batch, weight in zip(batches.batches, batches.weights, strict=True) if weight]
         assert real == list(range(real[0], real[0] + len(real)))
 
 
-def test_what_ranks_made_comes_back_in_order() -> None:
+def test_results_of_ranks_return_in_the_order_of_items() -> None:
     for whole, size in product(range(8), [1, 2, 3, 4]):
         parts = [list(plan.evaluation(whole, rank, size)) for rank in range(size)]
         assert plan.in_order(parts) == list(range(whole))

@@ -26,13 +26,13 @@ def told(name: str, before: float | None = None, **arguments: Any) -> dict[str, 
     return answer
 
 
-def test_without_ddip_there_is_no_group_and_nothing_is_loaded_for_that(shell: InteractiveShell) -> None:
+def test_without_ddip_status_shows_no_group_and_loads_nothing(shell: InteractiveShell) -> None:
     nothing = {"schema": 1, "group": None, "ranks": [], "devices": [], "cells": [], "errors": {}}
     assert told("status", time.time() + 60) == {"ok": nothing}
     assert told("shutdown") == {"ok": None}
 
 
-def test_a_request_that_nobody_waits_for_any_more_does_nothing() -> None:
+def test_a_request_without_a_waiting_client_does_nothing() -> None:
     assert told("start", before=time.time() - 1)["error"] == "TooLate"
 
 
@@ -43,7 +43,7 @@ def test_a_request_that_nobody_waits_for_any_more_does_nothing() -> None:
         ("status", {"much": 1}, "TypeError", "unexpected keyword argument 'much'"),
     ],
 )
-def test_what_cannot_be_done_is_told(name: str, arguments: Any, error: str, message: str) -> None:
+def test_an_impossible_request_returns_an_error(name: str, arguments: Any, error: str, message: str) -> None:
     answer = told(name, **arguments)
     assert answer["error"] == error and message in answer["message"]
 
@@ -67,11 +67,11 @@ class Odd:
     ],
     ids=str,
 )
-def test_a_value_is_json_where_json_has_it_and_else_text(value: Any, data: dict[str, Any]) -> None:
+def test_a_value_is_json_if_possible_and_otherwise_text(value: Any, data: dict[str, Any]) -> None:
     assert value_data(value) == data
 
 
-def test_a_large_value_is_text_and_cut() -> None:
+def test_a_large_value_becomes_shortened_text() -> None:
     large = value_data(torch.zeros(2000))
     assert large["text"].startswith("tensor([0., 0.") and large["shape"] == [2000]
     assert value_data([0.1] * 10_000)["truncated"] is True
@@ -79,7 +79,7 @@ def test_a_large_value_is_text_and_cut() -> None:
     assert len(odd["text"]) == 10_000 and odd["truncated"] is True
 
 
-def test_every_function_is_a_tool_and_the_other_way_round() -> None:
+def test_every_function_is_a_tool_and_every_tool_a_function() -> None:
     tools = pytest.importorskip("ddip.server.tools")
     names = {spec.rpartition(":")[2].removeprefix("ddip_") for spec in tools.TOOLS}
     assert names == {*for_programs.FUNCTIONS, "notebooks"}
@@ -90,7 +90,7 @@ def test_every_function_is_a_tool_and_the_other_way_round() -> None:
 
 
 @pytest.mark.parametrize("header", ["token secret", "Token secret", "Bearer secret", "bearer  secret "])
-def test_the_token_opens_as_it_opens_the_server(header: str) -> None:
+def test_the_token_of_the_server_gives_access(header: str) -> None:
     assert tokens.why_not("secret", header, "") == ""
 
 
@@ -107,11 +107,11 @@ def test_the_token_opens_as_it_opens_the_server(header: str) -> None:
         ("", "token ", "", "has no token"),
     ],
 )
-def test_who_has_no_token_or_another_is_refused(token: str, header: str, typed: str, why: str) -> None:
+def test_a_missing_or_wrong_token_is_refused(token: str, header: str, typed: str, why: str) -> None:
     assert why in tokens.why_not(token, header, typed)
 
 
-def test_a_token_in_the_url_opens_too() -> None:
+def test_a_token_in_the_url_gives_access() -> None:
     assert tokens.why_not("secret", "", "secret") == ""
 
 
@@ -128,7 +128,7 @@ def session(path: str) -> dict[str, Any]:
         ("id of work/b.ipynb", "work/b.ipynb"),
     ],
 )
-def test_a_notebook_is_named_by_its_path_its_name_or_its_kernel(typed: str, found: str) -> None:
+def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> None:
     assert notebooks.chosen([session("a.ipynb"), session("work/b.ipynb")], typed)["notebook"] == found
 
 
@@ -141,13 +141,13 @@ def test_a_notebook_is_named_by_its_path_its_name_or_its_kernel(typed: str, foun
         (["x/a", "y/a"], "a", "a: several notebooks are called so; open: x/a, y/a"),
     ],
 )
-def test_where_it_is_not_clear_which_notebook_is_meant_they_are_named(paths: list[str], typed: str, why: str) -> None:
+def test_an_ambiguous_choice_of_a_notebook_lists_the_candidates(paths: list[str], typed: str, why: str) -> None:
     with pytest.raises(KernelError) as raised:
         notebooks.chosen([session(path) for path in paths], typed)
     assert why in str(raised.value)
 
 
-def test_the_only_notebook_need_not_be_named() -> None:
+def test_a_single_notebook_is_chosen_without_its_name() -> None:
     assert notebooks.chosen([session("a")], "") == {"notebook": "a", "kernel": "id of a", "state": "idle"}
 
 
@@ -156,7 +156,7 @@ def reply(**answer: Any) -> dict[str, Any]:
     return {"status": "ok", "user_expressions": {kernels.KEY: {"status": "ok", "data": data}}}
 
 
-def test_what_the_kernel_replies_is_the_answer() -> None:
+def test_the_reply_of_the_kernel_is_the_answer() -> None:
     assert answer_in(reply(ok={"number": 7})) == {"number": 7}
     with pytest.raises(KernelError, match="^BadInput: type this$"):
         answer_in(reply(error="BadInput", message="type this"))

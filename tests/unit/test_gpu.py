@@ -86,12 +86,12 @@ def released(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
     return cut_off
 
 
-def test_a_rank_on_the_cpu_is_released_at_once(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_the_cpu_is_unblocked_at_once(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert released(monkeypatch, Gpu()) is False
     assert log == ["cut"] and not c10d._aborts
 
 
-def test_a_rank_whose_gpu_works_is_interrupted_then_aborted_then_cut_off_from_the_others(
+def test_a_blocked_rank_is_interrupted_then_aborted_then_cut_off(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = ToldGpu(False)
@@ -102,7 +102,7 @@ def test_a_rank_whose_gpu_works_is_interrupted_then_aborted_then_cut_off_from_th
 
 
 @pytest.mark.parametrize(("count", "look"), [(0, False), (1, True)])
-def test_a_rank_is_not_interrupted_if_no_collective_of_its_cell_is_under_way(
+def test_a_rank_without_a_running_collective_is_not_interrupted(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch, count: int, look: bool
 ) -> None:
     gpu = ToldGpu(look)
@@ -128,7 +128,7 @@ def test_a_collective_that_begins_beside_the_abort_is_noticed(
     assert "interrupt" in log
 
 
-def test_connections_do_not_wait_for_an_abort_that_does_not_end_and_the_group_is_not_left_then(
+def test_an_endless_abort_delays_no_connections_but_prevents_leaving(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "ABORT_FIRST_SECONDS", 0.01)
@@ -150,7 +150,7 @@ def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, mon
     assert log == ["abort", "aborted", "cut", "cut"]
 
 
-def test_a_release_of_another_group_does_nothing(log: list[str], backend: Backend) -> None:
+def test_an_abort_for_another_group_does_nothing(log: list[str], backend: Backend) -> None:
     assert membership.release("another store", []) is False
     assert log == []
 
@@ -168,7 +168,7 @@ ALWAYS = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel err
         ([ALWAYS], "lost", "CUDA error: device-side assert triggered"),
     ],
 )
-def test_after_a_cell_a_gpu_is_done_or_under_way_or_lost(
+def test_after_a_cell_gpus_are_done_or_busy_or_lost(
     monkeypatch: pytest.MonkeyPatch, looks: list[Any], state: str, lost: str
 ) -> None:
     monkeypatch.setattr(module, "FAILED_SECONDS", 0.02)
@@ -177,14 +177,14 @@ def test_after_a_cell_a_gpu_is_done_or_under_way_or_lost(
     assert (gpu.settle(), gpu.lost, gpu.figures is not None) == (state, lost, state == "done")
 
 
-def test_after_a_good_cell_nothing_is_looked_at_again() -> None:
+def test_after_a_good_cell_the_gpu_is_not_checked_twice() -> None:
     gpu = ToldGpu(True, RuntimeError("not asked"))
     gpu.begin_cell()
     gpu.finish()
     assert (gpu.settle(), gpu.state) == ("done", "done")
 
 
-def test_a_release_of_what_ddip_has_asked_for_tells_of_no_harm(
+def test_aborting_requests_of_ddip_reports_no_damage(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = ToldGpu(True, False)
@@ -195,7 +195,7 @@ def test_a_release_of_what_ddip_has_asked_for_tells_of_no_harm(
     assert log == ["interrupt", "abort", "aborted", "cut"]
 
 
-def test_sends_and_receives_count_though_torch_does_not_count_them() -> None:
+def test_sends_and_receives_count_although_torch_omits_them() -> None:
     class Counting(ToldGpu):
         begun = Gpu.begun
 
@@ -206,14 +206,14 @@ def test_sends_and_receives_count_though_torch_does_not_count_them() -> None:
     assert gpu.is_under_way()
 
 
-def test_work_on_a_lost_gpu_counts_as_under_way() -> None:
+def test_work_on_a_lost_gpu_counts_as_running() -> None:
     gpu = ToldGpu(ALWAYS)
     gpu.begin_cell()
     gpu.count = 1
     assert gpu.is_under_way()
 
 
-def test_on_the_cpu_nothing_is_waited_for() -> None:
+def test_ranks_on_the_cpu_wait_for_no_gpu() -> None:
     gpu = Gpu()
     gpu.use(torch.device("cpu"))
     gpu.begin_cell()
@@ -235,7 +235,7 @@ def test_each_implementation_of_nccl_is_known(backend: str, has: bool) -> None:
     ("backend", "former", "at_once"),
     [("gloo", "", False), ("cpu:gloo,cuda:nccl", "0", False), ("nccl2", "0", True), ("nccl-legacy", "", False)],
 )
-def test_it_is_known_which_nccl_connects_at_once(
+def test_an_nccl_that_connects_at_once_is_recognized(
     monkeypatch: pytest.MonkeyPatch, backend: str, former: str, at_once: bool
 ) -> None:
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", former)

@@ -12,7 +12,7 @@ from ddip.cluster.ipyparallel import greeting
 from ddip.errors import GroupError
 
 
-def test_an_engine_that_ends_while_it_is_greeted_is_named_by_the_check() -> None:
+def test_the_check_names_an_engine_that_ends_while_greeted() -> None:
     """The client has heard of its end, and knows no engine of that number any more."""
     loop = SimpleNamespace(add_callback=lambda *_: None)
     client: Any = SimpleNamespace(_engines={}, _closed=False, session=Session(), _io_loop=loop)

@@ -27,31 +27,31 @@ def cell(*lines: str) -> str:
     return "\n".join(f"{rank}: {line}" for rank, line in enumerate(lines))
 
 
-def test_a_good_cell_shows_what_the_seen_ranks_write(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_cell_shows_the_output_of_the_visible_ranks(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = new_group(3)
     group.run(cell("print one", "print two", "print three"), show_ranks=[1])
     assert capsys.readouterr().out == "two\n"
 
 
-def test_a_quiet_cell_shows_what_was_written_at_its_end(
-    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quiet_cell_shows_its_output_at_its_end(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     new_group().run("print here", quiet=True)
     assert capsys.readouterr().out == "here\n"
 
 
-def test_a_cell_that_is_told_about_says_where_it_ran(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_with_a_summary_says_where_it_ran(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     new_group().run("pass", tell=True)
     assert re.fullmatch(r"ranks 0, 1 · 0\.\d\d s\n", capsys.readouterr().out)
 
 
-def test_the_errors_of_all_ranks_are_told_the_earliest_first(new_group: NewGroup) -> None:
+def test_errors_of_all_ranks_are_shown_earliest_first(new_group: NewGroup) -> None:
     with pytest.raises(CellError, match="^rank 1: KeyError: 'a'; rank 2: ValueError: no") as error:
         new_group(3).run(cell("pass", "raise KeyError 'a'", "raise ValueError no"))
     assert {rank: found.name for rank, found in error.value.by_rank.items()} == {1: "KeyError", 2: "ValueError"}
 
 
-def test_who_waits_for_a_rank_that_failed_is_released_and_the_group_is_formed_again(
+def test_a_failed_rank_unblocks_waiting_ranks_and_causes_a_rebuild(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(3)
@@ -64,7 +64,7 @@ def test_who_waits_for_a_rank_that_failed_is_released_and_the_group_is_formed_ag
     assert [group.engine(rank).calls.count(on_rank.join.target) for rank in range(3)] == [before + 1] * 3
 
 
-def test_who_runs_on_after_an_error_is_told(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_still_run_after_an_error_are_named(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"cell": 7, "line": 3, "source": "loop()"})
     with pytest.raises(CellInterrupted):
@@ -79,7 +79,7 @@ def _press_and(answer: Any) -> Any:
     return answer
 
 
-def test_the_stop_button_ends_what_sleeps_and_what_waits(new_group: NewGroup) -> None:
+def test_the_stop_button_ends_sleeping_and_waiting_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
     group.engine(2).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0-2$") as error:
@@ -88,7 +88,7 @@ def test_the_stop_button_ends_what_sleeps_and_what_waits(new_group: NewGroup) ->
     group.run("pass")
 
 
-def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup) -> None:
+def test_a_stop_at_the_end_is_not_lost(new_group: NewGroup) -> None:
     group = new_group(1)
     run = group.engine(0).run
 
@@ -101,9 +101,7 @@ def test_the_stop_button_when_the_cell_has_ended_is_not_lost(new_group: NewGroup
         group.run("pass")
 
 
-def test_the_end_of_a_cell_that_never_began_on_a_rank_is_shown(
-    new_group: NewGroup, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cell_that_never_began_on_one_rank_fails(new_group: NewGroup, caplog: pytest.LogCaptureFixture) -> None:
     group = new_group(2)
 
     def abort(request: Any, *_: Any) -> None:
@@ -116,14 +114,14 @@ def test_the_end_of_a_cell_that_never_began_on_a_rank_is_shown(
     assert caplog.text == ""
 
 
-def test_a_rank_that_had_finished_is_not_said_to_be_interrupted(new_group: NewGroup, impatient: None) -> None:
+def test_a_finished_rank_is_not_reported_as_interrupted(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on rank 1\nrank 1 did not stop:"):
         group.run(cell("pass", "deaf"))
 
 
-def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup, impatient: None) -> None:
+def test_a_rank_that_does_not_stop_is_named_until_repaired(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:
         group.run(cell("pass", "deaf"), timeout=0.01)
@@ -134,7 +132,7 @@ def test_a_rank_that_does_not_stop_is_named_and_left_alone(new_group: NewGroup, 
     group.run("pass")
 
 
-def test_a_rank_that_stops_late_is_free_for_the_next_cell(new_group: NewGroup, impatient: None) -> None:
+def test_a_rank_that_stops_late_runs_the_next_cell(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout):
         group.run(cell("pass", "deaf"), timeout=0.01)
@@ -142,9 +140,7 @@ def test_a_rank_that_stops_late_is_free_for_the_next_cell(new_group: NewGroup, i
     group.run("pass")
 
 
-def test_a_cell_in_which_nobody_moves_says_who_waits_where(
-    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2, stall_timeout=0.02)
     group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"function": "all_reduce", "cell": 1, "line": 2})
     with pytest.raises(CellInterrupted):
@@ -153,20 +149,20 @@ def test_a_cell_in_which_nobody_moves_says_who_waits_where(
     assert "no rank has made progress for 0.02 s:\n  rank 0: finished\n  rank 1: all_reduce, cell [1] line 2" in said
 
 
-def test_ranks_that_wait_for_one_that_has_caught_its_error_are_released(new_group: NewGroup) -> None:
+def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked(new_group: NewGroup) -> None:
     group = new_group(2)
     with pytest.raises(CellError, match="rank 0: ValueError: caught"):
         group.run(cell("catch ValueError caught", "wait"))
 
 
-def test_a_rank_that_cannot_be_released_from_such_a_wait_is_named(new_group: NewGroup, impatient: None) -> None:
+def test_a_rank_that_cannot_be_unblocked_is_named(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     group.ranks.can_unblock = False
     with pytest.raises(CellError, match="^rank 0: ValueError: caught\nrank 1 did not stop:"):
         group.run(cell("catch ValueError caught", "deaf"))
 
 
-def test_a_rank_that_dies_in_a_cell_is_told_with_its_log_and_repaired(new_group: NewGroup) -> None:
+def test_a_dead_rank_shows_its_log_and_can_be_repaired(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(0).names["kept"] = 1
     with pytest.raises(CellError, match=r"^rank 1: RankEnded: pid \d+ ended \(SIGKILL\)") as error:
@@ -178,7 +174,7 @@ def test_a_rank_that_dies_in_a_cell_is_told_with_its_log_and_repaired(new_group:
     assert group.pull(["kept"], 1) == {"kept": 1}
 
 
-def test_where_no_rank_is_left_none_is_said_to_keep_its_variables(new_group: NewGroup) -> None:
+def test_when_all_ranks_die_no_variables_are_said_to_remain(new_group: NewGroup) -> None:
     group = new_group(3)
     left = "; no rank is left, nor any variable: %makedip --repair starts new processes$"
     with pytest.raises(CellError, match=left):
@@ -198,7 +194,7 @@ def test_where_no_rank_is_left_none_is_said_to_keep_its_variables(new_group: New
     assert group.repair() == [0, 1, 2]
 
 
-def test_the_error_of_two_ranks_that_died_says_that_the_third_keeps_its_variables(new_group: NewGroup) -> None:
+def test_after_two_deaths_the_third_rank_keeps_its_variables(new_group: NewGroup) -> None:
     group = new_group(3)
     with pytest.raises(CellError, match="; the other ranks keep their variables$"):
         group.run(cell("die", "pass", "die"))
@@ -229,7 +225,7 @@ def test_messages_without_an_end_do_not_hold_up_a_stop(new_group: NewGroup, monk
     assert 100 <= shown < 5000
 
 
-def test_with_the_controller_gone_nobody_is_sent_to_repair(new_group: NewGroup) -> None:
+def test_after_the_controller_ended_errors_do_not_suggest_a_repair(new_group: NewGroup) -> None:
     group = new_group(2)
     group.scripted.controller_ended = True
     assert group.ranks.repair_text.startswith("%makedip --repair")
@@ -250,7 +246,7 @@ def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
         group.run("sleep")
 
 
-def test_a_cell_that_leaves_ranks_out_of_step_names_the_line_and_the_group_is_formed_again(
+def test_unequal_collectives_name_the_line_and_cause_a_rebuild(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(2)
@@ -264,9 +260,7 @@ def test_a_cell_that_leaves_ranks_out_of_step_names_the_line_and_the_group_is_fo
 
 
 @pytest.mark.parametrize("by_threads", [False, True])
-def test_after_a_failed_cell_only_a_group_that_threads_have_used_may_stay_out_of_step(
-    new_group: NewGroup, by_threads: bool
-) -> None:
+def test_after_a_failure_only_threads_excuse_ranks_out_of_step(new_group: NewGroup, by_threads: bool) -> None:
     group = new_group(2)
     for rank, number in enumerate((2, 1)):
         used = use(number)
@@ -279,7 +273,7 @@ def test_after_a_failed_cell_only_a_group_that_threads_have_used_may_stay_out_of
     assert group.engine(0).calls.count(on_rank.join.target) == before + (not by_threads)
 
 
-def test_what_a_rank_cannot_tell_of_its_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_report_of_a_rank_is_mentioned(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(1)
     run = group.engine(0).run
 
@@ -294,7 +288,7 @@ def test_what_a_rank_cannot_tell_of_its_group_is_said(new_group: NewGroup, capsy
     )
 
 
-def test_help_that_a_cell_asks_for_is_shown_once(new_group: NewGroup) -> None:
+def test_help_requested_by_a_cell_is_shown_once(new_group: NewGroup) -> None:
     new_group(2).run("help of a model")  # there is no notebook here to show it
 
 
@@ -308,9 +302,7 @@ def shown_by_now(capsys: pytest.CaptureFixture[str], text: str) -> bool:
     return shown == text
 
 
-def test_late_output_of_the_last_cells_is_shown_and_that_of_former_ones_is_not(
-    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_late_output_is_shown_only_for_recent_cells(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(1)
     for _ in range(25):
         group.run("pass")
@@ -320,7 +312,7 @@ def test_late_output_of_the_last_cells_is_shown_and_that_of_former_ones_is_not(
     assert shown_by_now(capsys, "late\n")
 
 
-def test_a_page_that_takes_its_time_does_not_hold_up_the_thread_on_which_messages_come(
+def test_a_slow_page_does_not_block_the_message_thread(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal whose reader has paused, for example: replies of all ranks come on that thread, too."""
@@ -361,7 +353,7 @@ def test_a_cell_whose_thread_cannot_start_has_ended(new_group: NewGroup, monkeyp
         ({"show_ranks": [2]}, "there is no rank 2"),
     ],
 )
-def test_ranks_that_are_not_there_are_refused_before_anything_runs(
+def test_unknown_ranks_are_refused_before_any_code_runs(
     new_group: NewGroup, options: dict[str, Any], text: str
 ) -> None:
     group = new_group(2)
@@ -370,13 +362,13 @@ def test_ranks_that_are_not_there_are_refused_before_anything_runs(
     assert group.ranks.live == [0, 1]
 
 
-def test_a_cell_runs_on_the_ranks_that_are_asked_for(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_runs_on_the_requested_ranks(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(3)
     group.run("print x", ranks=[1, 2], show_ranks=[0, 1, 2])
     assert capsys.readouterr().out.count("x") == 2
 
 
-def test_an_interrupt_of_what_runs_reaches_the_ranks_that_run_something(new_group: NewGroup) -> None:
+def test_an_interrupt_without_a_cell_reaches_the_chosen_ranks(new_group: NewGroup) -> None:
     group = new_group(2)
     group.interrupt()
     group.interrupt([1])

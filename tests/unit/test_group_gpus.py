@@ -21,7 +21,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1", "2"])
 
 
-def test_ranks_whose_work_was_cut_off_are_named_with_one_that_is_good(
+def test_ranks_with_cut_off_work_and_good_ranks_are_named(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(None, gpus="all", failure_grace=0.0)
@@ -33,22 +33,18 @@ def test_ranks_whose_work_was_cut_off_are_named_with_one_that_is_good(
     assert "cut off" not in capsys.readouterr().err
 
 
-def test_where_no_rank_is_good_a_checkpoint_is_left() -> None:
+def test_without_a_good_rank_the_advice_is_a_checkpoint() -> None:
     assert cut_off_text({0: True, 1: True}).endswith("copy it from a checkpoint, before you go on")
 
 
-def test_a_rank_that_has_ended_is_not_the_one_to_copy_from(
-    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_ended_rank_is_not_recommended_as_a_source(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(None, gpus="all", failure_grace=0.0)
     with pytest.raises(CellError, match="^rank 0: RankEnded"):
         group.run("0: die\n1: compute\n2: wait")
     assert "rank 1: work on the GPU was cut off" in (said := capsys.readouterr().err) and "copy it from rank 2" in said
 
 
-def test_a_rank_that_has_lost_its_gpu_is_named_and_replaced_alone(
-    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_rank_with_a_lost_gpu_is_replaced(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(None, gpus="all", failure_grace=0.0)
     pids = [member.pid for member in group.members]
     group.push({"kept": 1})

@@ -61,7 +61,7 @@ def an_app(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- start
 
 
-def test_a_group_tells_what_is_under_way(new_group: NewGroup) -> None:
+def test_a_group_reports_its_progress(new_group: NewGroup) -> None:
     told: list[str] = []
     group = new_group(2, progress=lambda text, share=None: told.append(text))
     assert told == [
@@ -73,13 +73,13 @@ def test_a_group_tells_what_is_under_way(new_group: NewGroup) -> None:
     assert group.describe() == "ddip: 2 ranks on the CPU, gloo"
 
 
-def test_a_group_on_gpus_sees_those_that_were_asked_for(new_group: NewGroup, gpus: None) -> None:
+def test_a_group_on_gpus_sees_only_the_requested_gpus(new_group: NewGroup, gpus: None) -> None:
     group = new_group(None, gpus=[1, 0])
     assert [group.engine(rank).environment["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["1,0"] * 2
     assert group.describe() == "ddip: 2 ranks on GPU 1, 0, cpu:gloo,cuda:nccl"
 
 
-def test_no_watchdog_of_torchs_ends_a_rank_with_nccl_unless_the_user_wants_that(
+def test_torch_watchdogs_end_an_nccl_rank_only_on_request(
     new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
@@ -89,7 +89,7 @@ def test_no_watchdog_of_torchs_ends_a_rank_with_nccl_unless_the_user_wants_that(
     assert not [name for name in new_group(2).engine(1).environment if "NCCL" in name]
 
 
-def test_two_ranks_on_one_gpu_get_nccl_where_that_is_told_to_allow_it(
+def test_two_ranks_on_one_gpu_use_nccl_if_allowed(
     new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BadInput, match="nccl does only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment"):
@@ -119,19 +119,19 @@ def _hello(**facts: Any) -> Callable[[ScriptedEngine], None]:
         ({"cuda": False}, {"n": None, "gpus": "all"}, BadInput, "was built without CUDA; .* -n 2"),
     ],
 )
-def test_engines_that_cannot_do_it_are_refused(
+def test_engines_without_a_needed_ability_are_refused(
     new_group: NewGroup, gpus: None, facts: dict[str, Any], options: dict[str, Any], kind: Any, text: str
 ) -> None:
     with pytest.raises(kind, match=text):
         new_group(script=_hello(**facts), **options)
 
 
-def test_a_start_that_is_stopped_says_that_there_is_no_group(new_group: NewGroup) -> None:
+def test_a_stopped_start_says_that_there_is_no_group(new_group: NewGroup) -> None:
     with pytest.raises(RequestInterrupted, match="^the start was interrupted; there is no group$"):
         new_group(2, script=lambda engine: press_stop())
 
 
-def test_a_rank_that_cannot_join_fails_the_start_with_its_error(new_group: NewGroup) -> None:
+def test_a_rank_that_cannot_join_fails_the_start(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         if engine.number == 1:
             engine.answers[on_rank.join.target] = raising(OSError("no interface"))
@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_join_fails_the_start_with_its_error(new_group: NewGr
         new_group(2, script=script)
 
 
-def test_a_group_that_does_not_form_at_once_is_formed_once_more(new_group: NewGroup) -> None:
+def test_a_group_that_fails_to_form_gets_another_attempt(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         join = engine.answers[on_rank.join.target]
 
@@ -153,7 +153,7 @@ def test_a_group_that_does_not_form_at_once_is_formed_once_more(new_group: NewGr
     assert joins(new_group(2, script=script)) == [2, 2]
 
 
-def test_a_stranger_that_has_connected_meanwhile_is_noticed(new_group: NewGroup) -> None:
+def test_an_unknown_connection_during_the_start_is_noticed(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         engine.answers[on_rank.join.target] = lambda spec: ([("127.0.0.1", 1, "127.0.0.1", 9)], [1])
 
@@ -161,7 +161,7 @@ def test_a_stranger_that_has_connected_meanwhile_is_noticed(new_group: NewGroup)
         new_group(1, script=script)
 
 
-def test_a_rank_that_does_not_come_in_time_is_named(new_group: NewGroup) -> None:
+def test_a_rank_that_misses_the_start_timeout_is_named(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         if engine.number == 1:
             engine.answers[on_rank.join.target] = raising(Silence())
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_come_in_time_is_named(new_group: NewGroup) -> None
         new_group(2, script=script, timeout=0.01)
 
 
-def test_a_group_is_empty_when_it_has_ended(new_group: NewGroup) -> None:
+def test_an_ended_group_is_empty(new_group: NewGroup) -> None:
     with new_group() as group:
         assert group.alive
     assert not group.alive
@@ -180,7 +180,7 @@ def test_a_group_is_empty_when_it_has_ended(new_group: NewGroup) -> None:
         group.run("pass")
 
 
-def test_an_end_that_is_stopped_gives_back_what_was_taken(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_end_still_frees_all_resources(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group, given_back = new_group(), list[bool]()
     monkeypatch.setattr(Place, "give_back", lambda _: given_back.append(True))
     stop = group.cluster.stop
@@ -202,7 +202,7 @@ def test_a_group_that_grows_keeps_its_ranks(new_group: NewGroup) -> None:
     assert group.scripted.live == {0}
 
 
-def test_a_change_whose_new_rank_does_not_come_leaves_the_group_as_it_was(new_group: NewGroup) -> None:
+def test_a_change_whose_new_rank_is_missing_keeps_the_group(new_group: NewGroup) -> None:
     group = new_group(2)
     group.script = raising(GroupError("timed out"))
     with pytest.raises(GroupError, match="timed out"):
@@ -211,7 +211,7 @@ def test_a_change_whose_new_rank_does_not_come_leaves_the_group_as_it_was(new_gr
     group.run("pass")
 
 
-def test_a_change_that_is_stopped_says_what_the_group_is(new_group: NewGroup) -> None:
+def test_a_stopped_change_describes_the_resulting_group(new_group: NewGroup) -> None:
     group = new_group(2)
     group.script = lambda engine: press_stop()
     with pytest.raises(RequestInterrupted, match=r"^the change was interrupted; the group is unchanged \(2 ranks"):
@@ -225,7 +225,9 @@ def test_a_change_that_is_stopped_says_what_the_group_is(new_group: NewGroup) ->
     group.run("pass")
 
 
-def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_lists_the_objects_lost_with_the_former_group(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = new_group(2)
     group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "meshes": 0, "subgroups": 2, "rpc": False}
     group.change(Request(n=1))
@@ -233,7 +235,7 @@ def test_what_goes_with_the_former_group_is_said(new_group: NewGroup, capsys: py
     assert on_rank.revive.target not in group.engine(0).calls
 
 
-def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
     for engine in (group.engine(0), group.engine(1)):
         engine.answers[on_rank.leave.target] = lambda: {"wrappers": 2, "meshes": 0, "subgroups": 1, "rpc": False}
@@ -246,7 +248,7 @@ def test_wrappers_go_on_if_all_ranks_have_them(new_group: NewGroup, capsys: pyte
     assert "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers" in said
 
 
-def test_a_revival_that_fails_fails_one_cell_and_the_group_is_formed_again(new_group: NewGroup) -> None:
+def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 1, "meshes": 0, "subgroups": 0, "rpc": False}
     group.engine(1).answers[on_rank.revive.target] = raising(MemoryError("too little"))
@@ -258,7 +260,7 @@ def test_a_revival_that_fails_fails_one_cell_and_the_group_is_formed_again(new_g
     group.run("pass")
 
 
-def test_a_change_whose_group_cannot_be_formed_names_who_is_to_blame(new_group: NewGroup) -> None:
+def test_a_change_that_cannot_form_the_group_names_the_rank(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
     with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError: no interface; %makedip --repair"):
@@ -277,7 +279,7 @@ def test_a_restart_begins_with_new_processes(new_group: NewGroup) -> None:
 # -- repair
 
 
-def test_nothing_is_repaired_where_all_is_well(new_group: NewGroup) -> None:
+def test_a_healthy_group_needs_no_repair(new_group: NewGroup) -> None:
     group = new_group(2)
     assert group.repair() == []
     with pytest.raises(BadInput, match="all ranks are running"):
@@ -294,7 +296,7 @@ def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
     assert group.repair() == [1]
 
 
-def test_a_rank_that_can_be_in_no_group_is_found_and_replaced(new_group: NewGroup) -> None:
+def test_a_rank_that_fails_every_group_is_replaced(new_group: NewGroup) -> None:
     group = new_group(3)
     group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
     group.lifecycle.parts.manager.healthy = False
@@ -304,7 +306,7 @@ def test_a_rank_that_can_be_in_no_group_is_found_and_replaced(new_group: NewGrou
     group.run("pass")
 
 
-def test_a_rank_that_is_fine_alone_and_spoils_every_group_is_found_with_a_helper(new_group: NewGroup) -> None:
+def test_a_helper_reveals_a_rank_that_spoils_every_group(new_group: NewGroup) -> None:
     group = new_group(3)
     engine = group.engine(2)
     join = engine.answers[on_rank.join.target]
@@ -320,7 +322,7 @@ def test_a_rank_that_is_fine_alone_and_spoils_every_group_is_found_with_a_helper
     group.run("pass")
 
 
-def test_a_new_rank_gets_the_settings_on_which_the_others_agree(
+def test_a_new_rank_gets_settings_on_which_the_others_agree(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, taken = new_group(3), list[dict[str, bytes]]()
@@ -343,7 +345,7 @@ def test_a_new_rank_gets_the_settings_on_which_the_others_agree(
     assert "MINE: different on ranks 0, 1, and not set on rank 2" in told
 
 
-def test_a_rank_on_which_no_cell_goes_well_is_replaced(new_group: NewGroup) -> None:
+def test_a_rank_on_which_every_cell_fails_is_replaced(new_group: NewGroup) -> None:
     group = new_group(2)
     run = group.engine(1).run
 
@@ -354,7 +356,7 @@ def test_a_rank_on_which_no_cell_goes_well_is_replaced(new_group: NewGroup) -> N
     assert group.repair() == [1]
 
 
-def test_a_repair_that_is_stopped_has_replaced_nothing(new_group: NewGroup) -> None:
+def test_a_stopped_repair_replaces_no_rank(new_group: NewGroup) -> None:
     group = new_group(2)
     group.scripted.end_engine(1, -9)
     group.script = lambda engine: press_stop()
@@ -398,7 +400,7 @@ def test_a_command_needs_an_app(new_group: NewGroup) -> None:
         new_group(1).command("status")
 
 
-def test_an_app_that_can_be_prepared_nowhere_leaves_the_group_without_it(new_group: NewGroup, an_app: None) -> None:
+def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2)
     for rank in range(2):
         group.engine(rank).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
@@ -407,7 +409,7 @@ def test_an_app_that_can_be_prepared_nowhere_leaves_the_group_without_it(new_gro
     group.run("pass")
 
 
-def test_an_app_that_one_rank_cannot_prepare_asks_for_a_repair(new_group: NewGroup, an_app: None) -> None:
+def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
     with pytest.raises(GroupError, match="rank 1: ImportError: no frame.*%makedip --repair"):
@@ -416,7 +418,7 @@ def test_an_app_that_one_rank_cannot_prepare_asks_for_a_repair(new_group: NewGro
     group.run("pass")
 
 
-def test_a_command_that_fails_on_some_ranks_has_the_group_formed_again(new_group: NewGroup, an_app: None) -> None:
+def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.command_app.target] = raising(ValueError("odd"))
     before = joins(group)
@@ -429,7 +431,7 @@ def test_a_command_that_fails_on_some_ranks_has_the_group_formed_again(new_group
 # -- what ddip asks of ranks
 
 
-def test_a_request_that_is_stopped_frees_the_ranks(new_group: NewGroup, an_app: None) -> None:
+def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.command_app.target] = pressing()
     group.engine(1).answers[on_rank.command_app.target] = raising(Silence())
@@ -438,9 +440,7 @@ def test_a_request_that_is_stopped_frees_the_ranks(new_group: NewGroup, an_app: 
     group.run("pass")
 
 
-def test_a_rank_that_does_not_stop_a_request_is_named_until_it_does(
-    new_group: NewGroup, impatient: None, an_app: None
-) -> None:
+def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, impatient: None, an_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.command_app.target] = pressing()
     group.engine(1).answers[on_rank.command_app.target] = raising(Deafness())
@@ -453,7 +453,7 @@ def test_a_rank_that_does_not_stop_a_request_is_named_until_it_does(
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it fails"])
-def test_a_rank_that_answers_when_its_time_is_just_over_is_late(
+def test_an_answer_just_after_the_timeout_counts_as_late(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     """Its answer may come at any moment, on another thread."""
@@ -473,7 +473,7 @@ def test_a_rank_that_answers_when_its_time_is_just_over_is_late(
         group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
 
 
-def test_a_rank_that_ends_at_a_request_is_told(new_group: NewGroup, an_app: None) -> None:
+def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.command_app.target] = raising(EngineEnds())
     with pytest.raises(RequestFailed, match=r"^the app's command failed: rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
@@ -482,7 +482,7 @@ def test_a_rank_that_ends_at_a_request_is_told(new_group: NewGroup, an_app: None
         group.command("status")
 
 
-def test_who_is_asked_to_complete_a_name_is_not_waited_for(new_group: NewGroup) -> None:
+def test_an_interrupted_completion_is_not_waited_for(new_group: NewGroup) -> None:
     group = new_group(1)
     group.engine(0).names["model"] = 1
     assert group.try_call(on_rank.complete("mo", 2), 0.01) == {"matches": ["model"]}
@@ -492,7 +492,7 @@ def test_who_is_asked_to_complete_a_name_is_not_waited_for(new_group: NewGroup) 
     assert group.scripted.interrupted == [0]
 
 
-def test_what_is_known_of_a_rank_that_lost_its_heartbeat(new_group: NewGroup) -> None:
+def test_a_rank_that_lost_its_heartbeat_is_reported(new_group: NewGroup) -> None:
     group = new_group(1)
     group.scripted.engines.clear()
     error = group.ranks.end_of(0)
@@ -502,7 +502,7 @@ def test_what_is_known_of_a_rank_that_lost_its_heartbeat(new_group: NewGroup) ->
 # -- figures
 
 
-def test_the_table_of_ranks_tells_who_is_busy_and_who_has_ended(new_group: NewGroup) -> None:
+def test_the_table_of_ranks_shows_busy_and_ended_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
     group.scripted.end_engine(2, 1)
     group.engine(1).answers[on_rank.figures.target] = raising(Silence())
@@ -511,7 +511,7 @@ def test_the_table_of_ranks_tells_who_is_busy_and_who_has_ended(new_group: NewGr
     assert infos[0].memory == 1000 and infos[0].seconds == 0.5
 
 
-def test_stacks_of_all_ranks(new_group: NewGroup) -> None:
+def test_the_group_collects_stacks_of_all_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
     group.scripted.end_engine(2, 1)
     group.engine(1).answers[on_rank.whole_stack.target] = raising(Silence())
@@ -527,7 +527,7 @@ def test_garbage_collection_is_turned_off_on_every_rank(new_group: NewGroup) -> 
     assert [group.engine(rank).calls[-1] for rank in range(2)] == [on_rank.set_collect.target] * 2
 
 
-def test_an_interface_that_is_not_used_is_said(
+def test_an_unused_interface_is_reported(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")

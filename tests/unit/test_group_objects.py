@@ -41,7 +41,7 @@ class CannotArrive:
         return fails, ("not here",)
 
 
-def test_names_go_to_all_ranks_and_come_back(new_group: NewGroup) -> None:
+def test_pushed_names_reach_all_ranks_and_can_be_pulled(new_group: NewGroup) -> None:
     group = new_group(3)
     assert group.push({"a": 1, "b": [2]}) == []
     group.push({"a": 5}, ranks=[1])
@@ -50,7 +50,7 @@ def test_names_go_to_all_ranks_and_come_back(new_group: NewGroup) -> None:
     assert group.has_name("a") and not group.has_name("c")
 
 
-def test_what_is_large_travels_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_objects_travel_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (transfer, delivery):
         monkeypatch.setattr(module, "PART", 100)
         monkeypatch.setattr(module, "LARGE_BESIDE", 100)
@@ -76,7 +76,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "LARGE_BESIDE", 100)
 
 
-def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewGroup, small_parts: None) -> None:
+def test_ranks_on_this_host_read_one_shared_copy(new_group: NewGroup, small_parts: None) -> None:
     group = new_group(3)
     values = {"text": "x" * 1000, "none": None, **{f"n{i}": i for i in range(200)}}
     group.push(values, [0, 2])
@@ -91,7 +91,7 @@ def test_ranks_beside_the_notebook_read_what_it_has_written_once(new_group: NewG
     assert on_rank.put.target not in group.engine(1).calls
 
 
-def test_who_cannot_read_it_gets_it_in_parts(new_group: NewGroup, small_parts: None) -> None:
+def test_ranks_that_cannot_read_the_copy_get_parts(new_group: NewGroup, small_parts: None) -> None:
     group = new_group(3)
     group.engine(1)._attach = lambda load, path, size: False  # type: ignore[method-assign]
     told: list[float] = []
@@ -101,7 +101,7 @@ def test_who_cannot_read_it_gets_it_in_parts(new_group: NewGroup, small_parts: N
     assert all(0 <= share < 1 for share in told)
 
 
-def test_without_room_in_memory_everybody_gets_it_in_parts(
+def test_without_memory_for_a_copy_all_ranks_get_parts(
     new_group: NewGroup, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: SharedBytes, portion: list[bytes]) -> None:
@@ -128,14 +128,14 @@ def test_a_stop_while_the_notebook_writes_changes_nothing(new_group: NewGroup, s
         (CannotArrive(), r"^nothing was pushed: odd cannot be unpickled there: ValueError: not here \(ranks 0, 1\)"),
     ],
 )
-def test_a_push_of_what_cannot_be_carried_changes_nothing(new_group: NewGroup, value: Any, text: str) -> None:
+def test_a_push_of_an_unpicklable_object_changes_nothing(new_group: NewGroup, value: Any, text: str) -> None:
     group = new_group(2)
     with pytest.raises(TransferError, match=text):
         group.push({"good": 1, "odd": value})
     assert not group.has_name("good")
 
 
-def test_a_pull_of_what_cannot_be_had_says_why(new_group: NewGroup) -> None:
+def test_a_pull_that_fails_says_why(new_group: NewGroup) -> None:
     group = new_group(1)
     with pytest.raises(
         TransferError, match="nothing was pulled: rank 0 has no variable x; type names that a %%dip cell has defined"
@@ -269,7 +269,7 @@ def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -
     assert cell.page.kinds == ["comm_open", "stream", "comm_close"]
 
 
-def test_what_a_person_does_with_a_widget_of_an_ended_rank_is_lost_without_harm(new_group: NewGroup) -> None:
+def test_actions_on_a_widget_of_an_ended_rank_do_nothing(new_group: NewGroup) -> None:
     group = new_group(1)
     Cell(group, 0).receive(0, comm_message("comm_open", "w2"))
     group.scripted.end_engine(0, 1)
@@ -295,7 +295,7 @@ def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
     assert cell.page.captures[3:] == ["out:m", "inside", "out:"] and cell.tab(1) == "of another rank"
 
 
-def test_children_that_a_widget_gets_later_are_the_pages_too(new_group: NewGroup) -> None:
+def test_the_page_also_receives_later_children_of_a_widget(new_group: NewGroup) -> None:
     """As those of ``interact``."""
     cell = Cell(new_group(2), 0, 1)
     for rank in (0, 1):
@@ -309,7 +309,7 @@ def test_children_that_a_widget_gets_later_are_the_pages_too(new_group: NewGroup
     assert cell.page.captures == ["out0:m", "0", "out0:", "out1:m", "1", "out1:", "out0:m", "0", "out0:"]
 
 
-def test_what_a_tab_of_an_earlier_cell_captures_goes_there(new_group: NewGroup) -> None:
+def test_output_captured_by_an_earlier_cell_appears_in_its_tab(new_group: NewGroup) -> None:
     group = new_group(2)
     first, second = Cell(group, 0, 1), Cell(group, 0)
     first.receive(0, comm_message("comm_open", "out", _model_name="OutputModel"))
@@ -322,7 +322,7 @@ def test_what_a_tab_of_an_earlier_cell_captures_goes_there(new_group: NewGroup) 
     assert first.tab(0) == "inside" and second.page.captures == ["outside\n"]
 
 
-def test_what_a_callback_shows_belongs_to_the_cell_that_shows_its_widget(new_group: NewGroup) -> None:
+def test_callback_output_belongs_to_the_cell_showing_the_widget(new_group: NewGroup) -> None:
     group = new_group(2)
     made, seen = Cell(group, 0, 1), Cell(group, 0, 1)
     made.receive(1, comm_message("comm_open", "button"))
@@ -336,7 +336,7 @@ def test_what_a_callback_shows_belongs_to_the_cell_that_shows_its_widget(new_gro
     assert seen.tab(1) == "clicked" and made.came == []
 
 
-def test_a_widget_that_was_made_unseen_can_be_shown_later(new_group: NewGroup) -> None:
+def test_an_unseen_widget_can_be_shown_later(new_group: NewGroup) -> None:
     group = new_group(2)
     made, seen, after = Cell(group, 0), Cell(group, 0, 1), Cell(group, 0)
     made.receive(1, comm_message("comm_open", "layout"))
@@ -353,7 +353,7 @@ def test_a_widget_that_was_made_unseen_can_be_shown_later(new_group: NewGroup) -
     assert after.page.kinds == ["comm_msg", "comm_close"]
 
 
-def test_bytes_of_a_widget_that_was_made_unseen_are_the_last() -> None:
+def test_an_unseen_widget_keeps_its_last_bytes() -> None:
     opened = comm_message("comm_open", "image", value=None, other=None)
     opened["content"]["data"]["buffer_paths"] = [["value"], ["other"]]
     opened["buffers"] = [b"old", b"kept"]
@@ -365,9 +365,7 @@ def test_bytes_of_a_widget_that_was_made_unseen_are_the_last() -> None:
     assert opened["content"]["data"]["buffer_paths"] == [["other"], ["value"]]
 
 
-def test_widgets_that_nobody_looks_at_are_not_kept_for_ever(
-    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_widgets_are_dropped_eventually(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddip.group.cells.comms.MOST_UNANNOUNCED", 2)
     group = new_group(2)
     for name in "abc":

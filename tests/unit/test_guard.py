@@ -59,7 +59,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield texts
 
 
-def test_an_exception_is_shown_once_per_kind_and_logged_each_time(
+def test_an_exception_is_shown_once_per_kind_but_always_logged(
     shown: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Guard("it failed")
@@ -94,7 +94,7 @@ def launcher_of(process: Any, told: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("log", [b"\xff\xfe", random.Random(SEED).randbytes(5000)], ids=["FFFE", "random"])
-def test_a_launcher_notices_the_end_of_a_process_with_any_log(log: bytes, tmp_path: Path) -> None:
+def test_a_launcher_notices_that_a_process_ended_despite_odd_logs(log: bytes, tmp_path: Path) -> None:
     told: list[Any] = []
     failures = [OSError(9, "bad descriptor"), ValueError("odd"), psutil.NoSuchProcess(1)]
 
@@ -114,7 +114,7 @@ def test_a_launcher_notices_the_end_of_a_process_with_any_log(log: bytes, tmp_pa
     assert one.get_output() == log.decode(errors="replace") and log_text(one.output_file) == ""
 
 
-def test_a_set_of_engines_tells_all_who_wait_for_its_end() -> None:
+def test_a_set_of_engines_notifies_all_listeners_of_its_end() -> None:
     told: list[Any] = []
     engines = EngineSetLauncher()
     engines.on_stop(raises)
@@ -124,7 +124,7 @@ def test_a_set_of_engines_tells_all_who_wait_for_its_end() -> None:
     assert told == [{"exit_code": 1}]
 
 
-def test_the_reader_of_the_warm_process_survives_odd_messages() -> None:
+def test_the_reader_of_the_preload_process_survives_odd_messages() -> None:
     ours, theirs = socket.socketpair()
     warm = WarmProcess.__new__(WarmProcess)
     warm._guard, warm._lock, warm.asleep = Guard("odd"), threading.Lock(), threading.Event()
@@ -231,14 +231,14 @@ def test_a_relay_serves_after_odd_frames(tmp_path: Path) -> None:
     assert not relay._thread.is_alive()
 
 
-def test_an_event_loop_goes_on_after_an_exit() -> None:
+def test_an_event_loop_continues_after_an_exit() -> None:
     loop = Loop("test")
     loop._loop.call_soon_threadsafe(raises)
     assert loop.run(asyncio.sleep(0, "done"), SECONDS) == "done"
     loop.close()
 
 
-def test_the_client_hears_the_next_message_after_an_odd_one() -> None:
+def test_the_client_receives_the_next_message_after_an_odd_one() -> None:
     client = ipp_private.RankClient.__new__(ipp_private.RankClient)
     heard: list[bytes] = []
 
@@ -259,7 +259,7 @@ def test_the_client_hears_the_next_message_after_an_odd_one() -> None:
     assert heard[-1] == b"output"
 
 
-def test_a_link_to_an_engine_hears_the_next_message_after_one_that_raises() -> None:
+def test_a_link_receives_the_next_message_after_an_exception() -> None:
     client = ipp_private.LinkClient.__new__(ipp_private.LinkClient)
     heard: list[Any] = []
 
@@ -275,7 +275,7 @@ def test_a_link_to_an_engine_hears_the_next_message_after_one_that_raises() -> N
     assert [message["number"] for message in heard] == [0, 1, 2]
 
 
-def test_a_profile_is_sampled_though_a_look_raises() -> None:
+def test_a_profile_continues_after_a_failed_sample() -> None:
     looked = threading.Semaphore(0)
 
     def look() -> None:
@@ -289,7 +289,7 @@ def test_a_profile_is_sampled_though_a_look_raises() -> None:
     sampler.stop()
 
 
-def test_the_end_of_a_job_is_followed_though_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_job_is_followed_despite_failed_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
     seconds = iter([time_left.WARN_SECONDS[0] + 0.05])
 
@@ -328,7 +328,7 @@ def test_a_request_to_a_rank_that_exits_is_answered(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_processes_are_told_apart_whatever_they_call_themselves() -> None:
+def test_processes_are_distinguished_even_with_odd_names() -> None:
     """``_started_by`` looks at every process of the machine."""
     PR_SET_NAME = 15
     code = f"import ctypes; ctypes.CDLL(None).prctl({PR_SET_NAME}, b'\\xff) (\\xfe'); print(flush=True); input()"

@@ -49,18 +49,16 @@ def test_a_module_is_imported_and_not_pushed(shell: InteractiveShell, group: Scr
     assert said(shell, group, [0, 1, 2], of="m") == "; type import math as m in a %%dip cell"
 
 
-def test_a_variable_that_has_the_usual_name_of_a_module_is_pushed(
-    shell: InteractiveShell, group: ScriptedGroup
-) -> None:
+def test_a_variable_named_like_a_module_is_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
     shell.user_ns["F"] = 1
     assert said(shell, group, [0, 1, 2], of="F").startswith("; F is a variable of the notebook; %dipush F")
 
 
-def test_what_nobody_knows_gets_no_hint(shell: InteractiveShell, group: ScriptedGroup) -> None:
+def test_an_unknown_name_gets_no_hint(shell: InteractiveShell, group: ScriptedGroup) -> None:
     assert said(shell, group, [0, 1, 2]) == ""
 
 
-def test_ranks_that_have_come_later_are_said_to_be_new(shell: InteractiveShell, group: ScriptedGroup) -> None:
+def test_the_hint_mentions_that_later_ranks_are_new(shell: InteractiveShell, group: ScriptedGroup) -> None:
     group.scripted.end_engine(group.members[1].engine, -9)
     assert group.repair() == [1] == group.new_ranks
     assert said(shell, group, [1]) == "; rank 1 is new and lacks what earlier cells have defined: run those again"
@@ -79,7 +77,7 @@ def test_an_exit_ends_no_rank(shell: InteractiveShell, group: ScriptedGroup) -> 
     )
 
 
-def test_a_worker_that_was_killed_is_not_said_to_miss_a_class(shell: InteractiveShell, group: ScriptedGroup) -> None:
+def test_a_killed_worker_gets_no_hint_about_missing_classes(shell: InteractiveShell, group: ScriptedGroup) -> None:
     def explained(traceback: str) -> str:
         error = CellError({0: RankError("RuntimeError", "DataLoader worker (pid(s) 7) exited unexpectedly", traceback)})
         hints = Hints(shell, lambda: group, Autodip(shell))

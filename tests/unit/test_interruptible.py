@@ -31,17 +31,17 @@ def test_the_code_of_a_cell_may_be_interrupted() -> None:
     assert not stacks.may_interrupt(sys._getframe())
 
 
-def test_what_lets_no_exception_through_is_left_alone() -> None:
+def test_code_that_swallows_exceptions_is_not_interrupted() -> None:
     assert run_code(named("other"))
     assert not run_code(named("__del__"))
     assert not run_code(stacks.never_interrupted(named("other")))
 
 
-def test_an_app_is_interrupted_as_a_cell_is() -> None:
+def test_an_app_is_interrupted_like_a_cell() -> None:
     assert stacks.calls_users_code(named("hook"))()
 
 
-def test_what_ddip_does_around_a_cell_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_ddip_around_a_cell_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "begin", lambda: stacks.may_interrupt(sys._getframe()))
     assert cell_report._call_checked("runtime.current.begin") is False
     assert remote.call("runtime.current.begin")["ok"] is True  # a request of the notebook

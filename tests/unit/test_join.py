@@ -43,7 +43,7 @@ class AsFarAsItGoes(Exception):
     """Raised instead of forming a group."""
 
 
-def test_what_an_interrupt_has_left_out_of_the_first_join_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_join_completes_an_interrupted_first_join(monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[str] = []
 
     def chdir(path: str) -> None:
@@ -74,7 +74,7 @@ def test_what_an_interrupt_has_left_out_of_the_first_join_is_done_by_the_next(mo
         assert visited == ["/the/notebook"] * 2 and sys.path == ["/of/the/notebook"]
 
 
-def test_torch_looks_for_no_backend_among_the_packages_when_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forming_a_group_never_searches_packages_for_torch_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has done so in the preload process: that takes longer than all the rest, on every rank."""
 
     def looks(*args: object, **kwargs: object) -> None:

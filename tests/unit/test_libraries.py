@@ -32,7 +32,7 @@ class Lock:
         self.callers.append(sys._getframe().f_back)
 
 
-def test_what_a_library_enters_and_leaves_is_known_by_its_frames_and_a_users_is_left_out() -> None:
+def test_with_statements_count_in_libraries_but_not_in_user_code() -> None:
     lock = Lock()
     with threading.Condition(lock):  # type: ignore[arg-type]
         pass
@@ -68,7 +68,7 @@ def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
     assert patience.wait(call) is None
 
 
-def test_it_waits_longer_where_each_time_another_call_is_met_as_on_a_loaded_machine(clock: list[float]) -> None:
+def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float]) -> None:
     calls, patience = [entering(), entering()], libraries.Patience()
     for number in range(4):
         assert patience.wait(calls[number % 2]) == libraries.WITH_AGAIN_SECONDS
@@ -78,7 +78,7 @@ def test_it_waits_longer_where_each_time_another_call_is_met_as_on_a_loaded_mach
     assert patience.wait(calls[0]) == libraries.WITH_AGAIN_SECONDS
 
 
-def test_nothing_of_a_cell_is_held_after_it() -> None:
+def test_libraries_keep_no_reference_to_an_ended_cell() -> None:
     patience, told = libraries.Patience(), list[object]()
 
     class Held:

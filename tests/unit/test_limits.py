@@ -33,12 +33,12 @@ def test_a_usual_system_has_enough() -> None:
         ),
     ],
 )
-def test_what_is_short_is_named_with_its_figures(limits: Limits, said: str) -> None:
+def test_a_low_limit_is_named_with_its_figures(limits: Limits, said: str) -> None:
     text = shortage(2, 0, limits, 40, 30)
     assert text.startswith(said) and "before Jupyter starts" in text
 
 
-def test_ranks_that_are_there_need_nothing_more() -> None:
+def test_running_ranks_need_no_additional_resources() -> None:
     limits = replace(NONE, files=80, threads=80)
     assert shortage(2, 2, limits, 60, 70) == ""
     assert "16 more threads" in shortage(3, 2, limits, 60, 70)

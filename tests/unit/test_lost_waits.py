@@ -21,7 +21,7 @@ def looks_again() -> Iterator[None]:
     ("name", "value"),
     [("LIBRARY", Path("not_there.so")), ("VTABLE", "not_there"), ("ABORT_FUNCTIONS", ("not_there",))],
 )
-def test_without_gloos_methods_no_wait_is_found_and_none_is_ended(
+def test_without_the_gloo_methods_no_wait_is_found_or_ended(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_waits, name, value)

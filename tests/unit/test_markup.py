@@ -81,7 +81,7 @@ class Balance(HTMLParser):
 
 
 @pytest.mark.parametrize("source", NASTY)
-def test_what_is_begun_is_ended_and_nothing_else(source: str) -> None:
+def test_every_opened_element_is_closed_and_no_other(source: str) -> None:
     page = contain_html(source)
     balance = Balance()
     balance.feed(page)
@@ -102,7 +102,7 @@ def test_what_is_begun_is_ended_and_nothing_else(source: str) -> None:
         "<details open><summary onclick=\"f('x')\">more</summary></details>",
     ],
 )
-def test_what_is_well_formed_stays_as_it_is(source: str) -> None:
+def test_well_formed_markup_stays_unchanged(source: str) -> None:
     assert contain_html(source).lower() == f"{BEGIN}{source}{END}".lower()
 
 
@@ -120,12 +120,12 @@ def test_what_is_well_formed_stays_as_it_is(source: str) -> None:
         ("<button><main><button>", "<button><main></main></button><button></button>"),
     ],
 )
-def test_what_a_browser_ends_is_ended_with_all_that_is_in_it(source: str, page: str) -> None:
+def test_an_element_that_browsers_end_is_ended_with_its_content(source: str, page: str) -> None:
     """Else an end tag that is written for it would end something of the page."""
     assert contain_html(source) == f"{BEGIN}{page}{END}"
 
 
-def test_styles_are_those_of_the_ranks_own_output() -> None:
+def test_styles_apply_only_to_the_output_of_ranks() -> None:
     rules = ".dataframe th { color: red; }\n@media print { #T_1 > td { content: '}' } }"
     assert contain_html(f"<style scoped>{rules}</style>x") == (f"{BEGIN}<style>.ddip-html{{{rules}\n}}</style>x{END}")
     assert ".ddip-root{--color:red}" in contain_html("<style>:root{--color:red}</style>")
@@ -162,14 +162,14 @@ def test_names_of_the_tabs_own_elements_are_changed() -> None:
         "{",
     ],
 )
-def test_long_nonsense_takes_no_longer_than_its_length(piece: str) -> None:
+def test_long_malformed_markup_is_processed_in_linear_time(piece: str) -> None:
     began = time.process_time()
     contain_html(piece * (200_000 // len(piece)))
     contain_html(f"<style>{piece * (200_000 // len(piece))}</style>")
     assert time.process_time() - began < 5
 
 
-def test_a_picture_is_data_and_nothing_else() -> None:
+def test_a_picture_contains_only_image_data() -> None:
     good = {"image/png": "AAAA\nBBB=\n", "text/plain": '<"Figure">'}
     assert picture_html(good, {"image/png": {"width": '3" onload="x'}}) == (
         '<div><img src="data:image/png;base64,AAAABBB=" alt="&lt;&quot;Figure&quot;&gt;" '

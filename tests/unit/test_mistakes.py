@@ -37,7 +37,7 @@ from ddip.notebook.magics import DipMagics
         ("-g 0 1 --sideways", ""),
     ],
 )
-def test_makedip_names_the_line_that_was_meant_if_it_can_be_told(typed: str, better: str) -> None:
+def test_makedip_suggests_the_intended_line_if_possible(typed: str, better: str) -> None:
     with pytest.raises(BadInput) as caught:
         parse(DipMagics.makedip, "%makedip", typed)
     said = str(caught.value)
@@ -48,12 +48,12 @@ def test_makedip_names_the_line_that_was_meant_if_it_can_be_told(typed: str, bet
         assert ": type %makedip" not in said and said.endswith("%makedip? lists the options")
 
 
-def test_an_option_without_its_value_says_what_it_may_be() -> None:
+def test_an_option_without_its_value_lists_possible_values() -> None:
     with pytest.raises(BadInput, match=r"^%makedip -n: type a value after -n: Number of ranks on the CPU\.$"):
         parse(DipMagics.makedip, "%makedip", "-n")
 
 
-def test_a_semicolon_at_the_end_of_a_line_is_no_part_of_it() -> None:
+def test_a_semicolon_ending_a_line_is_ignored() -> None:
     assert parse(DipMagics.makedip, "%makedip", "-n 2;").n == "2"
 
 
@@ -83,7 +83,7 @@ print(repr(shell.run_cell("%makedip -n 2").error_in_exec))
 """
 
 
-def test_an_interrupt_of_makedip_while_ddip_is_imported_is_one_line() -> None:
+def test_interrupting_makedip_during_the_import_of_ddip_shows_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
     said = "%makedip was interrupted before it began; nothing has changed"
     assert done.stdout.splitlines()[-1] == f"RequestInterrupted({said!r})", done.stdout + done.stderr

@@ -33,14 +33,14 @@ def put(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_a_module_is_its_file(folder: Path) -> None:
+def test_a_module_is_sent_as_its_file(folder: Path) -> None:
     put(folder, {"mine_a.py": "x = 1\n"})
     (source,) = modules.find(" mine_a, mine_a,")
     assert (source.name, source.files, source.size) == ("mine_a", {"mine_a.py": b"x = 1\n"}, 6)
 
 
 @pytest.mark.parametrize("init", ["__init__.py", "later.py"])
-def test_a_package_is_its_folder_without_what_python_and_editors_leave_there(folder: Path, init: str) -> None:
+def test_a_package_is_its_folder_without_caches_and_editor_files(folder: Path, init: str) -> None:
     kept = {f"mine_b/{init}": "", "mine_b/sub/deep.py": "y = 2", "mine_b/words.json": "{}"}
     left_out = ["mine_b/__pycache__/deep.pyc", "mine_b/.git/config", "mine_b/.hidden", "mine_b/sub/old.pyc"]
     put(folder, kept | dict.fromkeys(left_out, "no"))
@@ -50,7 +50,7 @@ def test_a_package_is_its_folder_without_what_python_and_editors_leave_there(fol
     assert source.files == {name: text.encode() for name, text in kept.items()} | {"mine_b/sub/same.py": b"y = 2"}
 
 
-def test_a_digest_tells_whether_anything_has_changed() -> None:
+def test_a_digest_shows_whether_a_module_has_changed() -> None:
     made = [{"m/a.py": b"1", "m/b.py": b"2"}, {"m/a.py": b"12", "m/b.py": b""}, {"m/a.py": b"1", "m/c.py": b"2"}]
     assert len({modules.Source("m", files).digest for files in made}) == 3
     assert modules.Source("m", made[0]).digest == modules.Source("m", dict(reversed(made[0].items()))).digest
@@ -72,7 +72,7 @@ def test_a_digest_tells_whether_anything_has_changed() -> None:
         ("a b", "'a b' is not the name of a module"),
     ],
 )
-def test_what_is_not_a_module_of_the_notebooks_own_is_refused(typed: str, text: str) -> None:
+def test_modules_outside_the_notebooks_folder_are_refused(typed: str, text: str) -> None:
     with pytest.raises(BadInput) as error:
         modules.find(typed)
     assert str(error.value).startswith(f"%dipush --modules {typed}".rstrip()) and text in str(error.value)
@@ -103,7 +103,9 @@ def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
         modules.find("mine_n")
 
 
-def test_what_is_large_is_refused_before_all_of_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_modules_are_refused_before_they_are_read_completely(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(folder, {"mine_f/__init__.py": "", "mine_f/data.bin": "", "mine_g.py": "x" * 200})
     os.truncate(folder / "mine_f" / "data.bin", 1 << 40)
     with pytest.raises(BadInput, match="mine_f has more than 16 MB or 2000 files; keep data elsewhere"):
@@ -122,7 +124,7 @@ def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGrou
     assert "objects.rank_modules.write" not in group.engine(0).calls
 
 
-def test_what_is_told_of_a_push() -> None:
+def test_a_push_prints_a_summary() -> None:
     told = {"a": {0: IMPORTED, 1: IMPORTED}, "b": {2: "SyntaxError: no"}}
     pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, not_reloaded=told)
     assert str(pushed) == "pushed a, b: 30 B to h2"
@@ -138,7 +140,7 @@ def written(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_module_replaces_the_former_one_whole(tmp_path: Path) -> None:
+def test_a_module_replaces_the_former_one_completely(tmp_path: Path) -> None:
     there = tmp_path / "modules"
     on_rank.write(str(there), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
     on_rank.write(str(there), "other", {"other.py": b"3"})
@@ -166,7 +168,9 @@ def test_a_module_has_a_plain_name(tmp_path: Path, name: str) -> None:
         on_rank.write(str(tmp_path), name, {f"{name}/x.py": b""})
 
 
-def test_ranks_look_there_first_and_load_again_if_they_shall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "others"), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     put(tmp_path / "others", {"mine_k.py": "x = 'another'"})

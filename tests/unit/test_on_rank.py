@@ -35,7 +35,7 @@ def test_no_function_has_two_rows() -> None:
     assert len(targets) == len(set(targets))
 
 
-def test_the_notebooks_side_names_functions_of_a_rank_nowhere_else() -> None:
+def test_only_the_table_names_functions_of_a_rank() -> None:
     folder = Path(ddip.__file__).parent
     sources = [
         path for room in ("notebook", "call", "group", "output", "cluster") for path in folder.glob(f"{room}/**/*.py")

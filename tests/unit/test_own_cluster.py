@@ -25,7 +25,7 @@ def test_hosts_that_cannot_be_reached_leave_no_folder(monkeypatch: pytest.Monkey
     assert len(made) == 1 and not made[0].exists()
 
 
-def test_a_run_folder_that_goes_while_its_record_is_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_removed_during_recording_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller whose parent has died removes it, and the notebook may be about to write."""
     cluster = OwnCluster(logging.getLogger("test"), fork=False)
     look = own_cluster.processes_of

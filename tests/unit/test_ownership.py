@@ -83,7 +83,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     ["", "{", "[]", "{}", "[" * 100_000, '{"owner": 1, "processes": []}', '{"owner": {"pid": "x"}, "processes": []}'],
     ids=lambda text: text[:20],
 )
-def test_a_malformed_record_is_no_authority(tmp_path: Path, text: str) -> None:
+def test_a_malformed_record_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / ownership.RECORD).write_text(text)
     (tmp_path / ownership.RECORD).chmod(0o600)
     tmp_path.chmod(0o700)
@@ -98,7 +98,7 @@ def test_a_pid_that_is_now_another_process_is_not_found() -> None:
     assert Proc(-1, 0.0).find() is None and Proc(2**80, 0.0).find() is None
 
 
-def test_a_record_of_another_host_or_pid_namespace_is_no_authority(tmp_path: Path) -> None:
+def test_a_record_of_another_host_or_pid_namespace_is_ignored(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     Record(ME, (), "", "", place="elsewhere").write(tmp_path)
     assert read(tmp_path) is None
@@ -116,9 +116,7 @@ def test_the_run_folder_is_private_and_named_after_its_owner() -> None:
 
 
 @pytest.mark.parametrize("name", ["line\nend", "tab\tx", "a#b", "a?b"])
-def test_a_place_that_torch_would_not_find_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, place: Path, name: str
-) -> None:
+def test_a_folder_that_torch_cannot_find_is_skipped(monkeypatch: pytest.MonkeyPatch, place: Path, name: str) -> None:
     """It takes the path of the group's store for an address: ``/tmp/a#b`` would be ``/tmp/a``, open to everybody."""
     (place / name).mkdir()
     monkeypatch.setattr(ownership, "_candidate_folders", lambda: [place / name, place])
@@ -127,7 +125,7 @@ def test_a_place_that_torch_would_not_find_is_passed_over(
     assert list((place / name).iterdir()) == []
 
 
-def test_clusters_of_dead_owners_are_cleared_up_and_others_are_not(place: Path) -> None:
+def test_cleanup_removes_clusters_of_dead_owners_and_keeps_others(place: Path) -> None:
     dead, alive, elsewhere = run_folder(place, DEAD), run_folder(place, ME), place / "ddip-0-elsewhere-1-1-abcdefgh"
     elsewhere.mkdir(mode=0o700)
     (dead / "deep").mkdir()
@@ -150,7 +148,7 @@ def test_clusters_of_dead_owners_are_cleared_up_and_others_are_not(place: Path) 
     assert alive.exists() and elsewhere.exists() and other.exists()
 
 
-def test_clusters_are_listed_with_what_still_runs_of_them_and_nothing_is_changed(
+def test_the_list_of_clusters_shows_live_processes_and_changes_nothing(
     place: Path, victim: subprocess.Popen[bytes]
 ) -> None:
     dead, alive, without_record = run_folder(place, DEAD), run_folder(place, ME), run_folder(place, DEAD, "unwritten")
@@ -164,7 +162,7 @@ def test_clusters_are_listed_with_what_still_runs_of_them_and_nothing_is_changed
     assert victim.poll() is None and sorted(place.rglob("*")) == before
 
 
-def test_a_folder_whose_owner_was_killed_before_it_wrote_a_record_is_removed(place: Path) -> None:
+def test_a_folder_of_a_dead_owner_without_record_is_removed(place: Path) -> None:
     code = (
         "import os, pathlib, sys\nfrom ddip.cluster.processes import ownership\n"
         "ownership._candidate_folders = lambda: [pathlib.Path(sys.argv[1])]\n"
@@ -182,7 +180,7 @@ def test_a_folder_whose_owner_was_killed_before_it_wrote_a_record_is_removed(pla
     assert not folder.exists()
 
 
-def test_a_folder_with_characters_of_patterns_is_a_folder_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pattern_characters_in_a_folders_name_have_no_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="a[b]*:", dir="/tmp") as odd:
         monkeypatch.setattr(ownership, "_candidate_folders", lambda: [Path(odd)])
         alive = ownership.make_run_folder()
@@ -191,7 +189,7 @@ def test_a_folder_with_characters_of_patterns_is_a_folder_as_any(monkeypatch: py
         assert list(Path(odd).iterdir()) == [alive]
 
 
-def test_where_run_folders_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folders_use_the_first_suitable_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of this user's session if it lasts, the one for temporary files, /tmp: the first that will do."""
     runtime, temporary = tmp_path / "runtime", tmp_path / "tmp"
     runtime.mkdir(mode=0o700)
@@ -272,7 +270,7 @@ FORGERIES = [
 
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
-def test_a_record_that_is_not_ours_alone_is_not_obeyed(
+def test_a_record_that_another_user_can_change_is_not_obeyed(
     place: Path, victim: subprocess.Popen[bytes], forge: Callable[[Path, Path], None]
 ) -> None:
     if forge in (record_of_another, folder_of_another) and os.getuid():
@@ -293,9 +291,7 @@ def test_a_record_that_is_not_ours_alone_is_not_obeyed(
         assert {path.name for path in good.iterdir()} <= {"content"}
 
 
-def test_a_record_that_is_exchanged_while_it_is_looked_at_is_not_obeyed(
-    place: Path, victim: subprocess.Popen[bytes]
-) -> None:
+def test_a_record_exchanged_while_it_is_read_is_not_obeyed(place: Path, victim: subprocess.Popen[bytes]) -> None:
     """Either of the two is seen, and it is seen to be a link or not by what is read then."""
     forged = place / "forged"
     Record(DEAD, (Proc.of(victim.pid),), "", "").write(place)
@@ -320,7 +316,7 @@ def test_a_record_that_is_exchanged_while_it_is_looked_at_is_not_obeyed(
     assert victim.poll() is None and folder.exists()
 
 
-def test_a_record_of_ours_ends_only_what_carries_its_mark(place: Path, victim: subprocess.Popen[bytes]) -> None:
+def test_a_record_ends_only_processes_with_its_mark(place: Path, victim: subprocess.Popen[bytes]) -> None:
     begin = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $! $$"]  # what a shell that has ended left in its session
     said = subprocess.run(begin, capture_output=True, text=True, start_new_session=True, check=True).stdout
     left, session = map(int, said.split())
@@ -334,7 +330,7 @@ def test_a_record_of_ours_ends_only_what_carries_its_mark(place: Path, victim: s
         os.kill(left, signal.SIGKILL)
 
 
-def test_it_ends_what_carries_its_mark(place: Path) -> None:
+def test_a_record_ends_processes_with_its_mark(place: Path) -> None:
     with begin_marked("0123") as process:
         Record(DEAD, (Proc.of(process.pid),), "", "", mark="0123").write(run_folder(place, DEAD))
         threading.Thread(target=process.wait, daemon=True).start()
@@ -343,7 +339,7 @@ def test_it_ends_what_carries_its_mark(place: Path) -> None:
 
 
 @pytest.mark.parametrize("cluster", ["other", "*", "", "ddip-1-*", "x/../../secret", "ddip-1-a\n"])
-def test_a_record_names_no_files_of_its_choice(place: Path, cluster: str) -> None:
+def test_a_record_cannot_choose_files_to_remove(place: Path, cluster: str) -> None:
     profile = place / "profile"
     (profile / "security").mkdir(parents=True)
     (profile / "security" / "cluster-x").mkdir()
@@ -360,7 +356,7 @@ def test_a_record_names_no_files_of_its_choice(place: Path, cluster: str) -> Non
     assert all(file.exists() for file in kept)
 
 
-def test_a_record_of_a_live_owner_is_not_obeyed_in_a_folder_of_a_dead_one(place: Path) -> None:
+def test_a_record_with_another_owner_than_its_folder_is_ignored(place: Path) -> None:
     folder = run_folder(place, DEAD)
     record = Record(ME, (), "", "")
     record.write(folder)

@@ -24,7 +24,7 @@ def test_the_citation_is_whole_and_of_this_version() -> None:
     assert (fields["version"], fields["license"]) == (ddip.__version__, "Apache-2.0")
 
 
-def test_pythons_of_the_classifiers_are_those_that_may_install_it() -> None:
+def test_the_classifiers_list_exactly_the_allowed_pythons() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     named = re.findall(r"Python :: 3\.(\d+)", config["metadata"]["classifiers"])
@@ -32,7 +32,7 @@ def test_pythons_of_the_classifiers_are_those_that_may_install_it() -> None:
     assert list(map(int, named)) == list(range(int(first), int(after)))
 
 
-def test_a_wheel_that_lacks_a_file_or_has_others_is_refused() -> None:
+def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
     there = dist.files_of_the_package()
     assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(there)
     dist.ensure_whole([*there, "ddip-0.1.0.dist-info/METADATA"], there)
@@ -40,6 +40,6 @@ def test_a_wheel_that_lacks_a_file_or_has_others_is_refused() -> None:
         dist.ensure_whole([*(name for name in there if name != "ddip/py.typed"), "tests/dist.py"], there)
 
 
-def test_a_step_that_fails_tells_what_it_wrote() -> None:
+def test_a_failed_step_shows_its_output() -> None:
     with pytest.raises(dist.StepFailed, match="(?s)a step: exit code 3.*why"):
         dist.run("a step", [sys.executable, "-c", "print('why'); raise SystemExit(3)"])

@@ -30,7 +30,7 @@ def values(call: Call) -> dict[str, Any]:
     return {name: unpickler.load() for name in call.values}
 
 
-def test_what_functions_refer_to_goes_along_and_what_that_refers_to() -> None:
+def test_objects_that_functions_use_are_packed_recursively() -> None:
     call, _ = packed(
         """
         import math
@@ -50,7 +50,7 @@ def test_what_functions_refer_to_goes_along_and_what_that_refers_to() -> None:
     )
 
 
-def test_what_is_needed_is_not_carried_twice_and_attributes_are_no_names() -> None:
+def test_shared_objects_are_packed_once_and_attributes_are_not_names() -> None:
     call, _ = packed("large, real = bytearray(2_000_000), 1\ndef fn(): return large, (3).real", "large")
     assert (call.own, sorted(values(call)), call.references, call.left) == (["fn"], ["fn"], {}, {})
 
@@ -64,7 +64,7 @@ def test_what_is_needed_is_not_carried_twice_and_attributes_are_no_names() -> No
         ("(lambda: lock)", None),
     ],
 )
-def test_what_is_too_large_or_cannot_be_pickled_is_left(value: str, reason: str | None) -> None:
+def test_large_or_unpicklable_objects_are_left_out(value: str, reason: str | None) -> None:
     call, _ = packed(f"x = {value}\ndef fn(): return x")
     assert call.left == ({} if reason is None else {"x": reason})
 
@@ -78,7 +78,7 @@ def test_a_large_tensor_is_not_copied_to_learn_its_size(monkeypatch: pytest.Monk
     assert call.left == {"x": "it is larger than 1 MB; add x to need="}
 
 
-def test_packages_and_their_modules_that_the_functions_use() -> None:
+def test_used_packages_and_modules_are_recorded() -> None:
     call, payload = packed(
         """
         import xml.etree.ElementTree, torch
@@ -92,7 +92,7 @@ def test_packages_and_their_modules_that_the_functions_use() -> None:
     assert packing.packages_of("from . import x\nimport a.b as c, d\nfrom e.f import *") == {"a", "d", "e"}
 
 
-def test_each_of_the_things_that_cannot_be_pickled_is_named() -> None:
+def test_every_unpicklable_object_is_named() -> None:
     code = "import threading\nlock, fine = threading.Lock(), 1\ndef fn(x=lock): pass"
     with pytest.raises(TransferError, match="^in_torchddp: the function cannot .*; lock cannot be pickled: TypeError"):
         packed(code, "fine", "lock")

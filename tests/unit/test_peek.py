@@ -29,7 +29,7 @@ def calls(engine: ScriptedEngine) -> list[str]:
     return [target for target in engine.calls if target in (TAKE, PART, DROP)]
 
 
-def test_ranks_are_asked_once_and_small_things_come_with_the_answer(new_group: NewGroup) -> None:
+def test_ranks_are_asked_once_and_answers_contain_small_objects(new_group: NewGroup) -> None:
     group = new_group(3)
     group.push({"a": 1, "b": [2]})
     group.push({"a": 5}, ranks=[1])
@@ -38,9 +38,7 @@ def test_ranks_are_asked_once_and_small_things_come_with_the_answer(new_group: N
     assert [calls(group.engine(rank)) for rank in range(3)] == [[TAKE]] * 3
 
 
-def test_what_is_large_comes_in_parts_where_it_cannot_be_read(
-    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_large_objects_come_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peek, "PART", 100)
     monkeypatch.setattr(peek, "LARGE", 100)
     group = new_group(2)
@@ -52,7 +50,7 @@ def test_what_is_large_comes_in_parts_where_it_cannot_be_read(
     assert all(share is not None and 0 <= share < 1 for share in told[1:])
 
 
-def test_a_busy_rank_without_the_name_says_when_it_has_it(new_group: NewGroup) -> None:
+def test_a_busy_rank_says_when_it_will_have_the_name(new_group: NewGroup) -> None:
     group = new_group(2)
     group.push({"a": 1})
     with pytest.raises(TransferError, match="rank 0 has no variable x, y; type names that a %%dip cell has defined"):
@@ -73,7 +71,7 @@ def test_a_busy_rank_without_the_name_says_when_it_has_it(new_group: NewGroup) -
         ({}, "it still pickles a"),
     ],
 )
-def test_a_rank_that_is_late_says_where_it_is_and_lets_go(
+def test_a_late_rank_says_its_place_and_drops_the_request(
     new_group: NewGroup, place: dict[str, Any], text: str
 ) -> None:
     group = new_group(2)
@@ -86,7 +84,7 @@ def test_a_rank_that_is_late_says_where_it_is_and_lets_go(
     assert [calls(group.engine(rank)) for rank in (0, 1)] == [[TAKE, DROP]] * 2
 
 
-def test_a_rank_that_does_not_even_answer_where_it_is(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_reported_without_a_place(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group = new_group(2)
     monkeypatch.setattr(peek, "WHERE_SECONDS", 0.05)
     group.engine(1).answers.update({TAKE: silent, DROP: silent})
@@ -109,7 +107,7 @@ def test_a_rank_that_has_ended_is_named_at_once(new_group: NewGroup, when: str) 
         group.peek_all(["a"], [0, 1], seconds=60)
 
 
-def test_the_stop_button_ends_it(new_group: NewGroup) -> None:
+def test_the_stop_button_ends_a_snapshot(new_group: NewGroup) -> None:
     group = new_group(2)
 
     def stops(*args: Any) -> Any:
@@ -122,7 +120,7 @@ def test_the_stop_button_ends_it(new_group: NewGroup) -> None:
     assert calls(group.engine(0)) == [TAKE, DROP]
 
 
-def test_what_a_rank_refuses_is_told(new_group: NewGroup) -> None:
+def test_a_refusal_of_a_rank_is_shown(new_group: NewGroup) -> None:
     group = new_group(2)
 
     def refuses(*args: Any) -> Any:
@@ -145,7 +143,7 @@ def test_bytes_travel_beside_the_json() -> None:
 
 
 @pytest.mark.parametrize(("now", "timeout", "seconds"), [(False, None, None), (True, None, 5.0), (True, "20", 20.0)])
-def test_seconds(now: bool, timeout: str | None, seconds: float | None) -> None:
+def test_the_timeout_is_read_as_seconds(now: bool, timeout: str | None, seconds: float | None) -> None:
     assert arguments.peek_timeout(SimpleNamespace(now=now, timeout=timeout), "") == seconds
 
 
@@ -157,6 +155,6 @@ def test_seconds(now: bool, timeout: str | None, seconds: float | None) -> None:
         (True, "0", "^-t 0: type a number of seconds"),
     ],
 )
-def test_bad_seconds(now: bool, timeout: str, text: str) -> None:
+def test_a_bad_timeout_is_refused(now: bool, timeout: str, text: str) -> None:
     with pytest.raises(BadInput, match=text):
         arguments.peek_timeout(SimpleNamespace(now=now, timeout=timeout), f"x -t {timeout}")

@@ -38,7 +38,7 @@ def test_code_keeps_the_name_of_its_file() -> None:
     assert [arrived.__code__.co_filename, arrived().__code__.co_filename] == ["<a cell>"] * 2
 
 
-def test_all_that_cannot_be_pickled_is_named_and_nothing_is_packed() -> None:
+def test_every_unpicklable_object_is_named_and_nothing_is_packed() -> None:
     lock = threading.Lock()
     packed = dump_all({"a": [1, 2], "lock": lock, "locks": [lock], "f": lambda x: x + 1})
     assert not packed.pickled and list(packed.errors) == ["lock", "locks"]
@@ -81,7 +81,7 @@ def marked() -> torch.Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("times", [1, LARGE])
-def test_a_tensor_is_there_what_it_is_when_torch_pickles_it(tensor: torch.Tensor, times: int) -> None:
+def test_a_tensor_arrives_as_if_torch_had_pickled_it(tensor: torch.Tensor, times: int) -> None:
     value = tensor if times == 1 or tensor.layout is not torch.strided else torch.stack([tensor.detach()] * times)
     here, theirs = sent(value), pickle.loads(pickle.dumps(value))
     assert type(here) is type(theirs) and here.dtype == theirs.dtype and here.layout == theirs.layout
@@ -100,13 +100,13 @@ def test_hooks_of_a_tensor_stay_and_torch_says_so() -> None:
         assert sent(tensor).requires_grad
 
 
-def test_a_tensor_on_meta_stays_there() -> None:
+def test_a_tensor_on_meta_stays_on_meta() -> None:
     packed = dump_all({"m": torch.ones(2, device="meta")})
     assert packed.pickled["m"].load().device.type == "meta"
     assert packed.moved == []
 
 
-def test_what_raises_while_it_is_pickled_is_named() -> None:
+def test_an_object_that_raises_during_pickling_is_named() -> None:
     class Bad:
         def __reduce__(self) -> str:
             raise RuntimeError("no way")
@@ -147,7 +147,7 @@ def test_arrays_arrive_and_can_be_written_to(value: np.ndarray) -> None:  # type
     back[:] = 2
 
 
-def test_memory_of_arrays_and_tensors_is_not_copied_into_the_pickle() -> None:
+def test_memory_of_arrays_and_tensors_is_not_copied_for_pickling() -> None:
     array, tensor = np.zeros(LARGE, np.uint8), torch.zeros(LARGE, dtype=torch.uint8)
     frame = pd.DataFrame({"x": np.zeros(LARGE)})
     pickled, _ = dump({"array": array, "tensor": tensor, "frame": frame, "small": np.zeros(10)})
@@ -155,7 +155,7 @@ def test_memory_of_arrays_and_tensors_is_not_copied_into_the_pickle() -> None:
     assert address(pickled.parts[1]) == address(array) and address(pickled.parts[2]) == tensor.data_ptr()
 
 
-def test_what_is_large_lies_in_the_memory_that_it_is_loaded_from_aligned() -> None:
+def test_large_objects_use_the_loaded_memory_with_aligned_addresses() -> None:
     pickled, _ = dump([torch.zeros(LARGE), np.zeros(LARGE), "odd" * 7, torch.zeros(LARGE)])
     memory = bytearray(ALIGNED) + pickled.joined()
     first, second, _, third = Pickled.of(memory, pickled.sizes, begin=ALIGNED).load()
@@ -164,14 +164,14 @@ def test_what_is_large_lies_in_the_memory_that_it_is_loaded_from_aligned() -> No
     assert all(0 < place < len(memory) and place % ALIGNED == 0 for place in places)
 
 
-def test_small_tensors_are_as_any_and_large_ones_say_that_they_cannot_grow() -> None:
+def test_large_tensors_cannot_be_resized_but_small_ones_can() -> None:
     assert sent(torch.zeros(3)).resize_(LARGE).shape == (LARGE,)
     with pytest.raises(RuntimeError, match="not resizable"):
         sent(torch.zeros(LARGE)).resize_(2 * LARGE)
     assert sent(torch.zeros(LARGE)).clone().resize_(2 * LARGE).shape == (2 * LARGE,)
 
 
-def test_tensors_that_share_their_memory_share_it_there_and_it_is_sent_once() -> None:
+def test_tensors_that_share_memory_still_share_it_after_sending() -> None:
     whole = torch.zeros(LARGE)
     tied = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
     tied[1].weight = tied[0].weight
@@ -195,7 +195,7 @@ def test_an_optimizer_arrives_with_its_model() -> None:
     its.step()
 
 
-def test_without_memory_beside_it_the_pickle_has_all() -> None:
+def test_a_pickle_without_extra_memory_contains_all_data() -> None:
     file = io.BytesIO()
     Pickler(file).dump([torch.ones(LARGE), np.ones(LARGE)])
     with warnings.catch_warnings():

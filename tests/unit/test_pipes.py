@@ -14,21 +14,21 @@ def write(writer: int, text: str, stream: int = 1) -> Written:
     return Written(writer, stream, "request", text)
 
 
-def test_a_line_that_is_written_in_parts_is_one_though_others_write_meanwhile() -> None:
+def test_a_line_written_in_parts_stays_whole_between_other_writers() -> None:
     lines = Lines()
     came = [write(5, "a"), write(6, "b"), write(5, " line\n"), write(6, " line\nand")]
     assert [whole for part in came for whole in lines.add(part)] == [write(5, "a line\n"), write(6, "b line\n")]
     assert lines.rest() == [write(6, "and")] and lines.rest() == []
 
 
-def test_what_a_process_began_in_one_stream_comes_before_what_it_writes_to_the_other() -> None:
+def test_text_begun_in_one_stream_precedes_the_other_stream() -> None:
     lines = Lines()
     assert list(lines.add(write(5, "begun"))) == []
     assert list(lines.add(write(5, "wrong\n", stream=2))) == [write(5, "begun"), write(5, "wrong\n", stream=2)]
 
 
 @pytest.mark.parametrize("text", ["\r 50%\r 60%", "x" * 2_000])
-def test_a_bar_and_a_long_line_are_not_waited_for(text: str) -> None:
+def test_bars_and_long_lines_pass_without_a_wait(text: str) -> None:
     lines = Lines()
     assert "".join(part.text for part in lines.add(write(5, text))) in (text, "\r 50%\r")
 

@@ -77,7 +77,7 @@ def test_gpus_come_in_the_order_given_with_gaps_and_twice(words: list[str], gpus
         (["all"], 0, "-g all: there is no GPU here"),
     ],
 )
-def test_gpus_that_cannot_be_are_named(words: list[str], available: int, message: str) -> None:
+def test_invalid_gpus_are_named(words: list[str], available: int, message: str) -> None:
     with pytest.raises(BadInput) as caught:
         parse_gpus(words, available)
     assert str(caught.value).startswith(message)
@@ -102,7 +102,7 @@ def test_ranks_keep_the_order_typed_each_once() -> None:
         (["-1"], "-r -1: '-1' is no rank"),
     ],
 )
-def test_ranks_that_cannot_be_are_named(words: list[str], message: str) -> None:
+def test_invalid_ranks_are_named(words: list[str], message: str) -> None:
     with pytest.raises(BadInput) as caught:
         parse_ranks(words, 4, "-r")
     assert str(caught.value).startswith(message)
@@ -113,12 +113,12 @@ def test_a_group_of_one_has_only_rank_0() -> None:
         parse_ranks(["1"], 1, "-r")
 
 
-def test_without_a_word_all_gpus_or_two_cpu_ranks() -> None:
+def test_the_default_is_all_gpus_or_two_cpu_ranks() -> None:
     assert resolved(Request(), 3) == GroupSpec((0, 1, 2), "cpu:gloo,cuda:nccl")
     assert resolved(Request(), 0) == GroupSpec((None, None), "gloo")
 
 
-def test_a_count_asks_for_the_cpu_even_where_there_are_gpus() -> None:
+def test_a_count_asks_for_the_cpu_even_with_gpus() -> None:
     assert resolved(Request(n=3), 8).gpus == (None, None, None)
 
 
@@ -129,7 +129,7 @@ def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
     assert resolved(Request(gpus=(0, 1)), 2).notice == ""
 
 
-def test_a_backend_that_is_named_is_taken() -> None:
+def test_a_requested_backend_is_used() -> None:
     assert resolved(Request(n=2, backend="mpi"), 0).backend == "mpi"
     assert resolved(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
 
@@ -142,7 +142,7 @@ def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
             resolved(Request(gpus=(0, 0), backend=backend), 1)
 
 
-def test_a_count_that_is_not_the_number_of_gpus_is_refused() -> None:
+def test_a_count_that_differs_from_the_gpus_is_refused() -> None:
     with pytest.raises(BadInput, match="-n 3 and -g with 2 GPUs: leave out -n"):
         resolved(Request(n=3, gpus=(0, 1)), 4)
     assert resolved(Request(n=2, gpus=(0, 1)), 4).size == 2
@@ -158,7 +158,7 @@ def test_python_callers_are_checked_too() -> None:
         resolved(Request(gpus=()), 2)
 
 
-def test_a_ranks_gpu_is_cuda_local_rank_in_what_it_sees() -> None:
+def test_the_device_of_a_rank_is_numbered_by_local_rank() -> None:
     gaps = on_gpus(0, 2, 3)
     assert gaps.visible() == (0, 2, 3)
     assert [gaps.device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
@@ -175,7 +175,7 @@ def test_engines_on_the_cpu_stay_in_rank_order() -> None:
     assert keep(berths(on_cpu(3)), on_cpu(1)) == [0]
 
 
-def test_engines_stay_on_their_gpu_and_only_where_it_is_their_local_rank() -> None:
+def test_engines_keep_their_gpu_only_as_their_local_rank() -> None:
     assert keep(berths(on_gpus(0, 1)), on_gpus(0, 1, 2)) == [0, 1, None]
     assert keep(berths(on_gpus(0, 1, 2)), on_gpus(0, 1)) == [0, 1]
     assert keep(berths(on_gpus(0, 1)), on_gpus(1, 0)) == [None, None]
@@ -189,7 +189,7 @@ def test_engines_do_not_move_between_cpu_and_gpu() -> None:
     assert keep(berths(on_gpus(0, 1)), on_cpu(2)) == [None, None]
 
 
-def test_what_is_not_asked_for_stays() -> None:
+def test_options_that_are_not_given_stay_unchanged() -> None:
     old = Request(gpus=(0, 1), backend="gloo", app="fastai")
     assert Request().after(old) == old
     assert Request(app="other").after(old) == Request(gpus=(0, 1), backend="gloo", app="other")
@@ -218,13 +218,13 @@ def test_ranks_of_a_program_are_taken_in_the_order_given() -> None:
         ("01", r"ranks='01': give a list of ranks"),
     ],
 )
-def test_ranks_of_a_program_that_are_none_are_named(given: object, said: str) -> None:
+def test_invalid_ranks_of_a_program_are_named(given: object, said: str) -> None:
     with pytest.raises(BadInput, match=f"^{said}"):
         check_ranks(given, 3, "ranks")
 
 
 @pytest.mark.parametrize("typed", ["h1:two", "h1:", "h1:-1", "me@h1:2x"])
-def test_what_follows_the_colon_of_a_host_is_a_number(typed: str) -> None:
+def test_text_after_the_colon_of_a_host_is_a_number(typed: str) -> None:
     with pytest.raises(BadInput, match="after the colon comes the number of ranks, such as (me@)?h1:4"):
         parse_hosts(typed)
 

@@ -31,12 +31,12 @@ def test_equal_ranks_share_a_line() -> None:
     ]
 
 
-def test_a_place_outside_of_cells_is_a_line_of_a_file() -> None:
+def test_a_place_outside_cells_is_a_line_of_a_file() -> None:
     assert str(StackLocation("fit", inner="train.py:88 in fit")) == "train.py:88 in fit"
     assert str(StackLocation()) == "awaiting something"
 
 
-def test_what_a_wait_for_a_store_looks_at_in_turns_is_not_where_a_rank_is() -> None:
+def test_the_place_of_a_rank_omits_polling_of_the_store() -> None:
     """It may be asked at that very moment: "rank 1: lexists", while the others were in ``new_group``."""
 
     def line(name: str, file: str) -> tuple[CodeType, int]:

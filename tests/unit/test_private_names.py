@@ -95,7 +95,7 @@ def test_settings_of_the_process_are_read_and_put_back() -> None:
     assert process_settings.end_cell(None) == []
 
 
-def test_links_to_clusters_of_others_find_what_they_take_the_place_of() -> None:
+def test_links_find_the_ipyparallel_parts_that_they_replace() -> None:
     source = inspect.getsource(ipyparallel.Client)
     for name in ("_control_stream.on_recv(self._dispatch_single_reply", "self._futures", "self._io_loop"):
         assert name in source
@@ -104,7 +104,7 @@ def test_links_to_clusters_of_others_find_what_they_take_the_place_of() -> None:
         assert name in engine
 
 
-def test_the_client_closes_its_sockets_on_its_own_thread_before_it_would_tell_them_to_keep_nothing() -> None:
+def test_the_client_closes_its_sockets_before_it_sets_their_linger() -> None:
     """When this fails, ``RankClient.close`` may be needed no longer."""
     assert "self._io_loop.close(all_fds=True)" in inspect.getsource(ipyparallel.Client._io_main)
     close = inspect.getsource(ipyparallel.Client.close)
@@ -112,12 +112,12 @@ def test_the_client_closes_its_sockets_on_its_own_thread_before_it_would_tell_th
     assert "if self._closed:" in close and "self._io_loop.add_callback" in inspect.getsource(ipyparallel.Client)
 
 
-def test_the_client_keeps_ids_where_ddip_forgets_them() -> None:
+def test_the_client_keeps_ids_where_ddip_drops_them() -> None:
     send = inspect.getsource(ipyparallel.Client._send)
     assert send.index("self.history.append(msg_id)") < send.index("self.create_message_futures(")
 
 
-def test_the_hub_reads_what_passes_by_topics() -> None:
+def test_the_hub_reads_monitored_messages_by_topic() -> None:
     topics = {f"b'{name}'" for name in ("in", "out", "iopub", *(topic.decode() for topic in READ_BY_HUB))}
     handlers = inspect.getsource(Hub.__init__).partition("self.monitor_handlers = {")[2].partition("}")[0]
     others = {"b'incontrol'", "b'outcontrol'"}  # it does nothing with these
@@ -125,32 +125,32 @@ def test_the_hub_reads_what_passes_by_topics() -> None:
     assert 'sub.setsockopt(zmq.SUBSCRIBE, b"")' in inspect.getsource(controller_app)
 
 
-def test_the_client_itself_ends_requests_to_an_engine_that_has_ended() -> None:
+def test_the_client_ends_requests_to_an_ended_engine_itself() -> None:
     ended = inspect.getsource(ipyparallel.Client._unregister_engine)
     assert ended.index("= self._engines.pop(") < ended.index("self._handle_stranded_msgs(eid, uuid)")
     assert list(inspect.signature(ipyparallel.Client._handle_stranded_msgs).parameters) == ["self", "eid", "uuid"]
 
 
-def test_the_client_takes_answers_where_ddip_does() -> None:
+def test_the_client_receives_answers_where_ddip_does() -> None:
     assert "_mux_stream.on_recv(self._dispatch_reply, copy=False)" in inspect.getsource(ipyparallel.Client)
     assert list(inspect.signature(ipyparallel.Client._dispatch_reply.__wrapped__).parameters) == ["self", "msg"]
 
 
-def test_the_kernel_sends_states_where_ddip_keeps_them_back() -> None:
+def test_the_kernel_sends_states_where_ddip_withholds_them() -> None:
     assert list(inspect.signature(Kernel._publish_status).parameters) == ["self", "status", "channel", "parent"]
     assert "iopub_socket = IOPubThread(iopub_socket" in inspect.getsource(app.IPEngine.complete_registration)
     send = inspect.getsource(IOPubThread.send_multipart)
     assert "self.schedule(lambda: self._really_send(*args, **kwargs))" in send
 
 
-def test_the_hub_answers_what_ddip_asks() -> None:
+def test_the_hub_answers_the_requests_of_ddip() -> None:
     source = inspect.getsource(Hub)
     assert "'connection_request'" in source and "'unregistration_request'" in source
     assert HeartMonitor.class_traits()["period"].metadata["config"]
     assert HeartMonitor.class_traits()["max_heartmonitor_misses"].metadata["config"]
 
 
-def test_the_hub_takes_engines_in_as_ddip_asks() -> None:
+def test_the_hub_registers_engines_as_ddip_asks() -> None:
     assert "self.query_handlers = {" in inspect.getsource(Hub.__init__)
     assert "handler(idents, msg)" in inspect.getsource(Hub.dispatch_query)
     assert "self.incoming_registrations[heart] = EngineConnector(" in inspect.getsource(Hub.register_engine)
@@ -159,7 +159,7 @@ def test_the_hub_takes_engines_in_as_ddip_asks() -> None:
     assert "if heart not in self.incoming_registrations:" in hearts
 
 
-def test_the_controller_is_made_of_what_ddip_replaces() -> None:
+def test_the_controller_consists_of_the_parts_ddip_replaces() -> None:
     source = inspect.getsource(controller_app)
     assert source.count("time.") == 1 and "time.sleep(0.25)" in source
     assert source.count("= Hub(") == 1
@@ -198,7 +198,7 @@ def test_the_engine_registers_as_ddip_asks() -> None:
     assert {"url_file", "wait_for_url_file", "ident"} <= set(app.IPEngine.class_traits())
 
 
-def test_ipyparallel_puts_the_working_directory_on_the_path_where_ddip_takes_it_off() -> None:
+def test_ipyparallel_adds_the_working_directory_where_ddip_removes_it() -> None:
     init = inspect.getsource(app.IPEngine.init_engine)
     assert init.index("sys.path.insert(0, '')") < init.index("self.find_connection_file()")
     assert inspect.getsource(app).count("sys.path") == 1
@@ -209,7 +209,7 @@ def test_python_runs_its_exit_functions_when_asked() -> None:
     assert callable(atexit._run_exitfuncs)
 
 
-def test_the_engine_makes_its_kernel_from_a_name_of_its_module() -> None:
+def test_the_engine_creates_its_kernel_from_a_module_name() -> None:
     assert app.Kernel is IPythonParallelKernel
     assert "Kernel.instance(" in inspect.getsource(app.IPEngine.complete_registration)
     for name in ("enable_nanny", "max_heartbeat_misses", "wait_for_url_file", "timeout", "id"):
@@ -222,7 +222,7 @@ def test_the_kernel_takes_handlers_by_the_names_of_its_messages() -> None:
     assert IPythonParallelKernel.control_msg_types and IPythonParallelKernel.msg_types
 
 
-def test_the_kernel_runs_a_cell_between_what_ddip_calls() -> None:
+def test_the_kernel_runs_a_cell_between_the_calls_of_ddip() -> None:
     run = inspect.getsource(IPythonKernel.do_execute)
     assert run.index("self._forward_input(allow_stdin)") < run.index("self._restore_input()")
     for name in ("shell._last_traceback or []", "shell.payload_manager.clear_payload()", "should_run_async("):
@@ -245,7 +245,7 @@ def test_the_kernel_handles_requests_between_the_hooks_that_ddip_replaces() -> N
     assert "self.do_apply(content, bufs, msg_id, md)" in inspect.getsource(IPythonParallelKernel.apply_request)
 
 
-def test_torch_knows_its_groups_by_the_names_that_ddip_asks_for() -> None:
+def test_torch_stores_its_groups_under_the_names_ddip_uses() -> None:
     world = distributed_c10d._world
     for name in c10d.TABLES:
         assert hasattr(getattr(world, name), "clear")
@@ -294,7 +294,7 @@ def test_torch_waits_for_collectives_where_ddip_sees_their_failures() -> None:
     assert callable(dist.get_debug_level) and hasattr(dist.DebugLevel, "DETAIL")
 
 
-def test_the_flight_recorder_tells_what_ddip_asks_for() -> None:
+def test_the_flight_recorder_answers_the_requests_of_ddip() -> None:
     """gloo's, in a group of this process alone."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -312,7 +312,7 @@ def test_the_flight_recorder_tells_what_ddip_asks_for() -> None:
     assert all(each.is_done and each.group == "0" for each in flight_recorder.entries()[-3:])
 
 
-def test_the_profiler_tells_what_ddip_asks_for(tmp_path: Path) -> None:
+def test_the_profiler_answers_the_requests_of_ddip(tmp_path: Path) -> None:
     for name in profiling.STARTERS:
         assert callable(getattr(torch.autograd.profiler, name))
     assert torch.autograd.profiler._is_profiler_enabled is False
@@ -331,7 +331,7 @@ def test_the_profiler_tells_what_ddip_asks_for(tmp_path: Path) -> None:
     assert abs(trace["baseTimeNanoseconds"] / 1000 + first - time.time_ns() / 1000) < 60e6
 
 
-def test_a_wrapper_keeps_its_reducer_under_the_name_that_ddip_drops() -> None:
+def test_a_wrapper_stores_its_reducer_under_the_expected_name() -> None:
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
     assert "self.reducer = dist.Reducer(" in source and "self.logger = dist.Logger(" in source
     there = {name for module, name in wrappers.WRAPPERS.items() if hasattr(importlib.import_module(module), name)}
@@ -381,7 +381,7 @@ def test_a_reducer_can_be_replaced_in_place() -> None:
         assert set(inspect.signature(kind).parameters) - {"random_seed"} <= set(kind.__slots__)
 
 
-def test_a_backward_pass_and_its_nodes_are_counted_where_ddip_does() -> None:
+def test_backward_passes_and_their_nodes_are_counted_where_expected() -> None:
     source = inspect.getsource(torch.autograd.backward)
     assert "_engine_run_backward(" in source and "accumulate_grad=True" in source
     assert "accumulate_grad=False" in inspect.getsource(torch.autograd.grad)
@@ -416,7 +416,7 @@ def test_sharded_models_keep_their_training_state_where_ddip_resets_it() -> None
     assert "flat_param._post_backward_hook_state[-1].remove()" in finalize and "_post_backward_called" in finalize
 
 
-def test_a_device_mesh_knows_its_groups_by_name_and_equals_others_by_what_ddip_changes() -> None:
+def test_a_device_mesh_knows_its_groups_by_their_names() -> None:
     """The day meshes of another group are another's, ``rank/process_group/meshes.py`` may need to do less."""
     same = inspect.getsource(DeviceMesh.__eq__)
     assert "self._thread_id == other._thread_id" in same and "_group_names" not in same
@@ -424,13 +424,13 @@ def test_a_device_mesh_knows_its_groups_by_name_and_equals_others_by_what_ddip_c
     assert "self._dim_group_names = self._init_process_groups(" in inspect.getsource(DeviceMesh.__init__)
 
 
-def test_a_sharded_tensor_tells_where_its_part_lies() -> None:
+def test_a_sharded_tensor_knows_the_position_of_its_shard() -> None:
     names = list(inspect.signature(layout.of_tensors.compute_local_shape_and_global_offset).parameters)
     assert names[:3] == ["global_shape", "mesh", "placements"]
 
 
 @pytest.mark.skipif(not hasattr(fsdp, "FSDPModule"), reason="before torch 2.6 it was elsewhere")
-def test_fully_shard_knows_what_it_has_gathered() -> None:
+def test_fully_shard_knows_its_gathered_parameters() -> None:
     source = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param"))
     for name in ("self.sharded_param:", "self._module_info: ParamModuleInfo = module_info", "    param_name: str"):
         assert name in source
@@ -445,14 +445,14 @@ def test_rpc_makes_its_group_where_ddip_wraps_it() -> None:
     assert callable(rpc.api._is_current_rpc_agent_set)
 
 
-def test_ipython_keeps_a_failed_cell_where_ddip_lets_go_of_it() -> None:
+def test_ipython_keeps_a_failed_cell_where_ddip_frees_it() -> None:
     assert "last_execution_result" in InteractiveShell.class_traits()
     assert "self.tb = etb" in inspect.getsource(ultratb)
     assert "self._filename_map[name] = number" in inspect.getsource(CachingCompiler.cache)
     assert "exec(code_obj, self.user_global_ns, self.user_ns)" in inspect.getsource(InteractiveShell.run_code)
 
 
-def test_ipythons_traceback_keeps_what_it_parsed_where_ddip_lets_go_of_it() -> None:
+def test_ipythons_traceback_caches_sources_where_ddip_frees_them() -> None:
     executing = pytest.importorskip("executing")
     source = inspect.getsource(executing.Source)
     assert '"__source_cache_with_lines", {}' in source and '"__executing_cache", {}' in source
@@ -461,7 +461,7 @@ def test_ipythons_traceback_keeps_what_it_parsed_where_ddip_lets_go_of_it() -> N
     assert ".parent = " in inspect.getsource(executing.Source.__init__)
 
 
-def test_the_shell_tells_errors_where_ddip_does() -> None:
+def test_the_shell_shows_errors_where_ddip_does() -> None:
     source = inspect.getsource(InteractiveShell)
     assert source.count("self.showtraceback(") > 5 and "self.showsyntaxerror()" in source
     assert list(inspect.signature(InteractiveShell.showtraceback).parameters)[1:] == [
@@ -498,11 +498,11 @@ def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
     assert InteractiveShell.class_traits()["display_pub_class"].klass is not None
 
 
-def test_the_client_keeps_which_engine_has_made_an_error() -> None:
+def test_the_client_keeps_the_engine_of_an_error() -> None:
     assert "content.get('engine_info', {})" in inspect.getsource(unwrap_exception)
 
 
-def test_the_kernel_flushes_the_streams_when_it_has_replied_and_asks_through_its_own_methods() -> None:
+def test_the_kernel_flushes_streams_after_a_reply_through_its_methods() -> None:
     assert "sys.stdout.flush()" in inspect.getsource(Kernel.dispatch_shell)
     assert IPythonKernel.class_traits()["shell_class"].klass is ZMQInteractiveShell
     assert list(inspect.signature(Kernel.raw_input).parameters) == ["self", "prompt"]
@@ -512,7 +512,7 @@ def test_the_kernel_flushes_the_streams_when_it_has_replied_and_asks_through_its
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells for which address a thread waits")
-def test_what_ends_a_wait_in_gloo_has_its_names() -> None:
+def test_functions_that_end_a_gloo_wait_have_known_names() -> None:
     library = ctypes.CDLL(str(lost_waits.LIBRARY))
     ctypes.c_char.in_dll(library, lost_waits.VTABLE)
     assert [name for name in lost_waits.ABORT_FUNCTIONS if not hasattr(library, name)] == []
@@ -526,7 +526,7 @@ def test_tqdm_knows_its_bars_by_the_names_that_are_used() -> None:
     assert rank_vitals.list_bars() == []
 
 
-def test_a_data_loader_waits_for_its_workers_as_long_as_ddip_tells_it() -> None:
+def test_a_data_loader_waits_for_workers_as_ddip_configures() -> None:
     end = inspect.getsource(dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
     assert "w.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)" in end and "w.terminate()" in end
     assert "_utils" in vars(dataloader) and dataloader._utils.MP_STATUS_CHECK_INTERVAL == 5.0

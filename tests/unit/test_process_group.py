@@ -75,7 +75,7 @@ OTHER = [report("other"), {**report("other"), "rank": 1}]
         ([{**report("other"), "size": 1}], False, False, False),
     ],
 )
-def test_the_group_is_kept_adopted_or_formed_again(
+def test_the_group_is_kept_adopted_or_rebuilt(
     reports: list[dict[str, Any] | None], failed: bool, healthy: bool, adopted: bool
 ) -> None:
     ranks = _Ranks()
@@ -85,20 +85,20 @@ def test_the_group_is_kept_adopted_or_formed_again(
     assert (manager.healthy, ranks.adopted) == (healthy, adopted)
 
 
-def test_a_group_that_was_released_is_not_good_again_after_a_good_cell() -> None:
+def test_a_good_cell_does_not_repair_an_aborted_group() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
     manager.update_health({0: report(), 1: report()}, False)
     assert not manager.healthy
 
 
-def test_a_group_of_which_no_rank_has_reported_is_not_good() -> None:
+def test_a_group_without_reports_is_not_healthy() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
     manager.healthy = True
     manager.update_health({}, True)
     assert not manager.healthy
 
 
-def test_what_is_meant_leaves_the_group_good_until_ranks_begin_more() -> None:
+def test_accepted_differences_keep_the_group_healthy_until_ranks_begin_more() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
     manager.healthy = True
     manager.update_health({0: report(begun=1)}, False, unmatched=True)
@@ -109,14 +109,14 @@ def test_what_is_meant_leaves_the_group_good_until_ranks_begin_more() -> None:
     assert not manager.healthy
 
 
-def test_the_connections_between_ranks_are_those_with_a_rank_at_both_ends() -> None:
+def test_connections_between_ranks_have_a_rank_at_both_ends() -> None:
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     others = ("127.0.0.1", 3, "127.0.0.1", 4)
     assert between_ranks({0: [here, others], 1: [there]}) == {0: [here], 1: [there]}
     assert between_ranks({0: [here, there], 1: [others]}) == {0: [], 1: []}  # of a rank to itself
 
 
-def test_a_group_is_spoilt_when_a_stranger_has_taken_the_place_of_a_rank() -> None:
+def test_a_connection_from_an_unknown_process_spoils_the_group() -> None:
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     stranger = ("127.0.0.1", 1, "127.0.0.1", 9)
     assert not has_unknown_connection([([here], [1]), ([there], [7])])
@@ -125,7 +125,7 @@ def test_a_group_is_spoilt_when_a_stranger_has_taken_the_place_of_a_rank() -> No
     assert has_unknown_connection([([here, stranger], [1]), ([there], [])])
 
 
-def test_a_broken_store_cannot_be_read_by_anybody(tmp_path: Path) -> None:
+def test_no_rank_can_read_a_broken_store(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.write_text("keys")
     for _ in range(2):

@@ -40,7 +40,7 @@ def whole(divided: Divided) -> float:
     return divided.compute + divided.loading + divided.idle + communication(divided)
 
 
-def test_a_blocked_thread_waits_for_gloo_loads_data_or_is_idle() -> None:
+def test_a_blocked_thread_waits_for_gloo_or_data_or_nothing() -> None:
     """It is blocked from 2 s on; from 2 to 5 gloo works, from 6 to 8 the loader does."""
     samples = [(0, 0), (2, 2), (10, 2)]
     divided = timeline.divide(layers(ops=[(0, 1)], transfers=[(2, 5)], loading=[(6, 8)], samples=samples))
@@ -53,12 +53,12 @@ def test_a_blocked_thread_waits_for_gloo_loads_data_or_is_idle() -> None:
     )
 
 
-def test_gloo_that_works_beside_a_thread_that_computes_costs_nothing() -> None:
+def test_gloo_costs_nothing_beside_a_computing_thread() -> None:
     divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(1, 9)], samples=[(0, 0), (10, 10)]))
     assert (divided.compute, divided.python, divided.idle, communication(divided)) == (10, 6, 0, 0)
 
 
-def test_between_two_samples_the_thread_is_blocked_in_what_it_can_be_blocked_in() -> None:
+def test_between_samples_a_thread_is_blocked_where_it_can_be() -> None:
     """Half of the time: in the collective, of which three of five seconds count then, and one was hidden by Python."""
     divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(4, 9)], samples=[(0, 0), (10, 7)]))
     assert communication(divided) == pytest.approx(3)
@@ -66,18 +66,18 @@ def test_between_two_samples_the_thread_is_blocked_in_what_it_can_be_blocked_in(
     assert whole(divided) == pytest.approx(10)
 
 
-def test_that_a_thread_has_waited_for_a_core_is_told_late() -> None:
+def test_a_wait_for_a_core_counts_as_late() -> None:
     """From 2 to 6 s; the sample at 6 s says so of all of it, and that it has run since 5."""
     divided = timeline.divide(layers(transfers=[(0, 10)], samples=[(0, 0), (2, 2), (4, 2), (6, 6), (10, 6)]))
     assert (divided.python, communication(divided)) == (pytest.approx(6), pytest.approx(4))
 
 
-def test_without_samples_it_is_blocked_wherever_no_operation_is_on() -> None:
+def test_without_samples_a_thread_is_blocked_outside_operations() -> None:
     divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(3, 6)]))
     assert (divided.compute, communication(divided), divided.idle) == (4, 2, 4)
 
 
-def test_on_a_gpu_kernels_hide_everything_and_those_of_nccl_are_communication() -> None:
+def test_gpu_kernels_hide_everything_and_nccl_kernels_are_communication() -> None:
     divided = timeline.divide(layers(kernels=[(1, 4)], network=[(3, 6)], loading=[(5, 8)], samples=[(0, 0), (10, 10)]))
     assert (communication(divided), divided.loading, divided.compute) == (2, 2, pytest.approx(6))
     assert whole(divided) == pytest.approx(10)
@@ -131,7 +131,7 @@ def test_events_belong_to_layers_by_their_names_and_threads() -> None:
     assert its.kernels == [ns(7, 8)]
 
 
-def test_collectives_of_the_flight_recorder_meet_the_work_of_their_backend() -> None:
+def test_recorded_collectives_are_matched_with_work_of_their_backend() -> None:
     recorded = Recorded(Layers(1 * S, 10 * S))
     recorded.work["gloo:all_reduce"] = [ns(4, 6), ns(2, 3), ns(0.2, 0.5)]
     of = {"formed": 0, "number": 0, "shapes": [[4]], "dtypes": ["float32"], "is_done": True}
@@ -184,7 +184,7 @@ def profile_of(reports: dict[int, ProfileReport], ahead: dict[int, float] | None
 
 
 @pytest.mark.parametrize("ahead", [0, 3600, -5], ids=["one clock", "an hour ahead", "behind"])
-def test_a_rank_waits_until_the_last_one_comes_whatever_its_clock_says(ahead: float) -> None:
+def test_a_rank_waits_for_the_last_one_despite_different_clocks(ahead: float) -> None:
     waits = report([row(1, 1, 4.5)], [(1, 4.5)])
     late = report([row(1, 4, 4.5)], [(4, 4.5)], ahead, idle=3)
     profile = profile_of({0: waits, 1: late}, {1: ahead})
@@ -199,7 +199,7 @@ def test_a_rank_waits_until_the_last_one_comes_whatever_its_clock_says(ahead: fl
     assert (slowest.last, slowest.seconds, slowest.waiting) == (1, pytest.approx(3.5), pytest.approx(3))
 
 
-def test_of_collectives_that_are_under_way_together_a_moment_counts_once() -> None:
+def test_time_in_simultaneous_collectives_counts_once() -> None:
     """As DDP's buckets are."""
     first = report([row(1, 1, 5), row(2, 2, 5), row(3, 3, 5)], [(3, 5)])
     second = report([row(1, 4, 5), row(2, 4, 5), row(3, 4.5, 5)], [(4.5, 5)])
@@ -209,13 +209,13 @@ def test_of_collectives_that_are_under_way_together_a_moment_counts_once() -> No
     assert [each.waiting for each in profile.collectives] == [pytest.approx(1), 0, pytest.approx(0.5)]
 
 
-def test_a_rank_that_never_comes_is_waited_for_until_the_end() -> None:
+def test_a_missing_rank_is_waited_for_until_the_end() -> None:
     profile = profile_of({0: report([row(1, 2, 10)], [(2, 10)]), 1: report([], [])})
     assert profile.ranks[0].waiting == pytest.approx(8) and profile.slowest_rank == 1
     assert "waiting for ranks that never came" in str(profile_report.remarks(profile))
 
 
-def test_of_a_rank_that_has_not_told_all_nobody_knows_whether_it_came() -> None:
+def test_ranks_do_not_wait_for_a_rank_with_missing_events() -> None:
     short = report([], [])
     short["note"] = "too many events"
     profile = profile_of({0: report([row(1, 2, 10)], [(2, 10)]), 1: short})
@@ -234,7 +234,7 @@ def test_ranks_that_wait_for_each_other_have_no_slowest() -> None:
     assert "no rank is slow all along" in str(profile_report.remarks(profile_of({0: first, 1: second})))
 
 
-def test_the_report_names_shares_the_slow_and_what_is_missing() -> None:
+def test_the_report_lists_shares_slow_ranks_and_missing_data() -> None:
     found = profile_of({0: report([row(1, 1, 4)], [(1, 4)], loading=1), 1: report([row(1, 4, 4)], [], loading=5)})
     profile = Profile(found.ranks, found.collectives, found.waited_for, {2: "its process has <ended>"}, Path("out"))
     bundle = profile._repr_mimebundle_()
@@ -255,7 +255,7 @@ def trace_of(path: Path, pid: int, base: int, *events: dict[str, Any], rank: int
     return path
 
 
-def test_traces_are_one_with_a_process_a_rank_and_one_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_merge_with_a_process_per_rank_and_one_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "PIECE", 50)
     op = {"ph": "X", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 2_000_000.5, "dur": 10}
     gpu = {**op, "pid": 0, "tid": 7, "name": "gemm"}
@@ -277,7 +277,7 @@ def test_traces_are_one_with_a_process_a_rank_and_one_clock(tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gz", "all", "b.gz"]
 
 
-def test_what_is_no_trace_leaves_no_file(tmp_path: Path) -> None:
+def test_an_invalid_trace_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match="no trace"):
         traces.merge({0: tmp_path / "a.gz"}, {0: 0}, 0, tmp_path / "all")
@@ -302,7 +302,7 @@ def test_the_quickest_answer_sets_the_clock() -> None:
     assert offset([(0, 900, 1000), (2000, 2105, 2010), (3000, 3950, 4000)]) == 100
 
 
-def test_a_folder_that_cannot_be_written_is_refused_and_a_former_profile_goes(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused_and_a_former_profile_removed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"--profile .*file: .*; type the name of a folder"):
         folder_for(str(tmp_path / "file"))
@@ -312,7 +312,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_a_former_profile_goes(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine.json"]
 
 
-def test_profile_is_of_ranks_only() -> None:
+def test_only_ranks_can_be_profiled() -> None:
     check_profile(None, "local", ("remote", "local"))
     check_profile("folder", "remote", ("remote", "local"))
     for typed, where in (("", "local"), ("local", "remote"), ("remote", "remote")):

@@ -17,7 +17,7 @@ WITHOUT_NATIVE = PAGE.read_text().partition("## Without what reaches below publi
 NAMED = re.compile(r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`")
 
 
-def test_there_are_promises() -> None:
+def test_the_page_contains_promises() -> None:
     assert len(ROWS) > 30
 
 
@@ -28,7 +28,7 @@ def names_in(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_each_promise_names_tests_that_there_are() -> None:
+def test_each_promise_names_existing_tests() -> None:
     for row in ROWS:
         named = NAMED.findall(row)
         assert named or "`make " in row, row

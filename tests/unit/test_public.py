@@ -7,7 +7,7 @@ import pydoc
 import ddip
 
 
-def test_tab_offers_what_is_public_and_nothing_else() -> None:
+def test_tab_offers_only_public_names() -> None:
     assert {name for name in dir(ddip) if not name.startswith("_")} == set(ddip.__all__)
 
 
@@ -17,5 +17,5 @@ def test_help_describes_every_public_name() -> None:
     assert "Number of ranks on the CPU" in text
 
 
-def test_a_group_is_closed_as_a_file_is() -> None:
+def test_a_group_can_be_closed_like_a_file() -> None:
     assert ddip.Group.close is ddip.Group.shutdown

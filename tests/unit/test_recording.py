@@ -37,7 +37,7 @@ def test_text_that_follows_text_is_one_message() -> None:
     assert kept(recording) == [(0, "ab\nc"), (1, "d"), (0, "e")]
 
 
-def test_of_an_updated_display_the_last_form_is_kept() -> None:
+def test_the_last_version_of_an_updated_display_is_kept() -> None:
     recording = Recording()
     recording.add(0, display("0 %", "bar"))
     for percent in range(1, 101):
@@ -46,7 +46,7 @@ def test_of_an_updated_display_the_last_form_is_kept() -> None:
     assert kept(recording) == [(0, "0 %"), (0, "100 %"), (1, "rank 1: 100 %")]
 
 
-def test_of_a_flood_the_beginning_and_the_last_end_are_kept() -> None:
+def test_long_output_keeps_its_beginning_and_its_last_end() -> None:
     recording = Recording()
     recording.add(0, stream("begin\n"))
     for line in range(1000, 1100, 10):
@@ -56,7 +56,7 @@ def test_of_a_flood_the_beginning_and_the_last_end_are_kept() -> None:
     assert [text for rank, text in kept(recording) if rank == 0] == ["begin\n", "line 1090\n", "line 1091\n"]
 
 
-def test_what_was_cleared_is_not_kept_and_a_plot_that_is_drawn_again_is_there_once() -> None:
+def test_cleared_output_is_dropped_and_a_redrawn_plot_kept_once() -> None:
     recording = Recording()
     recording.add(1, stream("of another rank"))
     for number in range(50):
@@ -67,7 +67,7 @@ def test_what_was_cleared_is_not_kept_and_a_plot_that_is_drawn_again_is_there_on
     assert kept(recording) == [(1, "of another rank")]
 
 
-def test_output_in_an_output_widget_does_not_end_a_wait_for_output() -> None:
+def test_output_in_an_output_widget_does_not_trigger_pending_clears() -> None:
     recording = Recording()
     recording.add(0, stream("kept until more comes"))
     recording.add(0, clear(wait=True))
@@ -82,7 +82,7 @@ def test_a_clear_within_an_output_widget_clears_nothing_else() -> None:
     assert kept(recording) == [(0, "before")]
 
 
-def test_the_oldest_gives_way_when_there_is_too_much() -> None:
+def test_too_much_output_drops_the_oldest() -> None:
     first, second = Recording(), Recording()
     for recording in (first, second):
         for number in range(10):
@@ -94,7 +94,7 @@ def test_the_oldest_gives_way_when_there_is_too_much() -> None:
     assert kept(first) == kept(second) == []
 
 
-def test_a_cell_that_still_runs_keeps_no_more_than_is_kept() -> None:
+def test_a_running_cell_keeps_no_more_than_the_limit() -> None:
     recording = Recording()
     recording.most = 3000
     for number in range(100):
@@ -104,7 +104,7 @@ def test_a_cell_that_still_runs_keeps_no_more_than_is_kept() -> None:
     assert recording.left_out == 100 - len(kept(recording))
 
 
-def test_of_much_text_the_beginning_gives_way() -> None:
+def test_long_text_drops_its_beginning() -> None:
     recording = Recording()
     recording.most = 3 * MOST_TEXT
     for number in range(50_000):

@@ -23,7 +23,7 @@ def stream(text: str, name: str = "stdout") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_alone_is_shown_as_it_writes(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_single_rank_is_shown_unchanged(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput([rank])
     show.receive(rank, stream("half"))
     show.receive(1, stream("not seen\n"))
@@ -42,7 +42,7 @@ def test_lines_of_several_ranks_are_not_torn(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "[rank 1] b\n[rank 0] aa\n[rank 1] c\n"
 
 
-def test_quiet_keeps_all_until_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_keeps_all_output_until_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput([0, 1], quiet=True)
     show.receive(1, stream("b\n"))
     show.receive(0, stream("a"))
@@ -51,7 +51,7 @@ def test_quiet_keeps_all_until_the_end(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "[rank 0] a\n[rank 1] b\n"
 
 
-def test_of_a_flood_the_middle_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_output_loses_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
     for show_ranks in ([0], [0, 1]):
         label = "[rank 0] " if len(show_ranks) > 1 else ""
         show = CellOutput(show_ranks)
@@ -79,7 +79,7 @@ def sent(limit: int, *texts: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("style", ["one rank", "labels", "grouped"])
 @pytest.mark.parametrize("before", ["", "start\n"])
 @pytest.mark.parametrize("after", ["", "\n", "\nend\n"])
-def test_of_a_line_above_the_limit_the_middle_is_left_out(
+def test_a_line_above_the_limit_loses_its_middle(
     style: Any, before: str, after: str, draws: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show = CellOutput(
@@ -99,16 +99,14 @@ def test_of_a_line_above_the_limit_the_middle_is_left_out(
     assert lines[: bool(before)] == before.split() and lines[bool(before) + 3 :] == after.split()
 
 
-def test_what_is_left_out_is_counted_in_english() -> None:
+def test_omitted_output_is_counted_in_english() -> None:
     screen = Screen(1000)
     screen.jump(1, "b", 1)
     assert screen.text == "… 1 line and 1 character left out …\nb"
 
 
 @pytest.mark.parametrize("show_ranks", [[0], [0, 1]])
-def test_a_little_more_than_the_limit_is_not_said_to_be_left_out(
-    show_ranks: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_just_above_the_limit_is_shown_whole(show_ranks: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput(show_ranks, DisplayOptions("labels", 1000))
     texts = [f"line {number}\n" for number in range(130)]
     for message in sent(1000, *texts):
@@ -128,22 +126,22 @@ def test_bars_of_several_ranks_leave_their_last_state(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "[rank 1] 100%\n[rank 1] after\n[rank 0]  75%\n"
 
 
-def test_where_a_cell_ran_is_for_people() -> None:
+def test_the_summary_of_a_cell_is_readable() -> None:
     assert where_text({}) == ""
     assert where_text({2: 0.123}) == "rank 2 · 0.12 s"
     assert where_text({0: 1.0, 1: 61.23, 2: 3.0}) == "ranks 0-2 · 61.2 s · slowest: rank 1"
 
 
 @pytest.mark.parametrize("seconds", [{0: 0.01, 1: 0.1}, {0: 60.0, 1: 61.0}])
-def test_a_rank_that_ended_a_little_later_is_not_called_slow(seconds: dict[int, float]) -> None:
+def test_a_rank_that_ends_slightly_later_is_not_called_slow(seconds: dict[int, float]) -> None:
     assert "slowest" not in where_text(seconds)
 
 
-def test_sizes_are_for_people() -> None:
+def test_sizes_are_readable() -> None:
     assert [size_text(size) for size in (None, 0, 999, 2.5e8, 80e9)] == ["", "0 B", "999 B", "250 MB", "80.0 GB"]
 
 
-def test_the_table_has_gpu_figures_only_where_there_is_a_gpu() -> None:
+def test_the_table_has_gpu_columns_only_with_gpus() -> None:
     cpu = RankInfo(0, "a", 12, "cpu", 10_000, None, None, None, "idle", None)
     assert info_table([cpu]).splitlines() == [
         "rank  host  pid  device  memory  state  last cell",
@@ -156,7 +154,7 @@ def test_the_table_has_gpu_figures_only_where_there_is_a_gpu() -> None:
     assert "0 B / 2 MB / 80.0 GB" in lines[2]
 
 
-def test_a_terminal_has_the_bars_of_all_ranks_at_the_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_all_bars_at_the_bottom(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Screen(10_000)
 
     def seen() -> list[str]:
@@ -179,7 +177,7 @@ def test_a_terminal_has_the_bars_of_all_ranks_at_the_bottom(capsys: pytest.Captu
     assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0] 100%"]
 
 
-def test_a_page_that_is_gone_ends_no_cell(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_page_ends_no_cell(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     show = CellOutput([0, 1])
     show.receive(0, stream("half a line"))
     with Path(os.devnull).open("w") as closed:
@@ -196,6 +194,6 @@ def test_a_page_that_is_gone_ends_no_cell(monkeypatch: pytest.MonkeyPatch, caplo
 @pytest.mark.parametrize(
     "mime", ["text/html", "text/latex", "text/plain", "text/markdown", "image/png", "image/svg+xml"]
 )
-def test_a_tab_shows_what_is_no_text_at_all(mime: str) -> None:
+def test_a_tab_accepts_displays_without_text(mime: str) -> None:
     for odd in ({}, [], 5, None):
         to_tab([Display({mime: odd})], live=True)

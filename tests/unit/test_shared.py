@@ -21,7 +21,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path
 
 
-def test_what_was_written_can_be_read_as_long_as_somebody_does(folder: Path) -> None:
+def test_shared_bytes_stay_readable_while_a_reader_has_them(folder: Path) -> None:
     with SharedBytes(folder) as made:
         made.write([b"one "])
         made.write([memoryview(b"t"), b"", b"wo"])
@@ -34,7 +34,7 @@ def test_what_was_written_can_be_read_as_long_as_somebody_does(folder: Path) -> 
     assert not list(folder.iterdir())
 
 
-def test_others_cannot_open_it(folder: Path) -> None:
+def test_other_users_cannot_open_shared_memory(folder: Path) -> None:
     with SharedBytes(folder) as made:
         made.write([b"secret"])
         if made.path.startswith(str(folder)):
@@ -43,7 +43,7 @@ def test_others_cannot_open_it(folder: Path) -> None:
             assert not list(folder.iterdir())
 
 
-def test_what_one_changes_is_its_own(folder: Path) -> None:
+def test_each_reader_changes_only_its_own_copy(folder: Path) -> None:
     with SharedBytes(folder) as made:
         made.write([b"one"])
         ours, theirs = made.view(), shared.view(made.path)
@@ -62,7 +62,7 @@ def test_portions_are_full_and_have_few_pieces(size: int, monkeypatch: pytest.Mo
     assert all(len(portion) <= 2 for portion in found_by_two)
 
 
-def test_many_pieces_are_written_though_the_system_takes_only_some_at_once(folder: Path) -> None:
+def test_many_pieces_are_written_despite_partial_writes(folder: Path) -> None:
     pieces = [memoryview(bytes([number % 256]) * (number % 7)) for number in range(5000)]
     with SharedBytes(folder) as made:
         for portion in shared.portions(pieces, 10_000):
@@ -71,7 +71,7 @@ def test_many_pieces_are_written_though_the_system_takes_only_some_at_once(folde
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_cannot_open_it(folder: Path) -> None:
+def test_another_user_cannot_open_the_file(folder: Path) -> None:
     with SharedBytes(folder) as made:
         made.write([b"secret"])
         look = [sys.executable, "-c", "import sys; open(sys.argv[1], 'rb')", made.path]
@@ -80,12 +80,12 @@ def test_another_user_cannot_open_it(folder: Path) -> None:
         assert theirs.returncode and b"Permission denied" in theirs.stderr
 
 
-def test_nothing_to_read_is_refused(folder: Path) -> None:
+def test_an_empty_file_is_refused(folder: Path) -> None:
     with SharedBytes(folder) as made, pytest.raises(ValueError):
         shared.view(made.path)
 
 
-def test_without_memory_and_folder_there_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_fails_without_memory_and_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="no memory without a name"):
         SharedBytes()

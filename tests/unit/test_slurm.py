@@ -35,7 +35,7 @@ def test_words_are_options_of_sbatch() -> None:
 
 
 @pytest.mark.parametrize(("squeue", "ends"), [("echo 7.batch", True), ("exit 1", False), ("echo 7.0", False)])
-def test_a_job_ends_only_when_it_is_known_that_no_step_runs(squeue: str, ends: bool, tmp_path: Path) -> None:
+def test_a_job_ends_only_once_no_step_runs(squeue: str, ends: bool, tmp_path: Path) -> None:
     (tmp_path / "squeue").write_text(f"#!/bin/bash\n{squeue}\n")
     (tmp_path / "sleep").write_text(
         f"#!/bin/bash\necho >> {tmp_path}/slept\n[ $(wc -l < {tmp_path}/slept) -lt 100 ] || kill $PPID\n"
@@ -58,7 +58,7 @@ def test_a_job_ends_only_when_it_is_known_that_no_step_runs(squeue: str, ends: b
         ("", "type how many nodes"),
     ],
 )
-def test_what_cannot_be_submitted_is_said(typed: str, text: str) -> None:
+def test_invalid_slurm_options_are_named(typed: str, text: str) -> None:
     with pytest.raises(BadInput, match=text):
         slurm.parse(typed)
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_submitted_is_said(typed: str, text: str) -> None:
         ("", 0),
     ],
 )
-def test_the_gpus_of_a_node_are_those_that_slurm_has_given_it(
+def test_the_gpus_of_a_node_are_its_slurm_allocation(
     gres: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = (
@@ -87,13 +87,13 @@ def test_the_gpus_of_a_node_are_those_that_slurm_has_given_it(
     assert (slurm.gpus(7, "n1"), slurm.gpus(7, "n2"), slurm.gpus(7, "n3")) == (count, 5, 0)
 
 
-def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GroupError, match="there is no Slurm here: sbatch and srun are not on the PATH"):
         places.found(Request(reach=Reach(slurm="nodes=2")), lambda text, share=None: None)
 
 
-def test_here_takes_the_hosts_that_another_scheduler_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_here_uses_the_hosts_of_another_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [*places.HOST_FILES, *(name for name in os.environ if name.startswith("SLURM_"))]:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
@@ -105,7 +105,7 @@ def test_here_takes_the_hosts_that_another_scheduler_lists(monkeypatch: pytest.M
         places.found(Request(reach=Reach(here=True)), lambda text, share=None: None)
 
 
-def test_a_request_for_the_same_job_is_none_for_another_place() -> None:
+def test_a_request_for_the_same_job_keeps_its_hosts() -> None:
     found = Request(1, hosts=(HostRequest("n1"), HostRequest("n2")), reach=Reach(slurm="nodes=2", jobs=(7, 7)))
     again = Request(reach=Reach(slurm="nodes=2")).after(found)
     assert (again.hosts, again.reach, again.n) == (found.hosts, found.reach, 1)

@@ -10,7 +10,7 @@ import ddip
 FILES = sorted(Path(ddip.__file__).parent.rglob("*.py"))
 
 
-def test_what_catches_all_exceptions_raises_again_or_says_why_not() -> None:
+def test_every_broad_except_raises_or_explains_itself() -> None:
     wrong = []
     for file in FILES:
         text = file.read_text()

@@ -79,7 +79,7 @@ def stream(text: str, **where: int) -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": text, **where}}
 
 
-def test_what_a_rank_has_shown_is_text_without_colours_and_bars_as_they_are_in_the_end() -> None:
+def test_output_is_plain_text_with_bars_in_their_last_state() -> None:
     shown = {"data": {"text/plain": "a plot", "text/html": "<b>"}, "metadata": {}, "transient": {"display_id": "p"}}
     changed = {**shown, "data": {"text/plain": "another plot"}}
     result = {"data": {"text/plain": "3"}, "metadata": {}, "execution_count": 7}
@@ -93,12 +93,12 @@ def test_what_a_rank_has_shown_is_text_without_colours_and_bars_as_they_are_in_t
     assert texts(messages, [0], 1000) == {0: ("red\n100 %\nanother plot\nOut[7]: 3", False)}
 
 
-def test_of_long_text_the_end_is_kept_and_half_a_character_does_no_harm() -> None:
+def test_long_text_keeps_its_end_even_within_a_character() -> None:
     messages = [(0, stream("x" * 50 + "\udcff" + "y" * 9))]
     assert texts(messages, [0, 1], 1000, most=12) == {0: ("cff" + "y" * 9, True), 1: ("", False)}
 
 
-def test_text_that_ranks_share_is_there_once() -> None:
+def test_text_shared_by_ranks_appears_once() -> None:
     parts = {rank: Part("ok", 0.5, None, text) for rank, text in enumerate(["same", "other", "same", ""])}
     data = cell_data(7, "ok", 1.23456, {**parts, 4: Part("ok", None, None, ""), 5: Part("ok")})
     fits("cell", data)
@@ -127,13 +127,13 @@ def test_text_that_ranks_share_is_there_once() -> None:
         (RankError("RankEnded", "pid 3 ended", ""), False, "rank_died", True, "ended"),
     ],
 )
-def test_what_has_become_of_a_cell_on_a_rank(
+def test_a_cell_has_one_state_on_each_rank(
     error: RankError | None, replied: bool, outcome: Any, begun: bool, state: str
 ) -> None:
     assert state_of(error, replied, outcome, begun) == state
 
 
-def test_an_error_is_told_without_colours_and_of_a_long_one_the_end() -> None:
+def test_an_error_has_no_colours_and_keeps_its_end() -> None:
     data = error_data(RankError("ValueError", "no" * 5000, "\x1b[31m" + "x" * 30_000 + "end"))
     assert len(data["message"]) == 5000
     assert len(data["traceback"]) == 20_000 and data["traceback"].endswith("xend")
@@ -149,7 +149,7 @@ def by_rank(cell: Cell) -> list[tuple[str, str | None]]:
     return [(part["state"], part.get("text")) for part in data["ranks"].values()]
 
 
-def test_a_failed_cell_by_rank(new_group: NewGroup) -> None:
+def test_a_failed_cell_has_an_outcome_per_rank(new_group: NewGroup) -> None:
     group = new_group(3)
     with pytest.raises(CellError):
         group.run("0: print hello\n1: raise ValueError no\n2: wait", show_ranks=[0, 1])
@@ -159,7 +159,7 @@ def test_a_failed_cell_by_rank(new_group: NewGroup) -> None:
     assert all(isinstance(part["seconds"], float) for part in data["ranks"].values())
 
 
-def test_a_cell_that_runs_waits_or_never_ran_by_rank(new_group: NewGroup) -> None:
+def test_an_unfinished_cell_has_a_state_per_rank(new_group: NewGroup) -> None:
     group = new_group(2)
     first, second = group.start("0: print hello\n1: sleep"), group.start("pass", queue=True)
     wait_until(lambda: by_rank(first) == [("ok", "hello"), ("running", None)])
@@ -195,7 +195,7 @@ def test_the_outcome_is_known_before_the_end_is_shown(new_group: NewGroup, impat
 # -- a group
 
 
-def test_the_status_of_a_group_fits_its_schema_whatever_its_ranks_do(new_group: NewGroup) -> None:
+def test_the_status_of_a_group_always_fits_its_schema(new_group: NewGroup) -> None:
     group = new_group(3)
     with pytest.raises(CellError):
         group.run("2: raise ValueError no")
@@ -209,7 +209,7 @@ def test_the_status_of_a_group_fits_its_schema_whatever_its_ranks_do(new_group: 
     cell.stop()
 
 
-def test_a_rank_that_has_ended_or_does_not_answer_is_told_so(new_group: NewGroup) -> None:
+def test_status_reports_ranks_that_ended_or_do_not_answer(new_group: NewGroup) -> None:
     group = new_group(3)
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
     del group.engine(2).answers["runtime.housekeeping.figures"]
@@ -220,7 +220,7 @@ def test_a_rank_that_has_ended_or_does_not_answer_is_told_so(new_group: NewGroup
     assert told["ranks"][1]["memory"] is None
 
 
-def test_a_cell_that_was_given_up_is_the_one_that_the_rank_runs(new_group: NewGroup, impatient: None) -> None:
+def test_a_rank_shows_the_abandoned_cell_as_running(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout):
         group.run("1: deaf", timeout=0.02)
@@ -230,7 +230,7 @@ def test_a_cell_that_was_given_up_is_the_one_that_the_rank_runs(new_group: NewGr
     assert "took longer" in str(told["cells"][0]["error"])
 
 
-def test_a_group_that_has_ended_is_none(new_group: NewGroup) -> None:
+def test_status_of_an_ended_group_is_none(new_group: NewGroup) -> None:
     group = new_group(2)
     group.run("pass")
     group.shutdown()
@@ -242,7 +242,7 @@ def test_a_group_that_has_ended_is_none(new_group: NewGroup) -> None:
     assert cell_magics.status_text(None, History()) == "there is no group"
 
 
-def test_gpus_are_devices(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_lists_gpus_as_devices(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1"])
     monkeypatch.setenv(SHARES, "1")
     group = new_group(None, gpus=[0, 0, 1])
@@ -260,7 +260,7 @@ def test_gpus_are_devices(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) 
     assert told["ranks"][1]["gpu"] == {"allocated": 1, "reserved": 10, "total": 101}
 
 
-def test_the_last_cells_are_listed_and_those_that_go_on(new_group: NewGroup) -> None:
+def test_status_lists_recent_and_running_cells(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep", ranks=[1])
     for _ in range(5):

@@ -20,7 +20,7 @@ def use(collectives: int = 0, ranks: list[int] | None = None, **more: Any) -> Gr
     return report  # type: ignore[no-any-return]
 
 
-def test_ranks_are_in_step_if_they_have_begun_as_many_in_each_of_their_groups() -> None:
+def test_ranks_are_in_step_if_counts_match_in_every_group() -> None:
     steps = Steps()
     steps.update({0: {ALL: use(2), PAIR: use(1, [0, 2])}, 1: {ALL: use(2, messages={"to 2": 5})}})
     assert steps.uneven(2) == [Uneven(PAIR, {0: 1, 2: 0})]
@@ -30,13 +30,13 @@ def test_ranks_are_in_step_if_they_have_begun_as_many_in_each_of_their_groups() 
     assert steps.uneven(3) == []
 
 
-def test_a_rank_that_has_left_a_group_is_not_behind() -> None:
+def test_a_rank_that_left_a_group_is_not_behind() -> None:
     steps = Steps()
     steps.update({0: {PAIR: use(3, [0, 1])}, 1: {}})
     assert steps.uneven(2) == []
 
 
-def test_a_difference_that_is_meant_is_news_again_when_more_is_begun() -> None:
+def test_an_accepted_difference_is_reported_after_further_collectives() -> None:
     steps = Steps()
     steps.update({0: {ALL: use(1)}, 1: {ALL: use(0)}})
     steps.accept(steps.uneven(2))
@@ -59,7 +59,7 @@ def test_messages_are_compared_by_direction_since_the_last_report() -> None:
     assert not steps.are_messages_uneven({0: {ALL: use(messages={"to 1": 2})}, 1: received}, 2)
 
 
-def test_messages_of_a_pipeline_are_even_though_its_ranks_send_different_numbers() -> None:
+def test_messages_of_a_pipeline_may_differ_in_number_between_ranks() -> None:
     steps = Steps()
     middle = use(messages={"from 0": 1, "to 2": 1}, ranks=[1, 3, 5])
     reports = {
@@ -86,7 +86,7 @@ def test_messages_of_a_pipeline_are_even_though_its_ranks_send_different_numbers
         ({"by_main": False}, {"may_begin": "maybe"}, False),
     ],
 )
-def test_a_difference_is_sure_if_no_thread_can_make_up_for_it(
+def test_a_difference_is_certain_if_no_thread_can_resolve_it(
     ahead: dict[str, Any], behind: dict[str, Any], is_sure: bool
 ) -> None:
     steps = Steps()
@@ -95,13 +95,13 @@ def test_a_difference_is_sure_if_no_thread_can_make_up_for_it(
     assert not any(one.by_threads for one in steps.uneven(2))
 
 
-def test_a_group_of_the_same_name_with_other_ranks_is_another_group() -> None:
+def test_groups_with_equal_names_and_different_ranks_are_different_groups() -> None:
     steps = Steps()
     steps.update({0: {PAIR: use(1, [0])}, 1: {PAIR: use(2, [1])}})
     assert steps.uneven(2) == []
 
 
-def test_an_uneven_group_says_which_ranks_have_begun_how_many() -> None:
+def test_an_uneven_group_shows_the_count_of_each_rank() -> None:
     uneven = Uneven(ALL, {0: 4, 1: 5, 2: 5, 3: 5})
     assert uneven.text() == "the default group (rank 0: 4, ranks 1-3: 5)"
     assert (uneven.ahead, uneven.least) == ([1, 2, 3], 4)

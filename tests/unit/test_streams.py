@@ -5,13 +5,13 @@ from __future__ import annotations
 from ddip.rank.streams.limiter import TICK_CHARACTERS, Chunk, OutputLimiter
 
 
-def test_up_to_the_limit_everything_is_sent_at_once() -> None:
+def test_output_below_the_limit_is_sent_at_once() -> None:
     budget = OutputLimiter(100)
     assert [budget.take(f"{number:09}\n") for number in range(10)] == [Chunk(f"{n:09}\n") for n in range(10)]
     assert budget.rest() is None
 
 
-def test_of_a_flood_something_is_sent_now_and_then_and_the_end_at_the_end() -> None:
+def test_a_flood_is_sampled_and_its_end_sent_last() -> None:
     budget = OutputLimiter(1000)
     lines = [f"{number:09}\n" for number in range(100_000)]
     texts = ["".join(lines[begin : begin + 10]) for begin in range(0, len(lines), 10)]
@@ -38,7 +38,7 @@ def test_slow_text_above_the_limit_is_not_cut() -> None:
     assert budget.take("another\n") == Chunk("another\n")
 
 
-def test_a_bar_that_has_written_more_than_the_limit_is_shown_as_it_ended() -> None:
+def test_a_bar_above_the_limit_shows_its_last_state() -> None:
     budget = OutputLimiter(1000)
     for step in range(1000):
         budget.take(f"\r{step / 10:5.1f}%|{'#' * (step // 50):20}|")
@@ -48,7 +48,7 @@ def test_a_bar_that_has_written_more_than_the_limit_is_shown_as_it_ended() -> No
     assert (rest.line, rest.cut, rest.breaks) == (0, 0, False)
 
 
-def test_what_was_shown_slowly_is_not_sent_again_at_the_end() -> None:
+def test_slowly_shown_output_is_not_repeated_at_the_end() -> None:
     budget = OutputLimiter(100)
     budget.take("x" * 99 + "\n")
     budget._last_tick -= 1

@@ -32,7 +32,7 @@ def test_ranks_on_all_hosts_get_the_variables(new_group: NewGroup, monkeypatch: 
     assert new_group(2).engine(1).environment["DDIP_NATIVE_PAUSE"] == "0"
 
 
-def test_one_rank_that_cannot_be_unblocked_is_enough(new_group: NewGroup) -> None:
+def test_one_rank_without_unblocking_turns_unblocking_off_everywhere(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         engine.hello["native_off"] = [switches.SOCKETS] * (engine.number == 1)
 
@@ -52,13 +52,13 @@ def test_a_mechanism_whose_test_fails_is_off_in_that_process(monkeypatch: pytest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
-def test_they_work_here_and_their_tests_notice_if_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_mechanisms_work_here_and_their_self_tests_detect_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sockets.can_shut_down() and sockets.can_fence() and lost_waits.is_possible()
     monkeypatch.setenv("DDIP_NATIVE", "0")
     assert not sockets.can_shut_down() and not sockets.can_fence() and lost_waits.find_waits() == {}
 
 
-def test_what_is_off_is_said_at_the_start(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_lists_disabled_mechanisms(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     def script(engine: ScriptedEngine) -> None:
         engine.hello["native_off"] = [switches.PAUSE]
 

@@ -29,7 +29,7 @@ def test_both_ends_of_each_connection_are_found_and_no_listener(family: socket.A
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the names may differ")
-def test_an_address_of_version_4_is_named_as_such_where_the_socket_is_of_version_6() -> None:
+def test_ipv4_addresses_on_ipv6_sockets_are_shown_as_ipv4() -> None:
     with socket.socket() as listener, socket.socket(socket.AF_INET6) as ours:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -41,7 +41,7 @@ def test_an_address_of_version_4_is_named_as_such_where_the_socket_is_of_version
         assert ["127.0.0.1", ours.getsockname()[1], "127.0.0.1", port] in tcp_tables.connections([os.getpid()])[0]
 
 
-def test_what_several_processes_hold_is_found_with_each() -> None:
+def test_a_shared_socket_is_found_with_each_process() -> None:
     """As with the workers of a data loader, which have the sockets of their rank."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

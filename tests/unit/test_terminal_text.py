@@ -35,12 +35,12 @@ def shown(*texts: str, limit: int = 10_000) -> str:
         ("ab\x1b[1D\x1b[1Kc", " c"),
     ],
 )
-def test_what_moves_the_cursor_is_obeyed(written: str, seen: str) -> None:
+def test_cursor_movements_are_applied(written: str, seen: str) -> None:
     assert shown(written) == seen
     assert shown(*re.findall("\x1b\\[[0-9;]*[A-Za-z]|(?s:.)", written)) == seen  # also a character at a time
 
 
-def test_a_bar_of_tqdm_is_one_line_that_ends_at_100_percent() -> None:
+def test_a_tqdm_bar_is_one_line_ending_at_100_percent() -> None:
     pieces = [f"\r{done}%|{'#' * (done // 10):10}| {done}/100" for done in range(0, 101)]
     screen = Screen(1000)
     for piece in pieces:
@@ -57,7 +57,7 @@ def test_a_line_that_was_blanked_is_finished() -> None:
     assert not screen.unfinished
 
 
-def test_of_a_flood_the_beginning_and_the_end_stay() -> None:
+def test_long_output_keeps_its_beginning_and_end() -> None:
     screen = Screen(1000)
     for number in range(10_000):
         screen.write(f"line {number}\n")
@@ -70,7 +70,7 @@ def test_of_a_flood_the_beginning_and_the_end_stay() -> None:
     assert screen.live_text(10).splitlines()[-1] == "line 9999"
 
 
-def test_what_was_left_out_on_the_rank_is_counted() -> None:
+def test_output_omitted_on_the_rank_is_counted() -> None:
     screen = Screen(1000)
     screen.write("line 0\nline 1\n")
     screen.jump(100, "line 100\nline 101\n")
@@ -78,7 +78,7 @@ def test_what_was_left_out_on_the_rank_is_counted() -> None:
     assert screen.text == "line 0\nline 1\n… 996 lines left out …\nline 998\nline 999\n"
 
 
-def test_one_endless_line_does_not_take_the_memory() -> None:
+def test_an_endless_line_uses_bounded_memory() -> None:
     screen = Screen(1000)
     for _ in range(100):
         screen.write("x" * 100)
@@ -88,7 +88,7 @@ def test_one_endless_line_does_not_take_the_memory() -> None:
     assert len(screen.text) <= 1100
 
 
-def test_whole_lines_are_taken_and_the_rest_stays() -> None:
+def test_complete_lines_are_removed_and_the_rest_stays() -> None:
     screen = Screen(1000)
     screen.write("a\nb\nc")
     assert screen.take() == "a\nb\n"

@@ -39,5 +39,5 @@ assert traced == ["function"] and came == ["stop"], (traced, came)
 
 
 @pytest.mark.native("threads")
-def test_a_thread_that_sleeps_does_not_hold_up_code_that_is_traced() -> None:
+def test_a_sleeping_thread_does_not_delay_traced_code() -> None:
     subprocess.run([sys.executable, "-c", SLEEPS], check=True, timeout=60)

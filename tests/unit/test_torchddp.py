@@ -22,7 +22,7 @@ from ddip.output.progress import Progress
         (None, 4, ((None,), {}), ""),
     ],
 )
-def test_one_gpu_a_rank_if_there_are_enough(
+def test_each_rank_gets_a_gpu_if_there_are_enough(
     nprocs: int | None,
     available: int,
     asked: tuple[Any, ...],
@@ -40,7 +40,7 @@ def test_one_gpu_a_rank_if_there_are_enough(
     assert capsys.readouterr().err == told
 
 
-def test_the_app_of_a_package_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_selects_its_app(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchddp.apps, "find", lambda name: f"module_of_{name}")
     assert torchddp._app_for({"torch"}) is None
     assert torchddp._app_for({"torch", "fastai"}) == "fastai"

@@ -32,11 +32,11 @@ def in_time(error: BaseException, rich: Any = None) -> Told:
     return told
 
 
-def test_the_rich_traceback_is_taken_where_there_is_one() -> None:
+def test_the_rich_traceback_is_used_if_available() -> None:
     assert tell(raised("1 / 0"), lambda: ["rich"]) == Told("ZeroDivisionError", "division by zero", ["rich"])
 
 
-def test_pythons_traceback_leaves_out_the_frames_of_ddip_that_ipythons_leaves_out() -> None:
+def test_python_tracebacks_omit_the_frames_ipython_tracebacks_omit() -> None:
     code = "def between():\n    __tracebackhide__ = True\n    inner()\ndef inner():\n    1 / 0\nbetween()"
     ours, users = (tell(raised(code, __name__=name), None).traceback for name in ("ddip.apps.toy", "toy"))
     assert "in between" not in "".join(ours) and "in inner" in "".join(ours)
@@ -48,7 +48,7 @@ def test_pythons_traceback_leaves_out_the_frames_of_ddip_that_ipythons_leaves_ou
     [lambda: time.sleep(1000), lambda: 1 / 0, lambda: [3], lambda: ["x" * (CHARACTERS + 1)], lambda: sys.exit(), None],
     ids=["sleeps", "raises", "no text", "too long", "exits", "none"],
 )
-def test_pythons_traceback_is_taken_where_ipythons_is_not_to_be_had(rich: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_traceback_replaces_a_missing_ipython_traceback(rich: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
     told = in_time(raised("def f():\n    raise ValueError('why')\nf()"), rich)
     if rich is None or "3" not in str(told.traceback):
@@ -57,21 +57,21 @@ def test_pythons_traceback_is_taken_where_ipythons_is_not_to_be_had(rich: Any, m
     assert told.message == "why" and told.whole
 
 
-def test_a_traceback_that_takes_cpu_time_is_given_up() -> None:
+def test_a_traceback_that_takes_cpu_time_is_abandoned() -> None:
     assert in_time(raised("1 / 0"), lambda: sum(i for i in range(10**12))).traceback[-1] == (
         "ZeroDivisionError: division by zero"
     )
 
 
 @pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
-def test_a_text_that_does_not_come_is_not_waited_for(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_error_text_is_not_waited_for(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
     error = raised(f"class Odd(Exception):\n    def __str__(self):\n        {body}\nraise Odd", time=time)
     told = in_time(error, lambda: ["never asked"])
     assert told.traceback[-1] == "Odd: (no text: its __str__ takes too long)" and not told.whole
 
 
-def test_a_text_that_raises_says_so() -> None:
+def test_an_error_whose_text_raises_says_so() -> None:
     told = tell(raised("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
     assert told.message == "(it has no text: its __str__ raised TypeError)"
 
@@ -81,7 +81,7 @@ def test_a_text_of_a_gigabyte_is_cut() -> None:
     assert told.message.endswith("(1,000,000,000 characters)") and len(told.message) < 11_000 and not told.whole
 
 
-def test_of_a_long_chain_the_ends_are_told() -> None:
+def test_a_long_chain_shows_both_ends() -> None:
     error: BaseException | None = None
     for number in range(20_000):
         link = ValueError(number)
@@ -104,7 +104,7 @@ def test_a_chain_in_a_circle_ends() -> None:
     assert any("direct cause" in line for line in lines)
 
 
-def test_a_context_that_is_suppressed_is_not_told() -> None:
+def test_a_suppressed_context_is_not_shown() -> None:
     code = "try: {}[1]\nexcept KeyError: raise ValueError"
     assert "KeyError" not in "".join(tell(raised(f"{code} from None"), None).traceback)
     assert "During handling" in "".join(tell(raised(code), None).traceback)
@@ -113,18 +113,18 @@ def test_a_context_that_is_suppressed_is_not_told() -> None:
 @pytest.mark.parametrize(
     "code", ["def f(n): f(n + 1)\nf(0)", "def f(n): g(n)\ndef g(n): f(n)\nf(0)"], ids=["of one", "of two"]
 )
-def test_of_a_recursion_each_line_is_told_a_few_times(code: str) -> None:
+def test_a_recursion_shows_each_line_a_few_times(code: str) -> None:
     told = in_time(raised(code))
     assert len(told.traceback) < 15 and any("frames are left out ...]" in line for line in told.traceback)
 
 
-def test_of_many_frames_the_ends_are_told() -> None:
+def test_many_frames_show_both_ends() -> None:
     code = "".join(f"def f{i}(): f{i + 1}()\n" for i in range(200)) + "def f200(): 1 / 0\nf0()"
     told = in_time(raised(code))
     assert 40 < len(told.traceback) < 60 and "in f200" in told.traceback[-2]
 
 
-def test_of_a_group_some_members_are_told() -> None:
+def test_an_exception_group_shows_some_members() -> None:
     error = raised("raise ExceptionGroup('many', [ValueError(i) for i in range(5000)])")
     lines = in_time(error, lambda: ["never asked"]).traceback
     assert "  ValueError: 4" in lines and "  ValueError: 5" not in lines and "  [... 4,995 more ...]" in lines
@@ -136,7 +136,7 @@ def test_a_line_of_megabytes_is_cut() -> None:
     assert len("".join(syntax.traceback)) < 20_000 and syntax.name == "SyntaxError"
 
 
-def test_notes_are_told_and_odd_ones_do_no_harm() -> None:
+def test_notes_are_shown_even_if_odd() -> None:
     error = raised("1 / 0")
     error.__notes__ = ["a note"] * 1000  # type: ignore[attr-defined]
     assert tell(error, None).traceback.count("a note") == tracebacks.NOTES
@@ -144,7 +144,7 @@ def test_notes_are_told_and_odd_ones_do_no_harm() -> None:
     assert tell(error, None).traceback[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_it_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -152,7 +152,7 @@ def test_it_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tell(raised("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_the_sources_that_ipythons_traceback_parses_can_be_let_go() -> None:
+def test_sources_parsed_for_ipython_tracebacks_can_be_freed() -> None:
     import torch
 
     def count() -> int:

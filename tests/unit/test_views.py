@@ -86,7 +86,7 @@ def write(view: View, *texts: str, stream: str = "stdout") -> None:
 # -- tabs
 
 
-def test_a_tab_for_each_rank_while_they_run_and_one_for_those_that_agree_in_the_end(page: Page) -> None:
+def test_running_ranks_have_tabs_and_equal_ranks_share_one_afterwards(page: Page) -> None:
     view = tabs(page, 3)
     write(view, "a\n", "a\n", "b\n")
     view.draw()
@@ -117,14 +117,14 @@ def test_tabs_that_have_not_changed_are_not_sent_again(page: Page) -> None:
     assert page.sent == 2
 
 
-def test_nothing_shown_is_nothing_drawn(page: Page) -> None:
+def test_a_view_without_output_draws_nothing(page: Page) -> None:
     view = tabs(page)
     view.ended(0, False)
     view.draw()
     assert not view.close({}, "12 s") and page.shown == []
 
 
-def test_an_error_stands_in_the_tab_of_its_rank(page: Page) -> None:
+def test_an_error_appears_in_the_tab_of_its_rank(page: Page) -> None:
     view = tabs(page, 3)
     write(view, "a\n")
     view.ended(1, True)
@@ -143,7 +143,7 @@ def test_an_error_stands_in_the_tab_of_its_rank(page: Page) -> None:
     assert "<pre>the traceback</pre>" in page.shown[1]["text/html"]
 
 
-def test_what_html_cannot_show_is_shown_below_with_its_rank(page: Page) -> None:
+def test_displays_without_html_appear_below_with_their_rank(page: Page) -> None:
     view = tabs(page)
     view.display(1, {WIDGET: {"model_id": "m"}, "text/plain": "a widget"}, {}, "x")
     view.display(0, {"text/html": "<script>alert()</script>"}, {}, None)
@@ -165,7 +165,7 @@ def widget(name: str) -> dict[str, Any]:
     return {WIDGET: {"model_id": name}, "text/plain": name}
 
 
-def test_below_the_tabs_all_is_in_the_order_of_the_ranks_with_one_label_for_each(page: Page) -> None:
+def test_displays_below_tabs_are_ordered_and_labelled_by_rank(page: Page) -> None:
     view = tabs(page, 3)
     for rank in (2, 0, 1, 2, 0):
         view.display(rank, widget(f"bar of {rank}"), {}, None)
@@ -180,7 +180,7 @@ def script(text: str) -> dict[str, Any]:
     return {"application/javascript": "run()", "text/html": f"<div>{text}</div>", "text/plain": text}
 
 
-def test_a_widget_takes_no_place_that_still_has_another(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widget_does_not_replace_another_that_is_shown(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     """JupyterLab would hide it when the other one closes."""
     view, show = tabs(page), page.show
     followed: list[tuple[Any, Any]] = []
@@ -199,7 +199,7 @@ def test_a_widget_takes_no_place_that_still_has_another(page: Page, monkeypatch:
     assert both == [({"model_id": "of 0"}, {"model_id": "of 0"})]
 
 
-def test_what_runs_a_script_is_shown_once_and_where_it_stays(page: Page) -> None:
+def test_a_script_is_shown_once_and_stays_in_place(page: Page) -> None:
     view = tabs(page, 3)
     view.display(2, script("plot of 2"), {}, None)
     view.display(2, widget("bar of 2"), {}, None)
@@ -222,7 +222,7 @@ def test_what_runs_a_script_is_shown_once_and_where_it_stays(page: Page) -> None
     assert seen(page)[-3:] == ["[rank 0]", "late", "later"]
 
 
-def test_a_label_goes_with_what_is_below_it(page: Page) -> None:
+def test_a_label_disappears_with_its_display(page: Page) -> None:
     view = tabs(page)
     for rank in (0, 1):
         view.display(rank, widget("outer"), {}, None)
@@ -242,7 +242,7 @@ def test_a_label_goes_with_what_is_below_it(page: Page) -> None:
     assert seen(page) == []
 
 
-def test_what_only_loads_a_library_has_no_label(page: Page) -> None:
+def test_a_display_that_only_loads_a_library_has_no_label(page: Page) -> None:
     view = tabs(page)
     view.display(0, {"application/javascript": "load()", "application/vnd.bokehjs_load.v0+json": "load()"}, {}, None)
     view.display(
@@ -293,7 +293,7 @@ def test_displays_and_results_go_into_the_tab(page: Page) -> None:
     assert "aaaa" not in page.shown[1]["text/html"]
 
 
-def test_of_long_text_the_last_rows_are_shown_until_the_end(page: Page) -> None:
+def test_long_text_shows_its_last_rows_until_the_end(page: Page) -> None:
     view = tabs(page)
     write(view, "first\n" + "x" * 99 + "\n" + ("y" * 99 + "\n") * (LIVE_CHARACTERS // 100) + "last\n")
     view.draw()
@@ -319,7 +319,7 @@ REPR = {"text/plain": "<IPython.core.display.Thing object>"}
     ids=["Markdown", "JSON", "JSON of another type", "picture", "what is not seen", "odd", "below the tabs"],
 )
 @pytest.mark.parametrize("style", [tabs, grouped])
-def test_what_differs_is_not_said_to_be_the_same(page: Page, style: Any, one: Any, other: Any) -> None:
+def test_different_displays_never_count_as_the_same(page: Page, style: Any, one: Any, other: Any) -> None:
     view = style(page, 3)
     write(view, "text\n", "text\n", "text\n")
     for rank, data in enumerate((one, other, one)):
@@ -330,7 +330,7 @@ def test_what_differs_is_not_said_to_be_the_same(page: Page, style: Any, one: An
 
 
 @pytest.mark.parametrize("style", [tabs, grouped])
-def test_what_is_shown_with_other_metadata_differs(page: Page, style: Any) -> None:
+def test_displays_with_different_metadata_differ(page: Page, style: Any) -> None:
     view = style(page)
     view.display(0, PICTURE, {"image/png": {"width": 3}}, "x")
     view.display(1, PICTURE, {"image/png": {"width": 4}}, "x")
@@ -338,7 +338,7 @@ def test_what_is_shown_with_other_metadata_differs(page: Page, style: Any) -> No
     assert "── rank 1 ──" in page.text + "\n".join(page.plain)
 
 
-def test_what_was_left_out_of_floods_is_not_said_to_be_the_same(page: Page) -> None:
+def test_omitted_output_never_counts_as_the_same(page: Page) -> None:
     view = tabs(page)
     for rank in (0, 1):
         view.text(rank, "stdout", "first\n", None)
@@ -373,7 +373,7 @@ def opened(page: Page) -> str:
     return found[1]
 
 
-def test_the_first_tab_that_failed_is_open_else_the_first_that_shows_anything(page: Page) -> None:
+def test_the_first_failed_tab_opens_or_the_first_with_output(page: Page) -> None:
     view = tabs(page, 4)
     for rank in (1, 2):  # as %%dip -S all -r 1,2
         view.text(rank, "stdout", f"{rank}\n", None)
@@ -397,7 +397,7 @@ def test_ranks_without_output_are_not_open(page: Page) -> None:
 # -- grouped
 
 
-def test_ranks_with_the_same_output_are_shown_together_in_the_end(page: Page) -> None:
+def test_ranks_with_equal_output_are_grouped_at_the_end(page: Page) -> None:
     view = grouped(page, 4)
     write(view, "a\n", "b", "a\n")
     view.result(1, 3, {"text/plain": "7"}, {})
@@ -408,7 +408,7 @@ def test_ranks_with_the_same_output_are_shown_together_in_the_end(page: Page) ->
     assert page.plain == ["Out[3]: 7"]
 
 
-def test_what_comes_late_is_a_group_of_its_own(page: Page) -> None:
+def test_late_output_forms_its_own_group(page: Page) -> None:
     view = grouped(page)
     write(view, "a\n")
     view.close({}, "")
@@ -434,7 +434,7 @@ def test_a_grouped_display_is_changed_before_it_is_shown(page: Page) -> None:
     assert page.plain == ["new"] and page.text == "── rank 0 ──\n── rank 1 ──\ncaptured\n"
 
 
-def test_widgets_that_look_the_same_are_each_their_ranks(page: Page) -> None:
+def test_equal_widgets_belong_to_their_own_ranks(page: Page) -> None:
     view = grouped(page)
     for rank in (0, 1):
         view.display(rank, {WIDGET: {"model_id": f"slider {rank}"}, "text/plain": "a slider"}, {}, None)
@@ -448,7 +448,7 @@ def test_widgets_that_look_the_same_are_each_their_ranks(page: Page) -> None:
 # -- one rank
 
 
-def test_a_bar_is_one_display_that_ends_where_ordinary_text_comes(page: Page) -> None:
+def test_a_bar_is_one_display_ending_at_ordinary_text(page: Page) -> None:
     view = plain(page)
     view.text(0, "stderr", "before\n\r  0%", None)
     view.text(0, "stderr", "\r 50%", None)
@@ -458,7 +458,7 @@ def test_a_bar_is_one_display_that_ends_where_ordinary_text_comes(page: Page) ->
     assert page.plain == ["100%"]
 
 
-def test_a_bar_that_goes_on_is_drawn_seldom_and_whole_in_the_end(page: Page) -> None:
+def test_a_changing_bar_is_drawn_rarely_until_the_end(page: Page) -> None:
     view = plain(page)
     for percent in range(100):
         view.text(0, "stderr", f"\r{percent}%", None)
@@ -469,7 +469,7 @@ def test_a_bar_that_goes_on_is_drawn_seldom_and_whole_in_the_end(page: Page) -> 
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_of_a_flood_the_middle_is_left_out(page: Page, rich: bool) -> None:
+def test_long_output_loses_its_middle(page: Page, rich: bool) -> None:
     page.rich = rich
     view = plain(page, limit=1000)
     view.text(0, "stdout", "first\n", None)
@@ -483,7 +483,7 @@ def test_of_a_flood_the_middle_is_left_out(page: Page, rich: bool) -> None:
     assert re.fullmatch(r"… 4,99\d lines left out …\n?", note)
 
 
-def test_of_a_long_line_the_middle_is_left_out_in_a_page(page: Page) -> None:
+def test_a_long_line_loses_its_middle_in_a_page(page: Page) -> None:
     view, first, last = plain(page, limit=1000), "a" * 500, "b" * 500
     for text, line, cut in ((first, None, 0), ("\n", None, 0), (last, 1, 4000)):
         view.text(0, "stdout", text, line, cut)
@@ -493,7 +493,7 @@ def test_of_a_long_line_the_middle_is_left_out_in_a_page(page: Page) -> None:
     assert page.plain == ["… 4,000 characters left out …"] and page.text == f"{first}\n{last}"
 
 
-def test_of_a_long_line_the_middle_is_left_out_in_tabs(page: Page) -> None:
+def test_a_long_line_loses_its_middle_in_tabs(page: Page) -> None:
     view = Tabs(page, range(2), 1000)  # type: ignore[arg-type]
     first, last = "a" * 500, "b" * 500
     for rank in (0, 1):
@@ -515,7 +515,7 @@ def test_clearing_ends_a_bar(page: Page) -> None:
     assert page.cleared == [True] and page.plain == [" 50%", " 10%"]
 
 
-def test_displays_of_one_rank_are_as_they_came(page: Page) -> None:
+def test_displays_of_one_rank_keep_their_order(page: Page) -> None:
     view = plain(page)
     view.display(0, PICTURE, {}, "x")
     view.update(0, {"text/plain": "changed"}, {}, "x")
@@ -528,7 +528,7 @@ def test_displays_of_one_rank_are_as_they_came(page: Page) -> None:
 # -- what a rank has shown
 
 
-def test_text_goes_on_where_its_line_was_left() -> None:
+def test_text_continues_its_unfinished_line() -> None:
     shown = RankTranscript(LIMIT)
     shown.text("stdout", "half", None)
     shown.text("stderr", "!\n", None)
@@ -537,14 +537,14 @@ def test_text_goes_on_where_its_line_was_left() -> None:
     assert plain_of(shown.items) == "half whole\n!\nnew"
 
 
-def test_a_line_number_replaces_the_end_of_what_was_there() -> None:
+def test_a_line_number_replaces_the_end_of_earlier_text() -> None:
     shown = RankTranscript(LIMIT)
     shown.text("stdout", "0\n1\n", None)
     shown.text("stdout", "900\n", 900)
     assert "898 lines left out" in plain_of(shown.items)
 
 
-def test_clear_waits_for_what_comes_next() -> None:
+def test_clear_waits_for_the_next_output() -> None:
     shown = RankTranscript(LIMIT)
     shown.display({"text/plain": "a"})
     shown.clear(wait=True)
@@ -555,7 +555,7 @@ def test_clear_waits_for_what_comes_next() -> None:
     assert shown.items == [] and shown.changed
 
 
-def test_an_output_widget_captures_until_it_is_told_not_to() -> None:
+def test_an_output_widget_captures_until_capturing_is_switched_off() -> None:
     shown = RankTranscript(LIMIT)
     shown.add_area("w")
     shown.capture("w", True)
@@ -601,7 +601,7 @@ def test_labelled_bars_stay_in_the_order_of_their_ranks(page: Page) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_text_that_moves_up_overwrites_what_came_with_it(page: Page, terminal: bool) -> None:
+def test_text_that_moves_up_overwrites_its_lines(page: Page, terminal: bool) -> None:
     page.rich, page.terminal = False, terminal
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.text(0, "stdout", "old\n\x1b[Anew\n", None)
@@ -609,7 +609,7 @@ def test_text_that_moves_up_overwrites_what_came_with_it(page: Page, terminal: b
     assert page.text.endswith("new\n") and "old" not in page.text and page.plain == []
 
 
-def test_what_follows_a_bar_in_its_text_begins_the_next_line(page: Page) -> None:
+def test_text_after_a_bar_begins_the_next_line(page: Page) -> None:
     page.rich = False
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.text(0, "stdout", "\r 50%\r100%\n    \x1b[32m", None)
@@ -618,7 +618,7 @@ def test_what_follows_a_bar_in_its_text_begins_the_next_line(page: Page) -> None
     assert page.text == "[rank 0] 100%\n[rank 0]     \x1b[32mloss 0.1\n"
 
 
-def test_lines_without_an_end_are_shown_in_the_end_and_stdout_first(page: Page) -> None:
+def test_unfinished_lines_are_shown_at_the_end_with_stdout_first(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.text(0, "stderr", "warned", None)
     view.text(0, "stdout", "said", None)
@@ -637,7 +637,7 @@ def test_labelled_displays_have_their_rank(page: Page) -> None:
     assert view.section(0) is None and page.cleared == []
 
 
-def test_labelled_values_come_in_the_end_in_the_order_of_the_ranks(page: Page) -> None:
+def test_labelled_values_appear_at_the_end_in_rank_order(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.result(1, 5, {"text/plain": "b"}, {})
     view.result(0, 5, {"text/plain": "a"}, {})
@@ -660,7 +660,7 @@ def test_a_labelled_bar_that_wipes_itself_out_leaves_no_label(page: Page) -> Non
     assert seen(page) == [] and page.text == ""
 
 
-def test_the_label_of_a_widget_goes_with_it(page: Page) -> None:
+def test_the_label_of_a_widget_disappears_with_it(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
     view.display(1, widget("bar"), {}, None)
     assert seen(page) == ["[rank 1]", "bar"]

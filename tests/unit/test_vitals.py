@@ -56,38 +56,38 @@ def rank(number: int, waited: float | None = None, **known: Any) -> RankVitals:
 # -- rates
 
 
-def test_a_rate_is_what_has_changed_in_the_last_seconds_of_the_cell() -> None:
+def test_a_rate_is_the_change_in_the_cells_last_seconds() -> None:
     first = answer(100, 2, steps=50, collectives=200, cpu=10, waited=1.0, looked=2.0)
     now = answer(104, 6, steps=90, collectives=400, cpu=16, waited=4.0, looked=6.0)
     assert rates([first, now]) == Rates(steps=10, collectives=50, waited=0.75, cores=1.5)
     assert rates([answer(80, 1, steps=0), first, now]) == rates([first, now])  # more than ten seconds ago
 
 
-def test_what_was_before_the_cell_is_no_part_of_its_rate() -> None:
+def test_work_before_the_cell_does_not_count_in_its_rate() -> None:
     before = answer(100, 7, steps=50, cpu=10)
     assert rates([before, answer(104, 1.5, steps=90, cpu=12)]) == Rates(cores=0.5)
     assert rates([answer(100, None, cpu=10), answer(104, 1.5, cpu=12)]) == Rates(cores=0.5)
 
 
-def test_of_one_answer_or_of_two_at_once_there_is_no_rate() -> None:
+def test_one_answer_or_two_simultaneous_answers_give_no_rate() -> None:
     assert rates([answer(100, 5)]) == Rates()
     assert rates([answer(100, 5), answer(100.2, 5.2)]).steps is None
 
 
-def test_after_a_rest_the_cpu_time_is_that_since_the_last_look() -> None:
+def test_after_a_rest_cpu_time_counts_since_the_last_look() -> None:
     assert rates([answer(0, None, cpu=0), answer(50, None, cpu=10), answer(70, None, cpu=30)]).cores == 1.0
 
 
-def test_a_share_that_was_hardly_looked_at_or_cannot_be_known_is_not_told() -> None:
+def test_a_share_that_is_rarely_sampled_or_unknown_is_hidden() -> None:
     assert rates([answer(0, 1), answer(4, 5, looked=0.1, waited=0.1)]).waited is None
     assert rates([answer(0, 1, waited=None), answer(4, 5, looked=4, waited=None)]).waited is None
 
 
-def test_a_group_that_was_left_meanwhile_gives_no_negative_rate() -> None:
+def test_leaving_a_process_group_gives_no_negative_rate() -> None:
     assert rates([answer(0, 1, collectives=100), answer(4, 5, collectives=0)]).collectives == 0
 
 
-def test_many_ranks_are_looked_at_more_seldom() -> None:
+def test_many_ranks_are_sampled_less_often() -> None:
     assert [period(size) for size in (1, 2, 8, 64)] == [1.0, 1.0, 3.2, 10.0]
 
 
@@ -109,9 +109,7 @@ def test_many_ranks_are_looked_at_more_seldom() -> None:
         ([], []),
     ],
 )
-def test_the_straggler_is_who_waits_least_while_the_others_wait_much(
-    waited: list[float | None], slow: list[int]
-) -> None:
+def test_the_straggler_waits_least_while_the_others_wait_long(waited: list[float | None], slow: list[int]) -> None:
     assert stragglers([rank(number, share) for number, share in enumerate(waited)]) == slow
 
 
@@ -126,7 +124,7 @@ def test_ranks_of_other_cells_are_compared_among_themselves() -> None:
 PLACE = StackLocation("backward", 4, 2, "loss.backward()")
 
 
-def test_the_table_has_the_columns_of_which_something_is_known() -> None:
+def test_the_table_has_only_columns_with_known_values() -> None:
     assert table_text([rank(0, state="idle", cell=None), rank(1, state="ended", cell=None)]) == (
         "rank  state\n   0  idle\n   1  ended"
     )
@@ -151,7 +149,7 @@ def test_several_stragglers_and_several_others_are_named_together() -> None:
     )
 
 
-def test_a_gpu_has_its_columns_and_ranks_without_steps_have_collectives() -> None:
+def test_gpus_have_columns_and_ranks_without_steps_show_collectives() -> None:
     gpu = {"gpu_use": 0.97, "gpu_memory": 12_300_000_000, "gpu_memory_total": 80_000_000_000, "gpu_temperature": 61}
     head, row = table_text([rank(0, collectives_per_second=240.4, **gpu)]).splitlines()
     assert head.split() == ["rank", "state", "cell", "rate", "GPU", "GPU", "memory", "°C"]
@@ -163,13 +161,13 @@ def test_a_function_of_another_cell_is_named_with_that_cell() -> None:
     assert table_text([rank(0, place=place)]).endswith("  backward, cell [2] line 2: loss.backward()")
 
 
-def test_a_long_line_is_cut_in_text_and_whole_on_the_page() -> None:
+def test_long_lines_are_cut_in_text_but_not_html() -> None:
     place = dataclasses.replace(PLACE, source="x = " + " + ".join(["y"] * 40))
     assert re.search(r"x = y \+.*…$", table_text([rank(0, place=place)]))
     assert place.source in table_html([rank(0, place=place)])
 
 
-def test_the_page_escapes_what_code_contains_and_marks_the_straggler() -> None:
+def test_the_page_escapes_code_and_marks_the_straggler() -> None:
     place = dataclasses.replace(PLACE, source="if a < b: f('<script>')")
     page = table_html([rank(0, 0.8, place=place), rank(1, 0.0, place=place)])
     assert "<script" not in page and "&lt;script&gt;" in page
@@ -182,7 +180,7 @@ def test_a_bar_within_a_bar_fills_a_part_of_it() -> None:
     assert "--share:" not in table_html([rank(0, bars=((3, None),))]).partition("<table>")[2]
 
 
-def test_how_a_stopped_rank_goes_on_is_said_below() -> None:
+def test_the_table_says_how_to_continue_a_suspended_rank() -> None:
     text = table_text([rank(0, state="stopped", doing="stopped (SIGSTOP); kill -CONT 7 continues it", cell=None)])
     assert text == "rank  state\n   0  stopped\nrank 0: stopped (SIGSTOP); kill -CONT 7 continues it"
 
@@ -191,14 +189,14 @@ def test_how_a_stopped_rank_goes_on_is_said_below() -> None:
     ("seconds", "text"),
     [(0.04, "0.0 s"), (7.2, "7 s"), (59.4, "59 s"), (125, "2 min 05 s"), (7620, "2 h 07 min")],
 )
-def test_seconds_are_told_as_people_do(seconds: float, text: str) -> None:
+def test_seconds_are_shown_in_readable_units(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
 
 
 # -- looks at ranks
 
 
-def test_a_look_tells_what_each_rank_does() -> None:
+def test_a_look_shows_the_activity_of_each_rank() -> None:
     with ScriptedGroup(3) as group:
         group.scripted.execute("1: sleep", [Recipient(group.members[1].engine, lambda message: None)], {})
         group.scripted.end_engine(group.members[2].engine, 1)
@@ -208,7 +206,7 @@ def test_a_look_tells_what_each_rank_does() -> None:
     assert (ended.state, ended.memory) == ("ended", None)
 
 
-def test_a_rank_that_does_not_answer_is_asked_once_and_taken_up_when_it_answers() -> None:
+def test_a_silent_rank_is_asked_once_until_it_answers() -> None:
     with ScriptedGroup(2) as group:
         sampler = Sampler(group.lifecycle)
         engine = group.engine(1)
@@ -226,7 +224,7 @@ def test_a_rank_that_does_not_answer_is_asked_once_and_taken_up_when_it_answers(
         assert [one.state for one in sampler.look()] == ["idle", "idle"]
 
 
-def test_a_rank_that_cannot_tell_has_no_answer_and_is_asked_again() -> None:
+def test_a_rank_that_fails_to_answer_is_asked_later() -> None:
     with ScriptedGroup(1) as group:
         sampler = Sampler(group.lifecycle)
         assert [one.state for one in sampler.look()] == ["idle"]
@@ -237,7 +235,7 @@ def test_a_rank_that_cannot_tell_has_no_answer_and_is_asked_again() -> None:
         assert [one.state for one in sampler.look()] == ["idle"]
 
 
-def test_the_last_answer_stands_in_for_one_that_is_a_little_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_answer_stands_in_for_a_slightly_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedGroup(1) as group:
         sampler = Sampler(group.lifecycle)
         sampler.look()
@@ -251,7 +249,7 @@ def test_the_last_answer_stands_in_for_one_that_is_a_little_late(monkeypatch: py
         assert [one.state for one in sampler.look()] == ["no answer"]
 
 
-def test_a_group_that_restarts_changes_or_ends_is_followed() -> None:
+def test_a_watch_follows_restarts_changes_and_the_end() -> None:
     with ScriptedGroup(2) as group:
         sampler = Sampler(group.lifecycle)
         sampler.look()
@@ -263,7 +261,7 @@ def test_a_group_that_restarts_changes_or_ends_is_followed() -> None:
         sampler.look()
 
 
-def test_an_idle_rank_that_computes_on_in_a_thread_shows_it() -> None:
+def test_an_idle_rank_with_a_computing_thread_shows_its_use() -> None:
     known = with_answer(rank(0), answer(1), Rates(cores=0.9), "idle")
     assert (known.state, known.cores) == ("idle", 0.9)
     assert with_answer(rank(0), answer(1), Rates(cores=0.02), "GPU lost").cores is None
@@ -309,7 +307,7 @@ class ToldDriver:
 
 
 @pytest.mark.parametrize("temperature", [61, None])
-def test_what_the_driver_says_is_read(temperature: int | None) -> None:
+def test_the_answer_of_the_driver_is_read(temperature: int | None) -> None:
     wanted: DeviceFigures = {"use": 0.87, "memory": 12, "total": 80, "temperature": temperature}
     assert nvml.read(ToldDriver(temperature), "a handle") == wanted
     known = with_answer(rank(0), answer(1, device=wanted), Rates(), "idle")
@@ -332,8 +330,6 @@ def test_on_the_cpu_no_driver_is_asked() -> None:
         ("", []),
     ],
 )
-def test_a_bar_that_was_written_last_is_read(
-    text: str, bars: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_written_last_is_read(text: str, bars: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankStream, "last_text", text)
     assert on_the_rank.list_bars() == bars

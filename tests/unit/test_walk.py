@@ -14,7 +14,7 @@ from ddip.rank.inspection import walk as walks
 from ddip.rank.inspection.walk import Walk
 
 
-def test_a_large_array_is_summed_in_parts_and_never_copied_whole() -> None:
+def test_a_large_array_is_summed_in_parts_without_a_copy() -> None:
     variables = {"large": np.zeros((8 << 20) * 4, np.uint8), "small": np.zeros(3)}
     quick = Walk(variables, process_wide=False).finish()
     assert "large" not in quick.values and "small" in quick.values and "large#type" in quick.values
@@ -36,7 +36,7 @@ def test_an_array_that_is_a_file_is_not_read(tmp_path: Path) -> None:
     assert not {"mapped", "part"}.intersection(found.values)
 
 
-def test_an_order_of_memory_makes_no_difference_to_a_sum() -> None:
+def test_the_memory_order_does_not_change_a_sum() -> None:
     plain = np.arange(12.0).reshape(3, 4)
     variables = {"c": plain, "f": np.asfortranarray(plain), "strided": np.repeat(plain, 2, 0)[::2]}
     values = Walk(variables, process_wide=False).finish().values
@@ -61,7 +61,7 @@ def test_values_of_any_layout_are_compared() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_of_tensors_whose_values_cannot_be_read_the_version_counts() -> None:
+def test_tensors_with_unreadable_values_are_compared_by_version() -> None:
     variables = {"nested": torch.nested.nested_tensor([torch.ones(2)]), "meta": torch.ones(2, device="meta")}
     values = Walk(variables, checksums=True, process_wide=False).finish().values
     assert not {"nested", "meta"}.intersection(values) and values["nested#version"] == values["meta#version"] == 0

@@ -90,13 +90,13 @@ def stands_still(clock: Clock, ranks: Ranks, *moves: dict[int, Any], seconds: fl
     return said
 
 
-def test_ranks_that_stay_where_they_are_stand_still_when_patience_is_over(clock: Clock) -> None:
+def test_ranks_that_do_not_move_stand_still_after_a_while(clock: Clock) -> None:
     here = {0: (7, 0.0), 1: (8, 0.0)}
     assert stands_still(clock, Ranks([1, 2], {}), *[here] * 5) == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("moved", [{0: (9, 0.0), 1: (8, 0.0)}, {0: (7, 1.0), 1: (8, 0.0)}], ids=["a step", "CPU time"])
-def test_one_rank_that_moves_is_enough(clock: Clock, moved: dict[int, Any]) -> None:
+def test_one_moving_rank_counts_as_progress(clock: Clock, moved: dict[int, Any]) -> None:
     here = {0: (7, 0.0), 1: (8, 0.0)}
     assert stands_still(clock, Ranks([1, 2], {}), here, here, here, moved, moved, moved) == [False] * 6
 
@@ -116,7 +116,7 @@ def test_ranks_are_not_asked_all_the_time(clock: Clock) -> None:
     assert 1 < len(ranks.asked) < 6 and set(ranks.asked) == {on_rank.pulse()}
 
 
-def test_a_message_is_movement(clock: Clock) -> None:
+def test_a_message_counts_as_progress(clock: Clock) -> None:
     one = Watch(Ranks([1], {0: (7, 0.0)}), 3.0)  # type: ignore[arg-type]
     for _ in range(5):
         clock.now += 2
@@ -139,28 +139,28 @@ def moving(clock: Clock, pid: int, *phases: str | None, asleep: float = 0.0, sec
     return said
 
 
-def test_a_rank_that_waits_in_the_cells_own_code_is_left_out_at_the_second_look(clock: Clock, sleeper: int) -> None:
+def test_ranks_waiting_in_user_code_are_omitted_at_second_look(clock: Clock, sleeper: int) -> None:
     assert moving(clock, sleeper, "code", "code", "code")[-1] is False
 
 
-def test_a_rank_that_is_idle_has_its_answer_under_way(clock: Clock, sleeper: int) -> None:
+def test_an_idle_rank_counts_as_moving(clock: Clock, sleeper: int) -> None:
     assert moving(clock, sleeper, "idle", "idle", "idle") == [True] * 3
 
 
-def test_a_rank_that_computes_behind_the_cells_code_may_take_its_time(clock: Clock, worker: int) -> None:
+def test_a_rank_that_computes_after_user_code_may_take_time(clock: Clock, worker: int) -> None:
     assert moving(clock, worker, *["ending"] * 40) == [True] * 40
 
 
-def test_nobody_may_take_longer_than_half_a_minute(clock: Clock, worker: int) -> None:
+def test_no_rank_may_take_longer_than_half_a_minute(clock: Clock, worker: int) -> None:
     assert moving(clock, worker, "ending", "ending", seconds=20.0) == [True, False]
 
 
-def test_behind_the_cells_code_a_rank_may_sleep_for_a_while_if_that_is_allowed(clock: Clock, sleeper: int) -> None:
+def test_a_rank_may_sleep_after_user_code_if_allowed(clock: Clock, sleeper: int) -> None:
     assert moving(clock, sleeper, *["ending"] * 3, asleep=6.0, seconds=1.0) == [True] * 3
     assert moving(clock, sleeper, *["ending"] * 9, asleep=6.0, seconds=1.0)[-1] is False
 
 
-def test_a_rank_that_does_not_answer_is_taken_to_run_the_cells_code(clock: Clock, sleeper: int) -> None:
+def test_a_silent_rank_counts_as_running_user_code(clock: Clock, sleeper: int) -> None:
     assert moving(clock, sleeper, *[None] * 4)[-1] is False
 
 

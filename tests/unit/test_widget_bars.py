@@ -25,7 +25,7 @@ def new_bar(bars: WidgetBars, name: str, **state: Any) -> str | None:
     return bars.display(None, 0, view(name), {})
 
 
-def test_the_text_is_what_the_widgets_show() -> None:
+def test_the_text_matches_the_widgets() -> None:
     bars = WidgetBars()
     display_id = new_bar(bars, "b")
     assert bars.moved() == []
@@ -38,7 +38,7 @@ def test_the_text_is_what_the_widgets_show() -> None:
     assert bars.moved() == []  # as text it is the same
 
 
-def test_a_bar_that_its_rank_closes_is_no_text_and_no_widget() -> None:
+def test_a_closed_bar_is_neither_text_nor_widget() -> None:
     bars = WidgetBars()
     new_bar(bars, "b")
     bars.change("b-bar", {"value": 10})
@@ -51,7 +51,7 @@ def test_a_bar_that_its_rank_closes_is_no_text_and_no_widget() -> None:
 
 
 @pytest.mark.parametrize("state", [{"min": None}, {"max": "x"}, {"value": None}, {"max": 0}])
-def test_odd_states_do_no_harm(state: dict[str, Any]) -> None:
+def test_odd_widget_states_are_accepted(state: dict[str, Any]) -> None:
     bars = WidgetBars()
     new_bar(bars, "b", **state)
     bars.change("b-right", {"value": None})
@@ -63,7 +63,7 @@ def test_odd_states_do_no_harm(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "data", [{}, {WIDGET: {}}, {WIDGET: None}, {WIDGET: {"model_id": 1}}, view("slider"), view("mixed")]
 )
-def test_what_is_no_bar_is_left_alone(data: dict[str, Any]) -> None:
+def test_a_widget_that_is_not_a_bar_stays_unchanged(data: dict[str, Any]) -> None:
     bars = WidgetBars()
     bars.open("slider", {"_model_name": "IntSliderModel", "value": 3})
     bars.open("load", {"_model_name": "IntProgressModel", "value": 3})
@@ -73,7 +73,7 @@ def test_what_is_no_bar_is_left_alone(data: dict[str, Any]) -> None:
     assert bars.moved() == []
 
 
-def test_several_bars_in_one_box_are_lines() -> None:
+def test_several_bars_in_one_box_become_lines() -> None:
     bars = WidgetBars()
     for name, text in (("a", "first"), ("b", "")):
         bars.open(name, {"_model_name": "IntProgressModel", "max": 4, "value": 1, "description": text})
