@@ -1,7 +1,9 @@
 """Tools for Jupyter's Model Context Protocol server, found by the entry point group ``jupyter_server_mcp.tools``.
 
-Each tool calls a function of ``ddip.notebook.for_programs`` in the kernel of an open notebook. Clients read the
-docstrings.
+Each tool calls a function of ``ddip.notebook.for_programs`` in the kernel of an open notebook.
+
+The docstrings are the descriptions that MCP clients show. FastMCP makes the Parameters section the descriptions of the
+arguments, and omits all other sections, so the text above it describes the result.
 """
 
 from __future__ import annotations
@@ -18,26 +20,38 @@ from ddip.server import access, kernels, notebooks
 Data: TypeAlias = dict[str, Any]
 
 ASK_SECONDS = 30.0
-"""Time limit of calls that only read state or begin something."""
+"""Time limit of calls that only read state or start a cell."""
 CHANGE_SECONDS = 300.0
-"""Time limit of a start, repair, stop or shutdown, above the limits that ddip has for these itself."""
+"""Time limit of a start, pull, repair, stop or shutdown; longer than ddip's own limits for these."""
 MOST_SECONDS = 300.0
-"""Longest time for which a poll may wait."""
+"""Longest time that a poll may wait for the end of a cell."""
 POLL_SECONDS = 0.5
 
 
 async def ddip_notebooks() -> list[dict[str, str]]:
-    """The notebooks that are open on this Jupyter server: path, id of the kernel, and whether that is idle or busy."""
+    """List the notebooks that are open on this Jupyter server.
+
+    Returns for each: its path as `notebook`, the ID of its kernel as `kernel`, and the state of the kernel (idle, busy)
+    as `state`.
+    """
     app = access.server()
     return [notebooks.described(session) for session in await app.session_manager.list_sessions()]
 
 
 async def ddip_start(arguments: str = "", notebook: str = "") -> Data:
-    """Start a group of PyTorch ranks beside a notebook; returns its status.
+    """Start a group of PyTorch processes (ranks) for a notebook, or change the notebook's group.
 
-    arguments: what a person types after %makedip: "-n 4" for four ranks on the CPU, "-g all" for one on each GPU,
-    "-r" to restart; empty: one on each GPU, or two on the CPU. A group that is there changes, and ranks that stay keep
-    their variables. notebook: path of an open notebook; may be left out if only one is open.
+    If the notebook already has a group, it is changed to the requested one; ranks that stay keep their variables.
+    Returns the status of the group, as ddip_status does.
+
+    Parameters
+    ----------
+    arguments
+        Options of the notebook command %makedip: "-n 4" for four ranks on the CPU, "-g all" for one rank on each GPU,
+        "-r" to restart the group without any variables. If empty, a new group has one rank on each GPU, or two ranks on
+        the CPU if there is no GPU.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
     return await _ask(notebook, "start", CHANGE_SECONDS, arguments=arguments)
 
@@ -45,21 +59,45 @@ async def ddip_start(arguments: str = "", notebook: str = "") -> Data:
 async def ddip_run(
     code: str, ranks: list[int] | None = None, timeout: float | None = None, queue: bool = False, notebook: str = ""
 ) -> Data:
-    """Run Python code as a cell on every rank of the group, in the background; returns at once, with the cell's number.
+    """Run Python code on every rank of the group as a cell in the background, and return at once.
 
-    The names of all cells before it are there; `rank`, `world_size` and `device` are, too, and torch.distributed is
-    initialised. ranks: only these. timeout: end it after so many seconds. queue: if other cells run on these ranks,
-    wait for them instead of being refused. Then ddip_poll waits for its end, and ddip_output has what it shows.
+    Returns the status of the cell with its `number`. Call ddip_poll to wait for its end, and ddip_output to read its
+    output and errors. The code can use all variables that earlier cells have defined, and on each rank the variables
+    `rank`, `world_size` and `device`. torch.distributed is initialized.
+
+    Parameters
+    ----------
+    code
+        Python source to run.
+    ranks
+        Numbers of the ranks that run the code. Default: all ranks.
+    timeout
+        Number of seconds after which the cell is stopped. Default: no limit.
+    queue
+        If another cell runs on these ranks, true makes this cell wait until that cell has ended; false makes this call
+        fail.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
     return await _ask(notebook, "run", ASK_SECONDS, code=code, ranks=ranks, timeout=timeout, queue=queue)
 
 
 async def ddip_poll(number: int | None = None, wait: float = 0.0, notebook: str = "") -> Data:
-    """The state of a cell (queued, running, ended) and its outcome: ok, user_error, rank_died, stuck, interrupted,
-    timeout, not_run; null while it runs.
+    """Return the state and outcome of a cell, and optionally wait until it has ended.
 
-    number: of the cell; the last one if left out. wait: seconds, at most 300, to wait for its end; the notebook's
-    kernel stays free meanwhile.
+    The `state` is queued, running or ended. The `outcome` is null until the cell has ended, and then one of these: ok;
+    user_error (a rank raised an exception); rank_died (the process of a rank ended); stuck (a rank did not stop on
+    request); interrupted (it was stopped); timeout; not_run (it left the queue without running).
+
+    Parameters
+    ----------
+    number
+        Number of the cell. Default: the last cell.
+    wait
+        Longest time to wait for the end of the cell, in seconds, at most 300. The notebook can be used during the wait.
+        If the cell has not ended by then, the result has the state running or queued.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
     end = time.monotonic() + min(max(wait, 0.0), MOST_SECONDS)
     while True:
@@ -71,8 +109,17 @@ async def ddip_poll(number: int | None = None, wait: float = 0.0, notebook: str 
 
 
 async def ddip_status(notebook: str = "") -> Data:
-    """All that is known of the group: ranks with their processes, devices, memory and state, the last cells with their
-    outcomes, and the last error of each rank."""
+    """Return the status of the group, even while a cell runs.
+
+    The result has the number of ranks and the backend in `group` (null if there is no group); process ID, device,
+    memory in bytes and state of each rank in `ranks`; the last cells with their outcomes in `cells`; and the last error
+    of each rank in `errors`.
+
+    Parameters
+    ----------
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
+    """
     return await _ask(notebook, "status", ASK_SECONDS)
 
 
@@ -82,35 +129,86 @@ async def ddip_output(
     characters: int = TEXT_CHARACTERS,
     notebook: str = "",
 ) -> Data:
-    """What each rank has shown in a cell so far, and the error that it raised, with its traceback; also while it runs.
+    """Return the output and error of a cell on each rank, even while the cell runs.
 
-    number: of the cell; the last one if left out. ranks: only these. characters: of each rank's text the last so many.
-    A rank that has shown the same as another has `same_text_as` in place of its text.
+    In the result, `ranks` has an entry per rank with its `state`, the `text` that it has printed so far, and the
+    `error` that it raised, with its traceback. If several ranks have the same text, only the first has `text`; the
+    others have the number of that rank in `same_text_as`.
+
+    Parameters
+    ----------
+    number
+        Number of the cell. Default: the last cell.
+    ranks
+        Numbers of the ranks to return. Default: all ranks of the cell.
+    characters
+        Maximum length of each rank's text. Of a longer text, the end is returned, and `truncated` is true.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
     return await _ask(notebook, "output", ASK_SECONDS, number=number, ranks=ranks, characters=characters)
 
 
 async def ddip_pull(names: list[str], rank: int = 0, notebook: str = "") -> Data:
-    """The values of variables of a rank: as JSON where they are small and JSON has them, else as text, cut at 10 000
-    characters. The rank must be free: ddip_poll says when a cell has ended."""
+    """Return the values of variables of one rank.
+
+    The result has an entry per variable with its `type`, and its value as `json` if it is small and JSON can represent
+    it (numbers, strings, lists, dicts, tensors of up to 1,000 elements). Other values have their printed form as
+    `text`, cut to 10,000 characters. Fails while the rank runs a cell; call ddip_poll to wait for its end.
+
+    Parameters
+    ----------
+    names
+        Names of variables.
+    rank
+        Number of the rank.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
+    """
     return await _ask(notebook, "pull", CHANGE_SECONDS, names=names, rank=rank)
 
 
 async def ddip_stop(number: int | None = None, notebook: str = "") -> Data:
-    """End a cell that ddip_run has started; all variables are kept. number: may be left out if only one runs."""
+    """Stop a cell that ddip_run has started. All ranks keep their variables.
+
+    Waits until the cell has ended, and returns its status, as ddip_poll does.
+
+    Parameters
+    ----------
+    number
+        Number of the cell. Not needed if only one cell runs.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
+    """
     return await _ask(notebook, "stop", CHANGE_SECONDS, number=number)
 
 
 async def ddip_repair(names: list[str] | None = None, source: int = 0, notebook: str = "") -> Data:
-    """Put new processes in place of ranks that have ended, or cannot be stopped; the others keep their variables.
+    """Replace the processes of ranks that have ended or cannot be stopped.
 
-    names: variables to copy to the new ranks from the rank `source`. Returns the status.
+    The other ranks keep their variables. The new ranks have no variables except `names`. Returns the status of the
+    group, as ddip_status does.
+
+    Parameters
+    ----------
+    names
+        Names of variables to copy to the new ranks. Default: none.
+    source
+        Number of the rank from which the variables are copied.
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
     return await _ask(notebook, "repair", CHANGE_SECONDS, names=names or [], source=source)
 
 
 async def ddip_shutdown(notebook: str = "") -> str:
-    """End all ranks of the group, with their variables."""
+    """End the group: all its processes end, and their variables are lost.
+
+    Parameters
+    ----------
+    notebook
+        Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
+    """
     await _ask(notebook, "shutdown", CHANGE_SECONDS)
     return "there is no group any more"
 
