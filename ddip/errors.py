@@ -55,10 +55,14 @@ class GroupError(DipUsageError, RuntimeError):
 
 
 class RequestFailed(GroupError):
-    """A request to ranks failed.
+    """A request to ranks, such as forming a process group, failed.
 
-    ``by_rank`` holds the errors that were raised before ddip interrupted the other ranks; ``late`` lists the ranks that
-    took too long.
+    Attributes
+    ----------
+    by_rank : dict[int, RankError]
+        Error of each rank that raised one before ddip interrupted the other ranks.
+    late : list[int]
+        Ranks that did not reply in time.
     """
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError], late: Sequence[int] = ()) -> None:
@@ -83,20 +87,22 @@ class RankError:
     """An exception that one rank raised."""
 
     name: str
+    """Class name of the exception; ``RankEnded`` if the rank's process has ended."""
     message: str
+    """Message of the exception; may be empty."""
     traceback: str
     """Traceback that IPython formatted on the rank, with ANSI colours; may be empty."""
     waited: str = ""
-    """Operation in which the rank was blocked when ddip aborted it or its peers were lost, which raised this error;
-    empty for an error of the rank's own code."""
+    """Operation, such as a collective, in which the rank waited for other ranks and which then failed, because ddip
+    aborted it or the other ranks were lost; empty if the rank's own code raised the error."""
     at: float = 0.0
-    """Time when it was raised, in seconds on the rank's clock."""
+    """Time of the error, in seconds on the rank's clock."""
     pid: int | None = None
-    """PID of the rank's process, if that has ended."""
+    """PID of the rank's process if the process has ended, otherwise None."""
 
     @property
     def what(self) -> str:
-        """The message without the PID, so that equal errors of several ranks compare equal."""
+        """Message without the PID, so that equal errors of several ranks compare equal."""
         return self.message.removeprefix(f"pid {self.pid} ")
 
     def __str__(self) -> str:
@@ -183,7 +189,13 @@ def _summary_text(by_rank: Mapping[int, RankError], repair: str) -> str:
 
 
 class CellError(DdipError, RuntimeError):
-    """A cell failed on at least one rank; ``by_rank`` holds the errors by rank."""
+    """A cell failed on at least one rank.
+
+    Attributes
+    ----------
+    by_rank : dict[int, RankError]
+        Error of each rank that raised one, in rank order.
+    """
 
     in_tabs: Collection[int] = ()
     """Ranks whose tracebacks the cell's output shows."""
@@ -198,7 +210,13 @@ class CellError(DdipError, RuntimeError):
 
 
 class CellTimeout(CellError):
-    """A cell exceeded its ``--timeout``; ``by_rank`` holds the errors of the ranks that stopped."""
+    """A cell exceeded its time limit (``--timeout``), so ddip stopped it.
+
+    Attributes
+    ----------
+    by_rank : dict[int, RankError]
+        Error of each rank that failed or has stopped; a stopped rank has a ``KeyboardInterrupt``.
+    """
 
     def __init__(self, message: str, by_rank: Mapping[int, RankError]) -> None:
         super().__init__(by_rank)
@@ -209,7 +227,13 @@ class CellTimeout(CellError):
 
 
 class CellInterrupted(DdipError, KeyboardInterrupt):
-    """The user interrupted a cell on ranks; ``by_rank`` holds the errors of the ranks that stopped."""
+    """The user interrupted a cell on ranks.
+
+    Attributes
+    ----------
+    by_rank : dict[int, RankError]
+        Error of each rank that failed or has stopped; a stopped rank has a ``KeyboardInterrupt``.
+    """
 
     in_tabs: Collection[int] = ()
     """Ranks whose tracebacks the cell's output shows."""

@@ -37,45 +37,56 @@ T = TypeVar("T")
 def in_torchddp(
     nprocs: int | None, fn: Callable[..., T], /, *args: Any, need: str = "", imports: str = "", **kwargs: Any
 ) -> T:
-    """Call ``fn(*args, **kwargs)`` on a group of `nprocs` ranks, and return the result of rank 0.
+    """Call ``fn(*args, **kwargs)`` on every rank of a group, and return the result of rank 0.
 
-    The call runs like a cell: rank 0's output is shown, and an error on any rank or the stop button ends it on all
-    ranks. The notebook's group (``%makedip``) is used if it has `nprocs` ranks; its variables do not change. Otherwise
-    ddip starts a group for this call: one rank on each of the first GPUs, or ranks on the CPU if there are too few.
+    The call runs like a cell: ddip shows the output of rank 0, and an error on any rank or the stop button ends the
+    call on all ranks. If the notebook's group (``%makedip``) has `nprocs` ranks, ddip uses it, and keeps its variables
+    unchanged. Otherwise ddip starts a group for this call, with one rank on each of the first `nprocs` GPUs, or on the
+    CPU if the machine has fewer GPUs.
 
-    Global names mean the same to `fn` on a rank as in the notebook: an object named in `need`, a function or class of
-    the notebook, or any other value whose pickle takes at most 1 MB. There are two exceptions: ``rank``, ``world_size``
-    and ``device`` always belong to the rank, and a name from `imports` is the imported object, unless it is a function
-    or class of the notebook. A name that was not sent falls back to a variable of the rank's earlier cells; a notice
-    names it, and each variable whose value differs from the notebook's. Objects that are shared in the notebook are
-    shared on the rank. Assignments of `fn` to globals are discarded when it returns.
+    On a rank, `fn` finds the notebook's values of the global names that it uses. ddip sends the objects in `need`, the
+    functions and classes of the notebook, and all other values whose pickle takes at most 1 MB. There are two
+    exceptions: ``rank``, ``world_size`` and ``device`` are always the rank's own, and a name that `imports` defines is
+    the imported object, unless it is a function or class of the notebook. If a value was not sent, `fn` uses the rank's
+    variable of that name from earlier cells, and ddip prints a notice. ddip also prints a notice if a rank had another
+    value for a sent variable. Objects that are shared in the notebook are shared on the rank. Assignments of `fn` to
+    globals are discarded when it returns.
 
-    Tensors of the result arrive on the CPU, and objects arrive as instances of the notebook's classes. The results of
-    other ranks are discarded.
-
-    All other arguments are passed to `fn`; if it has a parameter named `need` or `imports`, use ``functools.partial``.
+    Objects in the result are instances of the notebook's classes. The results of other ranks are discarded.
 
     Parameters
     ----------
     nprocs
-        Number of ranks; None means the notebook's group, or without one a rank on each GPU, or two ranks on the CPU.
+        Number of ranks. None means all ranks of the notebook's group; without a group, one rank per GPU, or two ranks
+        on a machine without GPUs.
+    fn
+        Function to call on every rank.
+    args, kwargs
+        Arguments of `fn`. If `fn` has a parameter named `need` or `imports`, bind it with ``functools.partial``.
     need
         Names of variables, functions and classes in the caller's scope, separated by spaces. They are sent to every
-        rank, however large they are.
+        rank, whatever their size.
     imports
-        Import statements to run on every rank. If these or `fn` refer to fastai, the app ``fastai`` is prepared for the
-        call, unless the group has an app.
+        Import statements to run on every rank before the call. If these or `fn` refer to fastai, ddip prepares the app
+        ``fastai`` for the call, unless the group has an app.
+
+    Returns
+    -------
+    object
+        Result of `fn` on rank 0, with tensors on the CPU.
 
     Raises
     ------
     BadInput
-        if the notebook has no variable of a given name, or `imports` is not valid Python.
+        If an argument is invalid, the caller has no variable of a name in `need`, or this process is a rank.
     TransferError
-        if the function, an argument, an object in `need` or the result cannot be pickled.
+        If the function, an argument, an object in `need`, or the result cannot be pickled.
     CellError
-        if `fn` raised an exception on any rank; ``by_rank`` holds the errors.
+        If `fn` raised an exception on any rank; ``by_rank`` holds the errors.
+    CellInterrupted, RequestInterrupted
+        If the user pressed the stop button.
     GroupError
-        if the group did not form.
+        If the group did not form, or a rank of the notebook's group is lost or busy.
     """
     _check_arguments(nprocs, fn)
     frame = sys._getframe(1)

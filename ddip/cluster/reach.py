@@ -49,31 +49,34 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Reach:
-    """The way to a group's hosts, and the setup of ranks there.
+    """Settings for how ddip finds and connects to a group's hosts, and prepares ranks there.
 
-    Fields marked "found" are filled in when the hosts are resolved; the user sets the others.
+    Set at most one of `slurm`, `here`, `cluster` and `engines`; then ddip finds the hosts, and fills in `jobs` and
+    `attached`.
     """
 
     directory: str | None = None
-    """Working directory of ranks on every host; None: the notebook's if the host has it, else the home directory."""
+    """Working directory of the ranks on every host. None means the notebook's, or the home directory on a host without
+    that folder."""
     python: str = ""
-    """Python to run on the hosts; empty: the notebook's path if it exists there, else ``python3``."""
+    """Path of Python on the hosts. If empty, the notebook's path on hosts where that exists, else ``python3``."""
     setup: str = ""
-    """A line of bash that prepares each host: ``module load cuda; source env/bin/activate``."""
+    """A line of bash to run on each host first, such as ``module load cuda; source env/bin/activate``."""
     slurm: str = ""
-    """Options of sbatch for a job to submit, whose nodes are the hosts: ``nodes=2 gpus=4 time=2:00:00``."""
+    """Options of ``sbatch``, such as ``nodes=2 gpus=4 time=2:00:00``, for a job that ddip submits. The nodes of the job
+    are the hosts."""
     here: bool = False
-    """True if the hosts are the nodes of the allocation that this process runs in."""
+    """True to use the nodes of the Slurm allocation that this process runs in."""
     jobs: tuple[int, ...] = ()
-    """Slurm job ID of each host, in the hosts' order; found."""
+    """Slurm job ID of each host, in the order of the hosts; filled in by ddip."""
     cluster: str = ""
-    """Cluster ID, profile, or connection file of the ipyparallel cluster whose engines run on the hosts."""
+    """Cluster ID, profile, or connection file of a running ipyparallel cluster, on whose engines the ranks run."""
     engines: str = ""
-    """The ipyparallel launcher that starts a cluster for the group, whose engines' hosts are the hosts."""
+    """Name of an ipyparallel launcher that starts engines for the group. The hosts of these engines are the hosts."""
     profile: str = ""
-    """IPython profile that configures that launcher."""
+    """IPython profile that configures the launcher in `engines`."""
     attached: Attachment | None = None
-    """That cluster, with its engines by host; found."""
+    """The cluster that `cluster` or `engines` means, with its engines by host; filled in by ddip."""
 
     @property
     def asked(self) -> Reach:

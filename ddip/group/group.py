@@ -79,6 +79,8 @@ ASKING = "asking the ranks was interrupted"
 class Group:
     """A group of ranks, each a process that keeps its variables from cell to cell.
 
+    As a context manager, the group is shut down at the end of the ``with`` block.
+
     Parameters
     ----------
     n
@@ -88,36 +90,40 @@ class Group:
     backend
         Backend of ``torch.distributed``. Default: ``gloo``, or ``cpu:gloo,cuda:nccl`` on GPUs.
     app
-        Name of a framework adapter to prepare on every rank.
+        Name of a framework adapter to prepare on every rank: ``fastai``, ``hf``, ``lightning`` or ``deepspeed``.
     hosts
-        Other hosts, reached by ssh: ``"h1:4,h2:4"``, or a list of `HostRequest`. Then `n` and `gpus` apply per host.
+        Hosts to connect to by ssh: ``"h1:4,h2:4"`` for four ranks on each, or a list of `HostRequest`. Then `n` and
+        `gpus` apply per host. Default: this machine.
     reach
-        How ddip reaches the hosts, and the working folder of their ranks.
+        How ddip finds and connects to the hosts, and prepares ranks there.
     timeout
         Seconds to wait for the group to form.
     collect
-        Collect garbage on every rank after each cell, once the rank has replied.
+        True to collect garbage on every rank after each cell, once the rank has replied.
     spawn
-        Start each engine as a new process. By default, on Linux, engines are forked from a preload process that has
-        imported torch, which is faster and takes less memory.
+        True to start each engine as a new process. By default, on Linux, engines are forked from a preload process that
+        has imported torch, which is faster and takes less memory.
     failure_grace
         Seconds for the other ranks to finish a cell after one rank has failed; then ddip aborts the collectives that
         they wait in.
     stall_timeout
         Seconds without progress after which ddip prints where each rank waits.
     display
-        How the output of cells is shown.
+        Options for the output of cells.
     history
         History of earlier groups, to continue.
     progress
-        Called with the current step and its share of the whole while the group starts.
+        Function to call while the group starts, with a description of the current step, and the completed share of the
+        whole, from 0 to 1, or None. All `progress` parameters of the methods are called in the same way.
 
     Raises
     ------
     BadInput
-        If the machine cannot hold such a group.
+        If an argument is invalid, or the machine lacks the requested devices or resources.
     GroupError
         If the group did not form; no process is left running then.
+    RequestInterrupted
+        If the user interrupted the start; no process is left running then.
     """
 
     def __init__(
@@ -171,15 +177,45 @@ class Group:
         return own_cluster(request, self.options.spawn)
 
     def change(self, request: Request, progress: Report = ignore_progress) -> bool:
-        """Change the group to the one that `request` describes; ranks that stay keep their variables.
+        """Change the group to the one that `request` describes. Ranks that stay keep their variables.
 
-        Returns False if the group is the requested one already. If the new ranks do not start, the group is unchanged.
-        Raises the errors of `Group`.
+        Parameters
+        ----------
+        request
+            The requested group. If it names no app or hosts, these stay. If it has neither `n`, `gpus` nor hosts, the
+            ranks, devices and backend stay.
+
+        Returns
+        -------
+        bool
+            False if the group is the requested one already.
+
+        Raises
+        ------
+        BadInput
+            If the request is invalid, or names other hosts than those of the group; nothing has changed then.
+        GroupError
+            If a rank is busy, or the new ranks do not start; the group is unchanged then. Also if the ranks cannot form
+            the new process group; the next cell tries again then.
+        RequestInterrupted
+            If the user interrupted the change; the message says what the group is now.
         """
         return self.lifecycle.change(request, progress)
 
     def restart(self, request: Request = SAME, progress: Report = ignore_progress) -> None:
-        """End every engine and start again without any variables: the same group, or the requested one."""
+        """End every rank, and start the same group or the requested one again, without any variables.
+
+        Parameters
+        ----------
+        request
+            The requested group. If it names no app or hosts, these stay. If it has neither `n`, `gpus` nor hosts, the
+            ranks, devices and backend stay.
+
+        Raises
+        ------
+        BadInput, GroupError, RequestInterrupted
+            As for `Group`. After an error there may be no group.
+        """
         self.lifecycle.restart(request, progress)
         self._modules.send_again(self.ranks, progress)
 
@@ -190,42 +226,49 @@ class Group:
         progress: Report = ignore_progress,
         hosts: Sequence[HostRequest] = (),
     ) -> list[int]:
-        """Replace the processes of ranks that ended, do not stop, or can no longer run a cell or join a group.
+        """Replace the processes of lost ranks; the other ranks keep their variables.
 
-        Ranks that do not stop are interrupted again first, and kept if that helps. Other ranks keep their variables.
+        A rank is lost if it has ended, does not stop, or can no longer run a cell or join a process group. ddip first
+        interrupts ranks that do not stop once more, and keeps those that stop then.
 
         Parameters
         ----------
         names
             Variables to copy to the new ranks.
         source
-            Rank from which `names` are copied.
+            Rank from which `names` are copied. Default: 0.
         hosts
-            All hosts of the group, with a replacement in the place of each lost one. A lost host that is reachable
-            again is used again. For nodes of a Slurm job that ddip submitted, ddip submits another job and waits
-            until it runs.
+            All hosts of the group, with a replacement in the place of each lost one. Default: the same hosts. If a
+            Slurm job of ddip has lost nodes, omit `hosts`: ddip submits another job, and waits until it runs.
 
         Returns
         -------
-        list of int
+        list[int]
             The replaced ranks.
 
         Raises
         ------
-        GroupError, TransferError
-            If the new processes do not start or a name cannot be pickled; nothing has changed then.
+        BadInput
+            If an argument is invalid, or `names` are given but no rank needs to be replaced.
+        GroupError
+            If a cell runs, or the new processes do not start; nothing has changed then.
+        TransferError
+            If one of `names` cannot be pickled; nothing has changed then. Also if it cannot be unpickled on the new
+            ranks, which then lack all `names`.
+        RequestInterrupted
+            If the user interrupted the repair; the message names the ranks that were not replaced.
         """
         return repair.repair(self.lifecycle, self._modules, names, source, hosts, progress)
 
     def shutdown(self) -> None:
-        """End all processes and remove all temporary files. A second call does nothing."""
+        """End all processes of the group, and remove all its temporary files. A second call does nothing."""
         self.lifecycle.shutdown()
 
     close = shutdown
 
     @property
     def alive(self) -> bool:
-        """False after `shutdown`."""
+        """True until `shutdown` has been called."""
         return self.lifecycle.alive
 
     @property
@@ -259,7 +302,10 @@ class Group:
 
     @property
     def cluster(self) -> Cluster:
-        """The processes of the group. A cluster that ipyparallel started has ``client``, the ``ipyparallel.Client``."""
+        """The processes of the group.
+
+        If ddip or ipyparallel started them, the attribute ``client`` is the ``ipyparallel.Client``.
+        """
         return self.ranks.cluster
 
     @property
@@ -269,12 +315,12 @@ class Group:
 
     @property
     def new_ranks(self) -> list[int]:
-        """Ranks added by a change or a repair, which lack the variables of earlier cells."""
+        """The ranks that a change or a repair has added; they lack the variables of earlier cells."""
         return self._parts.new_ranks.ranks
 
     @property
     def carried(self) -> str:
-        """Settings that the newest ranks took over from the others, as text for the user."""
+        """The settings that the newest ranks took over from the other ranks, as text for the user."""
         return self._parts.new_ranks.carried
 
     @property
@@ -283,7 +329,7 @@ class Group:
         return self.lifecycle.seconds
 
     def describe(self) -> str:
-        """Return ranks, devices and backend in one line."""
+        """Describe ranks, devices and backend in one line."""
         return self.lifecycle.describe()
 
     # -- cells
@@ -308,33 +354,34 @@ class Group:
         code
             Source of the cell.
         ranks
-            Ranks that run it. Default: all.
+            Ranks that run the cell. Default: all.
         show_ranks
             Ranks whose output and displays are shown.
         quiet
-            Show nothing but errors.
+            True to show only errors.
         timeout
-            Seconds after which the cell is stopped.
+            Seconds after which ddip stops the cell. Default: no limit.
         tell
-            Print where the cell ran and how long it took, even if it was short.
+            True to print which ranks ran the cell and how long it took, even if it was short.
         unmatched
-            Allow ranks to begin different numbers of collectives; later cells may begin the missing ones. Otherwise
-            ddip rebuilds the process group after such a cell.
+            True to allow the ranks to begin different numbers of collectives; later cells may begin the missing ones.
+            Otherwise ddip rebuilds the process group after such a cell.
         log
-            Each rank also writes its whole output to the file ``<log>.<rank>.log``.
+            Prefix of log files: each rank also writes its whole output to the file ``<log>.<rank>.log``.
         profile
-            Folder for the traces of torch's profiler; empty: a new folder in ``ddip_profile``. The figures are shown,
-            and kept in `last_profile`.
+            Folder for traces of torch's profiler; an empty string means a new folder in ``ddip_profile``. ddip also
+            shows a summary of the profile, and keeps it in `last_profile`. Default: no profile.
 
         Raises
         ------
         CellError
-            If the cell failed on any rank, shown or not.
+            If the cell failed on any rank, even if the rank's output is not shown.
         CellTimeout, CellInterrupted
-            If it took longer than `timeout`, or the user interrupted it. After each of these three, pending collectives
-            have been aborted, all variables are kept, and ddip rebuilds the process group before its next use.
+            If the cell took longer than `timeout`, or the user interrupted it. After each of these three errors,
+            pending collectives have been aborted, all variables are kept, and ddip rebuilds the process group before
+            its next use.
         BadInput
-            For a rank outside the group; nothing has run then.
+            For a rank outside the group, and if the `log` or `profile` cannot be written; nothing has run then.
         GroupError
             If a rank is lost or busy, or the process group cannot be formed; nothing has run then.
         """
@@ -353,9 +400,10 @@ class Group:
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
     ) -> None:
-        """Run a cell on `ranks` that the notebook has run already, and show only output that differs from `here`.
+        """Run on `ranks` a cell that the notebook has already run, and show only differing output.
 
-        `here` is the output in the notebook (see ``output/cells/background_page.py``). Raises the errors of `run`.
+        `here` is the output in the notebook, which is not shown again (see ``output/cells/background_page.py``). Raises
+        the errors of `run`.
         """
         where = self._checked(ranks)
         with contextlib.ExitStack() as until_it_ends:
@@ -379,16 +427,28 @@ class Group:
         log: str = "",
         profile: str | None = None,
     ) -> Cell:
-        """Run `code` in the background, and return at once.
+        """Run `code` as a cell in the background, and return at once.
 
-        ``cell.wait()`` waits for the cell and raises the errors of `run`; ``cell.stop()`` stops it. Its output appears
-        below the notebook cell that started it.
+        The output appears below the notebook cell that called this method.
 
         Parameters
         ----------
         queue
-            If some of `ranks` are busy, begin when their cells have ended, unless one of these fails. Otherwise such a
-            cell is refused with GroupError.
+            True to wait if some of `ranks` are busy: the cell begins when their cells have ended, and does not run if
+            one of them fails. Otherwise GroupError is raised if a rank is busy.
+        code, ranks, show_ranks, quiet, timeout, unmatched, log, profile
+            As for `run`.
+
+        Returns
+        -------
+        Cell
+            The running or queued cell. Its method ``wait`` waits for its end and raises the errors of `run`; ``stop``
+            stops it.
+
+        Raises
+        ------
+        BadInput, GroupError
+            As for `run`.
         """
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
         asked = self._asked_of_ranks(log)
@@ -417,9 +477,19 @@ class Group:
         return cell
 
     def wait_until_free(self, ranks: Sequence[int] | None = None) -> None:
-        """Wait until all running and queued cells of `ranks` (default: all) have ended; the stop button ends the wait.
+        """Wait until all running and queued cells of `ranks` have ended.
 
-        Raises GroupError if one of these cells fails.
+        Parameters
+        ----------
+        ranks
+            Ranks to wait for. Default: all.
+
+        Raises
+        ------
+        GroupError
+            If one of these cells fails.
+        RequestInterrupted
+            If the user pressed the stop button; the cells continue to run.
         """
         where = self._checked(ranks)
         while active := self._parts.cells.active_on(where):
@@ -435,11 +505,17 @@ class Group:
 
     @property
     def cells(self) -> list[Cell]:
-        """The last cells of this group and of earlier groups, oldest first."""
+        """The last 500 cells of this group and of the groups before it, oldest first."""
         return list(self.history)
 
     def cell(self, number: int) -> Cell:
-        """Return the last cell with this number, a running one first. Raises BadInput if there is none."""
+        """Return the cell with this number; of several, the last one, but preferably one that has not ended.
+
+        Raises
+        ------
+        BadInput
+            If there is no such cell.
+        """
         cell = self.history.find(number)
         if cell is None:
             numbers = [str(known.number) for known in self.history][-5:]
@@ -448,16 +524,19 @@ class Group:
         return cell
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Raise KeyboardInterrupt in the cell that runs on `ranks` (default: all).
+        """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).
 
         Idle ranks are not affected.
         """
         self.ranks.interrupt_what_runs(self._checked(ranks))
 
     def stacks(self) -> dict[int, Stack | None]:
-        """Return the position and all thread stacks of each rank, also during a cell.
+        """Return the position and all thread stacks of each rank, even during a cell.
 
-        The entry of a rank that does not answer is None.
+        Returns
+        -------
+        dict[int, Stack]
+            Stacks by rank; None for a rank that does not reply.
         """
         with stopping.button(ASKING) as button:
             ranks, ended = range(self.world_size), self.ranks.ended
@@ -474,12 +553,18 @@ class Group:
             return stacks
 
     def set_collect(self, collect: bool) -> None:
-        """Turn garbage collection after each cell on or off."""
+        """Turn garbage collection on every rank after each cell on or off."""
         self.options.collect = collect
         self.ranks.call_on_control_channel(self.ranks.live, on_rank.set_collect(collect), seconds=status.ANSWER_SECONDS)
 
     def command(self, text: str) -> str | None:
-        """Pass `text` to the app on every rank, and return the reply of rank 0. Raises BadInput without an app."""
+        """Pass the command `text` to the app on every rank, and return the reply of rank 0.
+
+        Raises
+        ------
+        BadInput
+            If the group has no app.
+        """
         app = self._parts.app
         if app.name is None:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
@@ -536,7 +621,7 @@ class Group:
     # -- names
 
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
-        """Return the reply of rank 0 to `call`, or None if its main thread is busy or takes longer than `seconds`."""
+        """Make `call` on the main thread of rank 0; return None if it is busy or takes longer than `seconds`."""
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
             return None
         return self.ranks.try_call(0, call, seconds)
@@ -550,9 +635,19 @@ class Group:
     def push(
         self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, progress: Report = ignore_progress
     ) -> list[str]:
-        """Copy `values`, by name, into the namespaces of `ranks` (default: all).
+        """Copy objects into the namespaces of ranks: either all of them, or none.
 
-        Returns the names whose tensors were moved to the CPU for the transfer.
+        Parameters
+        ----------
+        values
+            Objects by the names of the variables to assign.
+        ranks
+            Receiving ranks. Default: all.
+
+        Returns
+        -------
+        list[str]
+            Names of objects whose tensors arrived on the CPU instead of a GPU.
 
         Raises
         ------
@@ -575,9 +670,24 @@ class Group:
         return [*self.transferred.moved]
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = ignore_progress) -> dict[str, Any]:
-        """Return copies of the objects `names` of one rank, with tensors on the CPU.
+        """Return copies of objects of one rank, with tensors on the CPU.
 
-        Raises TransferError if an object is missing or cannot be transferred, and otherwise the errors of `push`.
+        Parameters
+        ----------
+        names
+            Variables of the rank.
+
+        Returns
+        -------
+        dict[str, object]
+            Copies by name.
+
+        Raises
+        ------
+        TransferError
+            If a variable is missing or cannot be transferred.
+        BadInput, GroupError, RequestInterrupted
+            As for `push`.
         """
         (rank,) = placement.check_ranks([rank], self.world_size, "rank")
         return self.pull_all(names, [rank], progress)[0][0]
@@ -585,9 +695,19 @@ class Group:
     def pull_all(
         self, names: Sequence[str], ranks: Sequence[int], progress: Report = ignore_progress
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return copies of the objects `names` of each of `ranks`, in order.
+        """Return copies of objects of several ranks, with tensors on the CPU.
 
-        The second value lists the names whose tensors were moved to the CPU. Raises the errors of `pull`.
+        Returns
+        -------
+        values : list[dict[str, object]]
+            Copies by name, one dict for each of `ranks`, in their order.
+        moved : list[str]
+            Names of objects whose tensors were moved from a GPU to the CPU.
+
+        Raises
+        ------
+        TransferError, BadInput, GroupError, RequestInterrupted
+            As for `pull`.
         """
         of = self._checked(ranks)
         with self.lifecycle.turn:
@@ -601,11 +721,22 @@ class Group:
         return values, [*self.transferred.moved]
 
     def peek(self, names: Sequence[str], rank: int = 0, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return copies of the objects `names` of one rank as they are now, even during a cell; tensors on the CPU.
+        """Return copies of the current objects of one rank, even during a cell, with tensors on the CPU.
 
         The cell pauses between two steps while tensors are copied. If it is inside a long operation, such as a
-        collective, ddip prints which one, because a tensor may be half written. Local variables of functions are not
-        variables of the rank.
+        collective, ddip prints which one, because that may have written only a part of a tensor.
+
+        Parameters
+        ----------
+        names
+            Variables of the rank. Local variables of functions cannot be copied.
+        seconds
+            Longest time to wait for the rank.
+
+        Returns
+        -------
+        dict[str, object]
+            Copies by name.
 
         Raises
         ------
@@ -624,10 +755,21 @@ class Group:
     def peek_all(
         self, names: Sequence[str], ranks: Sequence[int], seconds: float = SECONDS, progress: Report = ignore_progress
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return copies of the objects `names` of each of `ranks` as they are now, even during a cell.
+        """Return copies of the current objects of several ranks, even during a cell, with tensors on the CPU.
 
-        The second value lists the names whose tensors were moved to the CPU. The ranks are not synchronized: each
-        copies its objects at its own moment. Raises the errors of `peek`.
+        The ranks are not synchronized: each copies its objects at a different moment.
+
+        Returns
+        -------
+        values : list[dict[str, object]]
+            Copies by name, one dict for each of `ranks`, in their order.
+        moved : list[str]
+            Names of objects whose tensors were moved from a GPU to the CPU.
+
+        Raises
+        ------
+        TransferError, BadInput, GroupError, RequestInterrupted
+            As for `peek`.
         """
         values, self.transferred = peek.peek(self.ranks, names, self._checked(ranks), seconds, progress)
         return values, [*self.transferred.moved]
@@ -635,16 +777,24 @@ class Group:
     # -- the state of a training
 
     def check(self, names: Sequence[str] = ()) -> CheckTable:
-        """Compare the variables `names` (default: all) across ranks, and find common mistakes in distributed training.
+        """Compare variables across ranks, and find common mistakes in distributed training.
 
-        Raises GroupError if a rank is lost or busy.
+        Parameters
+        ----------
+        names
+            Variables of the ranks. Default: all.
+
+        Raises
+        ------
+        GroupError
+            If a rank is lost or busy.
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell()
             return self._parts.differences.check(names)
 
     def sync(self, names: Sequence[str] = (), source: int = 0) -> list[str]:
-        """Copy the state of rank `source` in place into the other ranks' objects, and clear the models' gradients.
+        """Copy the state of one rank into the objects of the other ranks, in place, and clear gradients.
 
         Parameters
         ----------
@@ -656,7 +806,7 @@ class Group:
 
         Returns
         -------
-        list of str
+        list[str]
             Paths of the copied objects.
 
         Raises
@@ -688,20 +838,26 @@ class Group:
     def push_modules(
         self, names: str | Sequence[str], *, reload: bool = False, progress: Report = ignore_progress
     ) -> ModulesPushed:
-        """Send the notebook's own modules to hosts that lack its folder, so that ranks can import them.
+        """Send the user's own modules to other hosts, so that ranks there can import them.
 
         Parameters
         ----------
         names
-            ``"utils, models"``, or a list. The source files of each, a ``.py`` file or a package's folder, are sent
-            once per host, and again after a change. Ranks look there first.
+            Names of modules or packages, as ``"utils, models"`` or a list. Their source files are sent once per host,
+            and again after a change. Ranks find them before any other module of the same name.
         reload
-            Reload modules that a rank has imported already, as IPython's autoreload does. Otherwise they stay.
+            True to reload modules that a rank has already imported, as IPython's autoreload does. Otherwise the rank
+            continues to use the imported version.
+
+        Returns
+        -------
+        ModulesPushed
+            Names of the modules and hosts, and ranks that have not reloaded a module.
 
         Raises
         ------
         BadInput
-            For an installed module, and for a rank outside the group.
+            If a module does not exist, is installed or compiled, or is too large.
         TransferError, GroupError, RequestInterrupted
             As for `push`.
         """
@@ -714,7 +870,7 @@ class Group:
 
     @property
     def notices(self) -> list[str]:
-        """Remarks about how the ranks are placed on devices and hosts."""
+        """The remarks to the user on how the ranks are placed on devices and hosts."""
         return self.lifecycle.place.notices(self.spec, self.cluster.hosts)
 
     def remarks(self) -> list[str]:
@@ -725,24 +881,40 @@ class Group:
         return [*filter(None, (between, self.cluster.stopped(), self.lifecycle.place.text()))]
 
     def shards(self, name: str) -> ShardsTable:
-        """Return how the model in the variable `name`, or a part of it (``model.encoder``), is divided among the ranks.
+        """Return a table of how a model is divided among the ranks.
 
-        Raises BadInput if a rank has no such module, and otherwise the errors of `push`.
+        Parameters
+        ----------
+        name
+            Variable of the ranks, or a part of it, such as ``model.encoder``.
+
+        Raises
+        ------
+        BadInput
+            If a rank has no such model.
+        GroupError
+            If a rank is lost or busy.
+        RequestInterrupted
+            If the user pressed the stop button.
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_free()
             return shards.ask(self.ranks, name)
 
     def info(self) -> list[tables.RankInfo]:
-        """Return host, memory and activity of each rank, also during a cell."""
+        """Return process, device, memory and activity of each rank, in rank order, even during a cell."""
         with stopping.button(ASKING) as button:
             return status.rank_infos(self.ranks, self.spec, button)
 
     def status(self, cells: int = status.LISTED) -> Status:
-        """Return the whole state of the group as plain JSON data: ranks, devices, cells, last errors by rank.
+        """Return the state of ranks, devices and cells as data that JSON can represent, even during a cell.
 
-        Lists the last `cells` and all running ones. Works during cells, and never waits for them. The entry of a group
-        that has ended is None.
+        It does not wait for running cells. If the group has ended, the result still has its cells.
+
+        Parameters
+        ----------
+        cells
+            Number of cells to list, in addition to earlier cells that have not ended.
         """
         kept = status.last(self.cells, cells)
         with contextlib.suppress(GroupError):  # it has ended, or another thread ends it just now
@@ -753,8 +925,8 @@ class Group:
         return status.group_status(kept)
 
     def vitals(self, seconds: float = PERIOD) -> list[RankVitals]:
-        """Return state, cell, position, rates, CPU time, memory and GPU of each rank, also during a cell.
+        """Return state, cell, position, rates, CPU time, memory and GPU of each rank, even during a cell.
 
-        If a rank is busy, ddip looks a second time after `seconds`, because a rate needs two samples.
+        If a rank is busy, ddip takes a second sample after `seconds`, because a rate needs two samples.
         """
         return vitals.look(self.lifecycle, seconds)

@@ -36,7 +36,7 @@ def end() -> None:
 
 
 def current_group() -> Group | None:
-    """Return the notebook's running group, which ``%makedip`` has created; None if there is none."""
+    """Return the running group that ``%makedip`` has created in this notebook; None if there is none."""
     group = None if _session is None else _session.group
     return group if group is not None and group.alive else None
 

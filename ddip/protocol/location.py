@@ -6,27 +6,37 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 State: TypeAlias = Literal["busy", "gil_held", "idle", "finished", "ended", "stopped"]
-"""State of a rank. ``gil_held``: busy and not answering; C code may hold the interpreter. ``finished``: done with
-a cell that other ranks still run. ``ended``: its process is gone. ``stopped``: by SIGSTOP or a debugger; `inner` says
-how to let it continue."""
+"""State of a rank. ``gil_held``: busy and not replying; C code may hold the interpreter lock. ``finished``: done with
+a cell that other ranks still run. ``ended``: its process has ended. ``stopped``: SIGSTOP or a debugger has stopped its
+process."""
 
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Position of a rank's main thread in its cell."""
+    """Position of a rank's main thread in its cell.
+
+    `cell`, `line` and `source` describe the innermost line of the stack that the user wrote in a cell.
+    """
 
     function: str = ""
-    """The innermost function, by the name that users see; empty for top-level lines of the cell."""
+    """Innermost function whose name is not private; empty for top-level lines of the cell."""
     cell: int | None = None
-    """Number of the cell with the innermost line that the user wrote; None if there is no such line."""
+    """Number of the cell that contains the line; None if the stack has no line of a cell."""
     line: int = 0
+    """Number of the line in its cell, from 1; 0 if there is none."""
     source: str = ""
-    """Text of that line."""
+    """Text of the line."""
     inner: str = ""
-    """The innermost frame, including library code, as ``file.py:12 in function``."""
+    """Innermost frame, including library code, as ``file.py:12 in function``. For a stopped rank, how to continue
+    it."""
     state: State = "busy"
+    """Current state.
+
+    ``gil_held``: busy and not replying; C code may hold the interpreter lock. ``finished``: done with a cell that other
+    ranks still run. ``ended``: its process has ended. ``stopped``: SIGSTOP or a debugger has stopped its process.
+    """
     collective: str = ""
-    """Description of the collective that the rank is in, or began last; only set in a `Stack`."""
+    """Description of the current or last collective of the rank; only set in a `Stack`."""
 
     def __str__(self) -> str:
         if self.state == "stopped":
@@ -45,5 +55,6 @@ class Stack:
     """Stacks of all threads of a rank."""
 
     place: StackLocation
+    """Position of the main thread."""
     threads: dict[str, str]
-    """Stack of each thread as text, by the thread's name; the main thread is first."""
+    """Stack of each thread as text, by the name of the thread. The main thread comes first, with the name ``main``."""

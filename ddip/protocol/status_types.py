@@ -31,19 +31,21 @@ class ErrorData(TypedDict):
     """An error that a rank has raised."""
 
     name: str
-    """Class name of the exception; ``RankEnded`` if the process is gone."""
+    """Class name of the exception; ``RankEnded`` if the process of the rank has ended."""
     message: str
+    """Message of the exception; may be empty."""
     traceback: str
     """Traceback without colour codes; may be empty."""
     waited: str
-    """Location at which the rank waited for others, if ddip aborted the wait and so raised this error; or empty."""
+    """Operation, such as a collective, in which the rank waited for other ranks and which then failed, because ddip
+    aborted it or the other ranks were lost; empty if the rank's own code raised the error."""
 
 
 class LastError(ErrorData):
     """The most recent error of a rank."""
 
     cell: int
-    """Number of the cell."""
+    """Number of the cell that raised the error."""
 
 
 class _Text(TypedDict, total=False):
@@ -77,82 +79,115 @@ class CellData(TypedDict):
 
 
 class CellStatus(TypedDict):
-    """Entry in the list of cells."""
+    """State of one cell, without its output."""
 
     number: int
+    """Number of the cell."""
     ranks: list[int]
+    """Ranks that run the cell."""
     state: Literal["queued", "running", "ended"]
+    """Current state; a queued cell waits for earlier cells of its ranks to end."""
     outcome: CellOutcome | None
+    """Outcome of the cell; None until it has ended."""
     background: bool
+    """True for a cell that runs in the background (``%%dip --bg``, `Group.start`)."""
     seconds: float
-    """Seconds that the cell has run so far, or took."""
+    """Seconds since the cell began, or its duration once it has ended; 0 while it is queued."""
     submitted: float
-    """Time of submission, seconds since 1970; `began` and `ended` use the same clock."""
+    """Time of submission, in seconds since 1970."""
     began: float | None
+    """Time when the cell began, in seconds since 1970; None while it is queued."""
     ended: float | None
+    """Time when the cell ended, in seconds since 1970; None until then."""
     first_line: str
+    """First non-empty line of the code, cut to 60 characters."""
     error: str | None
-    """Short form of the error that the cell raised."""
+    """Message of the error, without tracebacks and cut to 2,000 characters; None if there is no error."""
 
 
 class GpuFigures(TypedDict):
-    """GPU memory of a rank in bytes, as torch counts it; `total` is the size of the GPU's memory."""
+    """GPU memory of a rank, as torch counts it; None means unknown."""
 
     allocated: int | None
+    """Memory in tensors, in bytes."""
     reserved: int | None
+    """Memory that torch's allocator holds, in bytes."""
     total: int | None
+    """Memory of the whole GPU, in bytes."""
 
 
 class RankStatus(TypedDict):
     """Current state of a rank."""
 
     rank: int
+    """Number of the rank."""
     host: str
+    """Name of its host."""
     pid: int
+    """PID of its process."""
     device: str
-    """``cpu``, or ``GPU 2`` with the GPU's number on its host."""
+    """Device of the rank, which is ``cpu``, or for example ``GPU 2`` with the GPU's number on its host."""
     memory: int | None
-    """Bytes of memory that the process uses; None if it did not answer."""
+    """Resident memory of the process, in bytes; None if the rank did not reply."""
     gpu: GpuFigures | None
+    """Memory of its GPU; None on the CPU, and if the rank did not reply."""
     state: RankState
+    """Current state.
+
+    ``idle`` and ``busy``: the rank replies. ``stopped``: a signal or a debugger has stopped its process. ``no_answer``:
+    it did not reply within 2 seconds. ``ended``: its process has ended. ``gpu_lost``: it can no longer use its GPU.
+    """
     doing: str
-    """Work of the rank for ddip, or how to let a stopped rank continue; empty while it runs a cell or is idle."""
+    """Operation that the rank runs for ddip, or how to continue a stopped rank; empty while the rank runs a cell or is
+    idle."""
     busy_for: float | None
-    """Seconds since the cell or request began; None while the rank is idle."""
+    """Seconds since the rank became busy; None while it is idle."""
     cell: int | None
-    """Number of the running cell."""
+    """Number of the cell that the rank runs; None if it runs none."""
 
 
 class DeviceStatus(TypedDict):
     """A device that ranks compute on."""
 
     device: str
+    """Device name, which is ``cpu``, or for example ``GPU 2`` with the GPU's number on its host."""
     host: str
+    """Name of the host."""
     ranks: list[int]
+    """Ranks on the device."""
     memory_total: int | None
-    """Bytes; None for the CPU, and if no rank on the device has answered."""
+    """Memory of the GPU, in bytes; None for the CPU, and if no rank on the device has replied."""
 
 
 class GroupStatus(TypedDict):
     """State of the whole group."""
 
     size: int
+    """Number of ranks."""
     backend: str
+    """Backend of ``torch.distributed``."""
     healthy: bool
-    """False if a cell has left the group unusable or a rank is gone. ddip tries to rebuild it before the next cell."""
+    """False if the process group cannot be used, or a rank or its GPU is lost. Before the next cell, ddip rebuilds the
+    process group; lost ranks need a repair."""
     app: str | None
+    """Name of the prepared app; None without one."""
     hosts: list[str]
+    """Names of the hosts that have ranks."""
 
 
 class Status(TypedDict):
     """State of the group, its ranks, devices and cells."""
 
     schema: int
+    """Version of this schema, which is raised if a key is removed or changes its meaning."""
     group: GroupStatus | None
-    """State of the group, or None if there is no group."""
+    """State of the group as a whole; None if there is no group."""
     ranks: list[RankStatus]
+    """State of each rank, in rank order; empty if there is no group."""
     devices: list[DeviceStatus]
+    """Devices of the ranks, each once; empty if there is no group."""
     cells: list[CellStatus]
-    """Most recent cells, oldest first, including those of former groups."""
+    """Most recent cells, oldest first, including cells of former groups."""
     errors: dict[str, LastError]
-    """Most recent error of each rank that has raised one in these cells."""
+    """Most recent error of each rank that has raised one in these cells. Keys are rank numbers as strings, since JSON
+    requires string keys."""

@@ -90,10 +90,10 @@ def dist_state(
     name: str | None = None,
     spare: bool = True,
 ) -> DistState:
-    """Keep each rank's training state in host memory, step by step, and restore it after a fault.
+    """Keep each rank's training state in host memory after each step, to restore it after a fault.
 
-    Call it on all ranks. It works for sharded models (FSDP2, tensor parallel), DDP, and plain models, which may differ
-    by rank::
+    Call it on all ranks. It supports sharded models (FSDP2, tensor parallel), DDP, and plain models, which may differ
+    between ranks::
 
         state = ddip.dist_state(model, optimizer)
         for step in range(state.restore(default=0), 1000):
@@ -101,22 +101,29 @@ def dist_state(
             state.save(step + 1)
 
     The saved state outlives the model. After a fault, rerun the cell that creates model, optimizer and state, then this
-    loop, which continues after the last complete step. The default random number generators of torch, NumPy and
-    ``random`` are saved, too.
+    loop, which continues after the last complete step. The state includes the default random number generators of
+    torch, NumPy and ``random``.
 
     Parameters
     ----------
-    model, optimizer
-        Their parameters, persistent buffers, optimizer state and ``get_extra_state`` values are saved.
+    model
+        Model whose parameters, persistent buffers and ``get_extra_state`` values are saved.
+    optimizer
+        Optimizer of the model, whose state is saved.
     others
-        Schedulers, scalers, samplers, generators, an EMA: objects with ``state_dict`` and ``load_state_dict``, samplers
-        of torch, and generators of torch, NumPy and ``random``. They may differ by rank.
+        Further objects to save: objects with ``state_dict`` and ``load_state_dict``, such as a scheduler, a scaler or
+        an EMA; samplers of torch; and generators of torch, NumPy and ``random``. Their state may differ between ranks.
     name
-        A name for each model, if a session has several. Without one, ``save`` refuses a second model while the first
-        exists.
+        Name of the saved state; required if a session trains several models. Without a name, ``save`` refuses a second
+        model while the first exists.
     spare
-        Also keep the state of another rank on each rank. Then nothing is lost if a rank dies and ``%makedip --repair``
-        replaces it, or if the group shrinks to no less than half.
+        Also keep a copy of another rank's state on each rank. Then nothing is lost if a rank dies and
+        ``%makedip --repair`` replaces it, or if the group shrinks to no less than half its size.
+
+    Returns
+    -------
+    DistState
+        Object that saves and restores the state.
 
     Raises
     ------
@@ -163,7 +170,10 @@ def _raise_agreed(problems: list[Problem | None], cause: Exception | None = None
 
 
 class DistState:
-    """The saved training state of a model, as returned by ``ddip.dist_state``."""
+    """Saved training state of a model and its optimizer; `dist_state` creates it.
+
+    Each rank keeps its copies in host memory.
+    """
 
     def __init__(
         self,
@@ -185,12 +195,12 @@ class DistState:
 
     @property
     def step(self) -> int | None:
-        """The step of this rank's latest copy; None if it has none."""
+        """Number of completed steps in the latest copy on this rank; None without a copy."""
         latest = max(self._copies.copies, key=lambda copy: copy.serial or 0, default=None)
         return None if latest is None else latest.step
 
     def forget(self) -> None:
-        """Free the copies of this rank, so that the next ``restore`` finds nothing."""
+        """Free the copies on this rank; the next `restore` does not find them."""
         _kept.pop(self._name, None)
 
     @property
@@ -204,10 +214,20 @@ class DistState:
     # -- save
 
     def save(self, step: int | None = None) -> None:
-        """Save the state after `step` completed steps (default: one more than before); call it on all ranks.
+        """Copy the current state into host memory. Call it on all ranks, after a step and before the next one.
 
-        Call it when a step is complete, before the next one begins. Raises ValueError on all ranks if any rank has
-        state that could not be restored, or if another model is kept without a name; then nothing is saved.
+        Parameters
+        ----------
+        step
+            Number of completed steps. Default: one more than at the last save.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if a rank has state that could not be restored, or if an unnamed state of another model is
+            kept. Then nothing is saved.
+        RuntimeError
+            If there is no process group.
         """
         _ensure_group()
         step = (self.step or 0) + 1 if step is None else step
@@ -242,14 +262,31 @@ class DistState:
     # -- restore
 
     def restore(self, default: int | None = None) -> int:
-        """Load the newest save that is complete, and return its step; call it on all ranks.
+        """Load the latest save that still has the state of every rank, and return its step.
 
-        Each rank gets its own state, and a new rank gets that of the rank it replaces. If the number of ranks has
-        changed, shards are redistributed, and state that was equal on all ranks goes to all; a line names the rest. The
-        model may be sharded in another way, but must have the same parameters. Returns `default` if nothing is kept and
-        it is not None.
+        Call it on all ranks. Each rank loads its own state, and a new rank the state of the rank that it replaces. If
+        the number of ranks has changed, ddip redistributes shards, loads state that was equal on all ranks everywhere,
+        and prints which state it did not restore. The model may be sharded in another way, but must have the same
+        parameters.
 
-        Raises on all ranks: LookupError if nothing is kept or a rank's state is lost, ValueError for another model.
+        Parameters
+        ----------
+        default
+            Value to return if nothing is kept. None: raise LookupError then.
+
+        Returns
+        -------
+        int
+            Number of completed steps in the loaded state, or `default`.
+
+        Raises
+        ------
+        LookupError
+            On all ranks, if the state of a rank is lost, or if nothing is kept and `default` is None.
+        ValueError
+            On all ranks, if the model, the optimizer or the other objects do not match the saved ones.
+        RuntimeError
+            If there is no process group.
         """
         _ensure_group()
         kept, world = self._copies, dist.get_world_size()

@@ -29,6 +29,13 @@ from ddip.protocol.status_types import CellOutcome
 
 State: TypeAlias = Literal["queued", "running", "ended"]
 Outcome: TypeAlias = CellOutcome
+"""Outcome of a cell.
+
+``ok``: it succeeded on all its ranks. ``user_error``: a rank raised an exception. ``rank_died``: the process of a rank,
+or the whole group, ended. ``stuck``: a rank did not stop on request, and still runs the cell. ``interrupted``: it was
+stopped. ``timeout``: it exceeded its time limit. ``not_run``: it left the queue without running, because it was stopped
+or because a cell that it waited for failed.
+"""
 ENDINGS = {"ok": "ended", "timeout": "timed out", "interrupted": "was stopped", "not_run": "did not run"}
 WORDS = {
     "ok": "ok",
@@ -52,32 +59,37 @@ def do_nothing() -> None:
 
 @dataclass(eq=False)
 class Cell:
-    """One cell, made by ``Group.run`` or ``Group.start``.
+    """A cell that `Group.run` or `Group.start` has created.
 
-    Another thread may change it at any time until `done` is set.
+    Other threads update the attributes until the cell has ended.
     """
 
     number: int
-    """The notebook's cell number, or a running count in a script."""
+    """Number of the cell in the notebook, or a running count in a script."""
     ranks: tuple[int, ...]
+    """Ranks that run the cell."""
     code: str
+    """Source of the cell."""
     output: CellOutput | None
     """The place where its output is shown; None once ddip no longer listens for its output."""
     background: bool = False
+    """True for a cell that `Group.start` has created."""
     state: State = "queued"
+    """Current state; a queued cell waits for earlier cells of its ranks to end."""
     submitted: float = field(default_factory=time.time)
     """Unix time of submission, in seconds; `began` and `ended` use the same clock."""
     began: float | None = None
     ended: float | None = None
     outcome: Outcome | None = None
+    """Outcome of the cell; None until it has ended."""
     error: BaseException | None = None
     """The error of a background cell, which `wait` raises; None if the cell succeeded."""
     message: str = ""
     """The message of its error."""
     error_text: str = ""
-    """The error as the user sees it, with tracebacks."""
+    """Text of the error as the user sees it, with tracebacks; empty if there is no error."""
     errors: dict[int, RankError] = field(default_factory=dict)
-    """The error of each rank that raised one."""
+    """Error of each rank that raised one, by rank."""
     replied: dict[int, bool] = field(default_factory=dict)
     """The ranks that have finished the cell, and whether each failed."""
     seconds_by_rank: dict[int, float] = field(default_factory=dict)
@@ -103,13 +115,13 @@ class Cell:
 
     @property
     def first_line(self) -> str:
-        """The first non-empty line of its code, shortened for lists."""
+        """First non-empty line of the code, cut to 60 characters."""
         line = next((line.strip() for line in self.code.splitlines() if line.strip()), "")
         return line if len(line) <= LINE else f"{line[: LINE - 1]}…"
 
     @property
     def seconds(self) -> float:
-        """Elapsed seconds so far, or in total once the cell has ended."""
+        """Duration of the cell so far, or in total once it has ended, in seconds; 0 while it is queued."""
         return 0.0 if self.began is None else (self.ended or time.time()) - self.began
 
     @property
@@ -150,9 +162,24 @@ class Cell:
         self.state = "ended"
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the cell has ended, at most `seconds`; return whether it has, or raise its error.
+        """Wait until the cell has ended, and raise its error if it failed.
 
-        The stop button ends the wait with RequestInterrupted; the cell keeps running.
+        Parameters
+        ----------
+        seconds
+            Longest time to wait; None: no limit.
+
+        Returns
+        -------
+        bool
+            True if the cell has ended, False if it still runs after `seconds`.
+
+        Raises
+        ------
+        CellError, CellTimeout, CellInterrupted, GroupError
+            If the cell failed, timed out, was stopped, or did not run.
+        RequestInterrupted
+            If the user pressed the stop button; the cell continues to run.
         """
         ended = self.wait_for_end(seconds)
         if ended and self.error is not None:
@@ -172,7 +199,12 @@ class Cell:
     def stop(self) -> None:
         """Stop the cell as the stop button does, and wait until it has ended.
 
-        The stop button repeats the stop meanwhile. Raises GroupError if ranks did not stop.
+        If the user presses the stop button during the wait, ddip stops the cell again.
+
+        Raises
+        ------
+        GroupError
+            If a rank does not stop.
         """
         with stopping.button() as button:
             self.press_stop()

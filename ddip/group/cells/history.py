@@ -15,11 +15,20 @@ KEPT = 500
 
 
 class History:
-    """The latest cells, the oldest first. Threads of background cells also use it."""
+    """The last 500 cells of one or more successive groups.
+
+    Iterate over the history to get each `Cell`, oldest first.
+
+    Parameters
+    ----------
+    keep_output_bytes
+        Limit on the recorded output of all cells together, in bytes. Beyond it, ddip drops the oldest output; the cells
+        stay in the history.
+    """
 
     def __init__(self, keep_output_bytes: int = DEFAULTS.keep_output_bytes) -> None:
         self.keep_output_bytes = keep_output_bytes
-        """Limit of recorded output, all cells together, in bytes; cells whose output was dropped stay listed."""
+        """Limit on the recorded output of all cells together, in bytes."""
         self._cells: collections.deque[Cell] = collections.deque()
 
     def __iter__(self) -> Iterator[Cell]:

@@ -19,11 +19,19 @@ SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True)
 class HostRequest:
-    """A requested host, by the name that ssh knows."""
+    """A requested host.
+
+    Raises
+    ------
+    BadInput
+        If `count` is less than 1.
+    """
 
     name: str
+    """Name of the host for ``ssh``; ``localhost`` is the notebook's machine."""
     count: int | None = None
-    """Number of ranks on it; None: unspecified."""
+    """Number of ranks on the host. None means the number that the request sets for each host, by default one per GPU,
+    or two on a host without GPUs."""
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
@@ -39,16 +47,23 @@ ALL: Literal["all"] = "all"
 
 @dataclass(frozen=True)
 class Request:
-    """The requested group; None means unspecified."""
+    """A requested group, for `Group.change` and `Group.restart`.
+
+    The attributes are those parameters of `Group` that have the same names. An attribute that is None is unspecified.
+    """
 
     n: int | None = None
+    """Number of ranks on the CPU of each host."""
     gpus: tuple[int, ...] | Literal["all"] | None = None
+    """GPU of each rank on each host, in rank order."""
     backend: str | None = None
+    """Backend of ``torch.distributed``."""
     app: str | None = None
+    """Name of the framework adapter to prepare on every rank."""
     hosts: tuple[HostRequest, ...] = ()
-    """Empty: the notebook's machine."""
+    """Hosts of the group; if empty, the notebook's machine, or the present hosts of a group that changes."""
     reach: Reach = Reach()
-    """How the hosts are reached."""
+    """How ddip finds and connects to the hosts."""
 
     def after(self, old: Request) -> Request:
         """Complete this request to change a group that was made by the request `old`.

@@ -60,19 +60,20 @@ class Source:
 
 @dataclass(frozen=True)
 class ModulesPushed:
-    """The result of a push of modules."""
+    """Result of `Group.push_modules`; ``str`` of it is a one-line summary."""
 
     names: tuple[str, ...]
+    """Names of the modules."""
     hosts: tuple[str, ...]
-    """Hosts of ranks, other than the notebook's."""
+    """Names of the hosts that have ranks, without the notebook's."""
     sent: tuple[str, ...]
-    """The `hosts` that lacked a module or had another version of it."""
+    """Names of those `hosts` that a module was sent to, because they lacked it or had another version."""
     size: int
-    """Total size of the modules in bytes."""
+    """Total size of the modules, in bytes."""
     beside: bool
-    """True if some ranks are on the notebook's host."""
+    """True if some ranks are on the notebook's host, where nothing needs to be sent."""
     not_reloaded: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    """Messages of ranks that had imported a module already and have not reloaded it, by module and rank."""
+    """Reason of each rank that still uses the version of a module that it imported earlier, by module and rank."""
 
     def __str__(self) -> str:
         names = ", ".join(self.names)
@@ -84,7 +85,7 @@ class ModulesPushed:
 
     @property
     def notices(self) -> list[str]:
-        """The messages to the user about ranks that had imported a module already."""
+        """The messages to the user, one per reason in `not_reloaded`."""
         lines = []
         for name, by_rank in self.not_reloaded.items():
             for text in dict.fromkeys(by_rank.values()):

@@ -10,9 +10,17 @@ from ddip.protocol.reports import ShardsReport, TensorReport
 
 
 class ShardsTable:
-    """A table with a row per tensor, and a column per set of ranks whose parts have the same shapes.
+    """A table of how a model is divided among the ranks, which `Group.shards` returns.
 
-    `reports` has one report per rank, in rank order. A front end displays the table as HTML or as text.
+    It has a row per tensor, with shape, dtype, placement, and the shape and size of each rank's part; ranks whose parts
+    all have the same shapes share a column. ``str`` of it is the table as text, and `html` returns it as HTML.
+
+    Parameters
+    ----------
+    name
+        Name of the model for the title.
+    reports
+        One report per rank, in rank order.
     """
 
     def __init__(self, name: str, reports: Sequence[ShardsReport]) -> None:

@@ -89,26 +89,40 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank as ``%makedip -i`` shows it; sizes are in bytes, `seconds` is the duration of the last cell."""
+    """Process, device, memory and activity of a rank, as ``%makedip -i`` shows them.
+
+    An attribute is None if it is unknown, such as the memory of a rank that did not reply.
+    """
 
     rank: int
+    """Number of the rank."""
     host: str
+    """Name of its host."""
     pid: int
+    """PID of its process."""
     device: str
+    """Device of the rank, which is ``cpu``, or for example ``GPU 2`` with the GPU's number on its host."""
     memory: int | None
+    """Resident memory of the process, in bytes."""
     gpu_allocated: int | None
+    """GPU memory in tensors, in bytes, as torch counts it; None on the CPU."""
     gpu_reserved: int | None
+    """GPU memory that torch's allocator holds, in bytes; None on the CPU."""
     gpu_total: int | None
+    """Memory of the GPU, in bytes; None on the CPU."""
     state: str
+    """Current state, one of ``idle``, ``busy``, ``stopped``, ``ended``, ``no answer`` and ``GPU lost``."""
     seconds: float | None
+    """Duration of the last cell, in seconds."""
     doing: str = ""
-    """Operation that it runs for ddip, or how to continue a stopped rank; empty while it runs a cell or is idle."""
+    """Operation that the rank runs for ddip, or how to continue a stopped rank; empty while the rank runs a cell or is
+    idle."""
     busy_for: float | None = None
-    """Seconds since it has been busy."""
+    """Seconds since the rank became busy; None while it is idle."""
 
     @property
     def state_text(self) -> str:
-        """The state, the current operation, and its duration."""
+        """State, current operation and its duration, as one phrase."""
         if self.state == "stopped":
             return self.doing
         doing = f", {self.doing}" if self.doing else ""
