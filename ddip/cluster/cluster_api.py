@@ -107,7 +107,10 @@ class Cluster(Protocol):
 
     @property
     def off(self) -> Mapping[str, Mapping[str, Sequence[str]]]:
-        """By library and version: features that are off in this process, with the private names that they lack."""
+        """The features that are off in this process, because a library lacks private names that they need.
+
+        By library and version, then by feature, the missing names.
+        """
 
     @property
     def spawned(self) -> str:

@@ -33,7 +33,7 @@ def import_numpy() -> None:
 
 
 def _of_message(take: Callable[[Any, Message], None]) -> Callable[[Any, Sequence[Any]], None]:
-    """Turn a method of a client that takes a message into one that takes the frames of the message."""
+    """Wrap a client method that takes a message, so that it takes the frames of the message instead."""
 
     @functools.wraps(take)
     def take_frames(self: Any, frames: Sequence[Any]) -> None:
@@ -44,10 +44,10 @@ def _of_message(take: Callable[[Any, Message], None]) -> Callable[[Any, Sequence
 
 
 class RankClient(Client):  # type: ignore[misc]
-    """An ``ipyparallel.Client`` that passes the output of cells to listeners, early or late, and keeps none of it.
+    """An ``ipyparallel.Client`` that passes the output of cells to listeners instead of storing it.
 
-    ipyparallel collects all output of a request in a time that grows with its length, drops updates of displays, and
-    relays widgets ahead of output that was shown before them.
+    Listeners also receive output that arrives after the reply. ipyparallel itself stores all output of a request, which
+    takes longer the more there is, drops updates of displays, and relays widgets ahead of earlier output.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class RankClient(Client):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> list[MessageFuture]:
-        """Create the futures of requests, and drop the history, in which ipyparallel keeps the IDs of all requests."""
+        """Create the futures of requests, and clear ipyparallel's list of all earlier request IDs."""
         self.history.clear()
         return super().create_message_futures(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -102,7 +102,7 @@ class RankClient(Client):  # type: ignore[misc]
             Client._dispatch_iopub.__wrapped__(self, message)
 
     def send_cells(self, cells: Sequence[tuple[int, Request, Message]]) -> None:
-        """Send cells to engines; call it on the client's own thread, which also notices that an engine has ended."""
+        """Send cells to engines. Call it on the client's own thread, which also detects ended engines."""
         stream = self._mux_stream
         stream.flush(zmq.POLLOUT)  # messages that were sent earlier go first
         for engine, request, message in cells:
@@ -187,7 +187,7 @@ def execute(
     silent: bool = False,
     history: bool = True,
 ) -> list[Request]:
-    """Run `code` as a cell on each engine of `to`, by ddip's own message, whose content is packed once per limit.
+    """Run `code` as a cell on each engine of `to`, with ddip's own message type, packed once per limit.
 
     The listeners stay in ``client.listeners`` for late output. A `silent` cell has no listener. IPython's history gets
     the code unless the cell is silent or `history` is False.
@@ -225,9 +225,10 @@ def cell_reply(content: CellReply) -> Reply:
 
 
 def apply(client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str) -> MessageFuture:
-    """Call `function` on the main thread of `engine`; `doing` describes the call to users.
+    """Call ``function(*args)`` on the main thread of `engine`.
 
-    ``View.apply_async`` would create an ``AsyncResult``, a reference cycle that keeps the result alive.
+    `doing` describes the call in status displays. ``View.apply_async`` would create an ``AsyncResult``, whose reference
+    cycle keeps the result alive.
     """
     try:
         identity = _identity(client, engine)
@@ -246,7 +247,10 @@ def _end_output(future: MessageFuture) -> None:
 
 
 def send_comm(client: RankClient, engine: int, message: Message, on_message: Listener) -> str:
-    """Send a widget's message to `engine`, and return its ID; `on_message` gets the output of its callbacks."""
+    """Send a widget's message to `engine`, and return the ID of the message.
+
+    `on_message` receives the output of the widget's callbacks.
+    """
     header = client.session.msg_header(message["header"]["msg_type"])
     client.listeners[header["msg_id"]] = on_message
     client._send(
@@ -262,9 +266,9 @@ def send_comm(client: RankClient, engine: int, message: Message, on_message: Lis
 
 
 def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:
-    """Send a request of any type on the control channel of `engine`; returns the content of its answer.
+    """Send a request on the control channel of `engine`; the future has the content of the reply.
 
-    ipyparallel knows only its own types. Raises KeyError for an engine that has ended.
+    ipyparallel's own methods send only its own types. Raises KeyError for an engine that has ended.
     """
     answer: Future[dict[str, Any]] = Future()
     future = client._send(client._control_stream, msg_type, content=content, ident=_identity(client, engine))
@@ -273,29 +277,33 @@ def control(client: Client, engine: int, msg_type: str, content: dict[str, Any])
 
 
 def _answer(message: Message) -> dict[str, Any]:
-    """Return the content of a message, with the buffers that were sent beside it."""
+    """Return the content of a message, with the message's binary buffers put in."""
     content: dict[str, Any] = with_bytes(message["content"], message.get("buffers") or [])
     return content
 
 
 def refresh(client: Client, timeout: float) -> None:
-    """Ask the Hub which engines there are.
+    """Request the list of engines from the Hub, and update the client's list.
 
-    A registration that the Hub published before the client had subscribed is never published again.
+    The client misses registrations that the Hub has published before the client subscribed to them.
     """
     reply = client._send(client._query_stream, "connection_request").result(timeout)
     client._io_loop.add_callback(client._update_engines, reply["content"]["engines"])  # its own thread changes them too
 
 
 def unregister(client: Client, engine: int) -> None:
-    """Tell the Hub that `engine` ended, as ipyparallel's nanny would; its running requests then fail at once."""
+    """Report to the Hub that `engine` has ended, so that its running requests fail at once.
+
+    Usually, ipyparallel's nanny process does this.
+    """
     client._send(client._query_stream, "unregistration_request", content={"id": engine})
 
 
 class LinkClient(Client):  # type: ignore[misc]
-    """A client of an attached cluster that receives unrequested messages of engines on the control channel.
+    """A client of an attached cluster that also receives unrequested messages on the control channel.
 
-    `heard` is called with each, on the client's own thread. ipyparallel ignores messages that answer no request.
+    It calls `heard` with each message that is not a reply, on the client's own thread. ipyparallel itself ignores these
+    messages.
     """
 
     def __init__(self, file: str, heard: Callable[[dict[str, Any]], None], seconds: float) -> None:

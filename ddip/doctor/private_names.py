@@ -54,9 +54,10 @@ def report(names: Names, has: Callable[[str], bool]) -> NamesReport:
 
 
 def is_in_source(path: str) -> bool:
-    """Return whether the source of the module in this dotted path has the words that follow; True without a source.
+    """Return whether the source of a library contains the name with this dotted path.
 
-    "a.b or a.c" are the names of different versions, of which one is enough.
+    The source is that of the module which the first parts of `path` name; it must contain the other parts as words.
+    Returns True if no source is found. "a.b or a.c" are the names of different versions, of which one is enough.
     """
     if " or " in path:
         return any(map(is_in_source, path.split(" or ")))
@@ -81,7 +82,7 @@ def _words(file: Path) -> frozenset[str]:
 
 
 def check_names() -> Check:
-    """Search for the names in the sources of the installed libraries but torch."""
+    """Search for the private names in the sources of the installed libraries, except torch."""
     return judge_names("names", [report(names, is_in_source) for names in tables() if names.is_installed])
 
 

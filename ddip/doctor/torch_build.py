@@ -126,7 +126,10 @@ def check_torch(probe: Probe) -> list[Check]:
 
 
 def judge_torch(facts: Facts | None, why: str, gpus: int) -> list[Check]:
-    """Return the checks `torch`, `backends` and `torch-names`; `gpus`: number of visible GPUs in NVIDIA's library."""
+    """Return the checks `torch`, `backends` and `torch-names` from the probe's `facts`.
+
+    `why`: reason why there are no facts. `gpus`: number of visible GPUs according to NVIDIA's library.
+    """
     if facts is None:
         if "No module named 'torch'" in why:
             return [failed("torch", "torch is not installed", "install it: python -m pip install torch")]

@@ -35,7 +35,10 @@ class App:
         self._unprepared = set(self._everyone)
 
     def prepare(self, *, is_start: bool) -> None:
-        """Prepare the app on all ranks, for their current process group; `is_start`: the group is not complete yet."""
+        """Prepare the app on all ranks for their current process group.
+
+        `is_start`: the group is just being started.
+        """
         self._generation = self._manager.generation
         self._prepare(self._everyone, "" if is_start else WITHOUT)
 
@@ -55,7 +58,7 @@ class App:
             self._unprepared.update(ranks)
 
     def release(self) -> None:
-        """Have all ranks release the app before they leave the process group."""
+        """Release the app on all ranks, before they leave the process group."""
         if self.name is not None:
             self.choose(self.name)
             self.ask(self._everyone, on_rank.release_app(apps.find(self.name)))

@@ -322,10 +322,11 @@ class Lifecycle:
     # -- readiness
 
     def ensure_ready(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Check that every rank runs and that `ranks` (default: all) are free, and rebuild an unhealthy process group.
+        """Ensure that all ranks run, `ranks` (default: all) are free, and the process group is usable.
 
-        Call it before each request to main threads of ranks. It does not wait for running cells: it raises GroupError
-        if a rank has ended or is busy. `before`: a queued cell, for which only the cells admitted before it count.
+        Call it before each request to main threads of ranks. It rebuilds an unhealthy process group. It does not wait
+        for running cells: it raises GroupError if a rank has ended or is busy. `before`: a queued cell; then cells
+        admitted after it are ignored.
         """
         self.ensure_free(ranks, before)
         parts = self.parts
@@ -423,6 +424,6 @@ class Lifecycle:
         return "; ".join([*texts, *([] if REPAIR in texts[0] else [REPAIR])])
 
     def _leave(self, deadline: float) -> Going:
-        """Have all ranks leave the process group, and return which wrappers, meshes and subgroups go with it."""
+        """Make all ranks leave the process group, and return its wrappers, meshes and subgroups to recreate."""
         self.parts.app.release()
         return self.parts.manager.leave(deadline)

@@ -115,7 +115,10 @@ def repair(
 
 
 def _wait_for_cells(lifecycle: Lifecycle) -> None:
-    """Wait for background cells that lost a rank, which are about to end. Raises GroupError if other cells run."""
+    """Wait until background cells that lost a rank have ended.
+
+    Raises GroupError if other cells run, or if one does not end in time.
+    """
     parts = lifecycle.parts
     ended, end = set(parts.ranks.ended), lifecycle.options.failure_grace + CELL_ENDS_WITHIN
     left = [cell.done for cell in parts.cells.active_on(ended)]
@@ -206,7 +209,11 @@ class _Repair:
         return sorted({*self._cells.settle(), *self._ranks.ended, *self._ranks.gpu_lost, *self._fitness.unfit})
 
     def _find_lost(self) -> list[int]:
-        """Test all ranks together, if necessary in a rebuilt process group; return those that need a new process."""
+        """Test all ranks together, and return those that need a new process.
+
+        If the test fails although no rank is known to be lost, repeat it in a rebuilt process group, and test the ranks
+        one by one if that cannot be formed.
+        """
         try:
             self._lifecycle.ensure_ready()
             self._manager.check(time.monotonic() + self._options.timeout)

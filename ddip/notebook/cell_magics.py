@@ -79,7 +79,7 @@ class CellMagics(Magics):
     @argument("-a", "--all", action="store_true", help=f"All that are known, and not the last {LISTED} only.")
     @line_magic
     def dipcells(self, line: str = "") -> None:
-        """The cells that run on ranks, wait, or have run: number, ranks, state, seconds and first line."""
+        """List running, queued and ended cells with number, ranks, state, seconds and first line."""
         from ddip.output.tables.tables import cells_table
 
         args = arguments.parse(self.dipcells, "%dipcells", line)
@@ -92,7 +92,10 @@ class CellMagics(Magics):
     @argument("--json", action="store_true", help="As JSON; docs/for_programs.md describes it.")
     @line_magic
     def dipstatus(self, line: str = "") -> None:
-        """All that is known of the group, also while a cell runs: ranks, the last cells, each rank's last error."""
+        """Show the state of the group, even while a cell runs.
+
+        It lists the ranks, the last cells, and the last error of each rank.
+        """
         args = arguments.parse(self.dipstatus, "%dipstatus", line)
         group, history = self._main.group, self._main.history
         group = group if group is not None and group.alive else None
@@ -106,7 +109,7 @@ class CellMagics(Magics):
     @argument("number", nargs="?", metavar="N", help="Number of the cell; without it, the last one.")
     @line_magic
     def dipcell(self, line: str = "") -> None:
-        """Show the whole output of a cell again; of one that still runs also what comes from here on."""
+        """Show the whole output of a cell again. If the cell still runs, later output also appears here."""
         from ddip.group.cells.again import show_again
 
         args = arguments.parse(self.dipcell, "%dipcell", line)
@@ -123,9 +126,10 @@ class CellMagics(Magics):
     @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait; the cell goes on then, and this fails.")
     @line_magic
     def dipwait(self, line: str = "") -> None:
-        """Wait for a cell that runs in the background, and fail if it has failed. Stop ends the wait, not the cell.
+        """Wait for background cells to end, and raise the error of a failed one.
 
-        Without a number: for all that nobody has waited for; it fails, as the first of them, if any has.
+        Without a number, it waits for all background cells that no one has waited for, and raises the error of the
+        first that has failed. The stop button ends the wait; the cells continue.
         """
         args = arguments.parse(self.dipwait, "%dipwait", line)
         seconds = None if args.timeout is None else arguments.parse_seconds(args.timeout, "-t", 0)
@@ -142,7 +146,7 @@ class CellMagics(Magics):
     @argument("number", nargs="?", metavar="N", help="Number of the cell; without it, the one in the background.")
     @line_magic
     def dipstop(self, line: str = "") -> None:
-        """End a cell that runs in the background, as the stop button ends others; the variables are kept."""
+        """Stop a background cell, as the stop button stops other cells. The ranks keep their variables."""
         args = arguments.parse(self.dipstop, "%dipstop", line)
         if args.number is not None:
             cell = self._find_cell("%dipstop", args.number)
@@ -165,7 +169,7 @@ class CellMagics(Magics):
     @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
     @line_magic
     def dipstack(self, line: str = "") -> None:
-        """Where each rank is right now: its innermost function, and the line of its cell."""
+        """Show the current position of each rank: its innermost function, and the line of its cell."""
         from ddip.output.tables.tables import places_text, stacks_text
 
         args = arguments.parse(self.dipstack, "%dipstack", line)
@@ -177,7 +181,7 @@ class CellMagics(Magics):
     @no_var_expand
     @line_magic
     def dipper(self, line: str = "") -> None:
-        """Put the Group behind the magics into a variable: %dipper g."""
+        """Assign the `Group` object of the magics to a variable, such as g for %dipper g."""
         name = line.strip()
         if not name.isidentifier():
             raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")

@@ -111,8 +111,8 @@ class DipMagics(Traits):
     def makedip(self, line: str = "") -> None:
         """Start, change, show, restart or end the group of ranks.
 
-        With neither -n nor -g a new group has one rank on each GPU, or two ranks on the CPU. A group that is there
-        changes: the ranks that can stay keep their variables, and all the rest stays as it is.
+        Without -n and -g, a new group has one rank on each GPU, or two ranks on the CPU. An existing group is changed:
+        ranks that can stay keep their variables, and settings that you do not give stay as they are.
         """
         args = arguments.parse(self.makedip, "%makedip", line)
         sets = self._apply_settings(args)
@@ -327,10 +327,10 @@ class DipMagics(Traits):
     @argument("-a", "--args", metavar="ARGUMENTS", help='Arguments for each %%%%dip, in quotes: -a "-S all".')
     @line_magic
     def autodip(self, line: str = "") -> None:
-        """Run every cell as a %%dip cell, from here on, but those that begin with a magic of the notebook's own.
+        """Run every later cell as a %%dip cell, except cells that begin with a magic for the notebook.
 
-        DipMagics.local_magics lists these. Cells of %cd, %env, %set_env, %load_ext autoreload, %autoreload and %aimport
-        alone run on both sides.
+        DipMagics.local_magics lists these magics. Cells that consist of %cd, %env, %set_env, %load_ext autoreload,
+        %autoreload and %aimport run in the notebook and on the ranks.
         """
         args = arguments.parse(self.autodip, "%autodip", line)
         if args.switch not in (None, "on", "off"):
@@ -353,7 +353,7 @@ class Misplaced(Magics):
     @no_var_expand
     @line_magic("%dip")  # type: ignore[arg-type]
     def below(self, line: str = "") -> None:
-        """Nothing may stand above %%dip."""
+        """Raise an error, because %%dip must be the first line of its cell."""
         typed = f"%%dip {line}".rstrip()
         raise BadInput(f"{typed}: it must be the first line of its cell; move what is above it to another cell")
 

@@ -59,9 +59,9 @@ class ObjectMagics(Magics):
     @argument("names", nargs="*", help="Variables of the notebook.")
     @line_magic
     def dipush(self, line: str = "") -> None:
-        """Copy variables of the notebook to every rank: all arrive, or none does.
+        """Copy variables of the notebook to every rank: either all of them, or none.
 
-        What is large crosses the network once a host.
+        Large objects cross the network once per host.
         """
         args = arguments.parse(self.dipush, "%dipush", line)
         if args.modules is not None:
@@ -115,11 +115,12 @@ class ObjectMagics(Magics):
     @argument("names", nargs="*", help="Variables of the rank.")
     @line_magic
     def dipull(self, line: str = "") -> None:
-        """Copy variables of a rank to the notebook: all arrive, or none does; tensors arrive on the CPU.
+        """Copy variables of a rank to the notebook: either all of them, or none. Tensors arrive on the CPU.
 
-        With --now the cell that the rank runs waits between two of its steps while tensors are copied, and goes on:
-        each tensor on the CPU is one of its values; parts of a model may be those before and after an optimizer's step.
-        Variables are there as soon as the cell has assigned them; the local variables of functions are not.
+        With --now, the cell that the rank runs pauses between two of its steps while tensors are copied, and then
+        continues. Each tensor on the CPU is consistent in itself, but an optimizer step may fall between the copies of
+        two tensors. Variables are available as soon as the cell has assigned them; local variables of functions are
+        not.
         """
         args = arguments.parse(self.dipull, "%dipull", line)
         seconds = arguments.peek_timeout(args, line)
@@ -141,10 +142,11 @@ class ObjectMagics(Magics):
     @argument("name", nargs="?", metavar="MODEL", help="Variable of the ranks, or a part of it.")
     @line_magic
     def dipshards(self, line: str = "") -> None:
-        """How a model is divided among the ranks: of each parameter the placement, and which part of it each rank has.
+        """Show how a model is divided among the ranks.
 
-        A placement is Shard(dim), Replicate(), DDP, or plain: whole on each rank. Ranks whose parts have the same
-        shapes are in one column.
+        The table has the placement of each parameter, and the shape and size of the part on each rank. A placement is
+        Shard(dim), Replicate(), DDP, or plain (whole on each rank). Ranks whose parts have the same shapes share a
+        column.
         """
         from IPython.display import display
 

@@ -354,7 +354,7 @@ class OwnCluster(OnHosts, Channels):
 
 
 def _check_names(log: str) -> None:
-    """Raise GroupError if a process has ended because a library lacks a name that ddip needs, as its `log` says."""
+    """Raise GroupError if the `log` of an ended process says that a library lacks a name that ddip needs."""
     if found := compat.REFUSAL.search(log):
         raise GroupError(found[0])
 

@@ -150,10 +150,10 @@ class Cells:
         return cell_number() or self._count
 
     def admit(self, cell: Cell, limits: Limits, until_it_ends: contextlib.ExitStack) -> RunningCell:
-        """Mark the ranks of `cell` as busy until it ends, and let the stop button stop it until `until_it_ends` closes.
+        """Mark the ranks of `cell` as busy until it ends, and return it for `run` or `start`.
 
-        The caller has made sure that the ranks are free, and passes the result to `run` or `start`. `limits` are the
-        cell's time limits. Without the stop button, a KeyboardInterrupt in between would leave a cell that never ends.
+        The caller has made sure that the ranks are free. `limits` are the cell's time limits. Until `until_it_ends`
+        closes, the stop button stops the cell; a KeyboardInterrupt could otherwise leave a cell that never ends.
         """
         running = RunningCell(self._ranks, lambda: self._abort_collectives_of(cell), cell, limits)
         cell.press_stop = running.press_stop

@@ -51,7 +51,10 @@ if _mallinfo is not None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory from now on, unless the user has configured it or turned this off."""
+    """Make glibc's malloc keep freed memory instead of returning it to the system.
+
+    It does nothing if the user has configured malloc or turned this feature off.
+    """
     global _keeps_memory
     is_default = switches.is_on(switches.HEAP) and not any(name in os.environ for name in USER_SETTINGS)
     if is_default and _mallopt is not None and _mallinfo is not None:
@@ -75,6 +78,6 @@ def give_back() -> None:
 
 
 def give_back_all() -> None:
-    """Return all free memory to the system, however little."""
+    """Return all free memory to the system, even if it is little."""
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -100,10 +100,11 @@ def runs_around_cells(function: F) -> F:
 
 
 def may_interrupt(frame: FrameType | None) -> bool:
-    """Return whether an interrupt may end the code that `frame`, or one of its callers, runs; None: no code runs.
+    """Return whether an interrupt may end the code at `frame`; None: no code runs.
 
-    True in a cell's code and in a request of the notebook. False in hooks of IPython, in finalizers and in Python's
-    hook for errors of finalizers, which swallow exceptions, and while a traceback is sent, which must stay complete.
+    It may if the frame or one of its callers runs a cell's code or a request of the notebook. It must not in hooks of
+    IPython, in finalizers and in Python's hook for errors of finalizers, which swallow exceptions, nor while a
+    traceback is sent, which must stay complete.
     """
     while frame is not None:
         name = frame.f_code.co_name
