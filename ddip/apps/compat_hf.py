@@ -35,4 +35,4 @@ TRANSFORMERS = Names(
     ),
 )
 BY_MODULE = {"accelerate.state": ACCELERATE, "transformers.trainer": TRANSFORMERS}
-"""By a module that is imported if the library can be used."""
+"""Private names by a module that is imported if the library can be used."""

@@ -49,7 +49,7 @@ def world_size() -> int:
 
 
 def is_quiet() -> bool:
-    """Return whether another rank, rank 0, shows and writes the common output."""
+    """Return whether this rank must not show or write common output, because rank 0 does."""
     return on_all_ranks() and rank() != 0
 
 

@@ -22,7 +22,7 @@ from ddip.apps import patches, rank_exchange
 
 @contextlib.contextmanager
 def _sync_batch_norm(learn: Learner, wanted: bool) -> Iterator[None]:
-    """Use batch norm over the batches of all ranks inside, if it is `wanted` and the device is a GPU."""
+    """Compute batch norm over the batches of all ranks within the context, if `wanted` and on a GPU."""
     device = torch.device(getattr(learn.dls, "device", None) or "cpu")
     if not wanted or not rank_exchange.on_all_ranks() or device.type != "cuda":
         yield

@@ -34,7 +34,7 @@ def autocast_left_on_error(learn: Learner) -> Iterator[None]:
 
 
 def apply() -> None:
-    """Patch MixedPrecision to use bfloat16 on the CPU, which computes it fast."""
+    """Patch MixedPrecision to use bfloat16 on the CPU, where it is fast and needs no gradient scaling."""
     original = MixedPrecision.before_fit
 
     @functools.wraps(original)

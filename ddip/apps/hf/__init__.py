@@ -41,7 +41,7 @@ def prepare() -> None:
 
 
 def rejoined() -> None:
-    """Let objects of the libraries continue in a rebuilt group. Called on all ranks at once."""
+    """Make the libraries' objects usable in a rebuilt group. Call this on all ranks at once."""
     living.reset_iterations()
 
 

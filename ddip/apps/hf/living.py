@@ -106,7 +106,7 @@ def reset_iterations() -> None:
 
 
 def share_states() -> None:
-    """Copy rank 0's state of optimizers and schedulers that all ranks have to all of them. A collective."""
+    """Copy rank 0's state to the optimizers and schedulers that exist on all ranks. A collective."""
     by_number = {number: stateful for stateful, number in _stateful_numbers.items()}
     descriptions = rank_exchange.gather_objects(
         {number: _description(stateful) for number, stateful in by_number.items()}

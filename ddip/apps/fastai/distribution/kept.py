@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 DEPTH = 3
-"""Number of references to follow: from the function to objects that it uses, and to those that they hold."""
+"""Maximum depth of references to follow, from the function to the objects that it uses, and to the objects that these
+hold."""
 MOST_ELEMENTS = 2**20
 """Maximum number of elements of a tensor that is copied; running statistics are small."""
 _NOTHING = object()

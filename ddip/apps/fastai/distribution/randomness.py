@@ -42,7 +42,7 @@ class State(NamedTuple):
             torch.cuda.set_rng_state(self.cuda)
 
     def fingerprint(self) -> int:
-        """Return a hash that is equal for states from which the same numbers follow."""
+        """Return a hash that is equal for states that produce the same numbers."""
         numpy = self.numpy["state"]
         cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
         of_torch = self.torch.numpy().tobytes(), cuda
@@ -50,7 +50,7 @@ class State(NamedTuple):
 
 
 class Seeds(NamedTuple):
-    """One seed per generator, drawn from it, so that a generator that the user has seeded is reproducible."""
+    """One seed per generator, drawn from that generator, so that a user's seed still has an effect."""
 
     python: int
     numpy: int

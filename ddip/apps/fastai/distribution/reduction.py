@@ -80,7 +80,10 @@ def stated_reduction(loss_func: Any) -> Reduction | None:
 
 
 def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Verdict:
-    """Judge a loss by some items: compare its value and gradient with those of the same items given twice."""
+    """Determine the reduction of a loss by trial, with a few items.
+
+    The value and gradient of the loss are compared with those of the same items repeated.
+    """
     state, randoms = SavedState(loss_func), randomness.State.now()
     try:
         rows = _rows_to_take((pred, *yb))
