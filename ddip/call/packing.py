@@ -85,7 +85,8 @@ class CallPayload:
         self.sources: dict[str, calls.Source] = {}
         """Source lines of the functions' cells, by file name, for tracebacks on the ranks."""
         self.standing: dict[str, str] = {}
-        """Variables such as ``rank`` that functions read from the notebook but ddip defines on ranks, and a reader."""
+        """Variables that functions read although ddip defines them on each rank, such as ``rank``. The value is the
+        name of one function that reads the variable."""
         self.has_hooks = False
         """True if a packed tensor or optimizer has hooks, which are not sent."""
         self.not_sent: dict[str, str] = {}
