@@ -25,7 +25,10 @@ from ddip.protocol.reports import CellReport, Hello
 Message: TypeAlias = "dict[str, Any]"
 """A message of Jupyter's protocol: ``header``, ``content``, ``metadata``, ``buffers``."""
 Listener: TypeAlias = "Callable[[Message], None]"
-"""A callback for each output message of a request, even a late one; runs on a cluster thread and must be quick."""
+"""A callback for each output message of a request, even a late one.
+
+It runs on a cluster thread and must be quick.
+"""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def command(host: str, python: str, setup: str) -> list[str]:
 
 
 def agent_line(python: str, setup: str) -> str:
-    """Return a shell line for another host that becomes the agent; arguments as in `command`."""
+    """Return a shell line that starts the agent on another host; arguments as in `command`."""
     agent = "-P -m ddip.cluster.hosts.agent"
     if setup:
         line = f"{setup} && exec {shlex.quote(python or 'python')} {agent}"

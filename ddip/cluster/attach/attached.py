@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GONE = "no controller answers there"
 ANSWER_SECONDS = 10.0
-"""How long a controller, or an engine, may take to answer."""
+"""Time that a controller, or an engine, may take to answer."""
 WHERE = (
     "__import__('json').dumps([__import__('socket').gethostname(), __import__('sys').executable, "
     "[__import__('os').readlink(path) if 'ns' in path else open(path).read() for path in "

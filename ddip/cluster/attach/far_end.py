@@ -35,9 +35,9 @@ BEAT_SECONDS = 1.0
 LOST_BEATS = 10
 """Number of beats without a message after which the other end is lost."""
 END_SECONDS = 5.0
-"""How long the agent may take to end its ranks."""
+"""Time that the agent may take to end its ranks."""
 LINGER_MILLISECONDS = 1000
-"""How long the last messages may take to be sent after the end."""
+"""Time that the last messages may take to be sent after the end."""
 KIND = "ddip_link_"
 """Prefix of a far end's unique name, which is also the type of its messages."""
 ADDRESS = "DDIP_ADDRESS"

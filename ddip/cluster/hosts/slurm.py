@@ -32,7 +32,8 @@ NAMING = ("nodelist", "nodefile")
 """Options of sbatch that name the nodes of a job."""
 NO_GROUP = "the start was interrupted; its job was cancelled, and there is no group"
 KEPT = {"no-kill": "", "no-requeue": ""}
-"""Options with which a job continues after it loses a node, and is not requeued, without ranks, after it ended."""
+"""Options that keep a job running after it loses a node, and keep Slurm from requeuing an ended job, which would have
+no ranks."""
 POLL_SECONDS = 1.0
 ASK_SECONDS = 20.0
 """Time limit of a Slurm command."""
@@ -56,7 +57,7 @@ _holds: dict[int, int] = {}
 
 
 class Silent(GroupError):
-    """Slurm has not answered, or with an error, so the state of its jobs is unknown."""
+    """Slurm did not answer or reported an error, so the state of its jobs is unknown."""
 
 
 def parse(typed: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ddip.errors import BadInput, GroupError, RequestInterrupted
 GROUP = "ipyparallel.engine_launchers"
 LOOK_SECONDS = 0.2
 END_SECONDS = 30.0
-"""How long a launcher may take to end its engines."""
+"""Time that a launcher may take to end its engines."""
 _keepers: dict[str, subprocess.Popen[bytes]] = {}
 """The keeper of each cluster, by the cluster's connection file."""
 _holds: dict[str, int] = {}

@@ -35,12 +35,12 @@ from ddip.guard import Guard
 
 POLL_SECONDS = 0.005
 GONE_SECONDS = 0.25
-"""How long a cancelled start waits until its process is gone.
+"""Time that a cancelled start waits until its process has ended.
 
 The preload process may be busy importing: then either no process was forked, or it was reported and killed by then.
 """
 END_SECONDS = 5.0
-"""How long another host may take to end its ranks."""
+"""Time that another host may take to end its ranks."""
 PAUSE_SECONDS = 0.1
 """Pause after a failure of a thread that waits for the end of a process."""
 
@@ -278,7 +278,7 @@ MISSED_BEATS = 1_000_000_000
 A process that was stopped for a while, by a debugger or with the whole machine, is alive and has its variables.
 """
 WRITTEN_SECONDS = 1.0
-"""How long a cluster's file may be out of date."""
+"""Time for which a cluster's file may be out of date."""
 
 
 class OwnIppCluster(IppCluster):  # type: ignore[misc]

@@ -70,8 +70,8 @@ def _end_schedulers_with_controller() -> None:
 READ_BY_HUB = (b"heartmonitor", b"intask", b"outtask", b"tracktask", b"inbcast", b"outbcast")
 """Topics of the schedulers' traffic that the Hub reads.
 
-Without ``in``, ``out`` and ``iopub``, which carry most of the traffic: the messages to and from single engines. The
-client itself ends requests to an engine that has ended.
+It does not read ``in``, ``out`` and ``iopub``, which carry most of the traffic: the messages to and from single
+engines. The client itself ends requests to an engine that has ended.
 """
 
 

@@ -19,7 +19,7 @@ from ddip.cluster.processes.on_host import Facts
 P = ParamSpec("P")
 R = TypeVar("R")
 ASK_SECONDS = 5.0
-"""How long a host may take to answer before it counts as lost."""
+"""Time that a host may take to answer before it counts as lost."""
 
 
 class Host(Protocol):
@@ -30,11 +30,11 @@ class Host(Protocol):
     lost: str
     """Reason why the host cannot be reached any more; empty while it can."""
     missing: str
-    """Reason why its ranks cannot begin in the requested folder; empty if they can."""
+    """Reason why the ranks cannot begin in the requested folder; empty if they can."""
 
     @property
     def run_folder(self) -> Path:
-        """A folder there that only this user can enter."""
+        """Folder on the host that only this user can enter."""
 
     @property
     def facts(self) -> Facts:
@@ -42,7 +42,7 @@ class Host(Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which the notebook reaches it; empty for this machine."""
+        """Address at which the notebook reaches the host; empty for this machine."""
 
     def fork(
         self,
@@ -54,16 +54,16 @@ class Host(Protocol):
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Fork a process there that runs ``module.main()``, once `needs` and `imports` are imported.
+        """Fork a process on the host that runs ``module.main()``, once `needs` and `imports` are imported.
 
         `env` is added to the environment of the host's processes; `log` is the name of a file in its run folder.
         """
 
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call a `function` of ``on_host`` there; the future raises HostLost if the host is lost."""
+        """Call a `function` of ``on_host`` on the host; the future raises HostLost if the host is lost."""
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a `function` of ``on_host`` there, and wait for its result.
+        """Call a `function` of ``on_host`` on the host, and wait for its result.
 
         Raises HostLost if the host is lost or does not answer within ASK_SECONDS.
         """

@@ -29,7 +29,7 @@ from ddip.protocol import dump
 from ddip.protocol.old_versions import tcp_connections
 
 SIGNAL_SECONDS = 0.3
-"""How long a rank that does not answer may take to dump its stack."""
+"""Time that a rank that does not answer may take to dump its stack."""
 REACH_SECONDS = 4.0
 """Time limit of a TCP connection to another host; the kernel retries after 1 s and 3 s."""
 ELSEWHERE = "192.0.2.1"
@@ -172,7 +172,7 @@ def end(pids: Sequence[int]) -> None:
 
 
 def uses(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
-    """Return the CPU time of each process with its descendants in seconds, and if any of them is running.
+    """Return the CPU time in seconds of each process with its descendants, and whether any is running.
 
     None for a process that has ended.
     """

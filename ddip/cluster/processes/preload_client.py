@@ -46,7 +46,7 @@ ENGINE = (
 BACKGROUND_PRELOAD = ("sympy", "torch.distributed.fsdp", "torch.export", "torch._dynamo")
 """Modules that DistributedDataParallel imports at its first use, in steps, so that a request waits for one at most."""
 ONLY_ENGINES = "DDIP_WARM", "engine"
-"""A variable, and the value with which the preload process skips `BACKGROUND_PRELOAD`."""
+"""Environment variable, and its value that makes the preload process skip `BACKGROUND_PRELOAD`."""
 READ_WHEN_USED = (
     "CUDA_VISIBLE_DEVICES",
     "NCCL_",
@@ -56,9 +56,10 @@ READ_WHEN_USED = (
     "PYTEST_",
     ONLY_ENGINES[0],
 )
-"""Variables, or their prefixes, that may change without a new preload process; its children get the current values.
+"""Environment variables, or their prefixes, that may change without a new preload process.
 
-No library reads them at import, or scikit-learn or pytest set them.
+Its children get the current values. Either no library reads these variables at import, or scikit-learn or pytest set
+them.
 """
 
 
