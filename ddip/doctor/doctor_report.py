@@ -23,7 +23,7 @@ class Check:
     status: Literal["ok", "warning", "failed"]
     found: str
     advice: str = ""
-    """What to do; empty if there is nothing to do."""
+    """Advice to the user; empty if there is nothing to do."""
 
     def __str__(self) -> str:
         first, *more = self.found.splitlines() or [""]
@@ -42,7 +42,7 @@ def warning(name: str, found: str, advice: str) -> Check:
 
 
 def failed(name: str, found: str, advice: str) -> Check:
-    """Report that ddip does not work, or not with hardware that this machine has."""
+    """Report that ddip cannot work, or cannot use hardware that this machine has."""
     return Check(name, "failed", found, advice)
 
 

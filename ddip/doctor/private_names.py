@@ -24,9 +24,9 @@ class NamesReport(TypedDict):
     version: str
     tested: str
     lacks: list[str]
-    """Names without which there is no group, or no app."""
+    """Missing names that a group or an app cannot work without."""
     off: dict[str, list[str]]
-    """Features without private names that they need, with these names."""
+    """Features that are off, each with the private names that it needs and the library lacks."""
 
 
 def tables() -> list[Names]:

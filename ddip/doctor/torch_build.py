@@ -79,7 +79,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.has_torch = False
-        """Has the import succeeded?"""
+        """True if torch was imported."""
         self._process = subprocess.Popen(
             preload_client.command("ddip.doctor.torch_build"),
             stdin=subprocess.DEVNULL,
