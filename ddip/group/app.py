@@ -15,7 +15,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
 
 WITHOUT = "; the group runs without the app"
-"""End of the error of an app that cannot be prepared in a group that is there."""
+"""End of the error message if an app cannot be prepared in an existing group."""
 
 
 class App:
@@ -71,7 +71,8 @@ class App:
     def ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         """Call a function of the app on `ranks`.
 
-        If only some ranks did it, they are out of step, and the process group is marked for a rebuild.
+        If the call fails on only some of them, the ranks are out of step, and the process group is marked for a
+        rebuild.
         """
         try:
             return self._ranks.ask(ranks, call, release=self._manager.release)

@@ -16,7 +16,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.status_types import SCHEMA, DeviceStatus, GroupStatus, LastError, RankStatus, Status
 
 ANSWER_SECONDS = 2.0
-"""How long a rank may take to report its figures."""
+"""Time that a rank may take to report its figures."""
 LISTED = 20
 """Number of cells to list, besides those that have not ended."""
 STATES: dict[str, Any] = {"no answer": "no_answer", "GPU lost": "gpu_lost"}

@@ -21,7 +21,7 @@ from ddip.errors import RequestInterrupted
 from ddip.output.area import stop_name
 
 LOOK_SECONDS = 0.25
-"""How often a wait checks that the controller is still running."""
+"""Interval at which a wait checks that the controller is still running."""
 
 
 class Button:

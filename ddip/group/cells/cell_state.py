@@ -28,22 +28,23 @@ from ddip.protocol.reports import CellReport
 from ddip.settings import DEFAULTS
 
 PATIENCE_SECONDS = 2.0
-"""How long ranks may keep running after collectives were aborted for another rank's error, before they are reported."""
+"""Time that ranks may keep running after collectives were aborted for another rank's error, before ddip reports
+them."""
 STOP_GRACE_SECONDS = 0.5
-"""How long ranks may take to end by the interrupt alone, before waiting collectives are aborted."""
+"""Time that ranks may take to end by the interrupt alone, before waiting collectives are aborted."""
 STOP_SECONDS = 2.2
-"""How long an interrupted cell may take. A rank that is still running then, and makes no progress towards its end, is
+"""Time that an interrupted cell may take. A rank that is still running then, and makes no progress towards its end, is
 reported and abandoned."""
 ASK_SECONDS = 1.5
 """Time from the interrupt until the ranks are first checked for such progress."""
 LOOK_SECONDS = 0.25
-"""How often the ranks are checked while the cell runs."""
+"""Interval at which the ranks are checked while the cell runs."""
 IDLE_SECONDS, ENDING_SECONDS = 0.1, 0.05
-"""How long the runner waits for an event before it sends `TimePassed`; the second applies while the cell is being
+"""Time that the runner waits for an event before it sends `TimePassed`; the second applies while the cell is being
 ended."""
 
 INTERRUPTED = "ddip interrupted this rank because of the failure"
-"""Shown of ranks that cannot be unblocked."""
+"""Text shown for ranks that cannot be unblocked."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,14 @@ class Moving:
 
 @dataclass(frozen=True)
 class StandStill:
-    """The answer to `Ask.STALL` or `Ask.STALL_AFTER_CAUGHT` if no rank makes progress; else there is none."""
+    """The answer to `Ask.STALL` or `Ask.STALL_AFTER_CAUGHT`; sent only if no rank makes progress."""
 
     after_caught: bool = False
 
 
 @dataclass(frozen=True)
 class CannotStop:
-    """The answer to `Ask.WHO_CANNOT_STOP` if there are such ranks; else there is none."""
+    """The answer to `Ask.WHO_CANNOT_STOP`; sent only if there are such ranks."""
 
     ranks: Sequence[int]
 
@@ -135,16 +136,17 @@ class Do(Enum):
 
 
 class Ask(Enum):
-    """Questions that only the runner can answer; it does so with an event."""
+    """Questions of the state machine to the runner, which answers with an event."""
 
     WHO_MOVES = auto()
-    """Which interrupted ranks make progress towards their end?"""
+    """Ask which interrupted ranks make progress towards their end."""
     WHO_CANNOT_STOP = auto()
-    """Which interrupted ranks are in a wait that nothing can end?"""
+    """Ask which interrupted ranks are in a wait that nothing can end."""
     STALL = auto()
-    """Has no rank made progress for `Limits.stall_timeout`?"""
+    """Ask whether no rank has made progress for `Limits.stall_timeout`."""
     STALL_AFTER_CAUGHT = auto()
-    """Has no rank made progress since one succeeded that had caught an error, so that the others wait for it?"""
+    """Ask whether no rank has made progress since a rank caught an error and ended the cell successfully. The other
+    ranks may wait for it."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ class CellState:
     def _final_error(self, rank: int) -> RankError:
         """Return the error of `rank` as far as is known now.
 
-        A connection that broke before ddip cut any is an error of its own, unless a rank's process has ended.
+        If the rank failed before any collective was aborted, a broken connection counts as its own error, unless the
+        process of a rank has ended.
         """
         error = self.errors[rank]
         ended = any(other.name == RANK_ENDED for other in self.errors.values())

@@ -25,8 +25,8 @@ def data_of(
 ) -> CellData:
     """Return a cell's output and state on each of its ranks, or on `only` these.
 
-    `outcome` overrides the cell's own, if it is known before the cell is marked as ended. Of each rank's text, the last
-    `most` characters are included.
+    `outcome` overrides the cell's own, if it is known before the cell is marked as ended. Each rank's text is cut to
+    its last `most` characters.
     """
     outcome = outcome or cell.outcome
     output_texts = texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)

@@ -47,16 +47,16 @@ from ddip.protocol.reports import CellReport
 log = logging.getLogger("ddip")
 
 ASLEEP_SECONDS = 6.0
-"""How long the next cell waits for a rank that sleeps after the code of an earlier one has ended: torch waits 5 s for
+"""Time that the next cell waits for a rank that sleeps after the code of an earlier one has ended: torch waits 5 s for
 each worker of a data loader that the garbage collector finalizes."""
 LATE_CELLS = 20
 """Number of latest cells whose late output is still shown."""
 END_SECONDS = 3.0
-"""How long the threads of background cells may take to notice that their group has ended."""
+"""Time that the threads of background cells may take to notice that their group has ended."""
 
 
 class Cells:
-    """The cells of one group: those that run or wait, and the state that ended ones left on the ranks."""
+    """The running and queued cells of one group, and the state of its ranks after ended cells."""
 
     def __init__(
         self,
@@ -98,7 +98,10 @@ class Cells:
             self._ranks.gpu_lost.pop(rank, None)
 
     def active_on(self, ranks: Collection[int], before: Cell | None = None) -> list[Cell]:
-        """Return the cells that run on some of `ranks` or wait for them, if submitted `before` that cell."""
+        """Return the running and queued cells that use some of `ranks`.
+
+        With `before`, only cells that were submitted before that one.
+        """
         active = []
         for cell in list(self._active):
             if cell is before:
@@ -108,7 +111,10 @@ class Cells:
         return active
 
     def ensure_not_running(self, ranks: Collection[int], why: str = "", before: Cell | None = None) -> None:
-        """Raise GroupError if a cell runs on some of `ranks`; `why` says why they are needed, unless clear."""
+        """Raise GroupError if a cell runs on some of `ranks`.
+
+        `why` is the reason why the ranks must be free; empty if that is obvious.
+        """
         active = self.active_on(ranks, before)
         if active:
             texts = [cell.busy_text(sorted(set(cell.ranks).intersection(ranks))) for cell in active]
@@ -256,7 +262,7 @@ class Cells:
             before = self._cells_before(cell)
 
     def _run_to_end(self, running: RunningCell, unmatched: bool, asked: Asked | None) -> None:
-        """Follow a cell to its end, without ever raising. `asked`: send the cell with these options first."""
+        """Follow a cell to its end; never raises. `asked`: send the cell with these options first."""
         cell = running.cell
         raised: BaseException | None = None
         try:

@@ -28,11 +28,11 @@ class _Widget:
 
     rank: int
     cell: WidgetCell
-    """The cell that showed it last, or created it; output of its callbacks belongs to this cell."""
+    """The cell that has shown the widget last, or created it; output of its callbacks belongs to this cell."""
     parts: set[str]
     opening: Message | None
-    """The message that opens it in its current state, while the page does not know it, as its rank was not shown;
-    None once the page does."""
+    """Message that opens the widget in its current state; None once the page knows the widget. A page does not know the
+    widgets of ranks that are not shown."""
 
 
 def _find_comms() -> tuple[Any, Any]:

@@ -25,13 +25,17 @@ from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import AtRest, Compared, Described
 
 Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
-"""Kind of a path that differs but is not broken: no good cell had it; a good cell had it, without recorded values; it
-was equal after the last good cell only, such as a seed set there or a loss by chance; its values differed before."""
+"""Kind of a path that differs although no fault has broken it.
+
+``new``: it did not exist after a good cell. ``unknown``: it existed after a good cell, but its values were not
+recorded. ``settled``: it was equal only after the last good cell, such as a seed set there, or a loss by chance.
+``design``: its values already differed after good cells.
+"""
 Row: TypeAlias = tuple[int, int]
 Rows: TypeAlias = dict[int, Row]
 """Hashes of value and version (0: none) by the hash of their path."""
 MOST_PATHS = 10_000
-"""Most differing paths to describe; the rest is only counted."""
+"""Maximum number of differing paths to describe; further ones are only counted."""
 MOST_LINES, MOST_VALUES = 8, 8
 ABSENT = (0, 0)
 CUT = (

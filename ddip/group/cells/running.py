@@ -162,7 +162,7 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
 
 
 STILL_SECONDS = 2.0
-"""How long ranks must make no progress before their collectives are aborted because a rank caught its own error."""
+"""Time that ranks must make no progress before their collectives are aborted because a rank caught its own error."""
 DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
 """Interval of redrawing output that changes in place, and time to collect output before the next redraw: each redraw
 sends a message to the page."""
@@ -220,7 +220,7 @@ class RunningCell:
         self.after: Callable[[Sequence[int]], object] = lambda stuck: None
         """Called when the cell has ended and before its ranks are free, with the ranks that are stuck in it."""
         self._places: dict[int, StackLocation | None] = {}
-        """Where the ranks were at the cell's timeout."""
+        """Locations of the ranks at the cell's timeout."""
         self._messages: deque[tuple[int, Message]] = deque()
         """Messages that have arrived and are not shown yet."""
         self._drawn = 0.0

@@ -22,7 +22,7 @@ from ddip.protocol.rank_spec import backends_of, has_nccl
 from ddip.protocol.reports import Hello
 
 HELLO_SECONDS = 2.0
-"""How long a rank may take to report the capabilities of its torch."""
+"""Time that a rank may take to report the capabilities of its torch."""
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # on an error or a timeout (10 minutes by default): do nothing
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second watchdog for a watchdog that hangs in CUDA
@@ -96,7 +96,10 @@ class Engines:
         ]
 
     def _report_features_off(self, hellos: Sequence[Hello]) -> None:
-        """Print once what new ranks lack: mechanisms turned off, and features without private names of torch."""
+        """Print once which mechanisms and features are off on new ranks.
+
+        Features are off if torch lacks private names that they need.
+        """
         native = [name for name in switches.LOST if any(name in hello["native_off"] for hello in hellos)]
         self._ranks.can_unblock = self._ranks.can_unblock and switches.SOCKETS not in native
         if new := self._unreported(native):

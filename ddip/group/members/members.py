@@ -26,9 +26,10 @@ from ddip.protocol.reports import CellReport
 
 V = TypeVar("V")
 ANSWER_SECONDS = 0.4
-"""How long a rank may take to answer while its cell runs; one that is in C code may not answer at all."""
+"""Time that a rank may take to answer while its cell runs; one that is in C code may not answer at all."""
 AT_ONCE_SECONDS, MOST_INSPECTED = 0.2, 4
-"""How long a rank may take to answer during a stop, and how many silent ranks are then inspected from outside."""
+"""Time that a rank may take to answer during a stop, and the number of silent ranks that are then inspected from
+outside."""
 NOT_STOPPABLE = frozenset({"_tensorpipe_init_backend_handler"})
 """Functions that wait in C++ while holding the GIL: torch creates the RPC agent there."""
 
@@ -57,7 +58,7 @@ class Members:
         self.can_unblock = True
         """False if ranks that wait in a collective cannot be unblocked."""
         self.gpu_lost: dict[int, str] = {}
-        """Ranks whose process is running but whose GPU no longer works for it, each with the error that said so."""
+        """Ranks whose process runs but can no longer use its GPU, each with the error that reported this."""
 
     @property
     def ended(self) -> list[int]:

@@ -63,7 +63,7 @@ class Request:
     hosts: tuple[HostRequest, ...] = ()
     """Hosts of the group; if empty, the notebook's machine, or the present hosts of a group that changes."""
     reach: Reach = Reach()
-    """How ddip finds and connects to the hosts."""
+    """Settings for how ddip finds and connects to the hosts."""
 
     def after(self, old: Request) -> Request:
         """Complete this request to change a group that was made by the request `old`.
@@ -277,7 +277,10 @@ def _place_on_host(request: Request, count: int | None, host: HostHas) -> tuple[
 
 @dataclass(frozen=True)
 class DeviceBinding:
-    """The devices that an engine was started for: visible GPUs (none: it never used one), and its own."""
+    """The devices that an engine was started for: its own GPU, and all GPUs that it sees.
+
+    An engine that sees no GPU has never used one.
+    """
 
     visible: tuple[int, ...]
     gpu: int | None

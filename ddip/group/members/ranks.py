@@ -20,13 +20,13 @@ from ddip.protocol.on_rank import R, RemoteCall
 log = logging.getLogger("ddip")
 
 GRACE_SECONDS = 1.0
-"""How long the other ranks may take to answer after one has failed."""
+"""Time that the other ranks may take to answer after one has failed."""
 STOP_GRACE_SECONDS = 0.4
-"""How long ranks may take to end by an interrupt alone, before waiting collectives are aborted."""
+"""Time that ranks may take to end by an interrupt alone, before waiting collectives are aborted."""
 ASK_SECONDS = 30.0
-"""How long ranks may take for a request that runs only ddip's code; their snapshots stop after 20 s."""
+"""Time that ranks may take for a request that runs only ddip's code; their snapshots stop after 20 s."""
 STOP_SECONDS = 0.8
-"""How long ranks may take to end after collectives were aborted; a rank that takes longer is abandoned."""
+"""Time that ranks may take to end after collectives were aborted; a rank that takes longer is abandoned."""
 Requests: TypeAlias = Mapping[int, Request]
 
 

@@ -10,13 +10,13 @@ from ddip.group.members.members import Members
 from ddip.protocol import on_rank
 
 PULSE_SECONDS = 1.0
-"""How often silent ranks are asked whether they make progress."""
+"""Interval at which silent ranks are asked whether they make progress."""
 IDLE_CPU = 0.05
 """Share of a core below which a rank counts as standing still, like a thread that waits for a socket."""
 CODE_SECONDS = 2.0
 """CPU time that a cell's own code may take to end after an interrupt; cleanup by Python and ddip has no limit."""
 ENDING_SECONDS = 30.0
-"""How long an interrupted rank may take in all, even on a loaded machine."""
+"""Time that an interrupted rank may take in all, even on a loaded machine."""
 
 
 class Watch:

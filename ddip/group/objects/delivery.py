@@ -34,8 +34,8 @@ PART = 1 << 24
 LARGE = 1 << 21
 """Most bytes, all objects together, to send in one message to each rank, which is quicker up to this size."""
 LARGE_BESIDE = 1 << 17
-"""The same limit if all ranks are beside the notebook, which writes large objects once; also the size from which
-such a rank shares an object that it packs."""
+"""The same limit if all ranks are on the notebook's host, where large objects are written once. Such a rank also shares
+the objects of this size that it packs."""
 LARGE_ELSEWHERE = 1 << 20
 """The same limit if several ranks on another host get the objects, as the network may be slow."""
 Load: TypeAlias = "Mapping[str, Pickled]"
@@ -87,7 +87,7 @@ def _room_of(load: Load) -> int:
 
 
 class _Delivery:
-    """One delivery; `held` keeps shared memory until the ranks have read it."""
+    """One delivery of objects to ranks; `held` keeps shared memory until the ranks have read it."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Delivery:
         self._beside, self._elsewhere = self._by_host(to)
         self._total_bytes, self._sent_bytes = sum(pickled.room for pickled in packed.values()), 0
         self._rounds = bool(self._beside) + bool(self._elsewhere)
-        """How often all objects are sent or written, for the progress."""
+        """Number of times that all objects are sent or written, for the progress."""
         self._is_sent_to_each = False
 
     @property

@@ -18,10 +18,10 @@ from ddip.group.members.ranks import Ranks
 from ddip.group.process_group.process_group import ProcessGroupManager
 
 TRY_SECONDS = 10.0
-"""How long a rank may take for one step of a trial; it takes milliseconds, or longer on a loaded machine."""
+"""Time that a rank may take for one step of a trial; it takes milliseconds, or longer on a loaded machine."""
 
 CELL = "assert __import__"
-"""A cell without effect that needs everything that every cell needs."""
+"""A cell without effect that fails if every cell would fail."""
 
 
 class Fitness:

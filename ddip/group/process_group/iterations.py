@@ -35,8 +35,8 @@ class Iterations:
     def note_end(self, reports: Mapping[int, CellReport | None], failed: bool) -> bool:
         """Record the end of a cell, and return whether the ranks must be reset before the next one.
 
-        They must if it failed and trained, or may have, or if it left an iteration unfinished. A report is None if the
-        cell has not ended on that rank, or the rank has died or could not report.
+        They must be reset if the cell failed and trained, or may have trained, or if it left an iteration unfinished. A
+        report is None if the cell has not ended on that rank, or the rank has died or could not report.
         """
         iterations = [
             report["iteration"] for report in reports.values() if report is not None and "iteration" in report

@@ -25,7 +25,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec
 
 LISTEN_SECONDS = 5.0
-"""How long a rank may take to start serving a store."""
+"""Time that a rank may take to start serving a store."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Meetings:
     def specs(
         self, meeting: Meeting, spec: GroupSpec, *, collect: bool, groups: int, seconds: float
     ) -> dict[int, RankSpec]:
-        """Return the `RankSpec` of each rank that meets, by rank; for `groups` and `seconds` see there."""
+        """Return the `RankSpec` of each rank that meets, by rank; `groups` and `seconds` are fields of it."""
         specs = {}
         # read once per host: for this host, each access computes them again
         hosts = {number: self._host_at(number).facts for number in meeting.hosts}

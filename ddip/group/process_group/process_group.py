@@ -45,9 +45,9 @@ GROUPS_EACH = 1_000_000
 """Number of names reserved for the groups that cells create during the life of one process group; torch makes the
 names from a counter."""
 TELL_SECONDS = 5.0
-"""How long a rank may take to report its collectives when ranks seem out of step."""
+"""Time that a rank may take to report its collectives when ranks seem out of step."""
 ADOPT_SECONDS = 2.0
-"""How long a rank may take to adopt a group that a cell has formed."""
+"""Time that a rank may take to adopt a group that a cell has formed."""
 
 
 class ProcessGroupManager:
@@ -282,7 +282,10 @@ class ProcessGroupManager:
             self._handle_uneven(failed, unmatched)
 
     def _level_groups(self, made: Sequence[int]) -> None:
-        """Set torch's group counter equal on all ranks: some may have created groups without the others."""
+        """Set torch's group counter to the same value on all ranks.
+
+        Some ranks may have created groups without the others.
+        """
         if min(made) < max(made) or (max(made) > self._groups_made and len(made) < len(self._ranks.members)):
             self._ranks.call_on_control_channel(self._ranks.live, on_rank.set_groups_made(max(made)))
         self._groups_made = max(made)

@@ -18,9 +18,9 @@ from ddip.protocol.reports import Going
 
 AGAIN = "the group was rebuilt; "
 SAME = "unchanged"
-"""Marks, in its name, a setting that is copied only between ranks on the same host."""
+"""Word in the names of settings that are copied only between ranks on the same host."""
 MOST_NAMES = 12
-"""Most settings to name in a repair's message."""
+"""Maximum number of settings to name in a repair's message."""
 RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use it again"
 KEPT = "with rank 0's parameters and buffers on every rank"
 

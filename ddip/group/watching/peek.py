@@ -35,7 +35,7 @@ from ddip.protocol.reports import Peeked
 SECONDS = 5.0
 """Default limit of the time that a rank may take to pickle, and to send a part of a large object."""
 WHERE_SECONDS = 1.0
-"""How long a rank that was too slow may take to report where it is."""
+"""Time that a rank that was too slow may take to report its location."""
 INSIDE = "inside {inside} meanwhile: a tensor that this writes to may have arrived half written"
 PART = 1 << 22
 """Most bytes to send in one message; other answers wait behind it."""

@@ -35,11 +35,11 @@ log = logging.getLogger("ddip")
 WINDOW_SECONDS = 10.0
 """Length of the window for rates."""
 LATE_SECONDS = 3.0
-"""How long a rank's last answer stands in for a late one."""
+"""Time for which a rank's last answer stands in for a late one."""
 SAME_BEGIN = 0.1
-"""Most seconds by which two answers in the same cell may differ on when it began."""
+"""Maximum difference, in seconds, between the start times that two answers in the same cell report."""
 LEAST_SECONDS = 0.5
-"""Least seconds of a cell that give a rate."""
+"""Minimum time, in seconds, that a cell must have run for a rate to be computed."""
 PERIOD, PERIOD_OF_A_RANK, LONGEST_PERIOD = 1.0, 0.4, 10.0
 """Seconds between samples: at least, per rank of the group, and at most. A sample costs each process about a
 millisecond, so all processes together take less than a hundredth of a core."""
@@ -169,9 +169,9 @@ class Sampler:
 
 
 def _stopped_text(ranks: Ranks, rank: RankVitals) -> str:
-    """Return the text about a rank that a signal or a debugger has stopped; empty if it has not.
+    """Describe a rank that a signal or a debugger has stopped; empty if it was not stopped.
 
-    It waits for the rank's host no longer than for a rank.
+    Waits for the rank's host no longer than for a rank.
     """
     with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
         return ranks.host(rank.rank).begin(on_host.stopped_text, rank.pid).result(ANSWER_SECONDS)
