@@ -63,12 +63,12 @@ class WatchMagics(Magics):
     @argument("-1", "--once", action="store_true", help="Print the table once, as text.")
     @line_magic
     def dipwatch(self, line: str = "") -> None:
-        """Watch the ranks: a table below this cell, which goes on while other cells run, on the ranks or here.
+        """Show a live table of the ranks below this cell, updated while other cells run.
 
-        Of each rank: what it does, in which cell and for how long, optimizer steps a second, progress bars, the share
-        of the last 10 s that it has waited for others in collectives, CPU time and memory with the GPU's if
-        nvidia-ml-py is installed, and the line where it is. Who waits little while all others wait much is named as the
-        straggler.
+        These may run on the ranks or in the notebook. For each rank, the table shows the current operation, cell and
+        its duration, optimizer steps per second, progress bars, the share of the last 10 s spent waiting for other
+        ranks in collectives, CPU time, memory, GPU use if nvidia-ml-py is installed, and the current line. A rank that
+        waits little while all others wait much is named as the straggler.
         """
         args = arguments.parse(self.dipwatch, "%dipwatch", line)
         if args.switch not in (None, "on", "off") or (args.switch == "off" and args.once):
