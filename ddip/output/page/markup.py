@@ -38,7 +38,7 @@ ENDS = {
     "option": ("option",),
     "optgroup": ("option", "optgroup"),
 }
-"""Elements that end without an end tag if they are innermost where the element in the key begins."""
+"""Elements that end without an end tag, if they are innermost where the element in the key begins."""
 DEEPEST = 256
 """Maximum depth of nested elements; browsers also have a limit."""
 LONG = 100_000
@@ -51,7 +51,7 @@ ENDS_FOREIGN = {
     *("h5", "h6", "hr", "i", "img", "li", "listing", "menu", "nobr", "ol", "p", "pre", "ruby", "s", "small", "span"),
     *("strong", "strike", "sub", "sup", "table", "tt", "u", "ul", "var"),
 }
-"""Elements that end a drawing or a formula where they begin in it."""
+"""Elements that end a drawing or a formula if they begin in it."""
 PICTURES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 TOKEN = re.compile(
     r"<!--|<[!?][^>]*>"  # comments and declarations
@@ -137,7 +137,7 @@ class _Writer:
             self.parts.append(f"</{tag}>")
 
     def _end_implied(self, tag: str) -> None:
-        """End the elements, however deep, that a browser ends where `tag` begins."""
+        """End the elements, at any depth, that a browser ends where `tag` begins."""
         if tag in ENDS_FOREIGN:
             self._end_innermost(FOREIGN, WITHIN_FOREIGN)
         if tag == "table":

@@ -112,7 +112,7 @@ MOST_KINDS = 5
 NOBODY_SHARE = 0.02
 """Share of the cell's time below which waiting is ignored."""
 MUCH = 0.5
-"""Share of the wait for the slowest rank above which the wait for another rank makes that as slow."""
+"""A rank counts as equally slow if others waited for it for more than this share of their wait for the slowest rank."""
 ENDED_SHARE = 0.8
 """Share of the others' time below which a rank has ended before them."""
 

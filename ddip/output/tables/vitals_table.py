@@ -13,7 +13,8 @@ from ddip.output.tables.tables import aligned, size_text
 from ddip.protocol.location import StackLocation
 
 RankState: TypeAlias = Literal["busy", "idle", "ended", "stopped", "GPU lost", "no answer"]
-"""``stopped``: by a signal or a debugger. ``no answer``: the process is alive, but C code may hold the GIL."""
+"""State of a rank. ``stopped``: a signal or a debugger has stopped its process. ``no answer``: the process is alive,
+but C code may hold the GIL."""
 LIKE_THE_LEAST = 0.1
 """Maximum difference of waiting shares at which ranks count as waiting equally."""
 MUCH_MORE = 0.2

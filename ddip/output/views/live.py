@@ -51,7 +51,10 @@ class LiveStream:
         return Screen(2 * self._limit)
 
     def write(self, text: str, line: int | None = None, cut: int = 0) -> Finished:
-        """Add text, which with `line` replaces the end (``Screen.jump``); return the finished output."""
+        """Add text, and return the finished output.
+
+        If `line` is given, the text replaces the end of the stream from that line on (``Screen.jump``).
+        """
         if line is not None:
             self.flood = self.flood or Screen(self._limit)
             self.flood.jump(line - self._lines, text, cut)

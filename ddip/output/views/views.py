@@ -19,7 +19,7 @@ class View(Protocol):
     """The layout of the output of a cell's ranks."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Add text of a stream; with `line` it replaces the end of the stream (``Screen.jump``)."""
+        """Add text of a stream; if `line` is given, it replaces the stream from there on (``Screen.jump``)."""
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """Show a MIME bundle."""
