@@ -41,13 +41,13 @@ class Names:
     """The private names of one library that ddip uses."""
 
     library: str
-    """Its name, as ``import`` and pip know it."""
+    """Name of the library, as ``import`` and pip know it."""
     tested: str
     """Versions that ddip has been tested with; the last word is the newest."""
     core: tuple[str, ...] = ()
-    """Without these there is no group, or no app."""
+    """Names that a group, or the app, cannot work without."""
     features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the loss that a user has without them: names."""
+    """Names that each feature needs; the key says what the user loses without the feature."""
     optional: tuple[str, ...] = ()
     """Names in modules that a build of the library may leave out."""
 
@@ -61,7 +61,7 @@ class Names:
 
     @property
     def is_installed(self) -> bool:
-        """Return whether the library is there; this does not import it."""
+        """Return whether the library is installed; this does not import it."""
         return find_spec(self.library) is not None
 
     def has(self, name: str) -> bool:
@@ -90,7 +90,7 @@ class Names:
 
     @cached_property
     def off(self) -> dict[str, list[str]]:
-        """The result of `find_off` when this process first asked."""
+        """The result of the first `find_off` in this process."""
         return self.find_off()
 
     def is_on(self, feature: str) -> bool:

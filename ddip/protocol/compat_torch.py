@@ -15,7 +15,7 @@ CORE = (
     f"{_C10D}._unregister_all_process_groups",
     f"{_C10D}._get_default_store",
 )
-"""Without these there is no process group that ddip can form again."""
+"""Names that ddip needs to form and rebuild a process group."""
 COUNTS = "numbers of collectives are not compared, and ranks that wait on a GPU are not released"
 SET_UP = "the ranks do not check who is in a new group, and the stop button does not end the set-up of one"
 WRAPPERS = "DDP wrappers must be recreated after a fault"
@@ -54,6 +54,6 @@ FEATURES = {
         "torch.distributed.rpc.api._is_current_rpc_agent_set",
     ),
 }
-"""By what the user loses: the names that it needs."""
+"""Names that each feature needs; the key says what the user loses without the feature."""
 NAMES = Names("torch", TESTED, CORE, FEATURES, optional=FEATURES[RPC])
 is_on = NAMES.is_on

@@ -16,15 +16,16 @@ ANSWER_MIME = "application/vnd.ddip.answer+json"
 TOO_LATE = "TooLate"
 """Error of a request that had timed out before the kernel reached it; the kernel did nothing."""
 TEXT_CHARACTERS = 20_000
-"""Maximum length of a rank's output; of longer output, the end is kept."""
+"""Maximum number of characters of a rank's output; longer output is cut to its end."""
 
 CellOutcome: TypeAlias = Literal["ok", "user_error", "rank_died", "stuck", "interrupted", "timeout", "not_run"]
-"""Outcome of a cell. ``stuck``: a rank did not stop on request; ``not_run``: a cell that it waited for failed."""
+"""Outcome of a cell. ``stuck``: a rank did not stop on request; ``not_run``: the cell left the queue without
+running."""
 RankState: TypeAlias = Literal["idle", "busy", "stopped", "no_answer", "ended", "gpu_lost"]
 """Current state of a rank. ``stopped``: a signal or a debugger has stopped its process."""
 PartState: TypeAlias = Literal["queued", "running", "ok", "failed", "released", "interrupted", "ended", "not_run"]
-"""State of a cell on one rank. ``released``: it waited for other ranks in a collective, which ddip then aborted;
-``ended``: the process of the rank is gone."""
+"""State of a cell on one rank. ``released``: ddip aborted the collective in which it waited for other ranks; ``ended``:
+the process of the rank has ended."""
 
 
 class ErrorData(TypedDict):
@@ -58,7 +59,10 @@ class _Text(TypedDict, total=False):
 
 
 class PartData(_Text):
-    """A cell on one rank. `text` and `same_text_as` are missing if its output was not requested (``-S``)."""
+    """State and output of a cell on one rank.
+
+    `text` and `same_text_as` are missing if the rank's output was not requested (``-S``).
+    """
 
     state: PartState
     seconds: float | None

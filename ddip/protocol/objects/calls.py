@@ -57,7 +57,10 @@ class Source:
 
 @dataclass
 class Call:
-    """A function, its arguments, and all that it needs. A cell calls the `Call` once on every rank."""
+    """A function, its arguments, and the objects that it needs.
+
+    A cell calls the `Call` once on every rank.
+    """
 
     packed: bytes
     """Pickles of the `values` in order, then of the function, its arguments and ``need=``."""

@@ -494,7 +494,7 @@ def loading_order(value: Any) -> int:
 
 @dataclass
 class PickledNames:
-    """Objects pickled with one memo, and what the user must know about them."""
+    """Objects pickled with one memo, and notes on them for the user."""
 
     pickled: dict[str, Pickled] = field(default_factory=dict)
     """Pickled objects by name, in the order of loading; empty if there are errors."""
