@@ -1,4 +1,4 @@
-"""What runs inside the engines; nothing here imports what runs in the notebook."""
+"""Code that runs inside the engines; it imports no code of the notebook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def namespace() -> dict[str, Any]:
-    """The variables of the cells."""
+    """Return the namespace in which cells run."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()

@@ -40,7 +40,7 @@ KEPT_CELLS, KEPT_SNAPSHOTS = 64, 4
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The values of all paths after a good cell."""
+    """The state of this rank's variables after a good cell, as one small value per path."""
 
     values: dict[Path, Any]
     names: frozenset[str]

@@ -41,9 +41,10 @@ _by_hash: dict[int, Path] = {}
 
 
 def snapshots(failed: str) -> list[str]:
-    """Return the names of the cells after which the state was recorded, the latest first.
+    """Return the names of the cells that have a snapshot, the latest first.
 
-    Snapshots since the cell `failed` began are dropped first; it has failed on some rank ("": no cell has).
+    `failed` is the name of a cell that has failed on some rank, or "". Snapshots that were taken after it began are
+    dropped first.
     """
     if failed:
         history.forget_since(failed)

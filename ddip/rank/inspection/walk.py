@@ -299,7 +299,7 @@ class Walk:
         return work
 
     def _sum_items(self, path: Path, items: list[Any], is_ordered: bool = True) -> ItemsSum | None:
-        """Return a checksum over all items of a long container, of which only the ends are visited."""
+        """Return a checksum over all items of a long container; the walk visits only the items at its ends."""
         return ItemsSum(items, is_ordered) if self._checksums else None
 
     def _visit_set(self, path: Path, items: Any, base: Any) -> None:

@@ -406,7 +406,7 @@ class RankKernel(CellKernel):
         return header
 
     async def _run_interruptibly(self, silent: bool, run: Run) -> dict[str, Any]:
-        """Run the cell's code with interrupts, and with signal handlers and trace functions of former cells."""
+        """Run the cell's code, interruptible, with the signal handlers and trace functions of earlier cells."""
         assert self._aside is not None
         self._cell = self._request_id()
         try:

@@ -26,7 +26,8 @@ HEAP_BYTES = 1 << 25
 SPARE_BYTES = 1 << 26
 """Additional free memory that may stay between cells."""
 LONG_SECONDS, PAUSE_FACTOR = 0.02, 50
-"""A look at a heap with a hundred thousand holes takes longer; the next one then waits this many times as long."""
+"""Duration of a look above which the next one waits for this many times as long. A heap with a hundred thousand holes
+takes longer."""
 USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 """Environment variables by which a user configures the allocator."""
 

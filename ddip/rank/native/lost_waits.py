@@ -63,9 +63,9 @@ def is_possible() -> bool:
 
 
 def find_waits() -> dict[int, int]:
-    """Return the address of the gloo buffer on which each thread waits now, by thread id.
+    """Return the address of the gloo buffer on which each thread waits now, by thread ID.
 
-    Threads that wait for something else are left out; the result is empty on other systems than Linux.
+    Threads that wait for something else are left out; the result is empty on systems other than Linux.
     """
     found: dict[int, int] = {}
     gloo = _find_gloo() if switches.is_on(switches.GLOO_WAITS) else None

@@ -56,10 +56,10 @@ class _Cell:
 
 
 def watch() -> None:
-    """Count backward passes and optimizer steps; call this once per process, before the first cell.
+    """Begin to count backward passes and optimizer steps.
 
-    It wraps a private function, because torch has no hook for the end of a backward pass, and the cell may catch the
-    exception of a failed one.
+    Call this once per process, before the first cell. It wraps a private function, because torch has no hook for the
+    end of a backward pass, and the cell may catch the exception of a failed one.
     """
     run = getattr(torch.autograd, "_engine_run_backward", None)
     if run is not None:

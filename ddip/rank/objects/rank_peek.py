@@ -94,7 +94,7 @@ class Peek:
         self.inside = ""
         """Operation of the main thread that may have written to tensors while they were copied; usually empty."""
         self._in_pickle = False
-        """True while the objects' own code may run, in which an exception may be raised to end it."""
+        """True while the pickled objects' own code may run, which an exception may end."""
 
     def pickled(
         self, found: dict[str, Any], known: Collection[str]

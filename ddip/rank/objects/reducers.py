@@ -46,7 +46,7 @@ def trained_in(module: torch.nn.Module) -> frozenset[str]:
 
 
 def trained_by(wrapper: Any) -> frozenset[str]:
-    """Return the names of the parameters that the reducer of `wrapper` manages; some may be frozen since."""
+    """Return the names of the parameters that the reducer of `wrapper` manages; some may be frozen by now."""
     return _trained.get(wrapper) or trained_in(wrapper.module)
 
 

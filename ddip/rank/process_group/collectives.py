@@ -57,7 +57,7 @@ def _note_collective(group: dist.ProcessGroup, op: str, code: CodeType | None, l
 def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
     """Return shapes and dtypes of a collective's `inputs`: a tensor, a list of them, or a list of lists.
 
-    Of a list of lists, only the first one counts.
+    Only the first one of several lists counts.
     """
     if not isinstance(inputs, list):
         return [(inputs.shape, inputs.dtype)]
@@ -101,7 +101,7 @@ def _wrap_collective(method: Method) -> Method:
 
 
 def _wrap_send(method: Method) -> Method:
-    """Wrap a send or receive: count it, and learn how torch counts it."""
+    """Wrap a send or receive to count it, and to learn by how much it increases torch's counters."""
     direction = {"send": "to", "recv": "from"}.get(method.__name__, "")
 
     @functools.wraps(method)
@@ -149,9 +149,10 @@ def _wrap_monitored_barrier(method: Method) -> Method:
 
 
 def _wrap_batch_start(method: Method) -> Method:
-    """Wrap the start of a batch: open a window, since nccl counts a batch, its members, or both.
+    """Wrap the start of a batch of sends and receives to open a window on torch's counters.
 
-    That depends on the release of torch.
+    Depending on the release of torch, nccl's counters count the batch, its members, or both; `_wrap_batch_end` excludes
+    them.
     """
 
     @functools.wraps(method)
@@ -166,7 +167,7 @@ def _wrap_batch_start(method: Method) -> Method:
 
 
 def _wrap_batch_end(method: Method) -> Method:
-    """Wrap the end of a batch: if it had sends or receives, exclude all that torch counted in its window."""
+    """Wrap the end of a batch of sends and receives to exclude all that torch counted in its window."""
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

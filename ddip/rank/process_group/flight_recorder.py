@@ -46,7 +46,7 @@ class Entry:
 
 
 def is_there() -> bool:
-    """Return whether this torch records other backends than nccl."""
+    """Return whether torch's flight recorder also records backends other than nccl."""
     return hasattr(_distributed_c10d, DUMP_FUNCTIONS[0])
 
 

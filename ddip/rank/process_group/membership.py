@@ -66,7 +66,8 @@ _wants_rebuild = False
 """True if an app has asked for a rebuild of the group in the running cell."""
 NOTHING_LOST = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
 _lost = NOTHING_LOST
-"""Objects lost with groups that this rank has left and not yet reported to the user: forming the next may fail."""
+"""Objects lost with groups that this rank has left, until they are reported to the user. They are kept because forming
+the next group may fail."""
 _is_joining = threading.Event()
 """Set when this rank begins to join another group after a release."""
 _is_cut_off = False

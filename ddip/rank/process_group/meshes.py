@@ -20,7 +20,7 @@ LOST = (
     "and what is sharded over it; ddip.dist_state brings parameters back)"
 )
 LEFT = "left by ddip in generation"
-"""Prefix of the marker in a mesh's thread id, which torch itself sets only for a test backend."""
+"""Prefix of the marker in a mesh's thread ID, which torch itself sets only for a test backend."""
 _generations = itertools.count()
 
 

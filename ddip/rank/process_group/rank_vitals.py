@@ -68,9 +68,9 @@ def _count_collectives() -> int:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of this process and its children, seconds.
+    """Return the CPU time of this process and its children in seconds.
 
-    Of running children, such as data loader workers, only those count that the main thread has started.
+    Running children, such as data loader workers, count only if the main thread has started them.
     """
     times = os.times()
     seconds = times.user + times.system + times.children_user + times.children_system

@@ -129,9 +129,9 @@ def _current_listeners() -> set[Listener]:
 def _fence_after(make: Callable[[], Any], size: int, backend: str = "gloo") -> Any:
     """Call `make` to make a group of `size` ranks, then fence the sockets on which gloo listens for them.
 
-    Nothing is fenced if nccl also connects the ranks at once: it keeps listening for splits of its communicator, and
-    its sockets cannot be told from those of gloo. Nor if there are fewer new connections than other ranks: gloo
-    may be configured to connect on demand.
+    Nothing is fenced in two cases. If nccl also connects the ranks at once, it keeps listening for splits of its
+    communicator, and its sockets look like those of gloo. If there are fewer new connections than other ranks, gloo may
+    be configured to connect on demand.
     """
     listening, connected = sockets.list_sockets()
     before, connections = set(listening.items()), len(connected)

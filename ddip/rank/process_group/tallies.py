@@ -90,7 +90,7 @@ class Tally:
         self._entries[ident] += 1
 
     def begun_by_others(self) -> int:
-        """Return the number of operations begun by other threads than the current one."""
+        """Return the number of operations begun by threads other than the current one."""
         ident = threading.get_ident()
         return sum(n for thread, n in list(self._entries.items()) if thread != ident)
 
@@ -101,7 +101,10 @@ class Tally:
         return self.counted()
 
     def end_send(self, before: list[int], failed: bool) -> None:
-        """Learn from torch's counters how much a send or receive adds to them, or exclude a failed one."""
+        """Record by how much a send or receive has increased torch's counters; exclude a failed one.
+
+        `before` is the result of `begin_send`.
+        """
         added = [n - m for n, m in zip(self.counted(), before, strict=True)]
         with self._lock:
             if failed:

@@ -42,7 +42,7 @@ from ddip.rank.runtime.gpu import gpu
 
 MOST_EVENTS = 300_000
 GROWTH_BYTES = 64 << 20
-"""Growth of the process after which a part ends; `MOST_EVENTS` events take at least that much."""
+"""Growth of the process after which a part of the recording ends; `MOST_EVENTS` events take at least that much."""
 PATIENCE_SECONDS = 2.0
 """Wait for the cell's own code before a part ends elsewhere, which may cut an operation in two."""
 DRAIN_AT = 1200

@@ -26,7 +26,7 @@ def ranks() -> tuple[int, ...]:
 
 
 def is_rich() -> bool:
-    """Return whether the notebook can show HTML, as a terminal cannot."""
+    """Return whether the notebook can show HTML, which a terminal cannot."""
     return _rich
 
 

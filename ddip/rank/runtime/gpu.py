@@ -128,7 +128,7 @@ class Gpu:
             self.waits = False
 
     def settle(self) -> GpuState:
-        """Return the GPU's state after a cell, and wait a moment for its work; runs on the main thread."""
+        """Wait briefly for the GPU's work after a cell, and return its state; runs on the main thread."""
         if self.state != "done":
             self.state = self._wait_for_state(FAILED_SECONDS)
         if self.state == "done":

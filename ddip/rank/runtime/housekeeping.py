@@ -220,7 +220,7 @@ def _free_frames(error: BaseException | None) -> None:
 
     Frames are cleared explicitly, because they are often part of a cycle. The collector destroys a cycle in any order,
     and torch then waits 5 s for each worker of a data loader. IPython and Python keep the frames for debuggers, which
-    cannot be used on a rank; ``%tb`` stops working, too.
+    cannot be used on a rank. ``%tb`` also stops working.
     """
     seen: set[int] = set()
     errors = [error]

@@ -50,8 +50,8 @@ def library_in(frame: FrameType | None) -> str:
 def call_of_with(frame: FrameType | None) -> FrameType | None:
     """Find the innermost call of ``__enter__`` or ``__exit__`` that `frame` is part of, in any code.
 
-    Those of users matter, too: a generator under ``contextlib.contextmanager`` that disables gradients enables them
-    again in its last line.
+    Those in users' code also count: a generator under ``contextlib.contextmanager`` that disables gradients enables
+    them again in its last line.
     """
     while frame is not None:
         if frame.f_code.co_name in ("__enter__", "__exit__"):

@@ -46,7 +46,7 @@ FIRST_ERRORS, LAST_ERRORS = 3, 4
 """Exceptions to show at the two ends of a chain, in reading order: the first one raised is on top."""
 FIRST_FRAMES, LAST_FRAMES = 15, 30
 SAME_FRAMES = 3
-"""How often the same line is shown; more repetitions are a recursion."""
+"""Number of times that the same line is shown; more repetitions are a recursion."""
 MEMBERS, DEPTH = 5, 3
 """Members of an exception group to show, and depth of nested groups."""
 NOTES = 10

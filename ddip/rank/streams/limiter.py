@@ -139,6 +139,9 @@ def _end_of_line(text: str, at: int) -> int:
 
 
 def _missing_after(cut: int, dropped: str) -> int:
-    """Return how many characters of a line are missing after `dropped`, if `cut` were missing before it."""
+    """Return the number of characters missing from the line that continues after the text `dropped`.
+
+    `cut` characters of its first line were already missing before `dropped`.
+    """
     begin = _begin_of_last_line(dropped)
     return len(dropped) - begin + (0 if begin else cut)

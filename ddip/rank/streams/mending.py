@@ -12,8 +12,8 @@ from ddip.rank.streams.streams import RankStream
 class _CellStream:
     """A wrapper around a cell's replacement of stdout or stderr, which may fail at any time.
 
-    ipykernel flushes it after each request. An error there, such as of a full disk, would lose the reply, so only a
-    flush by the cell's own code raises.
+    ipykernel flushes it after each request. An error of that flush, such as a full disk, would lose the reply, so only
+    a flush by the cell's own code raises.
     """
 
     def __init__(self, stream: Any) -> None:
