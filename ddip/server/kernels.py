@@ -19,13 +19,13 @@ from typing import Any
 from ddip.protocol.status_types import ANSWER_MIME, TOO_LATE
 
 BUSY_SECONDS = 5.0
-"""How long a request waits for its turn."""
+"""Time that a request waits for its turn."""
 LATER_SECONDS = 1.0
-"""How long beyond `BUSY_SECONDS` the server still waits for a request to begin."""
+"""Time beyond `BUSY_SECONDS` that the server still waits for a request to begin."""
 LOOK_SECONDS = 0.5
 """Interval at which the server checks that the kernel is alive."""
 TRIES = 5
-"""How many times a request is sent that the kernel drops after a failed cell."""
+"""Number of times to send a request, since the kernel drops requests after a failed cell."""
 KEY = "ddip"
 CALL = "__import__('ddip.notebook.for_programs', fromlist=['call']).call({name!r}, {arguments!r}, {before!r})"
 
