@@ -135,7 +135,7 @@ class Kept:
     owner: Callable[[], torch.nn.Module | None] = lambda: None
     """Returns the model that was saved or restored last, or None if it no longer exists."""
     cell: int | None = None
-    """Number of the cell that did so."""
+    """Number of the cell that saved or restored it last."""
 
     @property
     def copies(self) -> list[Copy]:
@@ -208,9 +208,9 @@ def from_all(value: Any) -> list[Any]:
 def mirror(own: Copy, former: Copy) -> Copy:
     """Send this rank's copy to the rank half the group further, and return the copy that it receives.
 
-    So the first half of the ranks has the state of all if the group shrinks, and each of two hosts has that of the
-    other. The received copy reuses the memory of the `former` one. Parts with equal fingerprints, such as almost all of
-    a DDP replica, are neither sent nor stored twice. All ranks must call this.
+    Therefore the first half of the ranks has the state of all ranks if the group shrinks, and each of two hosts has the
+    state of the other. The received copy reuses the memory of the `former` one. Parts with equal fingerprints, such as
+    almost all of a DDP replica, are neither sent nor stored twice. All ranks must call this.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     receiver, partner = (rank + size // 2) % size, (rank - size // 2) % size

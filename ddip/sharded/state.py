@@ -543,8 +543,8 @@ def _choose_layout(
 ) -> Layout:
     """Return the layout to load a saved tensor with.
 
-    That is its present one, its parameter's, or that of a similar tensor. `layouts` has the present layouts by name,
-    and `parameters` those of the optimizer's parameters.
+    It is the present layout of the tensor, of its parameter, or of a similar tensor. `layouts` has the present layouts
+    by name, and `parameters` those of the optimizer's parameters.
     """
     present = layouts.get(name)
     if name.startswith("model."):
