@@ -44,7 +44,7 @@ class BadInput(DipUsageError, ValueError):
 
 
 class NoGroup(DipUsageError, RuntimeError):
-    """A command that needs a group was used before any group was started."""
+    """A command that needs a group was used while there was none."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: there is no group yet; start one with %makedip -n 2, or %makedip -g all")
@@ -93,7 +93,7 @@ class RankError:
     traceback: str
     """Traceback that IPython formatted on the rank, with ANSI colours; may be empty."""
     waited: str = ""
-    """Operation, such as a collective, in which the rank waited for other ranks and which then failed, because ddip
+    """Location at which the rank waited for other ranks, such as in a collective, if that wait failed because ddip
     aborted it or the other ranks were lost; empty if the rank's own code raised the error."""
     at: float = 0.0
     """Time of the error, in seconds on the rank's clock."""

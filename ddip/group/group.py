@@ -79,7 +79,7 @@ ASKING = "asking the ranks was interrupted"
 class Group:
     """A group of ranks, each a process that keeps its variables from cell to cell.
 
-    As a context manager, the group is shut down at the end of the ``with`` block.
+    In a ``with`` statement, the group is shut down at the end of the block.
 
     Parameters
     ----------
@@ -195,8 +195,8 @@ class Group:
         BadInput
             If the request is invalid, or names other hosts than those of the group; nothing has changed then.
         GroupError
-            If a rank is busy, or the new ranks do not start; the group is unchanged then. Also if the ranks cannot form
-            the new process group; the next cell tries again then.
+            If a rank is busy or the new ranks do not start; the group is unchanged then. If the ranks cannot form the
+            new process group; the next cell tries again then.
         RequestInterrupted
             If the user interrupted the change; the message says what the group is now.
         """
@@ -229,7 +229,7 @@ class Group:
         """Replace the processes of lost ranks; the other ranks keep their variables.
 
         A rank is lost if it has ended, does not stop, or can no longer run a cell or join a process group. ddip first
-        interrupts ranks that do not stop once more, and keeps those that stop then.
+        sends another interrupt to ranks that do not stop, and keeps those that then stop.
 
         Parameters
         ----------
@@ -253,8 +253,8 @@ class Group:
         GroupError
             If a cell runs, or the new processes do not start; nothing has changed then.
         TransferError
-            If one of `names` cannot be pickled; nothing has changed then. Also if it cannot be unpickled on the new
-            ranks, which then lack all `names`.
+            If one of `names` cannot be pickled; nothing has changed then. If one cannot be unpickled on the new ranks;
+            these then lack all `names`.
         RequestInterrupted
             If the user interrupted the repair; the message names the ranks that were not replaced.
         """
@@ -509,7 +509,9 @@ class Group:
         return list(self.history)
 
     def cell(self, number: int) -> Cell:
-        """Return the cell with this number; of several, the last one, but preferably one that has not ended.
+        """Return the cell with this number.
+
+        If there are several, cells that have not ended take precedence, then the last cell.
 
         Raises
         ------
@@ -535,7 +537,7 @@ class Group:
 
         Returns
         -------
-        dict[int, Stack]
+        dict[int, Stack | None]
             Stacks by rank; None for a rank that does not reply.
         """
         with stopping.button(ASKING) as button:
@@ -564,6 +566,8 @@ class Group:
         ------
         BadInput
             If the group has no app.
+        GroupError
+            If a rank is lost or busy, or the app raises an error.
         """
         app = self._parts.app
         if app.name is None:

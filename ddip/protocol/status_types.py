@@ -38,7 +38,7 @@ class ErrorData(TypedDict):
     traceback: str
     """Traceback without colour codes; may be empty."""
     waited: str
-    """Operation, such as a collective, in which the rank waited for other ranks and which then failed, because ddip
+    """Location at which the rank waited for other ranks, such as in a collective, if that wait failed because ddip
     aborted it or the other ranks were lost; empty if the rank's own code raised the error."""
 
 
