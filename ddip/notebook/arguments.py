@@ -310,7 +310,8 @@ def names_and_ranks(
 def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
     """Return the ranks whose output a cell on `ranks` shows; raises BadInput.
 
-    Without -S (`typed`) these are the ranks of the trait (`usual`) that run the cell, or else the first that does.
+    `typed` is the value of -S. Without it, these are the ranks of the setting `usual` that run the cell, or if none of
+    them does, the first rank that runs it.
     """
     if typed is not None:
         shown = parse_ranks(typed, size, "-S")

@@ -13,9 +13,9 @@ from typing import Any
 
 
 class RequestBuffers:
-    """A mixin for ``OutStream`` that keeps text by the request that it belongs to. Not needed from ipykernel 6.29 on.
+    """A mixin for ``OutStream`` that keeps text by request; not needed from ipykernel 6.29 on.
 
-    Before, a stream had a single buffer, which ``_buffer`` replaces by that of the current request.
+    In earlier releases, a stream has a single buffer, which ``_buffer`` replaces by that of the current request.
     """
 
     parent_header: dict[str, Any]

@@ -224,7 +224,10 @@ def _change_directory(directory: str) -> str:
 
 
 def _own_address() -> str:
-    """Return this host's address towards the notebook, by the engine, ssh or Slurm; empty if unknown."""
+    """Return the address at which the notebook's host reaches this one; empty if unknown.
+
+    The engine, ssh or Slurm supplies it.
+    """
     words = os.environ.get("SSH_CONNECTION", "").split()
     if ADDRESS in os.environ:
         return os.environ.pop(ADDRESS)

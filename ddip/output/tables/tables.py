@@ -47,7 +47,7 @@ def way_out(stuck: Sequence[int]) -> str:
 
 
 def cut_off_text(cut_off: Mapping[int, bool]) -> str:
-    """Return a warning about the ranks whose GPU work an abort cut off, which are True in `cut_off`."""
+    """Return a warning about ranks whose GPU work was cut off; `cut_off` is True for these."""
     ranks, good = ([rank for rank, was in sorted(cut_off.items()) if was is which] for which in (True, False))
     from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
     return (

@@ -248,7 +248,10 @@ tracebacks.HIDDEN.add(__name__)
 
 
 class RankKernel(CellKernel):
-    """The kernel that serves the notebook's requests to one rank; the module's docstring describes its interrupts."""
+    """The kernel that serves the notebook's requests to one rank.
+
+    The module's docstring describes its interrupts.
+    """
 
     control_msg_types = [*CellKernel.control_msg_types, "ddip_request", "ddip_interrupt", "signal_request"]
     _supports_kernel_subshells = False

@@ -22,7 +22,7 @@ from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
 
 MAX_INTERVALS = 3.0
-"""Maximum number of intervals that one sample stands for, if the control thread has been busy."""
+"""Maximum number of intervals that one sample represents if the control thread was busy."""
 TORCH = f"{Path(torch.__file__).parent}/"
 WAIT_FILES = f"{TORCH}distributed/", f"{TORCH}autograd/", collectives.__file__, aborted_tensors.__file__
 """Folders and files of functions in which a thread that sleeps waits for other ranks."""

@@ -26,7 +26,7 @@ NCCL = "nccl"
 SLACK = 50_000
 """Difference that the clocks of the flight recorder and of the profiler may have, nanoseconds."""
 NO_RECORDER = "?"
-"""Stands for a group's name if torch's flight recorder is off; collectives are then matched by their order."""
+"""Placeholder for a group's name if torch's flight recorder is off; collectives are then matched by their order."""
 Ends: TypeAlias = "dict[str, list[Interval]]"
 
 

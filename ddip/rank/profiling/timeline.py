@@ -29,7 +29,7 @@ Interval: TypeAlias = tuple[int, int]
 Piece: TypeAlias = tuple[int, int, float]
 """Begin, end, and the share of the time between them that counts."""
 LAYERS = ("kernels", "network", "loading", "transfers", "ops")
-"""Layers in order of precedence: a moment counts for the first one that it is in."""
+"""Layers in order of precedence: each moment is attributed to the first layer that contains it."""
 BOTH, REST = "transfers beside ops", "rest"
 
 

@@ -32,7 +32,7 @@ from ddip.rank.native import freed, self_tests
 from ddip.rank.runtime.gpu import gpu
 
 _NO_WORKERS = SimpleNamespace(MP_STATUS_CHECK_INTERVAL=0.0)
-"""Stands for `torch.utils.data._utils` in torch releases where that differs."""
+"""Placeholder for `torch.utils.data._utils` in torch releases where that differs."""
 ANSWER_LEAVES_WITHIN = 0.02
 """Seconds after which a cell's last message has left this process. A collection holds the GIL, so it must not begin
 before the output thread has sent that message."""
@@ -156,7 +156,7 @@ class Cells:
 
 
 def rest_after(took: float) -> float:
-    """Return the seconds from a cell's end to its collection, if the last collection `took` so many."""
+    """Return the seconds from a cell's end to its collection, if the last collection `took` that many."""
     return max(ANSWER_LEAVES_WITHIN, min(REST * took, LONGEST_REST))
 
 
