@@ -94,7 +94,7 @@ def in_torchddp(
     packages, needed = _packages_of(imports), _find_needed(need, frame)
     payload = packing.CallPayload(_globals_of(frame), {"__main__", frame.f_globals.get("__name__", "__main__")})
     call = packing.pack(fn, args, kwargs, needed, imports, payload)
-    call.known = known_names()
+    call.known = known_names().split()
     for name, reader in payload.standing.items():
         notify(f"{reader} reads {name}: on each rank that is ddip's variable, and the notebook's was not sent")
     if payload.has_hooks:

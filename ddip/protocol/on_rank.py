@@ -38,7 +38,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 19
+VERSION = 20
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -150,7 +150,7 @@ def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]:
 
 
 @remote("objects.rank_transfer.pack", "pulling")
-def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed: ...
+def pack(names: list[str], most: int, share: bool, known: str) -> Packed: ...
 
 
 @remote("objects.rank_transfer.part", "pulling")
@@ -297,7 +297,7 @@ def is_recorded(whole: bool) -> bool: ...
 
 
 @remote("objects.rank_peek.take", own_thread=True)
-def take_peek(number: int, names: list[str], most: int, known: list[str]) -> Peeked: ...
+def take_peek(number: int, names: list[str], most: int, known: str) -> Peeked: ...
 
 
 @remote("objects.rank_peek.part")

@@ -199,7 +199,7 @@ class ScriptedEngine:
     def _packed(self, name: str) -> Pickled:
         return pickling.dump(self.names[name])[0]
 
-    def _pack(self, names: list[str], most: int, share: bool, known: list[str]) -> Packed:
+    def _pack(self, names: list[str], most: int, share: bool, known: str) -> Packed:
         packed = pickling.dump_all({name: self.names[name] for name in names if name in self.names}).pickled
         return {
             "values": {name: pickled.joined() for name, pickled in packed.items() if pickled.size <= most},
@@ -213,7 +213,7 @@ class ScriptedEngine:
             "wrappers": {},
         }
 
-    def _take_peek(self, number: int, names: list[str], most: int, known: list[str]) -> Peeked:
+    def _take_peek(self, number: int, names: list[str], most: int, known: str) -> Peeked:
         return {**self._pack(names, most, False, []), "busy": self.running is not None, "inside": ""}
 
     def _figures(self) -> dict[str, Any]:

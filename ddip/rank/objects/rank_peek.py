@@ -300,7 +300,7 @@ def _close_memory(memory: SharedBytes | bytearray) -> None:
         memory.close()
 
 
-def take(number: int, names: list[str], most: int, known: list[str]) -> Peeked:
+def take(number: int, names: list[str], most: int, known: str) -> Peeked:
     """Pickle the current values of `names` while a cell may run, with errors by name and missing names.
 
     Pickles longer than `most` bytes are stored on the rank until `drop`: in shared memory of this host, or for `part`.
@@ -340,7 +340,7 @@ def _end_peek(number: int, peek: Peek) -> None:
             peek.forget()
 
 
-def _pickle_names(peek: Peek, names: list[str], most: int, known: list[str]) -> Peeked:
+def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked:
     variables = namespace()
     # one lookup per name, as the cell may delete it meanwhile
     found = {name: value for name in names if (value := variables.get(name, _MISSING)) is not _MISSING}
@@ -360,7 +360,7 @@ def _pickle_names(peek: Peek, names: list[str], most: int, known: list[str]) -> 
     if answer["missing"]:
         return answer
     try:
-        pickled, stored, answer["moved"] = peek.pickled(found, known)
+        pickled, stored, answer["moved"] = peek.pickled(found, known.split())
         answer["inside"] = peek.inside
     except Exception as error:
         answer["errors"][peek.name] = readable(f"{type(error).__name__}: {error}")

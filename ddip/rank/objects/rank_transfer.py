@@ -178,7 +178,7 @@ def drop(push: int = 0) -> None:
     _free_incoming()
 
 
-def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed:
+def pack(names: list[str], most: int, share: bool, known: str) -> Packed:
     """Pickle the variables `names` for a pull, along with the variables that their functions read.
 
     Variables in `known` do not come along, because the receiver has them. Pickles longer than `most` bytes stay on the
@@ -189,7 +189,7 @@ def pack(names: list[str], most: int, share: bool, known: list[str]) -> Packed:
     variables = namespace()
     missing = [name for name in names if name not in variables]
     found = {name: variables[name] for name in names if name in variables}
-    known_names = frozenset(known)
+    known_names = frozenset(known.split())
     dump = pickling.dump_all(found, lambda read: [name for name in read if name not in known_names], variables)
     packed = {} if missing else dump.pickled
     large = [name for name, pickled in packed.items() if pickled.size > most]
