@@ -119,9 +119,7 @@ class Fetched:
         return sum(pickled.size for pickled in self.values.values())
 
 
-def fetch(
-    ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str = ""
-) -> list[Fetched]:
+def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str = "") -> list[Fetched]:
     """Fetch the pickled variables `names` of each of the ranks `of`.
 
     Names that their functions read come along, unless the receiver knows them: `known`.
@@ -136,9 +134,7 @@ def fetch(
             raise
 
 
-def _fetch_packed(
-    ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str
-) -> list[Fetched]:
+def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
     beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
     calls = {
@@ -203,7 +199,9 @@ def known_names() -> str:
     ipyparallel sends a text many times as fast as a list.
     """
     variables = pickling.main_variables()
-    return " ".join(name for name in list(variables) if not name.startswith("_") and not pickling.lacks(variables, name))
+    return " ".join(
+        name for name in list(variables) if not name.startswith("_") and not pickling.lacks(variables, name)
+    )
 
 
 def transferred(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transferred:
