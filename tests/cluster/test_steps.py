@@ -247,7 +247,7 @@ def test_messages_of_a_thread_are_not_mistaken_for_collectives(
 
 TQDM = """
 from tqdm import tqdm
-for _ in tqdm(range(2), disable=False): pass
+bar = tqdm(total=2, disable=False)  # an old tqdm ends its thread with its last bar
 assert any(thread.name == "tqdm_monitor" for thread in threading.enumerate())
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ class CannotLeave:
 
     def __reduce__(self) -> Any:
         raise ValueError("stays")
+
+
+NEEDS_COMM = pytest.mark.skipif(find_spec("comm") is None, reason="no kernel, and no package comm (Colab)")
 
 
 def fails(text: str) -> None:
@@ -256,6 +260,7 @@ def touch(name: str) -> None:
     comms._find_comms()[0].comms[name].handle_msg(message)
 
 
+@NEEDS_COMM
 def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -> None:
     group = new_group(1)
     cell = Cell(group, 0)
@@ -269,6 +274,7 @@ def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -
     assert cell.page.kinds == ["comm_open", "stream", "comm_close"]
 
 
+@NEEDS_COMM
 def test_actions_on_a_widget_of_an_ended_rank_do_nothing(new_group: NewGroup) -> None:
     group = new_group(1)
     Cell(group, 0).receive(0, comm_message("comm_open", "w2"))
@@ -277,6 +283,7 @@ def test_actions_on_a_widget_of_an_ended_rank_do_nothing(new_group: NewGroup) ->
     comms._find_comms()[0].comms["w2"].close()
 
 
+@NEEDS_COMM
 def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
     cell = Cell(new_group(2), 0, 1)
     cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel"))
@@ -309,6 +316,7 @@ def test_the_page_also_receives_later_children_of_a_widget(new_group: NewGroup) 
     assert cell.page.captures == ["out0:m", "0", "out0:", "out1:m", "1", "out1:", "out0:m", "0", "out0:"]
 
 
+@NEEDS_COMM
 def test_output_captured_by_an_earlier_cell_appears_in_its_tab(new_group: NewGroup) -> None:
     group = new_group(2)
     first, second = Cell(group, 0, 1), Cell(group, 0)
@@ -322,6 +330,7 @@ def test_output_captured_by_an_earlier_cell_appears_in_its_tab(new_group: NewGro
     assert first.tab(0) == "inside" and second.page.captures == ["outside\n"]
 
 
+@NEEDS_COMM
 def test_callback_output_belongs_to_the_cell_showing_the_widget(new_group: NewGroup) -> None:
     group = new_group(2)
     made, seen = Cell(group, 0, 1), Cell(group, 0, 1)
@@ -336,6 +345,7 @@ def test_callback_output_belongs_to_the_cell_showing_the_widget(new_group: NewGr
     assert seen.tab(1) == "clicked" and made.came == []
 
 
+@NEEDS_COMM
 def test_an_unseen_widget_can_be_shown_later(new_group: NewGroup) -> None:
     group = new_group(2)
     made, seen, after = Cell(group, 0), Cell(group, 0, 1), Cell(group, 0)

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 import ipyparallel
+import IPython
 import pytest
 import torch
 import torch.distributed as dist
@@ -448,7 +449,8 @@ def test_rpc_makes_its_group_where_ddip_wraps_it() -> None:
 def test_ipython_keeps_a_failed_cell_where_ddip_frees_it() -> None:
     assert "last_execution_result" in InteractiveShell.class_traits()
     assert "self.tb = etb" in inspect.getsource(ultratb)
-    assert "self._filename_map[name] = number" in inspect.getsource(CachingCompiler.cache)
+    cache = inspect.getsource(CachingCompiler.cache)
+    assert "self._filename_map[name] = number" in cache or IPython.version_info < (8,)  # see old_versions.py
     assert "exec(code_obj, self.user_global_ns, self.user_ns)" in inspect.getsource(InteractiveShell.run_code)
 
 
@@ -482,7 +484,8 @@ def test_the_client_dispatches_output_where_ddip_takes_it() -> None:
 
 
 def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
-    assert "for parent, data in self._flush_buffers():" in inspect.getsource(OutStream._flush)
+    flush = inspect.getsource(OutStream._flush)
+    assert "for parent, data in self._flush_buffers():" in flush or "data = self._flush_buffer()" in flush
     assert "self._schedule_flush()" in inspect.getsource(OutStream.write)
     assert "self._flush_pending = False" in inspect.getsource(OutStream._flush)
     assert "self.socket = socket" in inspect.getsource(IOPubThread.__init__)

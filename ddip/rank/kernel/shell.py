@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from ipykernel.zmqshell import ZMQInteractiveShell
@@ -79,6 +79,10 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         """Create the shell's attributes; its compiler keeps the cells' numbers, also in an old IPython."""
         super().init_instance_attrs()
         keep_cell_numbers(self.compile)
+
+    def _update_code_co_name(self, code: CodeType) -> CodeType:
+        """Keep the name ``<module>`` of a cell's code, by which ddip finds it; IPython 7 would change it."""
+        return code
 
     def init_prompts(self) -> None:
         """Leave ``sys.ps1`` unset, since libraries that see it assume an interactive session."""
