@@ -483,9 +483,9 @@ def test_the_client_dispatches_output_where_ddip_takes_it() -> None:
     assert list(inspect.signature(ipyparallel.Client._dispatch_iopub.__wrapped__).parameters) == ["self", "msg"]
 
 
+@pytest.mark.skipif(not hasattr(OutStream, "_flush_buffers"), reason="ipykernel before 6.29: see old_versions.py")
 def test_the_streams_of_a_kernel_are_flushed_where_ddip_counts() -> None:
-    flush = inspect.getsource(OutStream._flush)
-    assert "for parent, data in self._flush_buffers():" in flush or "data = self._flush_buffer()" in flush
+    assert "for parent, data in self._flush_buffers():" in inspect.getsource(OutStream._flush)
     assert "self._schedule_flush()" in inspect.getsource(OutStream.write)
     assert "self._flush_pending = False" in inspect.getsource(OutStream._flush)
     assert "self.socket = socket" in inspect.getsource(IOPubThread.__init__)
