@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import ddip
 from ddip.errors import CellInterrupted
@@ -115,6 +116,8 @@ class Still:
     ],
 )
 def test_the_stop_button_ends_a_wait_for_another_rank(ranks: ddip.Group, wait: str, tmp_path: Path) -> None:
+    if wait == "barrier in a file" and not hasattr(dist.Store, "barrier"):
+        pytest.skip("this torch has no Store.barrier")
     stop_in(ranks, WAITS[wait], tmp_path)
 
 
