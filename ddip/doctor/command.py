@@ -26,7 +26,7 @@ INTERRUPTED = 130
 ABOUT = "Look at this machine and this environment, and say what keeps ddip from working, and what to do."
 ENDING = "Exit code: 0 if no check failed, else 1."
 CHECKS = [
-    ("platform", "machine", "check_platform"),
+    ("platform", "platforms", "check_platform"),
     ("packages", "software", "check_packages"),
     ("names", "private_names", "check_names"),
     ("folder", "software", "check_folder"),

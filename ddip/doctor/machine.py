@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 import socket
 import sys
@@ -28,16 +27,6 @@ BOUND_THREADS = 200
 """Processes and threads that a control group should have free, enough for a few ranks."""
 LOOPBACK_SECONDS = 3.0
 CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-def check_platform() -> Check:
-    """Report operating system and cores."""
-    from ddip.cluster.processes import on_host
-
-    found = f"{platform.system()} {platform.release()}, {platform.machine()}, cores: {on_host.cores()}"
-    if sys.platform not in ("linux", "darwin"):
-        return failed("platform", found, "use Linux or macOS; on Windows, WSL 2 is Linux")
-    return ok("platform", found)
 
 
 def check_shared_memory() -> Check:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -25,6 +28,8 @@ FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith(("hf_", "course
 HOSTS = FOLDER / "several_hosts.ipynb"
 """``tests/hosts`` runs it."""
 NO_HOSTS = not_here()
+PLATFORMS = FOLDER / "kaggle_colab.ipynb"
+"""Runs in the default suite, and therefore also under the pins of Kaggle and Colab (``make test-platform``)."""
 OTHERS = [
     pytest.param(
         path,
@@ -32,7 +37,7 @@ OTHERS = [
         marks=[pytest.mark.grid, pytest.mark.skipif(path == HOSTS and NO_HOSTS is not None, reason=str(NO_HOSTS))],
     )
     for path in NOTEBOOKS
-    if path not in LESSONS and path not in FRAMEWORKS
+    if path not in LESSONS and path not in FRAMEWORKS and path != PLATFORMS
 ]
 
 
@@ -66,6 +71,26 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
         shown = [out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])]
         assert sum("parameters identical: True" in text for text in shown) == 2
         assert sum("this call of init_process_group may stay" in text for text in shown) == 4
+
+
+def test_the_kaggle_notebook_trains_and_saves_under_nbclient(tmp_path: Path) -> None:
+    assert_trained(run(PLATFORMS, tmp_path), tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("papermill") is None, reason="pip install papermill")
+def test_the_kaggle_notebook_trains_and_saves_under_papermill(tmp_path: Path) -> None:
+    """Kaggle's "Save & Run All" runs a notebook with papermill."""
+    command = [sys.executable, "-m", "papermill", str(PLATFORMS), "done.ipynb", "--no-progress-bar"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert_trained(nbformat.read(tmp_path / "done.ipynb", as_version=4), tmp_path)
+
+
+def assert_trained(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Assert that the notebook for Kaggle and Colab has run on two ranks, and saved its results in `folder`."""
+    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "epoch 10: loss 0.0" in text and "ddip: ended 2 ranks" in text
+    assert {path.name for path in folder.iterdir()} - {"done.ipynb"} == {"loss.png", "model.pt"}
 
 
 MACHINES = re.compile(r"(?<![\w.])/(home|root|Users|work|tmp|opt)/")

@@ -13,7 +13,7 @@ import ddip
 from ddip.cluster.processes import boot
 from ddip.cluster.processes.ownership import Run
 from ddip.cluster.processes.processes import Proc
-from ddip.doctor import command, doctor_report, gpus, machine, private_names, software, torch_build, trial
+from ddip.doctor import command, doctor_report, gpus, machine, platforms, private_names, software, torch_build, trial
 from ddip.doctor.doctor_report import Check, failed, ok, warning
 from ddip.doctor.gpus import Gpu
 from ddip.doctor.private_names import NamesReport
@@ -74,10 +74,66 @@ def test_a_check_that_raises_fails_and_other_checks_still_run() -> None:
 # -- the machine
 
 
-def test_the_doctor_checks_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.check_platform().status == "ok"
-    monkeypatch.setattr(machine.sys, "platform", "win32")
-    assert machine.check_platform().status == "failed"
+def test_the_doctor_checks_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert platforms.check_platform().status in ("ok", "warning")
+    monkeypatch.setattr(platforms.sys, "platform", "win32")
+    assert platforms.check_platform().status == "failed"
+
+
+KAGGLE = {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "release-colab"}
+SAGEMAKER = {"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1", "algo-2"]', "SM_MODEL_DIR": "/opt/ml/model"}
+HUB = {"JUPYTERHUB_USER": "me"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "file", "gpus", "name", "said"),
+    [
+        (KAGGLE, "dev/shm/", 2, "Kaggle", "GPUs: 2, type %makedip -g all"),
+        (KAGGLE, "", 0, "Kaggle", "GPU T4 x2"),
+        (KAGGLE, "", 2, "Kaggle", "/dev/shm: missing"),
+        ({}, "kaggle/working/", 2, "Kaggle", "Internet switch"),
+        ({"COLAB_RELEASE_TAG": "release-colab"}, "", 1, "Colab", "%makedip -g 0,0 for two ranks"),
+        ({"COLAB_GPU": ""}, "", 0, "Colab", "%makedip -n 2"),
+        (SAGEMAKER, "", 8, "SageMaker", "the job has 2 instances"),
+        ({**SAGEMAKER, "SM_HOSTS": "algo-1"}, "", 8, "SageMaker", "in /opt/ml/model and in S3"),
+        ({}, platforms.RESOURCE_FILE, 4, "SageMaker", "GPUs: 4, those of this instance"),
+        ({"DATABRICKS_RUNTIME_VERSION": "17.3"}, "", 1, "Databricks 17.3", "those of the driver"),
+        ({**HUB, "MEM_LIMIT": "8000000000"}, "", 0, "JupyterHub", "8.0 GB of memory"),
+        (HUB, "", 0, "JupyterHub", "no memory limit"),
+        (SLURM, "", 0, "Slurm job 7", "nodes: 2; %makedip --here"),
+        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "", 0, "Slurm job 7", "step 0 of srun"),
+    ],
+)
+def test_a_platform_is_recognized_with_its_limits(
+    environment: dict[str, str], file: str, gpus: int, name: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    if file.endswith("/"):
+        (tmp_path / file).mkdir(parents=True)
+    elif file:
+        (tmp_path / file).touch()
+    (recognized,) = platforms.recognize(environment, tmp_path, gpus)
+    check = platforms.judge_platforms("Linux", [recognized])
+    assert recognized.name == name and said in check.found and check.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("environment", "advice"),
+    [
+        ({**HUB, "MEM_LIMIT": "1000000000"}, "more memory"),
+        ({**SLURM, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "srun --ntasks=1"),
+    ],
+)
+def test_a_platform_that_is_too_small_is_a_warning(environment: dict[str, str], advice: str, tmp_path: Path) -> None:
+    check = platforms.judge_platforms("Linux", list(platforms.recognize(environment, tmp_path, 0)))
+    assert check.status == "warning" and advice in check.advice
+
+
+def test_a_plain_machine_is_not_a_platform_and_several_may_apply(tmp_path: Path) -> None:
+    assert list(platforms.recognize({}, tmp_path, 8)) == []
+    both = platforms.recognize({**HUB, **SLURM}, tmp_path, 8)
+    assert [platform.name for platform in both] == ["JupyterHub", "Slurm job 7"]
 
 
 @pytest.mark.parametrize(
