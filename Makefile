@@ -142,6 +142,7 @@ $(READY): setup.cfg setup.py pyproject.toml
 PLATFORM ?= colab
 PINNED := $(VENV)-$(PLATFORM)
 test-platform: $(PINNED)/.ready
+	$(PINNED)/bin/python -m pytest tests/cluster/test_notebooks.py -k kaggle -m "grid or not grid"
 	$(PINNED)/bin/python -m pytest $(ARGS)
 
 $(PINNED)/.ready: tests/platforms/$(PLATFORM).txt setup.cfg setup.py pyproject.toml

@@ -29,7 +29,7 @@ HOSTS = FOLDER / "several_hosts.ipynb"
 """``tests/hosts`` runs it."""
 NO_HOSTS = not_here()
 PLATFORMS = FOLDER / "kaggle_colab.ipynb"
-"""Runs in the default suite, and therefore also under the pins of Kaggle and Colab (``make test-platform``)."""
+"""``make test-platform`` runs it with the packages that Kaggle and Colab pin."""
 OTHERS = [
     pytest.param(
         path,
@@ -73,10 +73,12 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
         assert sum("this call of init_process_group may stay" in text for text in shown) == 4
 
 
+@pytest.mark.grid
 def test_the_kaggle_notebook_trains_and_saves_under_nbclient(tmp_path: Path) -> None:
     assert_trained(run(PLATFORMS, tmp_path), tmp_path)
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(importlib.util.find_spec("papermill") is None, reason="pip install papermill")
 def test_the_kaggle_notebook_trains_and_saves_under_papermill(tmp_path: Path) -> None:
     """Kaggle's "Save & Run All" runs a notebook with papermill."""
