@@ -1,4 +1,4 @@
-"""Run programs in turns, for the numbers that they print: the machines are shared and noisy."""
+"""Run programs in alternation and collect the numbers they print: the machines are shared and noisy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-HANGS_SECONDS = 90
-"""After which a program is ended, with all that it has started, and tried again; notebook_launcher may hang."""
+RUN_LIMIT_SECONDS = 90
+"""Time limit of one run. A program that exceeds it is killed with all its children and run again; notebook_launcher may
+hang."""
 TRIES = 3
 
 
@@ -23,27 +24,27 @@ class Program:
     python: str = sys.executable
 
     def run(self) -> list[float]:
-        """The numbers, from a process of its own."""
+        """Run the program in its own process and return the numbers it prints."""
         command = [self.python, "-c", self.code, *self.arguments]
-        # nothing else on the path: nbdistributed starts "python", and would end others' processes with "pkill"
+        # PATH holds only this Python: nbdistributed starts "python", and its "pkill" would end unrelated processes
         environment = {**os.environ, "PATH": str(Path(self.python).parent)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         for _ in range(TRIES):
             with subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True) as process:  # type: ignore[call-overload]
                 try:
-                    out, errors = process.communicate(timeout=HANGS_SECONDS)
+                    out, errors = process.communicate(timeout=RUN_LIMIT_SECONDS)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
-                    print(f"  hangs: {self.code[-400:]}", file=sys.stderr)
+                    print(f"  timed out: {self.code[-400:]}", file=sys.stderr)
                     continue
             if process.returncode or not out.strip():
                 sys.exit(f"failed: {out[-2000:]}{errors[-2000:]}")
             return [float(word) for word in out.splitlines()[-1].split()]
-        sys.exit(f"hung {TRIES} times")
+        sys.exit(f"timed out {TRIES} times")
 
 
-def in_turns(programs: dict[str, Program], rounds: int) -> dict[str, list[tuple[float, ...]]]:
-    """The numbers that each of `programs` prints, a list for each number with one of each round, by its name."""
+def run_alternately(programs: dict[str, Program], rounds: int) -> dict[str, list[tuple[float, ...]]]:
+    """Return, per program, one list per printed number, with one value per round."""
     runs: dict[str, list[list[float]]] = {name: [] for name in programs}
     for number in range(rounds):
         for name, program in programs.items():

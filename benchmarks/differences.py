@@ -1,10 +1,10 @@
-"""What it costs to compare the ranks: after a fault, against one pass over the same bytes; and beside good cells.
+"""Measure what comparing the ranks costs, after a fault and beside good cells.
 
 Usage: differences.py [ROUNDS] [MILLIONS OF PARAMETERS ...]
 
-Two ranks hold a model and the state of Adam, which has two more numbers for each parameter. A cell fails on all of
-them; the next one waits until the ranks are compared. In turns with it: a cell that sums the same bytes once, and an
-empty cell after a good one, with and without these variables.
+Two ranks hold a model and Adam's state, which has two more numbers per parameter. A cell fails on both ranks; the next
+cell waits until the ranks are compared. Alternating with it: a cell that sums the same bytes once, and an empty cell
+after a good one, with and without these variables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import sys
 import time
 
-from rows import Row, seconds, show
+from rows import Row, report_rows, time_call
 
 from ddip import CellError, Group
 
@@ -41,11 +41,11 @@ def empty_cells(group: Group) -> float:
         for _ in range(CELLS):
             group.run("pass")
 
-    return 1e3 * seconds(run_all) / CELLS
+    return 1e3 * time_call(run_all) / CELLS
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     rows = []
     for millions in map(int, sys.argv[2:] or ["1", "10", "100"]):
@@ -57,8 +57,8 @@ def main() -> None:
                 time.sleep(IDLE_SECONDS)
                 with contextlib.suppress(CellError):
                     group.run("raise ValueError")
-                faults.append(1e3 * seconds(lambda: group.run("pass")))
-                passes.append(1e3 * seconds(lambda: group.run(PASS)))
+                faults.append(1e3 * time_call(lambda: group.run("pass")))
+                passes.append(1e3 * time_call(lambda: group.run(PASS)))
                 cells.append(empty_cells(group))
                 without.append(empty_cells(bare))
             what = f"{millions} M parameters and Adam"
@@ -66,7 +66,7 @@ def main() -> None:
                 Row(f"the next cell after a fault, {what}", "ms", 2, faults, {"one pass over the bytes": passes})
             )
             rows.append(Row(f"an empty cell, {what}", "ms", 2, cells, {"without variables": without}))
-    show("differences", rows)
+    report_rows("differences", rows)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""How fast does fastai train on two ranks? ``python benchmarks/fastai.py [ROUNDS]``.
+"""Measure how fast fastai trains on two ranks: ``python benchmarks/fastai.py [ROUNDS]``.
 
-Compares, in turns, on one thread each and with the same batches in all: one process alone; two ranks with the app; two
-ranks with DistributedDataParallel written by hand, a plain loop of torch around the same model and optimizer; and what
-the machine can do at most: two processes that train on half of the data each, and do not talk to each other.
+Compares, alternating, on one thread each and with the same batches: one process alone; two ranks with the app; two
+ranks with hand-written DistributedDataParallel, a plain torch loop around the same model and optimizer; and the
+machine's upper limit, two processes that each train on half of the data and do not communicate.
 """
 
 from __future__ import annotations
 
 import sys
 
-from rows import Row, show
+from rows import Row, report_rows
 
 import ddip
 
 BATCH, STEPS, PIXELS = 16, 24, 96
-"""The app makes a DistributedDataParallel in the first step of each fit: a short one would measure that."""
+"""The app creates a DistributedDataParallel in the first step of each fit, which would dominate a short fit."""
 SETUP = f"""
 import time
 from fastai.basics import *
@@ -68,18 +68,18 @@ WAYS = {
 
 
 def main(rounds: int) -> None:
-    """Print one table: seconds of an epoch."""
+    """Print one table: seconds per epoch."""
     measured: dict[str, list[float]] = {way: [] for way in WAYS}
     with ddip.Group(2, app="fastai", timeout=120) as group:
         group.run(SETUP)
         for number in range(rounds + 1):
             for way, (call, ranks) in list(WAYS.items())[:: 1 if number % 2 else -1]:
                 group.run(f"speed = {call}", ranks=ranks)
-                if number:  # the first is to warm up
+                if number:  # round 0 warms up
                     measured[way].append(group.pull(["N"])["N"] / group.pull(["speed"])["speed"])
     ours = measured.pop("two ranks, fastai's app")
     what = f"an epoch of an xresnet18 with fastai's app, {2 * STEPS * BATCH} images of {PIXELS} x {PIXELS}"
-    show("fastai", [Row(what, "s", 2, ours, dict(measured))])
+    report_rows("fastai", [Row(what, "s", 2, ours, dict(measured))])
 
 
 if __name__ == "__main__":

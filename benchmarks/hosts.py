@@ -1,6 +1,8 @@
-"""Groups on two hosts, in the namespaces of one machine: their start, beside an import of torch by ssh, and a cell.
+"""Time groups on two hosts, which are network namespaces of one machine: start, end, and an empty cell.
 
 Usage, as root: python -m tests.hosts.network run -- python benchmarks/hosts.py [STARTS]
+
+A start is compared with an import of torch over ssh.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from rows import Row, seconds, show
+from rows import Row, report_rows, time_call
 
 import ddip
 
@@ -21,50 +23,58 @@ HOSTS = ("h1", "h2")
 CELLS = 200
 
 
-def imported() -> None:
-    """Import torch by ssh on each host, at once."""
+def import_torch_by_ssh() -> None:
+    """Import torch over ssh on both hosts at once."""
     for process in [subprocess.Popen(["ssh", host, IMPORT]) for host in HOSTS]:
         assert process.wait() == 0
 
 
-def started(ranks: int) -> tuple[float, float]:
-    """From nothing to the first all_reduce of a group with so many ranks on each host; and its end, seconds."""
+def time_start(ranks: int) -> tuple[float, float]:
+    """Start a group with `ranks` ranks per host; return the seconds to the first all_reduce, and of the shutdown."""
     began = time.perf_counter()
     group = ddip.Group(ranks, hosts=",".join(HOSTS))
     group.run(SUM)
-    there = time.perf_counter() - began
-    return there, seconds(group.shutdown)
+    start_seconds = time.perf_counter() - began
+    return start_seconds, time_call(group.shutdown)
 
 
-def connected() -> None:
-    """One round trip: a TCP connection is made."""
+def open_connection() -> None:
+    """Open a TCP connection: one round trip."""
     socket.create_connection((HOSTS[0], 22)).close()
 
 
-def cells(**place: object) -> list[float]:
-    """Empty cells on four ranks, milliseconds."""
+def time_empty_cells(**place: object) -> list[float]:
+    """Return the milliseconds of each of many empty cells on four ranks."""
     with ddip.Group(**place) as group:  # type: ignore[arg-type]
         group.run("pass")
-        return [1e3 * seconds(lambda: group.run("pass")) for _ in range(CELLS)]
+        return [1e3 * time_call(lambda: group.run("pass")) for _ in range(CELLS)]
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    started(2)  # the notebook's own preload process, and the files in memory
-    imports, two, four = zip(*((seconds(imported), started(2), started(4)) for _ in range(count)), strict=True)
+    time_start(2)  # warms up the notebook's preload process and the file cache
+    imports, two, four = zip(
+        *((time_call(import_torch_by_ssh), time_start(2), time_start(4)) for _ in range(count)), strict=True
+    )
     rows = []
     for size, found in ((4, two), (8, four)):
         starts, ends = zip(*found, strict=True)
-        beside = {"import torch.distributed by ssh, on both": imports}
-        rows.append(Row(f"{count} starts on two hosts: to the first all_reduce", "s", size, starts, beside))
+        comparison = {"import torch.distributed by ssh, on both": imports}
+        rows.append(Row(f"{count} starts on two hosts: to the first all_reduce", "s", size, starts, comparison))
         rows.append(Row("a group on two hosts: its end", "s", size, ends))
-    there, here = cells(n=2, hosts=",".join(HOSTS)), cells(n=4)
-    trip = [1e3 * seconds(connected) for _ in range(CELLS)]
+    on_two_hosts, on_one_host = time_empty_cells(n=2, hosts=",".join(HOSTS)), time_empty_cells(n=4)
+    round_trip = [1e3 * time_call(open_connection) for _ in range(CELLS)]
     rows.append(
-        Row("an empty cell on two hosts", "ms", 4, there, {"on one": here, "a round trip of the network": trip})
+        Row(
+            "an empty cell on two hosts",
+            "ms",
+            4,
+            on_two_hosts,
+            {"on one": on_one_host, "a round trip of the network": round_trip},
+        )
     )
-    show("hosts", rows)
+    report_rows("hosts", rows)
 
 
 if __name__ == "__main__":

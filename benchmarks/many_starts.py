@@ -1,4 +1,4 @@
-"""Many starts in a row, with every core busy with something else: does each one come, and how long does it take?
+"""Start many groups in a row while every core is busy: does each start succeed, and how long does it take?
 
 Usage: many_starts.py [STARTS] [RANKS ...]
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from rows import Row, show
+from rows import Row, report_rows
 
 from ddip import Group
 
@@ -18,7 +18,7 @@ REDUCE = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_r
 
 
 def main() -> None:
-    """Print one table; fails if a start does."""
+    """Print one table; fail if a start fails."""
     starts = int(sys.argv[1]) if len(sys.argv) > 1 else 30
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
@@ -42,7 +42,7 @@ def main() -> None:
         for process in load:
             process.kill()
             process.wait()
-    show("many_starts", rows)
+    report_rows("many_starts", rows)
 
 
 if __name__ == "__main__":

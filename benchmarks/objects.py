@@ -1,9 +1,9 @@
-"""Objects to every rank and back: ddip against ipyparallel on the same engines, and against one copy, in turns.
+"""Time pushes and pulls: ddip against ipyparallel on the same engines, and against one copy, alternating.
 
 Usage: objects.py [TIMES] [RANKS ...]
 
-The limit is one pickle whose buffers stand beside it, and one copy of it all in this process. What is pushed replaces
-nothing: ranks let go of what is replaced after a push of ddip's, and within one of ipyparallel's.
+The lower bound is one pickle with out-of-band buffers, and one copy of all of it in this process. Pushes replace
+nothing: ranks free a replaced object after a ddip push, but within an ipyparallel push.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rows import Row, seconds, show
+from rows import Row, report_rows, time_call
 
 from ddip import Group
 from ddip.cluster.ipyparallel.own_cluster import OwnCluster
@@ -27,55 +27,55 @@ SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "8 MiB": 1 << 23, "64 MiB": 1 << 26
 COPY = "pickle and one copy"
 
 
-def in_turns(times: int, *calls: Callable[[], object]) -> list[tuple[float, ...]]:
-    """Seconds of each."""
-    rounds = [[seconds(call) for call in calls] for _ in range(times)]
+def time_alternately(times: int, *calls: Callable[[], object]) -> list[tuple[float, ...]]:
+    """Return the seconds of each call, alternating."""
+    rounds = [[time_call(call) for call in calls] for _ in range(times)]
     return list(zip(*rounds, strict=True))
 
 
-def limit(value: object) -> None:
-    """Pickle and copy it here."""
+def pickle_and_copy(value: object) -> None:
+    """Pickle and copy `value` in this process, the lower bound of a transfer."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     bytearray().join([data, *(buffer.raw() for buffer in buffers)])
 
 
-def forget(group: Group, name: str) -> None:
-    """Have every rank let go of a variable, and of the garbage after that cell."""
+def free_variable(group: Group, name: str) -> None:
+    """Free a variable on every rank, and the garbage that is collected after that cell."""
     group.run(f"{name} = None")
     time.sleep(0.1)
     group.run("pass")
 
 
-def arrays(times: int, group: Group) -> list[Row]:
-    """An array of bytes, by size."""
+def measure_arrays(times: int, group: Group) -> list[Row]:
+    """Measure byte arrays, by size."""
     assert isinstance(group.cluster, OwnCluster)
     client, ids = group.cluster.client, [member.engine for member in group.members]
-    view, one = client.direct_view(ids), client.direct_view(ids[0])
+    view, single_view = client.direct_view(ids), client.direct_view(ids[0])
     rows = []
     for name, size in SIZES.items():
         array = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         values = {"array": array}
-        push, pull, raw_pull, pull_all, copy, _, raw_push, _ = in_turns(
+        push, pull, raw_pull, pull_all, copy, _, raw_push, _ = time_alternately(
             times,
             lambda: group.push(values),  # noqa: B023
             lambda: group.pull(["array"]),
-            lambda: one.pull("array", block=True),
+            lambda: single_view.pull("array", block=True),
             lambda: group.pull_all(["array"], range(len(ids))),
-            lambda: limit(array),  # noqa: B023
-            lambda: forget(group, "array"),
+            lambda: pickle_and_copy(array),  # noqa: B023
+            lambda: free_variable(group, "array"),
             lambda: view.push(values, block=True),  # noqa: B023
-            lambda: forget(group, "array"),
+            lambda: free_variable(group, "array"),
         )
-        one_copy = {COPY: copy} if size > LARGE else {}  # what is less takes as long as a message
+        one_copy = {COPY: copy} if size > LARGE else {}  # a smaller array takes as long as any message
         rows.append(Row(f"push {name}", "s", len(ids), push, {"ipyparallel": raw_push, **one_copy}))
         rows.append(Row(f"pull {name} from one", "s", len(ids), pull, {"ipyparallel": raw_pull, **one_copy}))
         rows.append(Row(f"pull {name} from all", "s", len(ids), pull_all, {"from one": pull}))
     return rows
 
 
-def others(times: int, group: Group) -> list[Row]:
-    """What is not one array."""
+def measure_collections(times: int, group: Group) -> list[Row]:
+    """Measure collections of tensors, a data frame and a module."""
     numbers = np.arange(10_000_000)
     made: dict[str, Any] = {
         "10 000 tensors of 4 KB": {f"t{number}": torch.zeros(1000) for number in range(10_000)},
@@ -87,12 +87,12 @@ def others(times: int, group: Group) -> list[Row]:
     for name, value in made.items():
         state = [*value.parameters()] if isinstance(value, torch.nn.Module) else value
         plain = [tensor.detach().numpy() for tensor in state] if isinstance(state, list) else state
-        push, pull, best, _ = in_turns(
+        push, pull, best, _ = time_alternately(
             times,
             lambda: group.push({"value": value}),  # noqa: B023
             lambda: group.pull(["value"]),
-            lambda: limit(plain),  # noqa: B023
-            lambda: forget(group, "value"),
+            lambda: pickle_and_copy(plain),  # noqa: B023
+            lambda: free_variable(group, "value"),
         )
         rows.append(Row(f"push {name}", "s", group.world_size, push, {COPY: best}))
         rows.append(Row(f"pull {name}", "s", group.world_size, pull, {COPY: best}))
@@ -100,15 +100,15 @@ def others(times: int, group: Group) -> list[Row]:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     times = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     rows = []
     for count in sys.argv[2:] or ["2", "4", "8"]:
         with Group(int(count)) as group:
-            rows += arrays(times, group)
+            rows += measure_arrays(times, group)
             if count == "4":
-                rows += others(times, group)
-    show("objects", rows)
+                rows += measure_collections(times, group)
+    report_rows("objects", rows)
 
 
 if __name__ == "__main__":

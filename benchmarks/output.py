@@ -1,4 +1,4 @@
-"""What a person sees, and when: a cell on ranks against the same cell in the notebook's own kernel, in turns.
+"""Time what a person sees: a cell on ranks against the same cell in the notebook's kernel, alternating.
 
 Usage: output.py [ROUNDS] [RANKS]
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jupyter_client.manager import start_new_kernel
-from rows import Row, show
+from rows import Row, report_rows
 
 PRINTS = 200_000
 WRITE = "import time\nprint(time.time())\ntime.sleep(0.6)"
@@ -21,13 +21,13 @@ MODEL = "import torch\nmodel = torch.nn.Linear(2, 2)"
 
 
 class Kernel:
-    """A notebook's kernel."""
+    """The kernel of a notebook."""
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel()
 
-    def run(self, code: str, first: Callable[[str], None] = lambda text: None) -> float:
-        """Run a cell; `first` gets its first text as soon as that is there; returns the seconds it took."""
+    def run(self, code: str, on_first_text: Callable[[str], None] = lambda text: None) -> float:
+        """Run a cell and return its seconds; `on_first_text` gets the first text as soon as it arrives."""
         began = time.perf_counter()
         request = self.client.execute(code)
         seen = False
@@ -37,7 +37,7 @@ class Kernel:
                 continue
             if message["msg_type"] == "stream" and not seen:
                 seen = True
-                first(message["content"]["text"])
+                on_first_text(message["content"]["text"])
             if message["msg_type"] == "error":
                 sys.exit("\n".join(message["content"]["traceback"]))
             if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
@@ -46,13 +46,13 @@ class Kernel:
         return time.perf_counter() - began
 
     def latency(self, magic: str) -> float:
-        """Milliseconds from writing a line until it is here."""
+        """Return the milliseconds from printing a line until it arrives here."""
         late: list[float] = []
         self.run(magic + WRITE, lambda text: late.append(1e3 * (time.time() - float(text))))
         return late[0]
 
     def ask(self, kind: str, code: str) -> float:
-        """Milliseconds until Tab, or help, is answered."""
+        """Return the milliseconds until a completion or help request is answered."""
         began = time.perf_counter()
         getattr(self.client, kind)(code, len(code))
         reply: Any = self.client.get_shell_msg(timeout=10)
@@ -61,8 +61,8 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def kernel() -> Iterator[Kernel]:
-    """One, which ends."""
+def running_kernel() -> Iterator[Kernel]:
+    """Start a kernel, and shut it down at the end."""
     started = Kernel()
     try:
         yield started
@@ -72,34 +72,34 @@ def kernel() -> Iterator[Kernel]:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     size = int(sys.argv[2]) if len(sys.argv) > 2 else 2
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
 
-    def note(what: str, unit: str, ours: float, its: float) -> None:
-        found.setdefault((what, unit), []).append((ours, its))
+    def add_pair(what: str, unit: str, ours: float, in_kernel_only: float) -> None:
+        found.setdefault((what, unit), []).append((ours, in_kernel_only))
 
-    with kernel() as notebook:
+    with running_kernel() as notebook:
         notebook.run(f"%load_ext ddip\n%makedip -n {size}\n{MODEL}")
         notebook.run(f"%%dip\n{MODEL}")
         for kind, code in (("complete", "model."), ("inspect", "model.forward")):
-            notebook.ask(kind, code), notebook.ask(kind, f"%%dip\n{code}")  # the first has imports to do
+            notebook.ask(kind, code), notebook.ask(kind, f"%%dip\n{code}")  # the first request imports modules
         for _ in range(rounds):
-            note("a printed line is there", "ms", notebook.latency("%%dip\n"), notebook.latency(""))
-            note("the same, of all ranks, in labels", "ms", _all(notebook), notebook.latency(""))
-            note(f"{PRINTS} prints", "s", notebook.run(f"%%dip\n{LOOP}"), notebook.run(LOOP))
+            add_pair("a printed line is there", "ms", notebook.latency("%%dip\n"), notebook.latency(""))
+            add_pair("the same, of all ranks, in labels", "ms", _latency_of_all_ranks(notebook), notebook.latency(""))
+            add_pair(f"{PRINTS} prints", "s", notebook.run(f"%%dip\n{LOOP}"), notebook.run(LOOP))
             for kind, code in (("complete", "model."), ("inspect", "model.forward")):
-                ours, its = (notebook.ask(kind, f"{magic}{code}") for magic in ("%%dip\n", ""))
-                note(f"{'Tab after' if kind == 'complete' else 'help on'} {code}", "ms", ours, its)
+                ours, in_kernel_only = (notebook.ask(kind, f"{magic}{code}") for magic in ("%%dip\n", ""))
+                add_pair(f"{'Tab after' if kind == 'complete' else 'help on'} {code}", "ms", ours, in_kernel_only)
     rows = []
     for (what, unit), pairs in found.items():
         on_ranks, in_kernel = zip(*pairs, strict=True)
         rows.append(Row(what, unit, size, on_ranks, {"the notebook's own kernel": in_kernel}))
-    show("output", rows)
+    report_rows("output", rows)
 
 
-def _all(notebook: Kernel) -> float:
+def _latency_of_all_ranks(notebook: Kernel) -> float:
     notebook.run("%config DipMagics.style = 'labels'")
     late: list[float] = []
     notebook.run("%%dip -S all\n" + WRITE, lambda text: late.append(1e3 * (time.time() - float(text.split()[2]))))

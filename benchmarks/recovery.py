@@ -1,11 +1,11 @@
-"""From a fault to a group that works again, with all variables; against starting the group afresh, in turns.
+"""Time the recovery from a fault with all variables kept, against a restart of the group, alternating.
 
 Usage: recovery.py [ROUNDS] [RANKS ...]
 
-While the other ranks wait in all_reduce, one rank raises, or never comes and the user presses stop, or is killed and
-replaced. ``ends``: from the fault until the cell has failed in the notebook (of an exception that includes the grace of
-1 s that the other ranks get to end by themselves); ``usable``: until the next all_reduce over all ranks has succeeded.
-``afresh`` is ``%makedip -r``, after which that all_reduce works too, but all variables are gone.
+While the other ranks wait in all_reduce, one rank raises, or never joins and the user presses stop, or is killed and
+replaced. ``ends``: from the fault until the cell has failed in the notebook (for an exception that includes the grace
+of 1 s in which the other ranks may end by themselves); ``usable``: until the next all_reduce over all ranks has
+succeeded. ``restart_group`` is ``%makedip -r``: the all_reduce works after it, but all variables are lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rows import Row, show
+from rows import Row, report_rows
 
 from ddip import CellError, Group
 from ddip.errors import CellInterrupted
@@ -26,8 +26,8 @@ SET_UP = "import time, torch, torch.distributed as dist\nx = torch.ones(1000)"
 PROOF = "y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
 
-def raises(group: Group) -> float:
-    """Returns when it happened."""
+def raise_on_rank_0(group: Group) -> float:
+    """Raise on rank 0 while the others wait; return the time of the exception."""
     try:
         group.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
     except CellError as error:
@@ -35,8 +35,13 @@ def raises(group: Group) -> float:
     raise AssertionError("did not fail")
 
 
-def _while_rank_1_waits(group: Group, fault: Callable[[], None], code: str, fails: type[BaseException]) -> float:
-    """Run `code`, which `fails`, and let the fault happen when rank 1 waits in all_reduce; returns when that was."""
+def _cause_fault_while_rank_1_waits(
+    group: Group, fault: Callable[[], None], code: str, error_type: type[BaseException]
+) -> float:
+    """Run `code` and cause `fault` when rank 1 waits in all_reduce; return the time of the fault.
+
+    The cell must fail with `error_type`.
+    """
     happened: list[float] = []
 
     def watch() -> None:
@@ -50,45 +55,47 @@ def _while_rank_1_waits(group: Group, fault: Callable[[], None], code: str, fail
     thread.start()
     try:
         group.run(code)
-    except fails:
+    except error_type:
         thread.join()
         return happened[0]
     raise AssertionError("did not fail")
 
 
-def interrupted(group: Group) -> float:
-    """Returns when the stop button was pressed."""
+def press_stop_button(group: Group) -> float:
+    """Press the stop button while rank 1 waits; return the time."""
     press_stop = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-    return _while_rank_1_waits(group, press_stop, "if rank: dist.all_reduce(x)", CellInterrupted)
+    return _cause_fault_while_rank_1_waits(group, press_stop, "if rank: dist.all_reduce(x)", CellInterrupted)
 
 
-def killed(group: Group) -> float:
-    """Returns when the rank was killed."""
-    kill = lambda: os.kill(group.members[0].pid, signal.SIGKILL)  # noqa: E731
-    return _while_rank_1_waits(group, kill, "time.sleep(1000) if rank == 0 else dist.all_reduce(x)", CellError)
+def kill_rank_0(group: Group) -> float:
+    """Kill rank 0 while rank 1 waits; return the time."""
+    kill_process = lambda: os.kill(group.members[0].pid, signal.SIGKILL)  # noqa: E731
+    return _cause_fault_while_rank_1_waits(
+        group, kill_process, "time.sleep(1000) if rank == 0 else dist.all_reduce(x)", CellError
+    )
 
 
-def nothing(group: Group) -> float:
-    """For comparison: what it takes without any fault to run the proof."""
+def cause_no_fault(group: Group) -> float:
+    """Cause no fault: the baseline that only runs the proof."""
     return time.time()
 
 
-def afresh(group: Group) -> float:
-    """Returns when it began."""
+def restart_group(group: Group) -> float:
+    """Restart the group; return the time when it began."""
     began = time.time()
     group.restart()
     return began
 
 
 NAMES = {
-    raises: "a rank raises while others wait",
-    interrupted: "stop is pressed while ranks wait",
-    killed: "a rank is killed while others wait",
+    raise_on_rank_0: "a rank raises while others wait",
+    press_stop_button: "stop is pressed while ranks wait",
+    kill_rank_0: "a rank is killed while others wait",
 }
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     rows = []
     for size in map(int, sys.argv[2:] or ["2", "4", "8"]):
@@ -97,19 +104,19 @@ def main() -> None:
         with Group(size, timeout=120) as group:
             group.run(SET_UP)
             for _ in range(rounds):
-                for fault in (*NAMES, afresh, nothing):
+                for fault in (*NAMES, restart_group, cause_no_fault):
                     at = fault(group)
                     ends.setdefault(fault.__name__, []).append(time.time() - at)
-                    if fault is killed:
+                    if fault is kill_rank_0:
                         group.repair(["x"], 1)
                     group.run("import torch, torch.distributed as dist\n" + PROOF)
                     usable.setdefault(fault.__name__, []).append(time.time() - at)
                     group.run(SET_UP)
-        others = {"%makedip -r": usable["afresh"], "no fault": usable["nothing"]}
+        others = {"%makedip -r": usable["restart_group"], "no fault": usable["cause_no_fault"]}
         for fault, what in NAMES.items():
             rows.append(Row(f"{what}: the cell is over", "s", size, ends[fault.__name__]))
             rows.append(Row(f"{what}: all ranks compute again", "s", size, usable[fault.__name__], others))
-    show("recovery", rows)
+    report_rows("recovery", rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Make ``RESULTS.md`` of what the benchmarks have kept: one table, the machine, the versions, and curves over ranks.
+"""Write ``RESULTS.md`` from stored benchmark results: tables, machine, versions, and plots over ranks.
 
 Usage: results.py [FOLDER]
 
-Sections of benchmarks that were not run stay as they are.
+The sections of benchmarks that were not run stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib
 import psutil
 from matplotlib import pyplot
-from rows import HEAD, Row, interval, kept
+from rows import HEAD, Row, interval, load_rows
 
 TITLES = {
     "start": "Start",
@@ -46,30 +46,33 @@ PLOTS = {
         "a rank raises while others wait: the cell is over",
     ],
 }
-"""What is drawn over the number of ranks; the first with what stands beside it."""
+"""Rows that are plotted over the number of ranks; the first row of each plot includes its comparisons."""
 
 
-def machine() -> str:
-    """What this was measured on."""
+def describe_machine() -> str:
+    """Describe the machine that ran the benchmarks."""
     found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = found[0].partition(": ")[2] if found else platform.machine()
     memory = psutil.virtual_memory().total / 2**30
     return f"{os.cpu_count()} cores ({name}), {memory:.0f} GB, {platform.system()}, no GPU used"
 
 
-def curves(rows: Iterable[Row], first: str) -> dict[str, dict[int, list[float]]]:
-    """Measurements by number of ranks, of each line of a plot; of what stands beside them that of the `first`."""
+def collect_curves(rows: Iterable[Row], first: str) -> dict[str, dict[int, list[float]]]:
+    """Return the measurements by number of ranks for each line of a plot.
+
+    Comparisons are included only for the row `first`.
+    """
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         found.setdefault(f"ddip, {row.what}", {})[row.ranks] = list(row.ours)
-        for name, theirs in row.others.items() if row.what == first else ():
-            found.setdefault(name, {})[row.ranks] = list(theirs)
-    return {name: its for name, its in found.items() if len(its) > 1}
+        for name, values in row.others.items() if row.what == first else ():
+            found.setdefault(name, {})[row.ranks] = list(values)
+    return {name: by_ranks for name, by_ranks in found.items() if len(by_ranks) > 1}
 
 
-def draw(rows: list[Row], file: Path) -> bool:
-    """Medians over ranks, with their intervals; returns whether there is anything to draw."""
-    lines = curves(rows, rows[0].what)
+def plot_rows(rows: list[Row], file: Path) -> bool:
+    """Plot medians over ranks with their intervals; return False if there is nothing to plot."""
+    lines = collect_curves(rows, rows[0].what)
     if not lines:
         return False
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
@@ -97,7 +100,7 @@ def draw(rows: list[Row], file: Path) -> bool:
 
 
 def sections_of(page: str) -> dict[str, list[str]]:
-    """The lines of each section of the page that is there, by its title."""
+    """Return the lines of each section of an existing page, by title."""
     found: dict[str, list[str]] = {}
     for part in page.split("\n## ")[1:]:
         title, _, text = part.partition("\n")
@@ -106,35 +109,35 @@ def sections_of(page: str) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
+    """Write the page and its plots."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ddip"})
-    found = kept()
+    found = load_rows()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
     page = [
         "# Results of the benchmarks",
         "",
-        f"The programs of `make bench`: {machine()};",
+        f"The programs of `make bench`: {describe_machine()};",
         f"Python {platform.python_version()}, {versions}.",
         "",
         "Medians, and in parentheses where the median lies in 95 of 100 cases (with less than six rounds: least and",
         "greatest value). What stands in one line was measured in turns; the ratio is the median of the rounds'.",
     ]
-    there = folder / "RESULTS.md"
-    former = sections_of(there.read_text()) if there.exists() else {}
+    page_path = folder / "RESULTS.md"
+    former = sections_of(page_path.read_text()) if page_path.exists() else {}
     for benchmark, title in TITLES.items():
         if benchmark not in found:
             page += ["", f"## {title}", "", *former[title]] if title in former else []
             continue
         when, rows = found[benchmark]
-        page += ["", f"## {title}", "", when, "", HEAD, *(row.line() for row in rows)]
+        page += ["", f"## {title}", "", when, "", HEAD, *(row.table_row() for row in rows)]
         drawn = [row for what in PLOTS.get(benchmark, ()) for row in rows if row.what == what]
         file = folder / "results" / f"{benchmark}.svg"
         file.parent.mkdir(exist_ok=True)
-        if drawn and draw(drawn, file):
+        if drawn and plot_rows(drawn, file):
             page += ["", f"![{title}, over the number of ranks](results/{file.name})"]
-    there.write_text("\n".join(page) + "\n")
+    page_path.write_text("\n".join(page) + "\n")
     print(f"{folder / 'RESULTS.md'}: {sum(len(rows) for _, rows in found.values())} measurements")
 
 

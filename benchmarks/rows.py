@@ -1,4 +1,4 @@
-"""What a benchmark has measured: rows of a table, which it prints and keeps; ``results.py`` makes a page of all."""
+"""Rows of benchmark results, which a benchmark prints and stores; ``results.py`` makes a page of all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 KEPT = Path(os.environ.get("RESULTS", Path(__file__).parents[1] / "build" / "benchmarks"))
 HEAD = "| | ranks | ddip | beside it, and the ratio |\n|---|---|---|---|"
-SURE = 0.95
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, several times; what stands beside it was measured in turns with it."""
+    """One measurement, repeated; `others` was measured alternately with it."""
 
     what: str
     unit: str
@@ -29,56 +29,57 @@ class Row:
     ours: Sequence[float]
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def line(self) -> str:
-        """Of the table: medians, and the median ratios, with their intervals."""
+    def table_row(self) -> str:
+        """Return the table row: medians and median ratios, with their intervals."""
         beside = []
         for name, theirs in self.others.items():
-            ratios = [mine / its for mine, its in zip(self.ours, theirs, strict=True)]
-            beside.append(f"{name} {text(theirs)}: **{text(ratios)}**")
-        return f"| {self.what}, {self.unit} | {self.ranks} | {text(self.ours)} | {'; '.join(beside)} |"
+            ratios = [ours / other for ours, other in zip(self.ours, theirs, strict=True)]
+            beside.append(f"{name} {format_median(theirs)}: **{format_median(ratios)}**")
+        return f"| {self.what}, {self.unit} | {self.ranks} | {format_median(self.ours)} | {'; '.join(beside)} |"
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Time one call."""
+def time_call(call: Callable[[], object]) -> float:
+    """Return the seconds that one call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what `values` were drawn from lies, in 95 of 100 cases: between two of the values themselves.
+    """Return the 95 % confidence interval of the median of the distribution that `values` were drawn from.
 
-    Less than six values cannot be so sure; of those it is the least and the greatest.
+    It lies between two of the values themselves (order statistics, binomial). With fewer than six values that certainty
+    is out of reach; the result is then the smallest and the largest value.
     """
     ordered, count, outside = sorted(values), len(values), 0.0
     for cut in range(count // 2):
         outside += 2 * math.comb(count, cut) / 2**count
-        if outside > 1 - SURE:
+        if outside > 1 - CONFIDENCE:
             return ordered[max(0, cut - 1)], ordered[-max(1, cut)]
     return ordered[0], ordered[-1]
 
 
-def text(values: Sequence[float]) -> str:
-    """The median, and its interval."""
-    middle = _short(statistics.median(values))
-    return middle if len(set(values)) == 1 else f"{middle} ({' to '.join(map(_short, interval(values)))})"
+def format_median(values: Sequence[float]) -> str:
+    """Format the median and its interval."""
+    middle = _format_number(statistics.median(values))
+    return middle if len(set(values)) == 1 else f"{middle} ({' to '.join(map(_format_number, interval(values)))})"
 
 
-def _short(value: float) -> str:
-    """Three digits, and all of a whole number."""
+def _format_number(value: float) -> str:
+    """Format a number with three digits, or all digits of its integer part."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def show(benchmark: str, rows: Sequence[Row]) -> None:
-    """Print them, and keep them for ``results.py``."""
-    print("\n".join([HEAD, *(row.line() for row in rows)]))
+def report_rows(benchmark: str, rows: Sequence[Row]) -> None:
+    """Print rows, and store them for ``results.py``."""
+    print("\n".join([HEAD, *(row.table_row() for row in rows)]))
     KEPT.mkdir(parents=True, exist_ok=True)
     when = f"On {datetime.date.today()}, with torch {importlib.metadata.version('torch')}."
-    kept = {"when": when, "rows": [dataclasses.asdict(row) for row in rows]}
-    (KEPT / f"{benchmark}.json").write_text(json.dumps(kept))
+    stored = {"when": when, "rows": [dataclasses.asdict(row) for row in rows]}
+    (KEPT / f"{benchmark}.json").write_text(json.dumps(stored))
 
 
-def kept() -> dict[str, tuple[str, list[Row]]]:
-    """What was kept, by benchmark: when it was measured, and with which torch, and the rows."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
-    return {name: (its["when"], [Row(**row) for row in its["rows"]]) for name, its in found.items()}
+def load_rows() -> dict[str, tuple[str, list[Row]]]:
+    """Return the stored rows by benchmark, each with a line that says when and with which torch it ran."""
+    stored = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
+    return {name: (result["when"], [Row(**row) for row in result["rows"]]) for name, result in stored.items()}

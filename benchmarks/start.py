@@ -1,11 +1,11 @@
-"""From nothing to the first all_reduce on every rank: ddip, raw ipyparallel, three peers, and one ``import torch``.
+"""Time a start from nothing to the first all_reduce on every rank: ddip, ipyparallel, and three peers.
 
 Usage: start.py [ROUNDS] [RANKS ...]
 
 The peers are measured if PEERS is the Python of an environment that has them and the same torch (``make bench``). Raw
-ipyparallel only imports torch: it forms no group; accelerate's notebook_launcher runs one function, and ends. Each
-program runs in a process that has imported what the kernel of a notebook has imported. Memory is the proportional set
-size of all processes that were started, a rank.
+ipyparallel only imports torch and forms no process group; accelerate's notebook_launcher runs one function and ends.
+Each program runs in a process that has imported what the kernel of a notebook has imported. Memory is the proportional
+set size (PSS) per rank of all started processes. One ``import torch`` is measured for comparison.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from alternate import Program, in_turns
-from rows import Row, show
+from alternate import Program, run_alternately
+from rows import Row, report_rows
 
 PEERS = Path(os.environ.get("PEERS", ".venv-peers/bin/python"))
 REDUCE = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x > 1"
@@ -88,20 +88,20 @@ began = clock()
 shell.run_line_magic("load_ext", "nbdistributed")
 shell.run_line_magic("dist_init", f"-n {{n}}")
 def connected(): return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("inet"))
-while connected() < n: time.sleep(0.02)  # a cell that is sent sooner is lost, and fails after 30 s
+while connected() < n: time.sleep(0.02)  # a cell that is sent earlier is lost, and fails after 30 s
 time.sleep(0.1)
 shell.run_cell_magic("distributed", "", REDUCE)
 manager = shell.magics_manager.registry["DistributedMagic"]._process_manager
-stop = manager.shutdown  # its own magic for this ends processes by a pattern, others' too
+stop = manager.shutdown  # its own magic ends processes by name pattern, including unrelated ones
 {TAIL}"""
 LAUNCHER = f"""{HEAD}
 import multiprocessing
-told = multiprocessing.get_context("fork").SimpleQueue()
+results = multiprocessing.get_context("fork").SimpleQueue()
 def main():
     import torch.distributed as dist
     dist.init_process_group("gloo")
     exec(REDUCE, {{}})
-    told.put((clock(), megabytes_of_this()))
+    results.put((clock(), megabytes_of_this()))
     dist.barrier()
     dist.destroy_process_group()
 def megabytes_of_this(): return psutil.Process().memory_full_info().pss / 2**20
@@ -109,9 +109,9 @@ began = clock()
 from accelerate import notebook_launcher
 notebook_launcher(main, num_processes=n)
 ended = clock()
-there, memory = zip(*(told.get() for _ in range(n)))
+ready, memory = zip(*(results.get() for _ in range(n)))
 print()
-print(max(there) - began, ended - max(there), sum(memory) / n)
+print(max(ready) - began, ended - max(ready), sum(memory) / n)
 """
 LOAD = f"""{HEAD}
 began = clock()
@@ -127,8 +127,8 @@ print(time.perf_counter() - began, 0, 0)
 """
 
 
-def programs(ranks: str) -> dict[str, Program]:
-    """What is compared."""
+def compared_programs(ranks: str) -> dict[str, Program]:
+    """Return the compared programs, by name."""
     ours = {"cold": COLD, "warm": WARM, "spawned": SPAWNED, "ipyparallel": RAW, "notebook_launcher": LAUNCHER}
     peers = {"jupyter-distributed": JUPYTER_DISTRIBUTED, "nbdistributed": NBDISTRIBUTED}
     found = {"import torch": Program(TORCH)}
@@ -143,17 +143,21 @@ MEASURED = (("to the first all_reduce", "s"), ("and stop", "s"), ("memory of a r
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    load = in_turns({"load": Program(LOAD, ("1",))}, rounds)["load"][0]
+    load = run_alternately({"load": Program(LOAD, ("1",))}, rounds)["load"][0]
     rows = [Row("load_ext", "ms", 1, [1e3 * seconds for seconds in load])]
     for size in map(int, sys.argv[2:] or ["2", "4", "8", "16"]):
-        found = in_turns(programs(str(size)), rounds)
+        found = run_alternately(compared_programs(str(size)), rounds)
         for way, what in WAYS.items():
             for number, (measure, unit) in enumerate(MEASURED):
-                others = {name: its[number] for name, its in found.items() if name not in WAYS and any(its[number])}
+                others = {
+                    name: numbers[number]
+                    for name, numbers in found.items()
+                    if name not in WAYS and any(numbers[number])
+                }
                 rows.append(Row(f"{what}: {measure}", unit, size, found[way][number], others))
-    show("start", rows)
+    report_rows("start", rows)
 
 
 if __name__ == "__main__":

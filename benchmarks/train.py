@@ -1,9 +1,9 @@
-"""A training loop that prints at each step: in a cell on two ranks, by torchrun, and by accelerate's notebook_launcher.
+"""Time a training loop that prints at each step: in a cell, under torchrun, and under notebook_launcher.
 
 Usage: train.py [ROUNDS] [RANKS]
 
-The same code in all of them, DistributedDataParallel on one thread each, in processes that start before its clock does;
-ratios are of rounds, in each of which every one had its turn.
+All run the same code, DistributedDataParallel on one thread each, in processes that start before the clock does. Ratios
+are per round, in which each runs once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from output import kernel
-from rows import Row, show
+from output import running_kernel
+from rows import Row, report_rows
 
 STEPS = 300
 LOOP = f"""
@@ -54,19 +54,19 @@ dist.destroy_process_group()
 LAUNCHED = """
 import sys
 from accelerate import notebook_launcher
-def main(code, told):
+def main(code, result):
     space = {}
     exec("import torch.distributed as dist; dist.init_process_group('gloo')\\n" + code, space)
     if space["dist"].get_rank() == 0:
-        open(told, "w").write(str(space["took"]))
+        open(result, "w").write(str(space["took"]))
 notebook_launcher(main, (sys.argv[2], sys.argv[1]), num_processes=int(sys.argv[3]))
 """
 
 
-def in_a_cell(loop: str, ranks: int) -> float:
-    """Seconds of the loop."""
+def time_in_cell(loop: str, ranks: int) -> float:
+    """Return the seconds of the loop in a cell."""
     took: list[float] = []
-    with kernel() as notebook:
+    with running_kernel() as notebook:
         notebook.run(f"%load_ext ddip\n%makedip -n {ranks}")
         notebook.run(f"%%dip\n{loop}")
         notebook.run("%dipull took")
@@ -74,29 +74,31 @@ def in_a_cell(loop: str, ranks: int) -> float:
     return took[0]
 
 
-def by_torchrun(loop: str, ranks: int, folder: Path) -> float:
-    """Seconds of the loop."""
+def time_torchrun(loop: str, ranks: int, folder: Path) -> float:
+    """Return the seconds of the loop under torchrun."""
     (folder / "script.py").write_text(SCRIPT)
-    return _told(folder, ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(folder / "script.py")], loop)
+    return _run_and_read_seconds(
+        folder, ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(folder / "script.py")], loop
+    )
 
 
-def by_accelerate(loop: str, ranks: int, folder: Path) -> float:
-    """Seconds of the loop."""
+def time_accelerate(loop: str, ranks: int, folder: Path) -> float:
+    """Return the seconds of the loop under accelerate's notebook_launcher."""
     (folder / "launched.py").write_text(LAUNCHED)
-    return _told(folder, [str(folder / "launched.py")], loop, str(ranks))
+    return _run_and_read_seconds(folder, [str(folder / "launched.py")], loop, str(ranks))
 
 
-def _told(folder: Path, program: list[str], *more: str) -> float:
-    told = folder / "told"
+def _run_and_read_seconds(folder: Path, program: list[str], *more: str) -> float:
+    result = folder / "seconds"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-    done = subprocess.run([sys.executable, *program, str(told), *more], capture_output=True, text=True, env=variables)
+    done = subprocess.run([sys.executable, *program, str(result), *more], capture_output=True, text=True, env=variables)
     if done.returncode:
         sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
-    return float(told.read_text())
+    return float(result.read_text())
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 2
     rows = []
@@ -104,13 +106,13 @@ def main() -> None:
         for what, flush in (("a line at each", False), ("a line at each, flushed", True)):
             loop, folder = f"FLUSH = {flush}\n{LOOP}", Path(made)
             turns = [
-                (in_a_cell(loop, ranks), by_torchrun(loop, ranks, folder), by_accelerate(loop, ranks, folder))
+                (time_in_cell(loop, ranks), time_torchrun(loop, ranks, folder), time_accelerate(loop, ranks, folder))
                 for _ in range(rounds)
             ]
             ours, torchrun, accelerate = zip(*turns, strict=True)
             others = {"torchrun": torchrun, "notebook_launcher": accelerate}
             rows.append(Row(f"{STEPS} steps of DDP, {what}", "s", ranks, ours, others))
-    show("train", rows)
+    report_rows("train", rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What ``%dipwatch`` costs: CPU of all processes together, with and without it, in turns; on idle and on busy ranks.
+"""Measure the CPU cost of ``%dipwatch``: all processes, with and without it, alternating, idle and busy.
 
 Usage: watch.py [ROUNDS] [SECONDS] [RANKS]
 
-Busy ranks wait for one that is slow, twice a second: what ranks that compute take would hide what is measured here,
-and for a rank that waits, the view has the most to look at.
+Busy ranks wait for a slow one, twice per second: the CPU time of ranks that compute would hide the cost, and a rank
+that waits gives the view the most to show.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 from jupyter_client.manager import start_new_kernel
-from rows import Row, show
+from rows import Row, report_rows
 
 WAIT = """%%dip -q
 import time, torch
@@ -43,7 +43,7 @@ class Notebook:
         return [kernel, *kernel.children(recursive=True)]
 
     def begin(self, code: str) -> str:
-        """Send a cell."""
+        """Send a cell without waiting for it."""
         return str(self.client.execute(code))
 
     def run(self, code: str) -> None:
@@ -55,21 +55,21 @@ class Notebook:
                 assert reply["content"]["status"] == "ok", reply["content"]
                 return
 
-    def cpu(self) -> float:
-        """Seconds that all processes have run so far; the system counts them by the nanosecond."""
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of all processes so far; the kernel counts them in nanoseconds."""
         total = 0
         for process in self._processes:
             for task in Path(f"/proc/{process.pid}/task").iterdir():
                 total += int((task / "schedstat").read_text().split()[0])
         return total / 1e9
 
-    def share(self, seconds: float, busy: bool) -> float:
-        """Per cent of a core that all of them take for so many seconds."""
+    def measure_cpu_percent(self, seconds: float, busy: bool) -> float:
+        """Return the CPU use of all processes over `seconds`, in percent of one core."""
         request = self.begin(WAIT.format(seconds=seconds + 3)) if busy else ""
-        time.sleep(1.5)  # it has begun; what comes before is over
-        began, before = time.monotonic(), self.cpu()
+        time.sleep(1.5)  # the cell runs by now, and earlier work has ended
+        began, before = time.monotonic(), self.cpu_seconds()
         time.sleep(seconds)
-        used = 100 * (self.cpu() - before) / (time.monotonic() - began)
+        used = 100 * (self.cpu_seconds() - before) / (time.monotonic() - began)
         while busy:
             if self.client.get_shell_msg(timeout=180)["parent_header"].get("msg_id") == request:
                 break
@@ -77,7 +77,7 @@ class Notebook:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table of results."""
     rounds, seconds, size = (int(typed) for typed in [*sys.argv[1:], *["6", "20", "8"][len(sys.argv) - 1 :]])
     notebook = Notebook(size)
     rows = []
@@ -86,18 +86,18 @@ def main() -> None:
             watched, alone = [], []
             for _ in range(rounds):
                 notebook.run("%dipwatch")
-                watched.append(notebook.share(seconds, busy))
+                watched.append(notebook.measure_cpu_percent(seconds, busy))
                 notebook.run("%dipwatch off")
-                alone.append(notebook.share(seconds, busy))
+                alone.append(notebook.measure_cpu_percent(seconds, busy))
             what = "ranks that wait" if busy else "idle ranks"
-            costs = [one - other for one, other in zip(watched, alone, strict=True)]
+            costs = [with_view - without for with_view, without in zip(watched, alone, strict=True)]
             rows.append(Row(f"CPU of {what}, with %dipwatch", "% of a core", size, watched, {"without it": alone}))
             rows.append(Row(f"what %dipwatch costs, {what}", "% of a core", size, costs))
     finally:
         notebook.run("%makedip -k")
         notebook.client.stop_channels()
         notebook.manager.shutdown_kernel()
-    show("watch", rows)
+    report_rows("watch", rows)
 
 
 if __name__ == "__main__":
