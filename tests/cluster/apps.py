@@ -1,4 +1,4 @@
-"""Apps of others, for the tests."""
+"""Third-party apps for the tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .environment import environment
 
 
 @contextlib.contextmanager
-def an_app(folder: Path, code: str, module: str = "toy_app", name: str = "toy") -> Iterator[None]:
-    """An installed app of this `name`, in a `module` with this code, and a preload process that has not seen it."""
+def installed_app(folder: Path, code: str, module: str = "toy_app", name: str = "toy") -> Iterator[None]:
+    """Install an app `name` whose `module` has this code, with a preload process that has not imported it."""
     (folder / f"{module}.py").write_text(code)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()

@@ -14,7 +14,7 @@ import pytest
 import ddip
 from ddip.cluster.processes import preload_client
 
-from .leftovers import assert_nothing_left, family_of, run_folders, same_shared_memory
+from .leftovers import assert_nothing_left, family_of, no_shared_memory_left, run_folders
 from .notebook import Notebook
 
 FORGET = "%reset_selective -f ^(?!rank$|world_size$|device$).*"
@@ -22,20 +22,19 @@ FORGET = "%reset_selective -f ^(?!rank$|world_size$|device$).*"
 
 @pytest.fixture(scope="session", autouse=True)
 def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
-    """An IPython profile and a folder for run folders that no other test process knows, and the proof that all tests
-    together left nothing."""
+    """Give this process its own IPython profile and run folders; prove at the end that nothing is left."""
     folder = tmp_path_factory.mktemp("ipython")
     os.environ["IPYTHONDIR"] = str(folder)
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
     os.environ.pop("XDG_RUNTIME_DIR", None)
-    os.environ.update([preload_client.ONLY_ENGINES])  # of the many notebooks and scripts few use more
+    os.environ.update([preload_client.ONLY_ENGINES])  # few of the many notebooks and scripts use more
     tempfile.tempdir = None
     if pytestconfig.getoption("--spawn"):
         (folder / "profile_default").mkdir()
         (folder / "profile_default" / "ipython_config.py").write_text("c = get_config()\nc.DipMagics.spawn = True\n")
         assert ddip.Group.__init__.__kwdefaults__
         ddip.Group.__init__.__kwdefaults__["spawn"] = True
-    with same_shared_memory():
+    with no_shared_memory_left():
         yield
         assert_nothing_left(os.getpid(), 0)
         preload_client.end()
@@ -45,24 +44,24 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
 
 @pytest.fixture(scope="session")
 def warmed_up(pytestconfig: pytest.Config) -> None:
-    """All that can be imported beforehand has been: the ranks of this process need not import it, each for itself."""
+    """Import everything once in the preload process, so that no rank of this process has to."""
     if preload_client.possible() and not pytestconfig.getoption("--spawn"):
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(preload_client.ONLY_ENGINES[0])
-            warm = preload_client.begin()
-        assert warm.asleep.wait(60)
+            preload = preload_client.begin()
+        assert preload.asleep.wait(60)
 
 
 @pytest.fixture(scope="session")
 def group(warmed_up: None) -> Iterator[ddip.Group]:
-    """Two ranks on the CPU, owned by this process."""
+    """Start two CPU ranks that this process owns."""
     with ddip.Group(2) as group:
         yield group
 
 
 @pytest.fixture
 def cells(group: ddip.Group, request: pytest.FixtureRequest) -> Iterator[ddip.Group]:
-    """The two ranks, without the variables of former tests, nor their limits."""
+    """Return the two ranks with their default limits, without the variables of earlier tests."""
     begin_test(group, request.session, FORGET)
     limits = replace(group.options)
     yield group
@@ -71,25 +70,25 @@ def cells(group: ddip.Group, request: pytest.FixtureRequest) -> Iterator[ddip.Gr
 
 @pytest.fixture
 def nothing_kept(cells: ddip.Group) -> Iterator[None]:
-    """What `dist_state` keeps in a test is gone after it."""
+    """Delete what `dist_state` has saved in a test."""
     yield
     cells.run("import ddip.sharded.state; ddip.sharded.state._kept.clear()")
 
 
 def begin_test(group: ddip.Group, session: pytest.Session, code: str) -> None:
-    """Run `code` on a group that tests share; it is repaired where it is no more what it was."""
-    if session.testsfailed:  # anything may be left
+    """Run `code` on a group that tests share; repair the group first if an earlier test has damaged it."""
+    if session.testsfailed:  # a failed test may leave anything
         group.repair()
     try:
         group.run(code, quiet=True, show_ranks=[], timeout=10)
-    except (ddip.CellError, ddip.GroupError):  # such as ranks that ended
+    except (ddip.CellError, ddip.GroupError):  # for example ranks that have ended
         group.repair()
         group.run(code, quiet=True, show_ranks=[])
 
 
 @pytest.fixture
 def new_notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
-    """Open notebooks; each is closed at the end, and must leave nothing."""
+    """Yield a function that opens notebooks; each is closed at the end and must leave nothing."""
     opened: list[Notebook] = []
 
     def open_notebook() -> Notebook:
@@ -105,7 +104,7 @@ def new_notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
 @contextlib.contextmanager
 def _loaded_notebook(folder: Path) -> Iterator[Notebook]:
     notebook = Notebook(folder)
-    notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")  # most tests look at all that is shown
+    notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")  # most tests compare the whole output
     yield notebook
     notebook.shut_down()
     assert_nothing_left(notebook.pid)
@@ -113,7 +112,7 @@ def _loaded_notebook(folder: Path) -> Iterator[Notebook]:
 
 @pytest.fixture(scope="session")
 def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with ddip loaded and a group of three ranks."""
+    """Start a notebook with ddip loaded and a group of three ranks."""
     with _loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
         notebook.ok("%makedip -n 3")
         yield notebook
@@ -121,23 +120,23 @@ def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebo
 
 @pytest.fixture
 def notebook(shared_notebook: Notebook, pytestconfig: pytest.Config) -> Iterator[Notebook]:
-    """The shared notebook; each test leaves three ranks and no %autodip."""
+    """Return the shared notebook; restore three ranks without %autodip after each test."""
     yield shared_notebook
-    if pytestconfig.getoption("--no-native"):  # ranks may still wait
+    if pytestconfig.getoption("--no-native"):  # ranks may still be blocked
         shared_notebook.run("%makedip --repair")
     shared_notebook.ok("%autodip off\n%makedip -n 3")
 
 
 @pytest.fixture(scope="session")
 def shared_bare_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with ddip loaded and no group."""
+    """Start a notebook with ddip loaded and no group."""
     with _loaded_notebook(tmp_path_factory.mktemp("bare")) as notebook:
         yield notebook
 
 
 @pytest.fixture
 def bare_notebook(shared_bare_notebook: Notebook) -> Iterator[Notebook]:
-    """The shared notebook without a group; each test leaves it so."""
+    """Return the shared notebook without a group, and end any group after each test."""
     yield shared_bare_notebook
     shared_bare_notebook.ok("%makedip -k")
     assert_nothing_left(shared_bare_notebook.pid, 0)

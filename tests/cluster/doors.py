@@ -1,4 +1,4 @@
-"""Where the processes of a cluster listen, and a stranger who tries every door."""
+"""The listening sockets of a cluster's processes, and a stranger who sends random bytes to each."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ import psutil
 
 @dataclass(frozen=True, order=True)
 class Listener:
-    """A socket on which a process waits for others."""
+    """A socket on which a process accepts connections."""
 
     role: str
-    """Of the process: controller, rank, warm, engine."""
+    """Role of the process: controller, rank, preload, engine."""
     kind: str
     """unix, abstract, tcp, udp."""
     address: str
-    """A path, or host and port."""
+    """Path, or host and port."""
 
 
-def listeners(processes: Iterable[psutil.Process]) -> set[Listener]:
-    """Everything on which `processes` listen."""
+def find_listeners(processes: Iterable[psutil.Process]) -> set[Listener]:
+    """Return all sockets on which `processes` listen."""
     found = set()
     for process in processes:
         with contextlib.suppress(psutil.Error, FileNotFoundError, ProcessLookupError):
             title = " ".join(process.cmdline())
             role = title.split()[1] if title.startswith("ddip ") else title
-            own = set(_inodes(process.pid))
-            found |= {Listener(role, kind, where) for inode, kind, where in _all(process.pid) if inode in own}
+            own_inodes = set(_socket_inodes(process.pid))
+            found |= {
+                Listener(role, kind, where) for inode, kind, where in _all_listeners(process.pid) if inode in own_inodes
+            }
     return found
 
 
-def _inodes(pid: int) -> Iterable[str]:
-    """The sockets among the descriptors of `pid`."""
+def _socket_inodes(pid: int) -> Iterable[str]:
+    """Return the inodes of the sockets among the descriptors of `pid`."""
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor))
@@ -48,8 +50,8 @@ def _inodes(pid: int) -> Iterable[str]:
                 yield match[1]
 
 
-def _all(pid: int) -> Iterable[tuple[str, str, str]]:
-    """Inode, kind and address of every listener where `pid` is; see proc(5)."""
+def _all_listeners(pid: int) -> Iterable[tuple[str, str, str]]:
+    """Return inode, kind and address of every listener in the network namespace of `pid`; see proc(5)."""
     for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if int(fields[3], 16) & 0x10000:  # __SO_ACCEPTCON
@@ -59,11 +61,14 @@ def _all(pid: int) -> Iterable[tuple[str, str, str]]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == listens:
-                yield fields[9], table.removesuffix("6"), _address(fields[1])
+                yield fields[9], table.removesuffix("6"), _format_address(fields[1])
 
 
-def _address(text: str) -> str:
-    """``0100007F:1F90`` -> ``127.0.0.1:8080``; addresses of 16 bytes that are not loopback stay as they are."""
+def _format_address(text: str) -> str:
+    """Format ``0100007F:1F90`` as ``127.0.0.1:8080``.
+
+    IPv6 addresses other than loopback stay as they are.
+    """
     host, port = text.split(":")
     if len(host) == 8:
         host = ".".join(str(byte) for byte in reversed(bytes.fromhex(host)))
@@ -74,8 +79,8 @@ def _address(text: str) -> str:
     return f"{host}:{int(port, 16)}"
 
 
-def descriptors(processes: Iterable[psutil.Process]) -> dict[int, int]:
-    """How many descriptors each of `processes` has open."""
+def count_descriptors(processes: Iterable[psutil.Process]) -> dict[int, int]:
+    """Return how many descriptors each of `processes` has open."""
     return {process.pid: process.num_fds() for process in processes}
 
 
@@ -125,8 +130,10 @@ print(json.dumps(done))
 NOBODY = 65534
 
 
-def knock(doors: Iterable[Listener], count: int, user: int | None, seed: int, seconds: float = 60) -> dict[str, int]:
-    """Send `count` random messages to `doors` as the user id `user` (None: ours); returns the outcomes."""
+def send_random_messages(
+    doors: Iterable[Listener], count: int, user: int | None, seed: int, seconds: float = 60
+) -> dict[str, int]:
+    """Send `count` random messages to `doors` as the user ID `user` (None: ours); return the outcomes."""
     asked = json.dumps([[(door.kind, door.address) for door in sorted(doors)], count, user, seed])
     done = subprocess.run(
         [sys.executable, "-c", STRANGER], input=asked, capture_output=True, text=True, timeout=seconds, check=True

@@ -1,4 +1,4 @@
-"""Another environment for a test."""
+"""Environment variables for one test."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ddip.cluster.processes import preload_client
 
 @contextlib.contextmanager
 def environment(python_path: object = None, **variables: str) -> Iterator[None]:
-    """These variables, and this folder before the others of PYTHONPATH, for this process and what it starts.
+    """Set variables and prepend a folder to PYTHONPATH, for this process and its children.
 
-    They take a preload process of their own. The former one, and all that it has imported, is there again afterwards.
+    A separate preload process starts with them. The former one, with everything it has imported, is used again
+    afterwards.
     """
     former, preload_client._current = preload_client._current, None
     try:

@@ -1,4 +1,4 @@
-"""What the fastai tests run, on the ranks and in a process alone: small data whose sizes do not divide."""
+"""Code of the fastai tests, run on the ranks and in a single process: small data whose sizes do not divide."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What must hold on GPUs, the most dangerous first; each case is run on the CPU, too, where it has a meaning there.
+"""What must hold on GPUs, the most dangerous cases first; each also runs on the CPU if it makes sense there.
 
     test_gpus.py               each case on one GPU, on one GPU that two ranks share, and on two, with each nccl
-    test_gpu_cases_on_cpu.py   those with a meaning there, over gloo: they fail on a GPU for no silly reason
+    test_gpu_cases_on_cpu.py   the cases that make sense on the CPU, over gloo, so that they do not fail on a GPU for
+                               a trivial reason
 
-A case is given a group and the number of repetitions that it may take: a GPU machine has more time than a test suite.
+A case gets a group and a number of repetitions: a GPU machine has more time than a test suite.
 """
 
 from __future__ import annotations
@@ -37,54 +38,54 @@ assert y.tolist() == [10.0 * world_size] * 3, y
 assert kept == rank
 """
 SLEEP = "if on_gpu: torch.cuda._sleep(int({seconds} * 1.5e9))"
-"""A kernel that nothing can stop: cycles of a clock of 1 to 2 GHz."""
+"""A kernel that nothing can stop. It counts cycles of a clock of 1 to 2 GHz."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case, and where it can be run."""
+    """One case, and the groups it can run on."""
 
     run: Callable[[ddip.Group, int], None]
     ranks: tuple[int, ...]
-    """Sizes of the group for which it means something."""
+    """Group sizes for which the case makes sense."""
     on_cpu: bool = True
     options: tuple[tuple[str, object], ...] = ()
-    """Of the group."""
+    """Options of the group."""
     environment: tuple[tuple[str, str], ...] = ()
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(
+def gpu_case(
     *ranks: int, on_cpu: bool = True, environment: dict[str, str] | None = None, **options: object
 ) -> Callable[[Callable[[ddip.Group, int], None]], Callable[[ddip.Group, int], None]]:
-    """The function is one; its name is the case's."""
+    """Register a function as a case named after it."""
 
-    def add(function: Callable[[ddip.Group, int], None]) -> Callable[[ddip.Group, int], None]:
+    def register(function: Callable[[ddip.Group, int], None]) -> Callable[[ddip.Group, int], None]:
         name = function.__name__ + "".join(f", {key}" for key in environment or ())
         CASES[name] = Case(
             function, ranks or (1, 2), on_cpu, tuple(options.items()), tuple((environment or {}).items())
         )
         return function
 
-    return add
+    return register
 
 
-def pids(group: ddip.Group) -> list[int]:
-    """Of all ranks."""
+def rank_pids(group: ddip.Group) -> list[int]:
+    """Return the PIDs of all ranks."""
     return [member.pid for member in group.members]
 
 
-def on_gpu(group: ddip.Group) -> bool:
-    """Does the group run on GPUs?"""
+def runs_on_gpu(group: ddip.Group) -> bool:
+    """Return True if the group runs on GPUs."""
     return group.spec.on_gpus
 
 
 # -- 1, 3: wrong numbers
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def a_rank_that_was_released_in_its_backward_pass_does_not_go_on(group: ddip.Group, times: int) -> None:
     group.run(
         SET_UP
@@ -111,7 +112,7 @@ def train():
         group.run("assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())")
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def ranks_whose_work_was_cut_off_are_named(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
@@ -119,7 +120,7 @@ def ranks_whose_work_was_cut_off_are_named(group: ddip.Group, times: int) -> Non
     group.run(PROOF)
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def a_collective_of_one_rank_meets_no_later_one(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     for how in ("dist.all_reduce(x)", "work = dist.all_reduce(x, async_op=True)"):
@@ -128,7 +129,7 @@ def a_collective_of_one_rank_meets_no_later_one(group: ddip.Group, times: int) -
         group.run(PROOF)
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def the_failed_ranks_own_queue_is_cut_off_too(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     with pytest.raises(CellError, match="ValueError"):
@@ -136,7 +137,7 @@ def the_failed_ranks_own_queue_is_cut_off_too(group: ddip.Group, times: int) -> 
     group.run(PROOF)
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def a_rank_that_was_released_in_recv_does_not_go_on(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
@@ -150,27 +151,27 @@ def a_rank_that_was_released_in_recv_does_not_go_on(group: ddip.Group, times: in
 # -- 6: a context that is lost
 
 
-@case(1, 2, on_cpu=False, failure_grace=0.1)
+@gpu_case(1, 2, on_cpu=False, failure_grace=0.1)
 def a_device_side_assert_costs_one_rank_and_no_other(group: ddip.Group, times: int) -> None:
     for before in ("", "z = torch.randn(4096, 4096, device=device)\nfor _ in range(20): z = z @ z\n"):
         group.run(SET_UP)
-        former, lost = pids(group), group.world_size - 1
+        former, lost = rank_pids(group), group.world_size - 1
         with pytest.raises(CellError, match=f"rank {lost}: .*CUDA error"):
             group.run(f"{before}if rank == {lost}: torch.zeros(3, device=device)[torch.tensor([7], device=device)]")
         with pytest.raises(GroupError, match=rf"^rank {lost} has lost its GPU \(.*device-side assert"):
             group.run("pass")
         assert group.pull(["kept"], rank=lost) == {"kept": lost}
         assert group.repair() == [lost]
-        assert [now == then for now, then in zip(pids(group), former, strict=True)] == [
+        assert [now == then for now, then in zip(rank_pids(group), former, strict=True)] == [
             rank != lost for rank in range(group.world_size)
         ]
         group.run(f"if rank == {lost}:\n    kept = rank\nimport torch, torch.distributed as dist\n{PROOF}")
 
 
-@case(1, 2)
+@gpu_case(1, 2)
 def an_error_without_harm_costs_nothing(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    former = pids(group)
+    former = rank_pids(group)
     for fault in (
         "raise ValueError",
         "nothing_of_that_name",
@@ -179,45 +180,45 @@ def an_error_without_harm_costs_nothing(group: ddip.Group, times: int) -> None:
         with pytest.raises(CellError):
             group.run(f"dist.all_reduce(x)\n{fault}")
         group.run(PROOF)
-    assert pids(group) == former and group.repair() == []
+    assert rank_pids(group) == former and group.repair() == []
 
 
 # -- 2, 7: releases
 
 
-@case(1, 2, failure_grace=0.1)
+@gpu_case(1, 2, failure_grace=0.1)
 def a_group_is_released_and_formed_again_many_times(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    former = pids(group)
+    former = rank_pids(group)
     for _ in range(4 * times):
         group.lifecycle.parts.manager.release()
         group.run(PROOF)
-    assert pids(group) == former
+    assert rank_pids(group) == former
 
 
-@case(2, failure_grace=0.0)
+@gpu_case(2, failure_grace=0.0)
 def a_rank_is_released_amid_many_collectives(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    former = pids(group)
+    former = rank_pids(group)
     for _ in range(2 * times):
         with pytest.raises(CellError, match="ValueError"):
             group.run("if rank == 0: raise ValueError\nfor _ in range(5_000): dist.all_reduce(x)")
         group.run("x.fill_(1)" + PROOF)
-    assert pids(group) == former
+    assert rank_pids(group) == former
 
 
-@case(2, failure_grace=0.0, environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
+@gpu_case(2, failure_grace=0.0, environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
 def ranks_that_talk_over_sockets_are_released(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    former = pids(group)
+    former = rank_pids(group)
     for _ in range(2 * times):
         with pytest.raises(CellError, match="ValueError"):
             group.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
         group.run(PROOF)
-    assert pids(group) == former
+    assert rank_pids(group) == former
 
 
-@case(1, 2, failure_grace=0.1)
+@gpu_case(1, 2, failure_grace=0.1)
 def the_stop_button_ends_a_loop_of_collectives(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     with pytest.raises(CellTimeout):
@@ -228,23 +229,23 @@ def the_stop_button_ends_a_loop_of_collectives(group: ddip.Group, times: int) ->
 # -- 5: the watchdog
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def no_watchdog_ends_a_rank(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    former = pids(group)
+    former = rank_pids(group)
     group.run(
         "from datetime import timedelta; from ddip.rank.runtime import c10d; c10d.set_timeout(timedelta(seconds=2))"
     )
     with pytest.raises((CellTimeout, CellError)):  # gloo's own timeout raises
         group.run("dist.all_reduce(x)\nif on_gpu: torch.cuda.synchronize()", ranks=[0], timeout=8)
     group.run(PROOF)
-    assert pids(group) == former
+    assert rank_pids(group) == former
 
 
 # -- 8: the end of a rank
 
 
-@case(2, failure_grace=0.1)
+@gpu_case(2, failure_grace=0.1)
 def a_rank_that_ends_while_a_group_connects_is_replaced(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     began = time.monotonic()
@@ -264,7 +265,7 @@ def a_rank_that_ends_while_a_group_connects_is_replaced(group: ddip.Group, times
 # -- 4, 9: kernels that take their time
 
 
-@case(1, 2, on_cpu=False)
+@gpu_case(1, 2, on_cpu=False)
 def a_rank_answers_while_its_allocator_waits(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     (request,) = group.cluster.execute(
@@ -283,30 +284,30 @@ def a_rank_answers_while_its_allocator_waits(group: ddip.Group, times: int) -> N
     group.run(PROOF)
 
 
-@case(1, 2, on_cpu=False)
+@gpu_case(1, 2, on_cpu=False)
 def a_kernel_that_cannot_be_stopped_is_told_and_waited_for(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    former = pids(group)
+    former = rank_pids(group)
     with pytest.raises(CellTimeout, match=r"(?s)took longer than 1 s and was stopped.*did not stop.*work on the GPU"):
         group.run("dist.all_reduce(x)\n" + SLEEP.format(seconds=8), timeout=1)
     with pytest.raises(GroupError, match="still running the interrupted cell"):
         group.run("pass")
 
-    def usable() -> bool:
+    def is_usable() -> bool:
         try:
             group.run(PROOF)
         except GroupError:
             return False
         return True
 
-    wait_until(usable, seconds=40)
-    assert pids(group) == former
+    wait_until(is_usable, seconds=40)
+    assert rank_pids(group) == former
 
 
 # -- 10: what an app counts on
 
 
-@case(2, app="fastai", failure_grace=0.1)
+@gpu_case(2, app="fastai", failure_grace=0.1)
 def random_numbers_of_the_device_agree_again(group: ddip.Group, times: int) -> None:
     group.run("import torch\ntorch.rand(2, device=device)")
     group.run("torch.rand(1, device=device)", ranks=[0])
@@ -315,7 +316,7 @@ def random_numbers_of_the_device_agree_again(group: ddip.Group, times: int) -> N
     assert first == second
 
 
-@case(2, app="fastai", failure_grace=0.1)
+@gpu_case(2, app="fastai", failure_grace=0.1)
 def a_loss_that_is_infinite_on_one_rank_leaves_scale_and_parameters_equal(group: ddip.Group, times: int) -> None:
     group.run("""
         import hashlib, torch
@@ -350,7 +351,7 @@ def a_loss_that_is_infinite_on_one_rank_leaves_scale_and_parameters_equal(group:
 # -- memory
 
 
-@case(1, on_cpu=False)
+@gpu_case(1, on_cpu=False)
 def a_small_cache_is_kept_and_a_large_one_given_back(group: ddip.Group, times: int) -> None:
     group.run(
         "import torch\nsmall = torch.zeros(10_000_000, device=device)\nlarge = torch.zeros(100_000_000, device=device)"
@@ -362,21 +363,21 @@ def a_small_cache_is_kept_and_a_large_one_given_back(group: ddip.Group, times: i
     wait_until(lambda: (group.info()[0].gpu_reserved or 0) < 100_000_000)
 
 
-@case(1, 2)
+@gpu_case(1, 2)
 def tensors_arrive_on_the_cpu_and_generators_are_refused(group: ddip.Group, times: int) -> None:
     group.run(SET_UP + "storage = x.untyped_storage()\ngenerator = torch.Generator(device=device)")
     values, moved = group.pull_all(["x", "storage"], [0])
     assert values[0]["x"].device.type == values[0]["storage"].device.type == "cpu"
-    assert sorted(moved) == (["storage", "x"] if on_gpu(group) else [])
-    if on_gpu(group):
+    assert sorted(moved) == (["storage", "x"] if runs_on_gpu(group) else [])
+    if runs_on_gpu(group):
         with pytest.raises(ddip.errors.TransferError, match=re.escape("a random generator of cuda:0 stays where")):
             group.pull(["generator"])
 
 
-@case(1, 2)
+@gpu_case(1, 2)
 def a_tensor_is_looked_at_while_a_kernel_runs(group: ddip.Group, times: int) -> None:
     group.run(SET_UP + "import time\nstorage, begun = x.untyped_storage(), False")
-    moves = ["storage", "x"] if on_gpu(group) else []
+    moves = ["storage", "x"] if runs_on_gpu(group) else []
     wait = "try: torch.cuda.synchronize() if on_gpu else time.sleep(60)\nexcept KeyboardInterrupt: pass"
     cell = threading.Thread(target=group.run, args=(f"{SLEEP.format(seconds=8)}\nbegun = True\n{wait}",))
     cell.start()

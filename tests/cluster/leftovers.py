@@ -1,4 +1,4 @@
-"""What a cluster could leave behind: processes, files, shared memory, listening sockets."""
+"""Find what a cluster could leave behind: processes, files, shared memory, listening sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddip.protocol.old_versions import tcp_connections
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 90, what: str = "") -> None:
-    """Wait for a condition; fails when it does not come."""
+    """Wait until a condition holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what or condition} did not come in {seconds} s"
@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 90, what: str =
 
 
 def family_of(owner: int) -> list[psutil.Process]:
-    """Every live process that the process `owner` has for ddip, known by the environment that it was started with."""
+    """Return every live ddip process of the process `owner`, found by the environment it was started with."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -36,8 +36,8 @@ def family_of(owner: int) -> list[psutil.Process]:
     return found
 
 
-def titled(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
-    """Those of `processes` that live, and whose title begins with `title`."""
+def with_title(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
+    """Return the live processes whose title begins with `title`."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -48,8 +48,8 @@ def titled(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
 
 
 def controllers_of(owner: int) -> list[psutil.Process]:
-    """The controllers of `owner`, the oldest first, without their heart monitors."""
-    found = titled(family_of(owner), "ddip controller")
+    """Return the controllers of `owner`, oldest first, without their heart monitors."""
+    found = with_title(family_of(owner), "ddip controller")
     pids = {process.pid for process in found}
     return sorted((p for p in found if p.ppid() not in pids), key=lambda p: p.create_time())
 
@@ -57,34 +57,34 @@ def controllers_of(owner: int) -> list[psutil.Process]:
 def processes_of(owner: int) -> list[psutil.Process]:
     """Return every live process of the clusters of the process `owner`.
 
-    That is all of its family, but for the preload process while `owner` lives, which may then keep it.
+    This excludes the preload process while `owner` lives, which may keep it.
     """
     family = family_of(owner)
-    warm = [
-        *titled(family, "ddip preload process"),
-        *titled(family, " ".join(preload_client.command("ddip.cluster.processes.preload_server"))),
-    ]  # its title comes later
-    if lives(owner):
-        family = [process for process in family if process not in warm]
-    return titled(family, "")  # one that has ended meanwhile has no title, by which to tell what it was
+    preload = [
+        *with_title(family, "ddip preload process"),
+        *with_title(family, " ".join(preload_client.command("ddip.cluster.processes.preload_server"))),
+    ]  # a new process gets its title later
+    if is_alive(owner):
+        family = [process for process in family if process not in preload]
+    return with_title(family, "")  # drops processes that have just ended: without a title they cannot be identified
 
 
-def lives(pid: int) -> bool:
-    """Is there such a process? A zombie has ended."""
+def is_alive(pid: int) -> bool:
+    """Return True if the process exists; a zombie has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def files_of(owner: int) -> list[str]:
-    """Every file of the clusters of the process `owner`: run folders, and ipyparallel's files in its profile."""
+    """Return every file of the clusters of `owner`: run folders, and ipyparallel files in its profile."""
     folders = [f for f in run_folders(Path("/tmp")) if Path(f).name.split("-")[3:4] == [str(owner)]]
     profile = Path(os.environ["IPYTHONDIR"]) / "profile_default"
     return folders + [str(path) for path in profile.glob(f"*/*ddip-{owner}-*")]
 
 
-def all_of(owner: int) -> tuple[set[str], dict[int, str]]:
-    """Every file and live process of the clusters of the process `owner`, each process with its title."""
+def files_and_processes_of(owner: int) -> tuple[set[str], dict[int, str]]:
+    """Return every file and live process of the clusters of `owner`, with each process's title."""
     titles = {}
     for process in processes_of(owner):
         with contextlib.suppress(psutil.Error):
@@ -93,18 +93,18 @@ def all_of(owner: int) -> tuple[set[str], dict[int, str]]:
 
 
 def run_folders(*also: Path) -> list[str]:
-    """The run folders of all clusters of this user where these tests have them, and in the folders `also`."""
+    """Return all run folders of this user in the temporary and runtime folders, and in `also`."""
     places = {Path(tempfile.gettempdir()), *also, *(Path(p) for p in [os.environ.get("XDG_RUNTIME_DIR")] if p)}
     return sorted(str(f) for place in places for f in place.iterdir() if f.name.startswith(f"ddip-{os.getuid()}-"))
 
 
-def shared_memory() -> set[str]:
-    """Files in shared memory."""
+def shared_memory_files() -> set[str]:
+    """Return the files in shared memory."""
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
 
 
-def shared_memory_of_others() -> set[str]:
-    """Those of them that a live process has, other than this one: a neighbour on this machine."""
+def shared_memory_of_other_processes() -> set[str]:
+    """Return the shared memory files that other live processes map, such as a parallel test run."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -114,8 +114,8 @@ def shared_memory_of_others() -> set[str]:
     return found
 
 
-def listening(processes: list[psutil.Process]) -> list[str]:
-    """Addresses on which `processes` listen."""
+def listening_addresses(processes: list[psutil.Process]) -> list[str]:
+    """Return the addresses on which `processes` listen."""
     sockets = [c for p in processes for c in tcp_connections(p, "inet") if c.status == psutil.CONN_LISTEN]
     return sorted({c.laddr.ip for c in sockets})
 
@@ -130,20 +130,23 @@ def assert_nothing_left(owner: int, seconds: float = 60) -> None:
 
 
 @contextlib.contextmanager
-def same_shared_memory() -> Iterator[None]:
-    """Fail if a file in shared memory is left that was not there before; when this ends, nothing of ours may live."""
-    before = shared_memory()
+def no_shared_memory_left() -> Iterator[None]:
+    """Fail if a shared memory file is left that was not there before.
+
+    None of our processes may be alive when the context ends.
+    """
+    before = shared_memory_files()
     yield
 
-    def no_more() -> bool:
-        new = shared_memory() - before
-        return not new or new <= shared_memory_of_others()
+    def is_cleaned_up() -> bool:
+        new = shared_memory_files() - before
+        return not new or new <= shared_memory_of_other_processes()
 
-    wait_until(no_more, 10, "the end of the shared memory files")
+    wait_until(is_cleaned_up, 10, "the end of the shared memory files")
 
 
-def collections(group: ddip.Group) -> list[int]:
-    """How often each rank has collected so far, asked beside its cells."""
+def collection_counts(group: ddip.Group) -> list[int]:
+    """Return how often each rank has collected garbage, asked over the control channel."""
     return [
         figures["collections"]
         for figures in group.ranks.call_on_control_channel(range(group.world_size), on_rank.figures(), 10).values()

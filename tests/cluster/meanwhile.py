@@ -1,4 +1,4 @@
-"""What happens beside a cell that the test waits for."""
+"""Actions of a test that happen while it waits for a cell."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .leftovers import wait_until
 
 _started: list[threading.Thread] = []
 _is_over = threading.Event()
-"""The test is over, and what has not been done is not done any more."""
+"""Set when the test is over: pending actions are then skipped."""
 
 
 def meanwhile(condition: Callable[[], object], do: Callable[[], object]) -> threading.Thread:
-    """Do something in a thread as soon as `condition` holds, unless the test is over; join it at the end."""
+    """Run `do` in a thread once `condition` holds, unless the test is over by then."""
 
     def watch() -> None:
         wait_until(lambda: _is_over.is_set() or condition())
@@ -33,7 +33,7 @@ def meanwhile(condition: Callable[[], object], do: Callable[[], object]) -> thre
 
 
 def end_all() -> None:
-    """End the threads of a test that is over: one that failed would press stop in the next test."""
+    """End the threads of a finished test: after a failure one could press stop in the next test."""
     _is_over.set()
     for thread in _started:
         thread.join()
@@ -42,26 +42,26 @@ def end_all() -> None:
 
 
 def press_stop() -> None:
-    """The stop button of a notebook whose kernel is this process."""
+    """Press the stop button of a notebook whose kernel is this process."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class Told:
-    """What ddip has told the user so far."""
+class StderrText:
+    """The text that ddip has written to stderr so far."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
         self._text = ""
 
     def text(self) -> str:
-        """All of it."""
+        """Return all text so far."""
         self._text += self._capsys.readouterr().err
         return self._text
 
 
 @contextlib.contextmanager
-def stopped(pids: Sequence[int]) -> Iterator[None]:
-    """Stop these processes meanwhile; a loaded machine takes a while to."""
+def suspended(pids: Sequence[int]) -> Iterator[None]:
+    """Suspend processes for the length of the block; on a loaded machine it takes a while until they stop."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))

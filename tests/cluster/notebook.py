@@ -15,32 +15,32 @@ import psutil
 from jupyter_client.manager import KernelManager
 
 Messages = list[tuple[str, dict[str, Any]]]
-"""Type and content of each."""
+"""Type and content of each message."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
 class Shown:
-    """What one cell showed, and whether it failed."""
+    """The output of one cell, and its error."""
 
     stdout: str = ""
     stderr: str = ""
     data: list[dict[str, Any]] = field(default_factory=list)
-    """MIME bundles, in order: displayed, updated, and the result."""
+    """MIME bundles in order: displays, updates, and the result."""
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    """All of them, but states: type and content; text of a stream that came in pieces is whole."""
+    """Type and content of all messages but states. Consecutive texts of a stream are joined."""
     number: int = 0
-    """Of the cell, as a person sees it."""
+    """Execution count of the cell."""
     pages: list[dict[str, Any]] = field(default_factory=list)
-    """Help, and the like."""
+    """Payloads for the pager, such as help."""
     status: str = ""
     error: str = ""
-    """Name of the exception."""
+    """Class name of the exception."""
     message: str = ""
     traceback: str = ""
 
     def add(self, kind: str, content: dict[str, Any]) -> None:
-        """One more message."""
+        """Add one message."""
         before = self.messages[-1] if self.messages else ("", {})
         if kind == before[0] == "stream" and content["name"] == before[1]["name"]:
             content = {**content, "text": before[1]["text"] + content["text"]}
@@ -49,7 +49,7 @@ class Shown:
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """What each output that is no stream holds in the end, in their order on the page."""
+        """Return the final content of each output other than a stream, in page order."""
         outputs: dict[object, dict[str, Any]] = {}
         for number, (kind, content) in enumerate(self.messages):
             if kind in ("display_data", "update_display_data"):
@@ -60,21 +60,21 @@ class Shown:
 
     @property
     def text(self) -> str:
-        """Everything that is text."""
+        """Return all text."""
         return self.stdout + self.stderr + "\n".join(bundle.get("text/plain", "") for bundle in self.data)
 
 
 class Notebook:
-    """Cells go in, what they show comes out."""
+    """Runs cells in a kernel and returns their output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manager = KernelManager(kernel_name="python3")
-        # ipykernel does not capture what C code writes where pytest runs
+        # ipykernel does not capture the output of C code if this variable says that pytest runs
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         self.manager.start_kernel(cwd=str(folder), env=environment)
-        self._others: list[Any] = []
-        """Messages for cells that had ended."""
+        self._late_messages: list[Any] = []
+        """Messages of cells that had already ended."""
         self._connect()
 
     def _connect(self) -> None:
@@ -100,17 +100,17 @@ class Notebook:
         return shown
 
     def begin(self, code: str, **options: Any) -> str:
-        """Send a cell; returns the id to finish it with."""
+        """Send a cell; return the ID to finish it with."""
         return str(self.client.execute(code, allow_stdin=False, **options))
 
     def finish(self, message_id: str, timeout: float = 240, until: str | None = None) -> Shown:
-        """Take what a cell shows until it has ended, or until `until` has been shown."""
+        """Collect the output of a cell until it ends, or until it contains `until`."""
         shown = Shown()
         end = time.monotonic() + timeout
         while True:
             message = self._next(end, shown)
             if message["parent_header"].get("msg_id") != message_id:
-                self._others.append(message)
+                self._late_messages.append(message)
                 continue
             content = message["content"]
             if message["msg_type"] not in ("status", "execute_input"):
@@ -136,21 +136,21 @@ class Notebook:
                 return shown
 
     def late(self, message_id: str, until: str, timeout: float = 120) -> str:
-        """Wait until a cell that has ended shows `until`; returns all that it showed then, as text."""
+        """Wait until a cell that has ended shows `until`; return the text that it has shown after its end."""
         return _text(self.late_messages(message_id, lambda messages: until in _text(messages), timeout))
 
     def late_messages(self, message_id: str, until: Callable[[Messages], bool], timeout: float = 120) -> Messages:
-        """The same, as messages."""
+        """Wait until the messages of a cell that has ended satisfy `until`; return them."""
         messages: Messages = []
         end = time.monotonic() + timeout
         while not until(messages):
-            message = self._others.pop(0) if self._others else self._next(end, Shown())
+            message = self._late_messages.pop(0) if self._late_messages else self._next(end, Shown())
             if message["parent_header"].get("msg_id") == message_id:
                 messages.append((message["msg_type"], message["content"]))
         return messages
 
     def ask(self, kind: str, code: str, cursor: int | None = None, **options: Any) -> dict[str, Any]:
-        """Press Tab (`complete`), or ask for help (`inspect`), at the end of `code`."""
+        """Send a completion (`complete`) or help (`inspect`) request at the end of `code`."""
         request = getattr(self.client, kind)(code, len(code) if cursor is None else cursor, **options)
         while True:
             reply = self.client.get_shell_msg(timeout=120)
@@ -158,7 +158,7 @@ class Notebook:
                 return dict(reply["content"])
 
     def send_comm(self, name: str, data: dict[str, Any]) -> str:
-        """What the page of a widget sends; returns the id of the message."""
+        """Send a widget message as the page would; return its ID."""
         message = self.client.session.msg("comm_msg", {"comm_id": name, "data": data})
         self.client.shell_channel.send(message)
         return str(message["header"]["msg_id"])
@@ -170,17 +170,17 @@ class Notebook:
             raise AssertionError(f"the cell did not end in time; it showed {shown}") from None
 
     def interrupt(self) -> None:
-        """The stop button."""
+        """Press the stop button."""
         self.manager.interrupt_kernel()
 
     def restart(self, now: bool = False) -> None:
-        """The restart button."""
+        """Press the restart button."""
         self.client.stop_channels()
-        self.manager.restart_kernel(now=now, newports=True)  # another process may have taken a port
+        self.manager.restart_kernel(now=now, newports=True)  # another process may have taken a former port
         self._connect()
 
     def kill(self) -> None:
-        """End the kernel with SIGKILL."""
+        """Kill the kernel with SIGKILL."""
         self.manager.provisioner.process.kill()
         self.manager.provisioner.process.wait()
 
@@ -191,11 +191,11 @@ class Notebook:
             self.manager.shutdown_kernel()
 
     def descriptors(self) -> int:
-        """Open file descriptors of the kernel."""
+        """Return how many file descriptors the kernel has open."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def threads(self) -> int:
-        """Threads of the kernel."""
+        """Return how many threads the kernel has."""
         return psutil.Process(self.pid).num_threads()
 
 

@@ -1,18 +1,18 @@
-"""The code blocks of the README and of the pages in docs/, as a reader pastes them.
+"""Code blocks of the README and of the pages in docs/, as a reader pastes them.
 
-What stands in front of a fence says what becomes of a block::
+The language of a fence says how the block is used::
 
-    python   is a cell, and is run; a text block that follows it is what it shows, where `...` stands for anything
+    python   is a cell, and is run; the text block that follows it is its output, where `...` stands for anything
     sh       is for a terminal, and is not run
-    text, toml, yaml, and the directives of Sphinx, such as {toctree}, are no code to run
+    text, toml, yaml, and the directives of Sphinx, such as {toctree}, are not code
 
-A comment in the line above a fence says what else::
+A comment on the line above a fence adds to that::
 
     <!-- raises: CellError -->    the cell fails with this exception
     <!-- file: train.py -->       the block is that file, in the folder of the notebook
-    <!-- terminal -->             the block is run, by a shell in that folder
+    <!-- terminal -->             the block is run by a shell in that folder
     <!-- data: fastai -->         the page needs fastai's small data sets, and is run by ``make test-system``
-    <!-- needs: hf -->           the page needs what this extra brings, and is run by ``make test-system``
+    <!-- needs: hf -->           the page needs this extra, and is run by ``make test-system``
     <!-- not run: REASON -->
 """
 
@@ -35,28 +35,28 @@ class Block:
     """One fenced block of a page."""
 
     line: int
-    """Of its fence, from 1."""
+    """Line number of the fence, from 1."""
     language: str
     marks: dict[str, str]
     text: str = ""
     is_shown: bool = False
-    """Does it follow another block without a word between them?"""
+    """True if no text stands between this block and the one before it."""
     shows: str = ""
-    """What it must show; empty: nothing is said of it."""
+    """Expected output; empty if the page does not state it."""
 
     @property
     def is_cell(self) -> bool:
-        """Is it run in the notebook?"""
+        """Return True if the block runs in the notebook."""
         return self.language == "python" and not {"file", "not run"} & set(self.marks)
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of `page`, in order."""
+    """Return the blocks of `page`, in order."""
     blocks: list[Block] = []
     fence, above, text_between = "", "", False
     for number, line in enumerate(page.read_text().splitlines(), 1):
         found = FENCE.match(line)
-        if fence:  # we are in a block
+        if fence:  # inside a block
             if found and found[1] == fence and not found[2]:
                 fence, text_between = "", False
             else:
@@ -76,9 +76,12 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """What a cell shows that a page says it shows: `...` is anything in its line, or any lines where it is alone."""
+    """Return a pattern for the output that a page states.
+
+    `...` matches anything within its line, or any lines if it stands alone.
+    """
     lines = []
     for line in text.strip().splitlines():
-        some = r"(?s:.*?)" if line.strip() == "..." else r".*?"
-        lines.append(some.join(re.escape(part) for part in line.rstrip().split("...")))
+        wildcard = r"(?s:.*?)" if line.strip() == "..." else r".*?"
+        lines.append(wildcard.join(re.escape(part) for part in line.rstrip().split("...")))
     return re.compile(r"[ ]*\n".join(lines))

@@ -1,4 +1,4 @@
-"""What one rank can do to itself, and the proof that a repair suffices."""
+"""Ways in which one rank can damage itself, and the proof that a repair suffices."""
 
 from __future__ import annotations
 
@@ -153,22 +153,22 @@ KINDS = {
     "sys.exit": "sys.exit(3)",
     "deaf": "while True:\n    try: time.sleep(1000)\n    except KeyboardInterrupt: pass",
     "deaf in C": "while True:\n    try: ctypes.PyDLL(None).sleep(1000)\n    except KeyboardInterrupt: pass",
-    # the last: it takes the controller's sockets away, so that no process can be replaced from then on
+    # must be last: it removes the controller's sockets, so no process can be replaced after it
     "run folder removed": "shutil.rmtree(pathlib.Path(ddip.rank.process_group.membership._store).parent)",
 }
-"""By name: what rank 1 runs."""
+"""Code that rank 1 runs, by name."""
 
 
 def prove_repair(group: ddip.Group, harm: str) -> None:
-    """Rank 1 does `harm`, and the group must be rebuilt: if a cell fails then, a repair is all that it needs."""
-    group.repair()  # what a test that failed has left
+    """Damage rank 1 with `harm` and rebuild the group: if a cell fails then, a repair is all it needs."""
+    group.repair()  # an earlier test may have failed
     group.run(SET_UP)
     pids = [member.pid for member in group.members]
     lines = "\n".join(f"    {line}" for line in harm.splitlines())
     proof = f"{PROOF}assert rank == 1 or kept == rank"
-    told: list[str] = []
+    errors: list[str] = []
     replaced: list[int] = []
-    # The second one takes 0.1 s at least, the grace of its failure: what the harm sets off soon is over then.
+    # The second cell takes at least 0.1 s, the grace of its failure: delayed effects of the harm are over by then.
     for code in (f"if rank == 1:\n{lines}", "if rank == 0: raise ValueError\ndist.barrier()"):
         with contextlib.suppress(CellError, GroupError):
             group.run(code, timeout=4)
@@ -176,9 +176,9 @@ def prove_repair(group: ddip.Group, harm: str) -> None:
         try:
             group.run(proof, timeout=4)
         except (CellError, GroupError) as error:
-            told.append(str(error))
+            errors.append(str(error))
             replaced += group.repair()
     group.run(proof, timeout=20)
     now = [member.pid for member in group.members]
-    assert [now[0], *now[2:]] == [pids[0], *pids[2:]] and set(replaced) <= {1}, told
-    assert not any(re.search(r"%makedip -r\b", text) for text in told), told
+    assert [now[0], *now[2:]] == [pids[0], *pids[2:]] and set(replaced) <= {1}, errors
+    assert not any(re.search(r"%makedip -r\b", text) for text in errors), errors

@@ -35,7 +35,7 @@ def four_ranks(warmed_up: None) -> Iterator[ddip.Group]:
 
 @pytest.fixture
 def four(four_ranks: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
-    """Four ranks: with fewer, no rank gets part of a sum."""
+    """Return four ranks: with fewer, no rank gets part of a sum."""
     begin_test(four_ranks, request.session, FORGET)
     four_ranks.run(f"{SETUP}\ntotal = torch.tensor([float(rank + 1)]); parameter = torch.nn.Parameter(total.clone())")
     return four_ranks
@@ -161,7 +161,10 @@ def test_a_group_in_which_a_collective_timed_out_is_rebuilt(cells: ddip.Group, t
 
 
 def test_an_unmatched_collective_under_detail_breaks_no_later_cell(cells: ddip.Group) -> None:
-    """torch checks each collective in a second group, which closes its connections when it has waited too long."""
+    """Set DETAIL, which makes torch check each collective in a second group.
+
+    That group closes its connections when it has waited too long.
+    """
     cells.run(f"""
         {SETUP.replace(chr(10), "; ")}
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"

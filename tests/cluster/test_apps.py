@@ -1,4 +1,4 @@
-"""Apps of others hear of a group that is rebuilt, and of cells, where they ask for it."""
+"""Third-party apps are notified of a rebuilt group, and of cells, if they ask for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import ddip
 from ddip.errors import CellError, CellInterrupted
 
-from .apps import an_app
+from .apps import installed_app
 from .leftovers import wait_until
 from .meanwhile import meanwhile, press_stop
 
@@ -44,20 +44,20 @@ def end_cell(error): print("ended", repr(error))
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
-    """Two ranks with an app that asks for all of it, and its folder."""
+    """Start two ranks with an app that asks for all notifications; yield the group and the app's folder."""
     folder = tmp_path_factory.mktemp("app")
-    with an_app(folder, APP + CELLS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+    with installed_app(folder, APP + CELLS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         yield group, folder
 
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[ddip.Group]:
-    with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+    with installed_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         yield group
 
 
-def calls(group: ddip.Group) -> list[list[str]]:
-    """What the app was called for, by rank."""
+def app_calls(group: ddip.Group) -> list[list[str]]:
+    """Return the calls that the app received, by rank."""
     group.run("import toy_app; _calls = toy_app.calls")
     return [found["_calls"] for found in group.pull_all(["_calls"], range(group.world_size))[0]]
 
@@ -65,13 +65,13 @@ def calls(group: ddip.Group) -> list[list[str]]:
 @pytest.mark.native("sockets")
 def test_an_app_is_notified_after_an_aborted_collective(shared: tuple[ddip.Group, Path]) -> None:
     group, _ = shared
-    assert calls(group) == [["prepare"]] * 2
+    assert app_calls(group) == [["prepare"]] * 2
     for count in (1, 2):
         with pytest.raises(CellError, match="mine"):
             group.run(FAIL)
-        assert calls(group) == [["prepare", *["rejoined"] * count]] * 2
+        assert app_calls(group) == [["prepare", *["rejoined"] * count]] * 2
         group.run(f"{USE}\nassert x.item() == 2")
-    assert calls(group) == [["prepare", "rejoined", "rejoined"]] * 2  # and not before each cell
+    assert app_calls(group) == [["prepare", "rejoined", "rejoined"]] * 2  # and not before each cell
 
 
 @pytest.mark.grid
@@ -79,21 +79,21 @@ def test_a_new_rank_prepares_the_app_before_ranks_are_notified(group: ddip.Group
     os.kill(group.members[1].pid, signal.SIGKILL)
     wait_until(lambda: group.ranks.ended)
     assert group.repair() == [1]
-    assert calls(group) == [["prepare", "rejoined"]] * 2
+    assert app_calls(group) == [["prepare", "rejoined"]] * 2
     group.run(f"{USE}\nassert x.item() == 2")
 
 
 @pytest.mark.grid
 def test_an_app_is_notified_of_a_group_formed_by_cells(group: ddip.Group) -> None:
     group.run("import torch.distributed as dist\ndist.destroy_process_group()\ndist.init_process_group('gloo')")
-    assert calls(group) == [["prepare", "rejoined"]] * 2
+    assert app_calls(group) == [["prepare", "rejoined"]] * 2
     group.run(f"{USE}\nassert x.item() == 2")
 
 
 @pytest.mark.grid
 def test_a_change_of_the_group_releases_and_prepares_the_app(group: ddip.Group) -> None:
     group.change(ddip.Request(n=3))
-    assert calls(group) == [["prepare", "release", "prepare"]] * 2 + [["prepare"]]
+    assert app_calls(group) == [["prepare", "release", "prepare"]] * 2 + [["prepare"]]
 
 
 FAILS = """
@@ -108,15 +108,15 @@ def rejoined():
 def test_an_error_in_an_app_notification_leaves_the_group_usable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with an_app(tmp_path, APP + FAILS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+    with installed_app(tmp_path, APP + FAILS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         with pytest.raises(CellError, match="mine"):
             group.run(FAIL)
         capsys.readouterr()
-        assert calls(group) == [["prepare", "rejoined"]] * 2
+        assert app_calls(group) == [["prepare", "rejoined"]] * 2
         said = capsys.readouterr().err
         assert "telling the app that the group was rebuilt failed: rank 1: OSError: no way" in said
         group.run("import torch\nx = torch.ones(1)\ndist.all_reduce(x)\nassert x.item() == 2")
-        assert calls(group) == [["prepare", "rejoined"]] * 2
+        assert app_calls(group) == [["prepare", "rejoined"]] * 2
         assert capsys.readouterr().err == ""
 
 
@@ -142,7 +142,7 @@ def test_an_app_is_called_around_cells(shared: tuple[ddip.Group, Path], capsys: 
 @pytest.mark.grid
 def test_an_error_of_an_app_around_cells_fails_no_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "def begin_cell(): raise OSError('no way')\ndef end_cell(error): 1 / 0\n"
-    with an_app(tmp_path, code), ddip.Group(2, app="toy") as group:
+    with installed_app(tmp_path, code), ddip.Group(2, app="toy") as group:
         group.run("print('runs')", show_ranks=[0])
         shown = capsys.readouterr()
         assert shown.out == "runs\n"
@@ -165,9 +165,9 @@ def end_cell(error):
     if error is not None and dist.get_rank() == 1: process_group.give_up()
 """
     )
-    with an_app(tmp_path, app), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+    with installed_app(tmp_path, app), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         group.run("x = 1")
         with pytest.raises(CellError, match="mine"):
             group.run("raise ValueError('mine')")
-        assert calls(group) == [["prepare", "rejoined"]] * 2
-        assert calls(group) == [["prepare", "rejoined"]] * 2  # once
+        assert app_calls(group) == [["prepare", "rejoined"]] * 2
+        assert app_calls(group) == [["prepare", "rejoined"]] * 2  # once

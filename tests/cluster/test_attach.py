@@ -1,4 +1,4 @@
-"""`%makedip --cluster`: ranks on the hosts of an ipyparallel cluster that somebody else has started, and keeps."""
+"""`%makedip --cluster`: ranks on the hosts of a foreign ipyparallel cluster, which keeps running."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ddip.cluster.reach import Reach
 from ddip.errors import CellError, GroupError
 from ddip.group.members.placement import Request
 
-from .leftovers import assert_nothing_left, lives, wait_until
-from .theirs import Theirs, theirs
+from .leftovers import assert_nothing_left, is_alive, wait_until
+from .theirs import Theirs, foreign_cluster
 
 pytestmark = pytest.mark.grid
 
@@ -36,32 +36,32 @@ input()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Theirs]:
-    """Two engines on this machine."""
-    with theirs("theirs", 2) as cluster:
+    """Start two engines on this machine."""
+    with foreign_cluster("theirs", 2) as cluster:
         yield cluster
 
 
-def attached(**options: object) -> ddip.Group:
+def attach_group(**options: object) -> ddip.Group:
     return ddip.Group(reach=Reach(cluster="theirs"), **options)  # type: ignore[arg-type]
 
 
 def test_attached_ranks_leave_the_cluster_unchanged(cluster: Theirs) -> None:
-    with attached():  # an engine keeps what it imports for the first one
+    with attach_group():  # the first group causes imports, which the engines keep
         pass
-    before, slow = cluster.held(), cluster.client[0].apply_async(_busy, 3)
-    with attached() as group:
-        assert not slow.done() or slow.get()  # an engine that is busy is a way, too
+    before, slow = cluster.resources(), cluster.client[0].apply_async(_sleep, 3)
+    with attach_group() as group:
+        assert not slow.done() or slow.get()  # a busy engine is also a way to reach its host
         group.run(SUM)
         assert [values["total"] for values in group.pull_all(["total"], [0, 1])[0]] == [3.0, 3.0]
         group.push({"big": bytes(8 << 20)})
         assert group.pull(["big"], 1) == {"big": bytes(8 << 20)}
         assert cluster.values("kept") == [5, 5]
-    wait_until(lambda: cluster.held() == before, 10, "the end of what was in the engines")
+    wait_until(lambda: cluster.resources() == before, 10, "the end of what was in the engines")
     assert cluster.values("kept") == [5, 5]
     assert len(cluster.client.ids) == 2
 
 
-def _busy(seconds: float) -> bool:
+def _sleep(seconds: float) -> bool:
     import time
 
     time.sleep(seconds)
@@ -70,10 +70,10 @@ def _busy(seconds: float) -> bool:
 
 def test_a_wrong_number_or_name_is_refused_before_any_change(cluster: Theirs) -> None:
     with pytest.raises(GroupError, match=r"-n 3: that cluster has 2 engines"):
-        attached(n=3)
+        attach_group(n=3)
     with pytest.raises(GroupError, match=r"-c their: there is no such cluster; those that run are default/theirs"):
         ddip.Group(reach=Reach(cluster="their"))
-    with attached(n=1) as group:
+    with attach_group(n=1) as group:
         assert group.world_size == 1
         group.run("kept = 7")
         with pytest.raises(GroupError, match="there is no such cluster"):
@@ -100,26 +100,26 @@ def test_killing_the_notebook_ends_its_ranks_but_no_engine(cluster: Theirs) -> N
         ranks = list(map(int, script.stdout.readline().split()))
         assert len(ranks) == 2
         script.kill()
-    wait_until(lambda: not any(map(lives, ranks)), 15, "the end of the ranks")
+    wait_until(lambda: not any(map(is_alive, ranks)), 15, "the end of the ranks")
     assert cluster.values("kept") == [5, 5]
     assert_nothing_left(script.pid, 15)
 
 
 def test_killing_the_near_end_loses_the_host_and_its_ranks(cluster: Theirs) -> None:
-    with attached() as group:
+    with attach_group() as group:
         group.run("import os; pid = os.getpid()")
         ranks = [values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]]
         (near,) = [p for p in psutil.Process().children() if "ddip.cluster.attach.near_end" in p.cmdline()]
         near.kill()
         with pytest.raises((CellError, GroupError), match="is lost|lost with"):
             group.run("import time; time.sleep(60)")
-        wait_until(lambda: not any(map(lives, ranks)), 20, "the end of the ranks")
+        wait_until(lambda: not any(map(is_alive, ranks)), 20, "the end of the ranks")
         assert group.repair() == [0, 1]
         group.run(SUM)
 
 
 def test_another_engine_of_the_host_replaces_a_killed_one() -> None:
-    with theirs("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
+    with foreign_cluster("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
         cluster.engines[0].kill()
         with pytest.raises(
             (CellError, GroupError), match="engine 0 of that cluster, which was the way there, has ended"
@@ -131,7 +131,7 @@ def test_another_engine_of_the_host_replaces_a_killed_one() -> None:
 
 
 def test_a_killed_controller_is_reported() -> None:
-    with theirs("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
+    with foreign_cluster("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
         cluster.kill_controller()
         with pytest.raises((CellError, GroupError), match="the controller of that cluster does not answer any more"):
             group.run("import time; time.sleep(60)")
@@ -142,19 +142,19 @@ def test_a_killed_controller_is_reported() -> None:
 def test_an_ipyparallel_launcher_starts_and_ends_with_the_group() -> None:
     with ddip.Group(2, reach=Reach(engines="local")) as group:
         group.run("import os; parent = os.getppid()")
-        before = _of_ipyparallel()
+        before = _ipyparallel_processes()
         assert before
         group.restart()
-        assert _of_ipyparallel() == before
+        assert _ipyparallel_processes() == before
         group.run(SUM)
-    wait_until(lambda: not _of_ipyparallel(), 10, "the end of the engines")
+    wait_until(lambda: not _ipyparallel_processes(), 10, "the end of the engines")
 
 
 @pytest.mark.skipif(multiprocessing.cpu_count() > 8, reason="it starts as many engines as there are cores")
 def test_a_launcher_says_how_many_engines_it_has() -> None:
     with ddip.Group(reach=Reach(engines="local")) as group:
         assert group.world_size == multiprocessing.cpu_count()
-    wait_until(lambda: not _of_ipyparallel(), 10, "the end of the engines")
+    wait_until(lambda: not _ipyparallel_processes(), 10, "the end of the engines")
 
 
 @pytest.mark.parametrize("round_", range(3))
@@ -162,11 +162,11 @@ def test_nothing_is_left_of_a_launcher_that_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # no mpiexec
     with pytest.raises(GroupError, match="--engines mpi: they have not started: .*mpiexec"):
         ddip.Group(2, reach=Reach(engines="mpi"))
-    assert not _of_ipyparallel()
+    assert not _ipyparallel_processes()
 
 
-def _of_ipyparallel() -> set[int]:
-    """The engines and controllers that this process has had started."""
+def _ipyparallel_processes() -> set[int]:
+    """Return the engines and controllers that this process has started."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Cells in the background, on real engines, in a real kernel."""
+"""Background cells on real engines, in a real kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import ddip
 
 from .leftovers import wait_until
-from .meanwhile import stopped
+from .meanwhile import suspended
 from .notebook import Messages, Notebook
 
 UNTIL = "import time\nfrom pathlib import Path\nwhile not Path({path!r}).exists(): time.sleep(0.01)"
@@ -21,14 +21,14 @@ REDUCE = "import torch, torch.distributed as dist\nx = torch.ones(2)\ndist.all_r
 
 @pytest.fixture
 def notebook(notebook: Notebook) -> Iterator[Notebook]:
-    """The shared notebook, in which all cells of former tests have been waited for."""
+    """Return the shared notebook once all cells of earlier tests have ended."""
     notebook.run("%dipwait")
     yield notebook
-    notebook.run("%dipstop")  # of a test that has failed
+    notebook.run("%dipstop")  # a failed test may leave a cell running
 
 
-def begin(notebook: Notebook, cell: str, options: str = "") -> str:
-    """Start it in the background; returns the id of its request."""
+def begin_in_background(notebook: Notebook, cell: str, options: str = "") -> str:
+    """Start a cell in the background; return the ID of its request."""
     message = notebook.begin(f"%%dip --bg {options}\n{cell}")
     assert notebook.finish(message).status == "ok"
     return message
@@ -38,15 +38,17 @@ def text_of(messages: Messages) -> str:
     return "\n".join(content.get("data", {}).get("text/plain", "") for _, content in messages)
 
 
-def until(notebook: Notebook, message: str, *words: str) -> str:
-    """What comes below a cell that has ended, until all `words` are there."""
+def wait_for_words(notebook: Notebook, message: str, *words: str) -> str:
+    """Return the output below a cell that has ended, once it contains all `words`."""
     return text_of(notebook.late_messages(message, lambda messages: all(word in text_of(messages) for word in words)))
 
 
 def test_a_cell_runs_in_the_background_while_the_kernel_works(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
-    message = begin(notebook, f"print('begun', rank)\n{UNTIL.format(path=path)}\nprint('over', rank)", "-S all")
-    until(notebook, message, "begun 0", "begun 1", "begun 2")
+    message = begin_in_background(
+        notebook, f"print('begun', rank)\n{UNTIL.format(path=path)}\nprint('over', rank)", "-S all"
+    )
+    wait_for_words(notebook, message, "begun 0", "begun 1", "begun 2")
     assert notebook.ok("1 + 1").text == "2"
     number = int(notebook.ok("%dipcells").stdout.splitlines()[-1].split()[0])
     assert notebook.ok("%dipcells").stdout.splitlines()[-1].split(maxsplit=4)[1:4] == ["0-2", "running,", "in"]
@@ -63,8 +65,8 @@ def test_a_cell_runs_in_the_background_while_the_kernel_works(notebook: Notebook
 
 @pytest.mark.native("sockets")
 def test_a_failure_is_shown_below_its_cell_and_when_awaited(notebook: Notebook) -> None:
-    message = begin(notebook, f"kept = 7\nif rank == 1: raise ValueError('only here')\n{REDUCE}")
-    shown = until(notebook, message, "CellError")
+    message = begin_in_background(notebook, f"kept = 7\nif rank == 1: raise ValueError('only here')\n{REDUCE}")
+    shown = wait_for_words(notebook, message, "CellError")
     assert "rank 1: ValueError: only here; ranks 0, 2 were blocked in all_reduce" in shown
     assert "failed" in shown
     told = notebook.ok("'next'")
@@ -74,18 +76,18 @@ def test_a_failure_is_shown_below_its_cell_and_when_awaited(notebook: Notebook) 
     for waits in ("%dipwait", f"%dipwait {number}"):
         failed = notebook.fails(waits)
         assert failed.error == "CellError" and "rank 1: ValueError: only here" in failed.message
-    notebook.ok("%dipwait")  # there is none for which nobody has waited
+    notebook.ok("%dipwait")  # every cell has already been waited for
     assert "7 [3.0, 3.0]" in notebook.ok(f"%%dip\n{REDUCE}\nprint(kept, x.tolist())").text
 
 
 def test_stop_during_dipwait_ends_the_wait_but_not_the_cell(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
-    begin(notebook, f"print('begun')\n{UNTIL.format(path=path)}")
+    begin_in_background(notebook, f"print('begun')\n{UNTIL.format(path=path)}")
     message = notebook.begin("%dipwait")
     notebook.finish(message, until="begun")
     notebook.interrupt()
-    stopped = notebook.finish(message)
-    assert stopped.error == "RequestInterrupted" and "goes on" in stopped.message
+    suspended = notebook.finish(message)
+    assert suspended.error == "RequestInterrupted" and "goes on" in suspended.message
     assert "running" in notebook.ok("%dipcells").stdout.splitlines()[-1]
     notebook.run(f"open({path!r}, 'w').close()")
     notebook.ok("%dipwait")
@@ -101,8 +103,8 @@ def test_stop_during_dipwait_ends_the_wait_but_not_the_cell(notebook: Notebook, 
 def test_dipstop_ends_a_cell_and_keeps_the_variables(notebook: Notebook, cell: str) -> None:
     notebook.ok("%%dip\nx = 3")
     notebook.ok("%config DipMagics.failure_grace = 60")
-    message = begin(notebook, f"print('begun')\n{cell}")
-    until(notebook, message, "begun")
+    message = begin_in_background(notebook, f"print('begun')\n{cell}")
+    wait_for_words(notebook, message, "begun")
     assert "was stopped after" in notebook.ok("%dipstop").stdout
     notebook.ok("%config DipMagics.failure_grace = 1")
     assert "no cell runs in the background" in notebook.fails("%dipstop").message
@@ -114,8 +116,10 @@ def test_dipstop_ends_a_cell_and_keeps_the_variables(notebook: Notebook, cell: s
 @pytest.mark.native("sockets")
 def test_a_rank_that_dies_ends_its_cell_and_is_repaired(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = 11")
-    message = begin(notebook, f"import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{REDUCE}")
-    shown = until(notebook, message, "CellError")
+    message = begin_in_background(
+        notebook, f"import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{REDUCE}"
+    )
+    shown = wait_for_words(notebook, message, "CellError")
     assert "rank 2: RankEnded" in shown and "--repair" in shown
     assert "a rank ended" in notebook.ok("%dipcells").stdout.splitlines()[-1]
     notebook.ok("%makedip --repair")
@@ -124,17 +128,17 @@ def test_a_rank_that_dies_ends_its_cell_and_is_repaired(notebook: Notebook) -> N
 
 def test_free_ranks_run_cells_and_queued_cells_follow(notebook: Notebook, tmp_path: Path) -> None:
     path = str(tmp_path / "go")
-    first = begin(notebook, f"print('begun')\n{UNTIL.format(path=path)}\nhere = 1", "-r 1")
-    until(notebook, first, "begun")
+    first = begin_in_background(notebook, f"print('begun')\n{UNTIL.format(path=path)}\nhere = 1", "-r 1")
+    wait_for_words(notebook, first, "begun")
     assert notebook.ok("%%dip -r 0,2 -S all\nprint('free', rank)").text.count("free") >= 2
-    second = begin(notebook, f"assert rank != 1 or here\n{REDUCE}\nprint(x)", "--queue")
-    third = begin(notebook, "1 / 0", "--queue")
-    fourth = begin(notebook, "never = 1", "--queue")
+    second = begin_in_background(notebook, f"assert rank != 1 or here\n{REDUCE}\nprint(x)", "--queue")
+    third = begin_in_background(notebook, "1 / 0", "--queue")
+    fourth = begin_in_background(notebook, "never = 1", "--queue")
     assert [line.split()[2] for line in notebook.ok("%dipcells").stdout.splitlines()[-3:]] == ["queued,"] * 3
     notebook.run(f"open({path!r}, 'w').close()")
-    assert "tensor([3., 3.])" in until(notebook, second, "ended")
-    assert "ZeroDivisionError" in until(notebook, third, "CellError")
-    assert "did not run" in until(notebook, fourth, "UsageError")
+    assert "tensor([3., 3.])" in wait_for_words(notebook, second, "ended")
+    assert "ZeroDivisionError" in wait_for_words(notebook, third, "CellError")
+    assert "did not run" in wait_for_words(notebook, fourth, "UsageError")
     assert notebook.fails("%dipwait").error == "CellError"
     notebook.ok("%%dip --queue\nassert 'never' not in globals()")
 
@@ -149,9 +153,9 @@ def test_dipwait_waits_for_every_background_cell_of_a_notebook_cell(notebook: No
 
 
 def test_a_cell_in_the_foreground_waits_with_queue(notebook: Notebook) -> None:
-    begin(notebook, "import time; time.sleep(0.3); done = 1")
+    begin_in_background(notebook, "import time; time.sleep(0.3); done = 1")
     notebook.ok("%%dip --queue\nassert done == 1")
-    begin(notebook, "time.sleep(0.3); 1 / 0")
+    begin_in_background(notebook, "time.sleep(0.3); 1 / 0")
     failed = notebook.fails("%%dip --queue\nnever = 1")
     assert re.search(
         r"cell \d+, for which this cell waited, failed; it did not run; %dipwait \d+ shows", failed.message
@@ -162,7 +166,7 @@ def test_a_cell_in_the_foreground_waits_with_queue(notebook: Notebook) -> None:
 @pytest.mark.grid
 def test_an_app_gets_its_command_after_the_cells_before_it(notebook: Notebook) -> None:
     notebook.ok("%makedip -a fastai")
-    begin(notebook, "import time; time.sleep(0.3); done = 1", "-r 1")
+    begin_in_background(notebook, "import time; time.sleep(0.3); done = 1", "-r 1")
     notebook.ok("%%dip --queue -r 0 -a mends\n1")
     notebook.ok("%makedip -k")
 
@@ -175,18 +179,18 @@ def test_output_of_a_cell_can_be_shown_again(notebook: Notebook, tmp_path: Path)
     cell = "from IPython.display import HTML, display\nprint('text of', rank)\ndisplay(HTML('<b>bold</b>'))\nrank * 2"
     shown = notebook.ok(f"%%dip -S all\n{cell}")
     again = notebook.ok("%dipcell")
-    assert [data["text/html"].replace(_id(data), "") for data in again.outputs if "ddip-page" in str(data)] == [
-        data["text/html"].replace(_id(data), "") for data in shown.outputs if "ddip-page" in str(data)
+    assert [data["text/html"].replace(_output_id(data), "") for data in again.outputs if "ddip-page" in str(data)] == [
+        data["text/html"].replace(_output_id(data), "") for data in shown.outputs if "ddip-page" in str(data)
     ]
     assert again.outputs[-1]["text/plain"] == shown.outputs[-1]["text/plain"]
     path = str(tmp_path / "go")
-    message = begin(notebook, f"print('before')\n{UNTIL.format(path=path)}\nprint('after')\nrank")
-    until(notebook, message, "before")
+    message = begin_in_background(notebook, f"print('before')\n{UNTIL.format(path=path)}\nprint('after')\nrank")
+    wait_for_words(notebook, message, "before")
     second = notebook.begin("%dipcell")
     assert "before" in notebook.finish(second).text
     notebook.run(f"open({path!r}, 'w').close()")
     notebook.ok("%dipwait")
-    assert "after" in until(notebook, second, "ended")
+    assert "after" in wait_for_words(notebook, second, "ended")
     number = int(notebook.ok("%dipcells").stdout.splitlines()[-1].split()[0])
     notebook.fails("%%dip -S 0,1\nprint('one'); 1 / 0")
     failed = notebook.ok("%dipcell")
@@ -196,8 +200,8 @@ def test_output_of_a_cell_can_be_shown_again(notebook: Notebook, tmp_path: Path)
     assert "no cell with this number" in notebook.fails("%dipcell 9999").message
 
 
-def _id(data: dict[str, str]) -> str:
-    """The name that one output has, and no other."""
+def _output_id(data: dict[str, str]) -> str:
+    """Return the ID that belongs to one output only."""
     html = data["text/html"]
     at = html.find("ddip-", html.find("id="))
     return html[at : at + 17]
@@ -234,10 +238,10 @@ def test_an_unwritable_log_is_reported_and_the_cell_continues(notebook: Notebook
 
 
 def test_the_end_of_the_group_is_shown_below_its_cells(notebook: Notebook) -> None:
-    message = begin(notebook, "import time\nprint('begun')\ntime.sleep(100)")
-    until(notebook, message, "begun")
+    message = begin_in_background(notebook, "import time\nprint('begun')\ntime.sleep(100)")
+    wait_for_words(notebook, message, "begun")
     notebook.ok("%makedip -k")
-    assert "the cell ended with its group" in until(notebook, message, "UsageError")
+    assert "the cell ended with its group" in wait_for_words(notebook, message, "UsageError")
 
 
 @pytest.mark.grid
@@ -247,8 +251,8 @@ def test_a_kernel_that_ends_during_a_background_cell_leaves_nothing(
 ) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 2")
-    message = begin(notebook, "import time\nprint('begun')\nwhile True: time.sleep(0.1)")
-    until(notebook, message, "begun")
+    message = begin_in_background(notebook, "import time\nprint('begun')\nwhile True: time.sleep(0.1)")
+    wait_for_words(notebook, message, "begun")
     if how == "restart":
         notebook.restart()
     else:
@@ -258,7 +262,7 @@ def test_a_kernel_that_ends_during_a_background_cell_leaves_nothing(
 @pytest.mark.grid
 def test_a_bar_that_is_a_widget_moves_in_the_background(notebook: Notebook) -> None:
     cell = "from tqdm.auto import tqdm\nfor i in tqdm(range(3)): print('step', i)"
-    begin(notebook, cell)
+    begin_in_background(notebook, cell)
     assert "ended" in notebook.ok("%dipwait").text
     assert "3/3" in notebook.ok("%dipcell").text
 
@@ -284,7 +288,7 @@ def test_a_stopped_rank_ends_with_dipstop_as_stuck(cells: ddip.Group) -> None:
     cell = cells.start("import time\ntime.sleep(100)")
     pid = cells.members[1].pid
     wait_until(lambda: all(info.state == "busy" for info in cells.info()))
-    with stopped([pid]):
+    with suspended([pid]):
         with pytest.raises(ddip.GroupError, match="rank 1 did not stop"):
             cell.stop()
         assert cell.outcome == "stuck"
@@ -293,7 +297,9 @@ def test_a_stopped_rank_ends_with_dipstop_as_stuck(cells: ddip.Group) -> None:
 
 @pytest.mark.grid
 def test_a_cell_in_the_background_is_profiled_below_it(notebook: Notebook, tmp_path: Path) -> None:
-    message = begin(notebook, REDUCE, f"--profile {tmp_path}/traces")
-    assert "where the time of the cell went: ranks 0-2" in until(notebook, message, "slowest collective", "ended")
+    message = begin_in_background(notebook, REDUCE, f"--profile {tmp_path}/traces")
+    assert "where the time of the cell went: ranks 0-2" in wait_for_words(
+        notebook, message, "slowest collective", "ended"
+    )
     notebook.ok("%dipwait")
     assert len(list((tmp_path / "traces").glob("rank_*.pt.trace.json.gz"))) == 3

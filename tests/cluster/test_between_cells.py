@@ -1,4 +1,4 @@
-"""What a cell leaves behind does not reach the rank's own code: it answers, and keeps its variables."""
+"""Leftovers of a cell do not disturb the rank's own code: it answers, and keeps its variables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 import ddip
 from ddip.errors import GroupError
 
-from .leftovers import lives, wait_until
+from .leftovers import is_alive, wait_until
 from .variants import few
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
 
 @pytest.fixture(autouse=True)
-def impatient(group: ddip.Group) -> None:
+def short_time_limits(group: ddip.Group) -> None:
     group.options.failure_grace, group.options.stall_timeout = 0.1, 10.0
 
 
-def prove(cells: ddip.Group) -> None:
+def prove_ranks_work(cells: ddip.Group) -> None:
     cells.run(f"{PROOF}\nassert kept == rank", timeout=60)
 
 
@@ -56,29 +56,32 @@ SOME = ("a handler of SIGALRM", "a stopped loop", "a task that exits")
 
 
 def test_unreachable_workers_of_a_data_loader_delay_no_cell(cells: ddip.Group) -> None:
-    """In a cycle, as tqdm.auto leaves one with each bar. They look for the end of their loader once an hour."""
+    """Leave a data loader in a reference cycle, as tqdm.auto does with each bar.
+
+    Its workers check only once per hour whether their loader still exists.
+    """
     cells.run("""
         import gc, torch
         from torch.utils.data import DataLoader, _utils
-        gc.disable()  # within the cell it would wait as torch does
+        gc.disable()  # a collection within the cell would wait, as in plain torch
         kept, usual = rank, _utils.MP_STATUS_CHECK_INTERVAL
         _utils.MP_STATUS_CHECK_INTERVAL = 3600.0
         class Bar: pass
         bar = Bar()
         bar.itself, bar.iterator = bar, iter(DataLoader(torch.arange(8), num_workers=2))
-        first, second = next(bar.iterator), next(bar.iterator)  # both workers are there
+        first, second = next(bar.iterator), next(bar.iterator)  # both workers run
         workers = [worker.pid for worker in bar.iterator._workers]
         del bar
     """)
     answers, _ = cells.pull_all(["workers"], range(2))
-    wait_until(lambda: not any(lives(pid) for answer in answers for pid in answer["workers"]))
-    prove(cells)
+    wait_until(lambda: not any(is_alive(pid) for answer in answers for pid in answer["workers"]))
+    prove_ranks_work(cells)
     cells.run("gc.enable()\nassert _utils.MP_STATUS_CHECK_INTERVAL == 3600.0\n_utils.MP_STATUS_CHECK_INTERVAL = usual")
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="shared memory has no files here")
 def test_a_worker_killed_while_sharing_a_tensor_leaves_no_file(cells: ddip.Group) -> None:
-    """torch names the file by the worker's pid, and removes it in the next moment."""
+    """End a worker between the moments when torch creates its shared file and removes it."""
     cells.run("""
         import os, time
         from torch.utils.data import DataLoader
@@ -108,9 +111,9 @@ def test_an_exception_between_two_cells_costs_no_rank(cells: ddip.Group, left: s
     """)
     cells.run("former = {n: signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGCHLD, signal.SIGTERM)}")
     cells.run(LEFT[left])
-    wait_until(lambda: all(values["came"] for values in cells.pull_all(["came"], [0, 1])[0]))  # no cell: it would raise
+    wait_until(lambda: all(values["came"] for values in cells.pull_all(["came"], [0, 1])[0]))  # a cell would raise
     for _ in range(3):
-        prove(cells)
+        prove_ranks_work(cells)
     assert [member.pid for member in cells.members] == pids
     cells.run("for number, handler in former.items(): signal.signal(number, handler)", show_ranks=[])
 
@@ -141,7 +144,7 @@ def test_a_sigterm_handler_that_exits_ends_the_rank(warmed_up: None) -> None:
 
 
 def test_alarms_around_the_end_of_a_cell_cost_no_answer(cells: ddip.Group) -> None:
-    """They come while the cell runs, while its answer is made, and when it has left."""
+    """Send alarms while the cell runs, while its answer is built, and after the answer is sent."""
     cells.run("""
         import random, signal
         kept = rank
@@ -156,10 +159,10 @@ def test_alarms_around_the_end_of_a_cell_cost_no_answer(cells: ddip.Group) -> No
             failed += 1
             assert "alarm" in str(error)
     assert failed < 60
-    with contextlib.suppress(ddip.CellError):  # the last alarm may come in here
+    with contextlib.suppress(ddip.CellError):  # the last alarm may arrive during this cell
         cells.run("while signal.getitimer(signal.ITIMER_REAL)[0]: pass")
     cells.run("_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
-    prove(cells)
+    prove_ranks_work(cells)
 
 
 HARM = {
@@ -191,7 +194,7 @@ HARM = {
 
 @pytest.mark.grid
 def test_harmful_changes_to_the_interpreter_cost_no_rank(warmed_up: None) -> None:
-    """Each in a cell of its own, on ranks that nobody uses afterwards."""
+    """Run each piece of code in its own cell, on ranks that no other test uses."""
     with ddip.Group(2, failure_grace=0.1) as group:
         pids = [member.pid for member in group.members]
         group.run("import gc, os, signal, sys, threading, time, torch, torch.distributed as dist\nkept = rank")
@@ -223,14 +226,14 @@ faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 @pytest.mark.native("heap")
 def test_freed_memory_is_reused_within_cells_and_returned_afterwards(cells: ddip.Group) -> None:
-    before = [resident(member.pid) for member in cells.members]
+    before = [resident_bytes(member.pid) for member in cells.members]
     cells.run(STEPS)
     faults = [pulled["faults"] for pulled in cells.pull_all(["faults"], [0, 1])[0]]
     assert max(faults) < 40_000, faults
     for member, least in zip(cells.members, before, strict=True):
-        wait_until(lambda pid=member.pid, least=least: resident(pid) < least + 200e6)  # type: ignore[misc]
+        wait_until(lambda pid=member.pid, least=least: resident_bytes(pid) < least + 200e6)  # type: ignore[misc]
 
 
-def resident(pid: int) -> int:
-    """Bytes."""
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process in bytes."""
     return psutil.Process(pid).memory_info().rss

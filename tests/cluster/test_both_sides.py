@@ -1,4 +1,4 @@
-"""Magics that belong in the notebook and on the ranks: %cd, %env, and autoreload."""
+"""Magics that take effect in the notebook and on the ranks: %cd, %env, and autoreload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ON = "%load_ext autoreload\n%autoreload 2"
 
 @pytest.fixture
 def autodip(notebook: Notebook) -> Iterator[Notebook]:
-    """The shared notebook under %autodip; its folder and its environment stay what they were."""
+    """Return the shared notebook under %autodip; restore its folder and environment afterwards."""
     notebook.ok("%autodip on")
     yield notebook
     notebook.ok(f"%cd -q {notebook.folder}")
@@ -76,8 +76,8 @@ def test_an_error_in_the_notebook_keeps_the_ranks_from_running(autodip: Notebook
 # -- autoreload
 
 
-def write(module: Path, value: int) -> None:
-    """Such a module, later than what was there."""
+def write_module(module: Path, value: int) -> None:
+    """Write a module that returns `value`, with a later mtime than before."""
     before = module.stat().st_mtime if module.exists() else 0.0
     module.write_text(f"def value():\n    return {value}\n")
     later = max(before + 5, module.stat().st_mtime)
@@ -87,42 +87,42 @@ def write(module: Path, value: int) -> None:
 @pytest.mark.grid
 def test_autoreload_under_autodip_works_on_both_sides(new_notebook: Callable[[], Notebook], tmp_path: Path) -> None:
     notebook = new_notebook()
-    write(tmp_path / "utils.py", 1)
+    write_module(tmp_path / "utils.py", 1)
     notebook.ok("%load_ext ddip\n%makedip -n 2")
     notebook.ok("%autodip on")
     assert notebook.ok(ON).stdout == ""
     notebook.ok("import utils")
     notebook.ok("%%dip local\nimport utils")
-    write(tmp_path / "utils.py", 2)
+    write_module(tmp_path / "utils.py", 2)
     assert notebook.ok("%%dip -S all\nprint(utils.value())").text.count("2\n") >= 1
     notebook.ok("assert utils.value() == 2")
     notebook.ok("%%dip local\nassert utils.value() == 2")
     assert notebook.ok(ON).stdout.count("already loaded") == 1
     assert notebook.ok("%autoreload 0").text.count("ddip: autoreload") == 0
-    write(tmp_path / "utils.py", 3)
+    write_module(tmp_path / "utils.py", 3)
     notebook.ok("assert utils.value() == 2")
     notebook.ok("%autoreload 2")
-    write(tmp_path / "utils.py", 4)
+    write_module(tmp_path / "utils.py", 4)
     notebook.ok("assert utils.value() == 4")
     notebook.ok("%%dip local\nassert utils.value() == 4")
     shown = notebook.ok("%makedip -n 3")
     assert "autoreload is on in the notebook, and not on rank 2; to have it on the ranks, run %%dip" in shown.stderr
     assert notebook.ok("1").stderr == ""
     notebook.ok(ON)
-    notebook.ok("%load_ext ddip")  # stays here
+    notebook.ok("%load_ext ddip")  # runs in the notebook only
     notebook.ok("assert 'makedip' in get_ipython().magics_manager.magics['line']")
 
 
 @pytest.mark.grid
 def test_autoreload_of_the_notebook_alone_is_named_once(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
-    write(notebook.folder / "reloaded.py", 1)
+    write_module(notebook.folder / "reloaded.py", 1)
     try:
         assert notebook.ok("%load_ext autoreload\n%autoreload 0").stderr == ""
         assert "autoreload" not in notebook.ok("%makedip -n 1").text
         assert notebook.ok("%autoreload 2").stderr == ONLY_HERE
         assert notebook.ok("%autodip on").stderr == notebook.ok("1").stderr == ""
-        notebook.ok("%aimport reloaded")  # on the ranks, too, which had not loaded it
+        notebook.ok("%aimport reloaded")  # also on the ranks, which had not imported it
         notebook.ok("assert reloaded.value() == 1")
         notebook.ok(f"%%dip\n{ON}")
         notebook.ok("%autodip off")

@@ -17,7 +17,7 @@ import zmq
 import ddip
 from ddip.errors import BadInput, CellInterrupted
 
-from .leftovers import collections, wait_until
+from .leftovers import collection_counts, wait_until
 from .notebook import ANSI
 
 
@@ -153,7 +153,7 @@ def test_an_interrupt_in_a_flood_of_output_is_not_lost(
 
 
 def test_an_interrupt_prevents_a_rank_from_beginning_the_cell(cells: ddip.Group, tmp_path: Path) -> None:
-    """Rank 1 is held up before it begins: the signal finds it idle, and it must not begin afterwards."""
+    """Delay rank 1 before it begins: the signal finds it idle, and it must not begin afterwards."""
     cells.run(f"""
         import pathlib, time
         folder = pathlib.Path({str(tmp_path)!r})
@@ -197,7 +197,7 @@ ABORT = "kernel.aborted.add(kernel.get_parent('shell')['header']['msg_id'])"
 
 @pytest.mark.parametrize("what", [INTERRUPT, ABORT], ids=["interrupted", "aborted"])
 def test_a_cell_stopped_just_before_it_begins_never_runs(cells: ddip.Group, what: str) -> None:
-    cells.run(AT_THE_EDGE.format(method="run_cell", what=what))  # called when the next has come
+    cells.run(AT_THE_EDGE.format(method="run_cell", what=what))  # called when the next cell arrives
     with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
         cells.run("here = 1")
     cells.run("ran = 'here' in globals()")
@@ -205,7 +205,7 @@ def test_a_cell_stopped_just_before_it_begins_never_runs(cells: ddip.Group, what
 
 
 def test_an_interrupt_just_after_a_cell_keeps_its_answer(cells: ddip.Group) -> None:
-    cells.run(AT_THE_EDGE.format(method="was_silent", what=INTERRUPT))  # called when it has ended
+    cells.run(AT_THE_EDGE.format(method="was_silent", what=INTERRUPT))  # called when the cell has ended
     cells.run("assert kernel.was_silent is not at_the_edge")
 
 
@@ -297,19 +297,19 @@ def test_an_interrupted_cell_shows_earlier_errors_of_other_ranks(cells: ddip.Gro
 def test_ranks_that_run_on_after_an_error_are_named(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], cause: str
 ) -> None:
-    """An error like that of a collective, but which nobody has released, is the rank's own."""
+    """An error like that of an aborted collective is the rank's own if ddip has aborted nothing."""
     kind, text = cause.split(": ", 1)
-    told: list[str] = []
+    errors: list[str] = []
 
-    def is_told() -> bool:
-        told.append(capsys.readouterr().err)
-        return "still runs" in "".join(told)
+    def is_reported() -> bool:
+        errors.append(capsys.readouterr().err)
+        return "still runs" in "".join(errors)
 
-    def go_on_when_told() -> None:
-        wait_until(is_told)
+    def continue_when_reported() -> None:
+        wait_until(is_reported)
         (tmp_path / "go-on").touch()
 
-    thread = threading.Thread(target=go_on_when_told)
+    thread = threading.Thread(target=continue_when_reported)
     thread.start()
     with pytest.raises(ddip.CellError, match=f"^rank 0: {cause}$"):
         cells.run(
@@ -317,9 +317,9 @@ def test_ranks_that_run_on_after_an_error_are_named(
             f"while not pathlib.Path({str(tmp_path / 'go-on')!r}).exists(): time.sleep(0.01)"
         )
     thread.join()
-    shown = "".join(told)
+    shown = "".join(errors)
     runs = rf"ddip: rank 0: {cause}; rank 1 still runs, outside of collectives:\n  rank 1: (\w+, )?cell \[\d+\] line 3"
-    assert re.search(runs, shown)  # it may be asked while it looks for the file
+    assert re.search(runs, shown)  # the rank may be caught in the call that checks for the file
     assert "Ctrl-C ends the cell and keeps all variables" in shown
 
 
@@ -346,11 +346,11 @@ def test_ranks_that_do_not_stop_are_named_despite_much_output(cells: ddip.Group,
 
 
 def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
-    def send() -> None:
+    def send_interrupt() -> None:
         wait_until(lambda: cells.info()[1].state == "busy")
         cells.cluster.client.send_signal("SIGINT", cells.members[1].engine, block=True)
 
-    thread = threading.Thread(target=send)
+    thread = threading.Thread(target=send_interrupt)
     thread.start()
     with pytest.raises(ddip.CellError, match="^rank 1: KeyboardInterrupt"):
         cells.run("import time\nwhile rank: time.sleep(0.01)")
@@ -368,16 +368,16 @@ def test_garbage_in_cycles_is_collected_after_each_cell(cells: ddip.Group) -> No
         gc.disable()
         del node
     """)
-    before = collections(cells)
+    before = collection_counts(cells)
     cells.run("pass")
-    wait_until(lambda: all(now > then for now, then in zip(collections(cells), before, strict=True)))
+    wait_until(lambda: all(now > then for now, then in zip(collection_counts(cells), before, strict=True)))
     cells.run("gc.enable(); is_gone = gone() is None")
     assert cells.pull(["is_gone"]) == {"is_gone": True}
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_answer_comes_before_the_collection(cells: ddip.Group, tmp_path: Path, fails: bool) -> None:
-    """The collection waits for a file that is made when the answer is here: it would wait for ever otherwise."""
+    """Block the collection on a file that is created once the answer has arrived: otherwise it never ends."""
     with pytest.raises(ddip.CellError) if fails else contextlib.nullcontext():
         cells.run(
             "import gc, pathlib, time\n"
@@ -396,14 +396,14 @@ def test_the_answer_comes_before_the_collection(cells: ddip.Group, tmp_path: Pat
 
 def test_a_setting_turns_the_collection_off(cells: ddip.Group) -> None:
     try:
-        settled = collections(cells)
+        settled = collection_counts(cells)
         cells.run("pass")
-        wait_until(lambda: all(now > then for now, then in zip(collections(cells), settled, strict=True)))
+        wait_until(lambda: all(now > then for now, then in zip(collection_counts(cells), settled, strict=True)))
         cells.set_collect(False)
-        before = collections(cells)
+        before = collection_counts(cells)
         for _ in range(3):
             cells.run("pass")
-        assert collections(cells) == before
+        assert collection_counts(cells) == before
     finally:
         cells.set_collect(True)
 
@@ -425,28 +425,28 @@ def test_a_standing_name_keeps_a_value_assigned_by_a_cell(cells: ddip.Group) -> 
 def test_overwriting_rank_or_world_size_is_reported_once(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells.options, "failure_grace", 60.0)  # a group that is rebuilt brings the numbers back
+    monkeypatch.setattr(cells.options, "failure_grace", 60.0)  # a rebuilt group restores rank and world_size
     back = "import torch.distributed as dist; {0} = dist.get_{0}()"
 
-    def said(code: str) -> str:
+    def stderr_of(code: str) -> str:
         cells.run(code)
         return capsys.readouterr().err
 
     text = "ddip: this cell overwrote rank (now {}), the rank's number; %%dip: {} restores it\n"
-    assert said("for rank in range(3): pass") == text.format("2 on ranks 0, 1", back.format("rank"))
-    assert said("for rank in range(3): pass") == said("rank") == ""
-    assert said("rank = 'mine'") == text.format("of type str on ranks 0, 1", back.format("rank"))
-    assert said(back.format("rank")) == ""
-    assert said("for rank in range(2): pass") == text.format("1 on rank 0", back.format("rank"))
-    assert said("del rank") == said("assert rank < 2") == ""
-    assert "overwrote rank (now different on ranks 0, 1)" in said("rank += 5")
-    assert "overwrote world_size (now 7 on ranks 0, 1), the number of ranks" in said(
+    assert stderr_of("for rank in range(3): pass") == text.format("2 on ranks 0, 1", back.format("rank"))
+    assert stderr_of("for rank in range(3): pass") == stderr_of("rank") == ""
+    assert stderr_of("rank = 'mine'") == text.format("of type str on ranks 0, 1", back.format("rank"))
+    assert stderr_of(back.format("rank")) == ""
+    assert stderr_of("for rank in range(2): pass") == text.format("1 on rank 0", back.format("rank"))
+    assert stderr_of("del rank") == stderr_of("assert rank < 2") == ""
+    assert "overwrote rank (now different on ranks 0, 1)" in stderr_of("rank += 5")
+    assert "overwrote world_size (now 7 on ranks 0, 1), the number of ranks" in stderr_of(
         f"{back.format('rank')}; world_size = 7"
     )
     with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
         cells.run(f"{back.format('world_size')}; rank = 9; 1 / 0")
     assert "overwrote rank (now 9 on ranks 0, 1)" in capsys.readouterr().err
-    assert said(back.format("rank")) == ""
+    assert stderr_of(back.format("rank")) == ""
 
 
 @pytest.mark.parametrize(
@@ -515,35 +515,35 @@ HUNG = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep
 
 @pytest.fixture
 def libraries(cells: ddip.Group, tmp_path: Path) -> Path:
-    """A folder in which ranks look for libraries."""
+    """Create a folder on the import path of the ranks."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     cells.run(f"import sys; sys.path.append({str(folder)!r})")
     return folder
 
 
-def package(folder: Path, name: str, code: str) -> None:
+def write_package(folder: Path, name: str, code: str) -> None:
     (folder / name).mkdir()
     (folder / name / "part.py").write_text("value = 1")
     (folder / name / "__init__.py").write_text(code)
 
 
 def test_an_interrupt_waits_for_the_import_of_a_library(cells: ddip.Group, libraries: Path) -> None:
-    package(libraries, "slow_to_import", SLOW)
+    write_package(libraries, "slow_to_import", SLOW)
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
         cells.run("import slow_to_import\nwhile True: pass", timeout=30)
     cells.run("import slow_to_import; assert slow_to_import.whole and slow_to_import.part.value")
 
 
 def test_an_interrupt_waits_for_an_import_in_an_async_cell(cells: ddip.Group, libraries: Path) -> None:
-    package(libraries, "slow_to_import_too", SLOW)
+    write_package(libraries, "slow_to_import_too", SLOW)
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
         cells.run("import asyncio; await asyncio.sleep(0)\nimport slow_to_import_too\nwhile True: pass", timeout=30)
     cells.run("import slow_to_import_too; assert slow_to_import_too.whole and slow_to_import_too.part.value")
 
 
 def test_an_import_that_hangs_is_interrupted_with_an_explanation(cells: ddip.Group, libraries: Path) -> None:
-    package(libraries, "hangs", HUNG)
+    write_package(libraries, "hangs", HUNG)
     text = (
         "^ranks 0, 1: KeyboardInterrupt: the import of hangs did not finish, and was interrupted half-way; .* %makedip"
     )
@@ -552,7 +552,7 @@ def test_an_import_that_hangs_is_interrupted_with_an_explanation(cells: ddip.Gro
 
 
 def test_an_import_of_ones_own_module_is_interrupted_at_once(cells: ddip.Group, tmp_path: Path) -> None:
-    package(tmp_path, "own", HUNG)
+    write_package(tmp_path, "own", HUNG)
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
         cells.run(f"import sys; sys.path.append({str(tmp_path)!r})\nimport own", timeout=30)
 
@@ -577,8 +577,8 @@ optimizer.step()
 
 @pytest.mark.grid
 def test_an_optimizer_works_after_the_first_one_was_interrupted() -> None:
-    """The first one imports torch._dynamo, and that sympy."""
-    with ddip.Group(2, spawn=True) as group:  # which has not imported them beforehand
+    """Interrupt the first optimizer while it imports torch._dynamo and sympy."""
+    with ddip.Group(2, spawn=True) as group:  # spawned ranks have not preloaded these modules
         with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
             group.run(f"{PRESS}{OPTIMIZE}\nwhile True: pass", timeout=60)
         group.run(f"{OPTIMIZE}\nassert parameter.item() < 1")
@@ -586,27 +586,27 @@ def test_an_optimizer_works_after_the_first_one_was_interrupted() -> None:
 
 def test_a_silent_cell_sends_only_its_answer(cells: ddip.Group) -> None:
     client = cells.cluster.client  # type: ignore[attr-defined]
-    heard: list[str] = []
-    hear = client._dispatch_iopub
+    message_types: list[str] = []
+    original_handler = client._dispatch_iopub
 
-    def count(frames: list[zmq.Frame]) -> None:
+    def count_messages(frames: list[zmq.Frame]) -> None:
         _, parts = client.session.feed_identities(frames, copy=False)
-        heard.append(json.loads(parts[1].bytes)["msg_type"])
-        hear(frames)
+        message_types.append(json.loads(parts[1].bytes)["msg_type"])
+        original_handler(frames)
 
-    client._io_loop.add_callback(client._iopub_stream.on_recv, count, copy=False)
+    client._io_loop.add_callback(client._iopub_stream.on_recv, count_messages, copy=False)
     try:
         cells.run("x = 1")
         cells.run("print(rank)", show_ranks=[])
-        assert heard == []
+        assert message_types == []
         cells.run("print(rank)")
-        assert heard == ["stream", "status"]
+        assert message_types == ["stream", "status"]
     finally:
-        client._io_loop.add_callback(client._iopub_stream.on_recv, hear, copy=False)
+        client._io_loop.add_callback(client._iopub_stream.on_recv, original_handler, copy=False)
 
 
 def test_flushed_output_is_sent_before_the_flush_returns(cells: ddip.Group) -> None:
-    """The rank may end then; ipykernel's flush returned while its thread had yet to send."""
+    """A flush returns after the text is sent, because the rank may end then; ipykernel's returned earlier."""
     cells.run("""
         import sys
         thread, sent = sys.stdout.pub_thread, []
@@ -628,7 +628,10 @@ def test_flushed_output_is_sent_before_the_flush_returns(cells: ddip.Group) -> N
 
 @pytest.mark.grid
 def test_a_flush_waits_only_for_visible_output(cells: ddip.Group) -> None:
-    """A training loop that flushes each line would wait for the output thread at each step, on all ranks."""
+    """Only a rank whose output is shown waits in a flush.
+
+    Otherwise a training loop that flushes each line would wait for the output thread at each step.
+    """
     cells.run("""
         import sys, threading, time
         held, began = threading.Event(), time.monotonic()

@@ -1,4 +1,4 @@
-"""A group that becomes another, starts afresh, or does not start."""
+"""Groups that change their size or device, restart, or fail to start."""
 
 from __future__ import annotations
 
@@ -24,27 +24,37 @@ from ddip.cluster.ipyparallel.own_cluster import OwnCluster
 from ddip.errors import BadInput, GroupError
 from ddip.group.members.placement import Request
 
-from .apps import an_app
+from .apps import installed_app
 from .environment import environment
-from .leftovers import all_of, assert_nothing_left, controllers_of, files_of, processes_of, shared_memory, wait_until
+from .leftovers import (
+    assert_nothing_left,
+    controllers_of,
+    files_and_processes_of,
+    files_of,
+    processes_of,
+    shared_memory_files,
+    wait_until,
+)
 from .meanwhile import meanwhile, press_stop
 
 
 @pytest.fixture
 def own_group() -> Iterator[ddip.Group]:
-    """A group that the test may do anything to."""
-    others = {p.pid for p in processes_of(os.getpid())}
+    """Start a group that the test may change in any way."""
+    other_pids = {p.pid for p in processes_of(os.getpid())}
     group = ddip.Group(2)
     yield group
     folder = group.cluster.run_folder
     group.shutdown()
     assert not folder.exists()
-    assert {p.pid for p in processes_of(os.getpid())} <= others  # of a former test, one may have been about to end
+    assert {
+        p.pid for p in processes_of(os.getpid())
+    } <= other_pids  # a process of an earlier test may only now have ended
 
 
 @contextlib.contextmanager
-def torch_that_takes_long(folder: Path) -> Iterator[None]:
-    """Engines that are started here do not come."""
+def slow_torch(folder: Path) -> Iterator[None]:
+    """Keep engines from starting: their import of torch sleeps."""
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")
     with environment(folder):
@@ -54,8 +64,8 @@ def torch_that_takes_long(folder: Path) -> Iterator[None]:
 PROOF = "import torch, torch.distributed as dist\nx = torch.tensor(rank + 1)\ndist.all_reduce(x)\nproof = x.item()"
 
 
-def proofs(group: ddip.Group) -> list[int]:
-    """The sum of rank + 1 over all ranks, as each rank computes it."""
+def sums_of_ranks(group: ddip.Group) -> list[int]:
+    """Return the sum of rank + 1 over all ranks, as each rank computes it."""
     group.run(PROOF)
     return [found["proof"] for found in group.pull_all(["proof"], range(group.world_size))[0]]
 
@@ -66,7 +76,7 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
 
     assert own_group.change(Request(n=3))
     assert [member.pid for member in own_group.members][:2] == before
-    assert proofs(own_group) == [6, 6, 6]
+    assert sums_of_ranks(own_group) == [6, 6, 6]
     own_group.run("has = globals().get('mine')")
     assert [v["has"] for v in own_group.pull_all(["has"], range(3))[0]] == [100, 101, None]
     own_group.run("sizes = (world_size, __import__('os').environ['WORLD_SIZE'], dist.get_world_size())")
@@ -74,11 +84,11 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
 
     assert own_group.change(Request(n=1))
     assert [member.pid for member in own_group.members] == before[:1]
-    assert proofs(own_group) == [1]
+    assert sums_of_ranks(own_group) == [1]
     assert own_group.pull(["mine"]) == {"mine": 100}
     assert before[1] not in {p.pid for p in processes_of(os.getpid())}
 
-    # the same again changes nothing, and neither does asking for nothing
+    # the same request, or an empty one, changes nothing
     assert not own_group.change(Request(n=1))
     assert not own_group.change(Request())
 
@@ -87,20 +97,20 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
         own_group.change(Request(n=2, backend="nope"))
     with pytest.raises(BadInput, match="no backend 'nope'"):
         own_group.restart(Request(n=2, backend="nope"))
-    assert proofs(own_group) == [1]
+    assert sums_of_ranks(own_group) == [1]
     assert own_group.pull(["mine"]) == {"mine": 100}
 
-    # engines that do not come leave the group as it is
+    # engines that do not start leave the group as it is
     running = {p.pid for p in processes_of(os.getpid())}
     own_group.options.timeout = 0.2
-    with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 1 engines started"):
+    with slow_torch(tmp_path), pytest.raises(GroupError, match="0 of 1 engines started"):
         own_group.change(Request(n=2))
     own_group.options.timeout = 60
-    assert proofs(own_group) == [1]
+    assert sums_of_ranks(own_group) == [1]
     assert own_group.pull(["mine"]) == {"mine": 100}
     assert {p.pid for p in processes_of(os.getpid())} == running
 
-    # afresh: the same group without its variables
+    # a restart gives the same group without its variables
     own_group.restart()
     assert [member.pid for member in own_group.members] != before[:1]
     own_group.run("has = 'mine' in globals()")
@@ -114,27 +124,27 @@ def test_every_later_cell_names_an_ended_rank(own_group: ddip.Group) -> None:
         own_group.run("pass")
     assert [info.state for info in own_group.info()] == ["idle", "ended"]
     own_group.restart()
-    assert proofs(own_group) == [3, 3]
+    assert sums_of_ranks(own_group) == [3, 3]
 
 
 @pytest.mark.grid
 def test_engines_that_miss_the_timeout_leave_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    before = all_of(os.getpid())
-    with torch_that_takes_long(tmp_path), pytest.raises(GroupError, match="0 of 2 engines started"):
+    before = files_and_processes_of(os.getpid())
+    with slow_torch(tmp_path), pytest.raises(GroupError, match="0 of 2 engines started"):
         ddip.Group(2, timeout=3)
     gc.collect()
-    assert caplog.text == ""  # asyncio would tell there of errors that nobody has asked for
-    assert all_of(os.getpid()) == before
+    assert caplog.text == ""  # asyncio logs exceptions that were never retrieved
+    assert files_and_processes_of(os.getpid()) == before
 
 
 def test_an_engine_that_cannot_start_explains_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
-    before = all_of(os.getpid())
+    before = files_and_processes_of(os.getpid())
     said = pytest.raises(GroupError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken")
     with environment(tmp_path), said:
         ddip.Group(2)
-    assert all_of(os.getpid()) == before
+    assert files_and_processes_of(os.getpid()) == before
 
 
 def test_a_backend_that_this_torch_lacks_is_named() -> None:
@@ -150,12 +160,12 @@ def test_the_number_of_threads_set_by_the_user_stays() -> None:
 
 
 def test_this_process_keeps_nothing_after_its_last_group() -> None:
-    before = all_of(os.getpid())  # those of a shared group
+    before = files_and_processes_of(os.getpid())  # a shared group may run
     group = ddip.Group(1)
-    assert set(files_of(os.getpid())) > before[0] and all_of(os.getpid())[1].keys() > before[1].keys()
+    assert set(files_of(os.getpid())) > before[0] and files_and_processes_of(os.getpid())[1].keys() > before[1].keys()
     group.shutdown()
     group.shutdown()
-    assert all_of(os.getpid()) == before
+    assert files_and_processes_of(os.getpid()) == before
 
 
 APP = """
@@ -181,15 +191,15 @@ def command(text):
 
 @pytest.fixture
 def toy_app(tmp_path: Path) -> Iterator[None]:
-    """An installed app that remembers what was done with it."""
-    with an_app(tmp_path, APP):
+    """Install an app that remembers its calls."""
+    with installed_app(tmp_path, APP):
         yield
 
 
 @pytest.mark.grid
 @pytest.mark.usefixtures("toy_app")
 def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
-    def states(group: ddip.Group) -> list[str]:
+    def app_states(group: ddip.Group) -> list[str]:
         group.run("import toy_app; state = toy_app.state")
         return [found["state"] for found in group.pull_all(["state"], range(group.world_size))[0]]
 
@@ -197,16 +207,16 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         ddip.Group(1, app="toys")
     with ddip.Group(1) as group:
         group.run("kept = 1")
-        assert states(group) == ["not prepared"]
+        assert app_states(group) == ["not prepared"]
         assert group.change(Request(app="toy"))
-        assert states(group) == ["prepared rank 0 of 1"]
+        assert app_states(group) == ["prepared rank 0 of 1"]
         group.command("save")
-        assert states(group) == ["save"]
+        assert app_states(group) == ["save"]
         assert group.change(Request(n=2))
-        assert states(group) == ["prepared rank 0 of 2", "prepared rank 1 of 2"]
+        assert app_states(group) == ["prepared rank 0 of 2", "prepared rank 1 of 2"]
         assert group.pull(["kept"]) == {"kept": 1}
         assert group.change(Request(n=1))
-        assert states(group) == ["prepared rank 0 of 1"]
+        assert app_states(group) == ["prepared rank 0 of 1"]
 
 
 @pytest.mark.grid
@@ -214,7 +224,7 @@ def test_the_app_of_the_documentation_works(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "apps.md").read_text()
     module, code = re.search(r"```python\n(# (\w+).py: .*?)```", page, re.DOTALL).group(2, 1)  # type: ignore[union-attr]
     assert f'\nseeded = "{module}"\n' in page
-    with an_app(tmp_path, code, module, "seeded"), ddip.Group(2, app="seeded") as group:
+    with installed_app(tmp_path, code, module, "seeded"), ddip.Group(2, app="seeded") as group:
         drawn = []
         for seed in ("0", "7", "7"):
             group.command(seed)
@@ -248,7 +258,7 @@ def test_nothing_is_left_of_a_script_that(tmp_path: Path, end: str, code: int) -
 
 @pytest.mark.grid
 def test_a_script_needs_no_streams(tmp_path: Path) -> None:
-    """As that of a service may have none."""
+    """Close stdin, stdout and stderr, as a service may."""
     code = (
         "import ddip\nwith ddip.Group(1) as group:\n    group.run('import sys; print(1); print(2, file=sys.stderr); 3')"
     )
@@ -257,7 +267,7 @@ def test_a_script_needs_no_streams(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_start_leaves_nothing() -> None:
-    before = all_of(os.getpid())
+    before = files_and_processes_of(os.getpid())
 
     def press_stop(text: str, share: float | None = None) -> None:
         if "engines are up" in text:
@@ -265,18 +275,18 @@ def test_an_interrupted_start_leaves_nothing() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         ddip.Group(2, progress=press_stop)
-    assert all_of(os.getpid()) == before
+    assert files_and_processes_of(os.getpid()) == before
     with ddip.Group(1) as group:
-        assert proofs(group) == [1]
+        assert sums_of_ranks(group) == [1]
 
 
 def test_a_start_stopped_while_connecting_leaves_no_client() -> None:
-    """The controller answers the client when nobody waits for the client any more."""
+    """The controller answers the client after the start has been stopped."""
     before = set(threading.enumerate())
     cluster = OwnCluster(logging.getLogger("ddip"), fork=False)
     try:
         cluster._start_controller(60)
-        written = Path(cluster._profile).rglob  # the last of what a client waits for, and all of it
+        written = Path(cluster._profile).rglob  # the last file that a client waits for, completely written
         wait_until(lambda: any(f.read_text().endswith("}") for f in written(f"*{cluster._name}-engine.json")))
         controller = psutil.Process(cluster._ipp.controller.pid)
         controller.suspend()
@@ -298,22 +308,22 @@ def test_a_start_stopped_while_connecting_leaves_no_client() -> None:
 
 @pytest.mark.grid
 def test_a_controller_that_cannot_start_explains_and_leaves_nothing() -> None:
-    before = all_of(os.getpid())
+    before = files_and_processes_of(os.getpid())
     text = r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
     keys = environment(IPP_ENABLE_CURVE="1", IPP_CURVE_SECRETKEY="not a key", IPP_CURVE_PUBLICKEY="not a key")
     with keys, pytest.raises(GroupError, match=text):
         ddip.Group(1)
-    assert all_of(os.getpid()) == before
+    assert files_and_processes_of(os.getpid()) == before
 
 
 def test_a_group_that_cannot_form_explains_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = all_of(os.getpid())
+    before = files_and_processes_of(os.getpid())
     monkeypatch.setattr("ddip.group.members.host_facts.loopback", lambda: "nowhere0")
     began = time.monotonic()
     with pytest.raises(GroupError, match=r"forming the group failed: .*nowhere0"):
         ddip.Group(2, timeout=60)
     assert time.monotonic() - began < 50
-    assert all_of(os.getpid()) == before
+    assert files_and_processes_of(os.getpid()) == before
 
 
 @pytest.mark.grid
@@ -324,7 +334,7 @@ def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group
     with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair puts"):
         own_group.run("pass")
     assert own_group.repair() == [1]
-    assert proofs(own_group) == [6, 6, 6]
+    assert sums_of_ranks(own_group) == [6, 6, 6]
 
 
 @pytest.mark.grid
@@ -339,7 +349,7 @@ def test_a_change_that_fails_during_leave_ends_new_engines(own_group: ddip.Group
     with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair puts"):
         own_group.run("pass")
     assert own_group.repair() == [1]
-    assert proofs(own_group) == [3, 3]
+    assert sums_of_ranks(own_group) == [3, 3]
 
 
 def test_shared_memory_of_a_cell_disappears_with_the_group() -> None:
@@ -347,17 +357,17 @@ def test_shared_memory_of_a_cell_disappears_with_the_group() -> None:
         group.run("from multiprocessing.shared_memory import SharedMemory\nkept = SharedMemory(create=True, size=1000)")
         group.run("name = kept.name")
         name = group.pull(["name"])["name"]
-        assert name in shared_memory()
-    assert name not in shared_memory()
+        assert name in shared_memory_files()
+    assert name not in shared_memory_files()
 
 
 @pytest.mark.grid
 def test_the_end_of_the_controller_is_reported_in_every_cell(own_group: ddip.Group) -> None:
-    def kill() -> None:
+    def kill_controller() -> None:
         wait_until(lambda: own_group.info()[0].state == "busy")
         controllers_of(os.getpid())[-1].kill()
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=kill_controller)
     thread.start()
     with pytest.raises(GroupError, match="the controller process ended; %makedip -r restarts the group"):
         own_group.run("import time; time.sleep(1000)")
@@ -365,7 +375,7 @@ def test_the_end_of_the_controller_is_reported_in_every_cell(own_group: ddip.Gro
     with pytest.raises(GroupError, match="the controller process ended"):
         own_group.run("pass")
     own_group.restart()
-    assert proofs(own_group) == [3, 3]
+    assert sums_of_ranks(own_group) == [3, 3]
 
 
 def test_a_fork_of_the_owner_does_not_end_the_group(own_group: ddip.Group) -> None:
@@ -374,7 +384,7 @@ def test_a_fork_of_the_owner_does_not_end_the_group(own_group: ddip.Group) -> No
         own_group.shutdown()
         os._exit(0)
     os.waitpid(child, 0)
-    assert proofs(own_group) == [3, 3]
+    assert sums_of_ranks(own_group) == [3, 3]
 
 
 @pytest.mark.grid
@@ -386,7 +396,7 @@ def test_a_group_without_its_folder_works_but_cannot_grow(own_group: ddip.Group)
             if rank: raise ValueError
             dist.barrier()
         """)
-    assert proofs(own_group) == [3, 3]
+    assert sums_of_ranks(own_group) == [3, 3]
     with pytest.raises(GroupError, match="^no new process can reach the group: .* has been emptied; .* %makedip -r"):
         own_group.change(Request(n=3))
-    assert proofs(own_group) == [3, 3]
+    assert sums_of_ranks(own_group) == [3, 3]

@@ -1,4 +1,4 @@
-"""Groups with libraries in which private names have other names: what does not need them works."""
+"""Groups with libraries whose private names have changed: features that do not need them work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ IN_C = {
     "_set_static_graph",
     "_unregister_all_process_groups",
 }
-"""Names of C++, or of Python and C++, which keep their names: Python's sources alone cannot rename them."""
+"""Names defined in C++, which keep their names: rewriting Python sources cannot rename them."""
 GONE = {compat_torch.COUNTS: b"\ndel torch._C._distributed_c10d.Backend._get_sequence_number_for_group\n"}
 TRAINS = """
 import torch, torch.distributed as dist
@@ -61,14 +61,14 @@ net(x).sum().backward()
 """
 
 
-def rename(
+def rename_in_sources(
     paths: Sequence[str],
     at_end: bytes,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     packages: Sequence[str] = ("torch",),
 ) -> None:
-    """Have processes that start from here on find other names in the sources of these packages."""
+    """Make processes that start from now on see other names in the sources of these packages."""
     names = sorted({path.rpartition(".")[2] for path in paths} - IN_C) or ["no_name_of_torchs"]
     folders = [f"/{package}/" for package in packages]
     (folder / "sitecustomize.py").write_text(RENAME.format(names=names, at_end=at_end, folders=folders))
@@ -80,7 +80,7 @@ def rename(
 def test_missing_names_turn_off_only_their_feature(
     feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rename(compat_torch.FEATURES[feature], GONE.get(feature, b""), tmp_path, monkeypatch)
+    rename_in_sources(compat_torch.FEATURES[feature], GONE.get(feature, b""), tmp_path, monkeypatch)
     with ddip.Group(2, failure_grace=0.1, spawn=True) as group:
         assert feature in capsys.readouterr().err
         group.run(TRAINS)
@@ -91,7 +91,7 @@ def test_missing_names_turn_off_only_their_feature(
 
 @pytest.mark.grid
 def test_a_start_reports_missing_names_that_groups_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename(compat_torch.CORE, b"", tmp_path, monkeypatch)
+    rename_in_sources(compat_torch.CORE, b"", tmp_path, monkeypatch)
     with pytest.raises(GroupError, match=r"^torch \S+ has no torch\.distributed\.distributed_c10d\._world, .*install"):
         ddip.Group(2, spawn=True)
 
@@ -111,7 +111,7 @@ dist.barrier()
 def test_missing_ipython_names_turn_off_only_their_feature(
     feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rename(OF_RANKS[feature], b"", tmp_path, monkeypatch, FOR_CELLS)
+    rename_in_sources(OF_RANKS[feature], b"", tmp_path, monkeypatch, FOR_CELLS)
     with ddip.Group(2, failure_grace=0.1, spawn=True) as group:
         assert feature in capsys.readouterr().err
         group.run(TRAINS)
@@ -133,7 +133,7 @@ OF_PROCESSES = (
 def test_a_start_reports_missing_names_that_a_process_needs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename([name], b"", tmp_path, monkeypatch, FOR_CELLS)
+    rename_in_sources([name], b"", tmp_path, monkeypatch, FOR_CELLS)
     library = name.partition(".")[0]
     with pytest.raises(
         GroupError, match=rf"^{library} [\d.]+ has no {name}, which ddip needs; install {library} [\d. to]+$"
@@ -155,7 +155,7 @@ def test_missing_names_in_the_notebook_turn_off_only_their_feature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = {**compat_ipython.NOTEBOOK.features, **compat_ipyparallel.NOTEBOOK.features}
-    rename([name for names in features.values() for name in names], b"", tmp_path, monkeypatch, FOR_CELLS)
+    rename_in_sources([name for names in features.values() for name in names], b"", tmp_path, monkeypatch, FOR_CELLS)
     done = subprocess.run([sys.executable, "-c", IN_NOTEBOOK], capture_output=True, text=True)
     assert done.returncode == 0 and "tensor([2.])" in done.stdout, done
     lines = [line for line in done.stderr.splitlines() if " lacks private names that ddip uses; " in line]
@@ -165,7 +165,7 @@ def test_missing_names_in_the_notebook_turn_off_only_their_feature(
 @pytest.mark.grid
 def test_missing_names_in_fastai_refuse_only_the_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastai")
-    rename(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
+    rename_in_sources(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
     with ddip.Group(2, spawn=True, timeout=120) as group:
         text = r"ImportError: fastai [\d.]+ has no fastai\.text\.core\._tokenize_files, which .* install fastai"
         with pytest.raises(GroupError, match=rf"{text} [\d.]+; the group runs without the app$"):

@@ -1,7 +1,7 @@
-"""After a fault in a training step, ddip names every object that differs between the ranks, and %dipsync mends it.
+"""After a fault in a training step, ddip names every object that differs between ranks, and %dipsync fixes it.
 
-Each test trains on for ten steps, and compares with a twin that was not disturbed: losses, parameters, optimizer,
-scheduler, average, scaler, generators and order of the data, on every rank.
+Each test continues training for ten steps and compares with an undisturbed twin: losses, parameters, optimizer,
+scheduler, average, scaler, generators and data order, on every rank.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ NAMED = {
 }
 
 
-def record(group: ddip.Group) -> None:
-    """Wait until every rank knows how it was after the last good cell."""
+def wait_until_recorded(group: ddip.Group) -> None:
+    """Wait until every rank has recorded its state after the last good cell."""
     ranks = range(group.world_size)
     wait_until(lambda: all(group.ranks.call_on_control_channel(ranks, on_rank.is_recorded(True)).values()))
 
 
-def train(group: ddip.Group, code: str) -> None:
-    """Run a good cell."""
+def run_and_record(group: ddip.Group, code: str) -> None:
+    """Run a good cell, and wait until its state is recorded."""
     group.run(code)
-    record(group)
+    wait_until_recorded(group)
 
 
 @pytest.fixture(autouse=True)
-def prepared(cells: ddip.Group) -> None:
+def define_training(cells: ddip.Group) -> None:
     cells.options.failure_grace = 0.1
     cells.run(CODE)
 
@@ -111,15 +111,15 @@ def test_a_fault_within_a_step_is_named_and_synced(
     cells: ddip.Group, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("job, twin = make(), make()")
-    train(cells, "for _ in range(2): step(job); step(twin)")
-    train(cells, "for _ in range(2): step(job); step(twin)")
+    run_and_record(cells, "for _ in range(2): step(job); step(twin)")
+    run_and_record(cells, "for _ in range(2): step(job); step(twin)")
     capsys.readouterr()
     with pytest.raises(ddip.CellError, match="planted"):
         cells.run(f"step(job, {place!r})")
     copied = cells.sync()
-    said = capsys.readouterr().err
-    assert "the ranks differ after the fault:" in said
-    assert [name for name in NAMED[place] if name not in said] == []
+    stderr = capsys.readouterr().err
+    assert "the ranks differ after the fault:" in stderr
+    assert [name for name in NAMED[place] if name not in stderr] == []
     assert {path.split(".")[1].partition("[")[0] for path in copied} >= {name[4:] for name in NAMED[place]}
     cells.run("step(twin)\nfor _ in range(10): step(job); step(twin)\ncheck_equal(job, twin)")
     assert [row.what for row in cells.check(["job"]).rows if ".running_" not in row.what] == []
@@ -128,28 +128,31 @@ def test_a_fault_within_a_step_is_named_and_synced(
 def test_a_difference_is_named_again_until_it_is_resolved(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Good cells meanwhile do not make it a difference by design; after %dipsync the next fault is named as well."""
+    """Good cells in between do not make a difference count as intended.
+
+    After %dipsync the next fault is also named.
+    """
     cells.run("job = make()")
-    train(cells, "step(job)")
-    train(cells, "step(job)")
-    fails = "step(job, 'scheduler')"
+    run_and_record(cells, "step(job)")
+    run_and_record(cells, "step(job)")
+    failing_cell = "step(job, 'scheduler')"
     for _ in range(2):
         with pytest.raises(ddip.CellError, match="planted"):
-            cells.run(fails)
-        train(cells, "looked = job.sched.last_epoch")
+            cells.run(failing_cell)
+        run_and_record(cells, "looked = job.sched.last_epoch")
         assert "job.stopping.patience" in capsys.readouterr().err
     assert "job.stopping.patience" in cells.sync()
     assert cells.sync() == []
-    train(cells, "step(job)")
+    run_and_record(cells, "step(job)")
     with pytest.raises(ddip.CellError, match="planted"):
-        cells.run(fails)
+        cells.run(failing_cell)
     cells.run("pass")
     assert "job.stopping.patience" in capsys.readouterr().err
 
 
 def test_gradients_that_differ_are_cleared(cells: ddip.Group) -> None:
     cells.run("net = nn.Linear(2, 1); net(torch.ones(1, 2)).sum().backward()")
-    record(cells)
+    wait_until_recorded(cells)
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: net.zero_grad(); raise ValueError")
     assert cells.sync() == ["net.bias.grad", "net.weight.grad"]
@@ -160,9 +163,9 @@ def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("job = make()")
-    train(cells, "step(job)")
-    train(cells, "step(job)\nown = [random.random(), torch.full((3,), float(rank))]")
-    cells.options.failure_grace = 30.0  # a loaded machine may keep one of two ranks, which fail alike, waiting
+    run_and_record(cells, "step(job)")
+    run_and_record(cells, "step(job)\nown = [random.random(), torch.full((3,), float(rank))]")
+    cells.options.failure_grace = 30.0  # both ranks fail alike, but a loaded machine may delay one
     with pytest.raises(ddip.CellError):
         cells.run("step(job)\nown[1] += 1\nraise ValueError")
     cells.run("step(job)")
@@ -172,15 +175,15 @@ def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
 def test_a_generator_ahead_on_one_rank_is_named_and_synced(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks with the same seed draw from the same permutation of the data."""
-    train(cells, "torch.manual_seed(3); random.seed(3); order = torch.randperm(16)")
-    train(cells, "order = torch.randperm(16); random.random()")
+    """After a sync, ranks with the same seed draw the same permutation of the data."""
+    run_and_record(cells, "torch.manual_seed(3); random.seed(3); order = torch.randperm(16)")
+    run_and_record(cells, "order = torch.randperm(16); random.random()")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\ntorch.randperm(16); random.random()")
     cells.sync()
-    said = capsys.readouterr().err
-    assert "torch's default generator: at different positions" in said
-    assert "Python's random: at different positions" in said
+    stderr = capsys.readouterr().err
+    assert "torch's default generator: at different positions" in stderr
+    assert "Python's random: at different positions" in stderr
     cells.run("""
         taken = [None] * world_size
         dist.all_gather_object(taken, (torch.randperm(16)[rank::world_size].tolist(), random.random()))
@@ -192,7 +195,7 @@ def test_a_generator_ahead_on_one_rank_is_named_and_synced(
 def test_half_an_optimizer_step_without_a_wrapper_is_synced(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The gradients are averaged by hand; Adam stops at its second parameter on rank 1."""
+    """Average the gradients by hand, and stop Adam at its second parameter on rank 1."""
     cells.run("""
         def make_plain():
             torch.manual_seed(0)
@@ -208,8 +211,8 @@ def test_half_an_optimizer_step_without_a_wrapper_is_synced(
         plain, twin = make_plain(), make_plain()
         plain_step(plain); plain_step(twin)
     """)
-    record(cells)
-    train(cells, "plain_step(plain); plain_step(twin)")
+    wait_until_recorded(cells)
+    run_and_record(cells, "plain_step(plain); plain_step(twin)")
     with pytest.raises(ddip.CellError, match="planted"):
         cells.run("""
             from torch.optim import adam
@@ -223,8 +226,8 @@ def test_half_an_optimizer_step_without_a_wrapper_is_synced(
             finally: torch.Tensor.addcdiv_ = usual
         """)
     cells.sync()
-    said = capsys.readouterr().err
-    assert "plain.net: parameters and buffers" in said and "plain.opt: state" in said
+    stderr = capsys.readouterr().err
+    assert "plain.net: parameters and buffers" in stderr and "plain.opt: state" in stderr
     cells.run("""
         plain_step(twin)
         for _ in range(10): plain_step(plain); plain_step(twin)
@@ -236,13 +239,13 @@ def test_half_an_optimizer_step_without_a_wrapper_is_synced(
 def test_the_first_training_cell_is_compared_by_its_counters(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(cells, "seed = 3 + rank")
+    run_and_record(cells, "seed = 3 + rank")
     with pytest.raises(ddip.CellError, match="planted"):
         cells.run("job, best = make(), 0.5 * rank\nstep(job, 'scheduler')")
     cells.run("pass")
-    said = capsys.readouterr().err
-    assert "job.stopping.patience" in said and "job.ema.n_averaged" in said
-    assert "seed" not in said and "best" not in said
+    stderr = capsys.readouterr().err
+    assert "job.stopping.patience" in stderr and "job.ema.n_averaged" in stderr
+    assert "seed" not in stderr and "best" not in stderr
 
 
 def test_an_unfinished_state_is_named_even_on_equal_ranks(
@@ -257,15 +260,15 @@ def test_an_unfinished_state_is_named_even_on_equal_ranks(
                 self.state = "idle"
         loop = Loop()
     """)
-    record(cells)
-    train(cells, "loop.run()")
+    wait_until_recorded(cells)
+    run_and_record(cells, "loop.run()")
     with pytest.raises(ddip.CellError):
         cells.run("loop.run(True)")
     cells.run("pass")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         "these were left in the middle of an operation:\n  loop.state is 'running' on ranks 0, 1 (at rest 'idle')"
-        in said
+        in stderr
     )
 
 
@@ -304,7 +307,7 @@ def test_sharded_objects_are_refused_by_name(cells: ddip.Group) -> None:
     with pytest.raises(BadInput, match="nothing was copied. sharded: each rank has another part of its parameters"):
         cells.sync(["sharded", "value"])
     cells.run("assert value == rank\ndel sharded")
-    with pytest.raises(ddip.CellError):  # the mesh goes with this group, and not with that of another test
+    with pytest.raises(ddip.CellError):  # the mesh must end with this group, not with that of a later test
         cells.run("if rank == 1: raise ValueError\ndist.barrier()")
     cells.run("pass")
 
@@ -342,14 +345,14 @@ def test_a_check_finds_common_mistakes(cells: ddip.Group) -> None:
 
 
 def test_a_check_finds_an_optimizer_that_has_lost_its_model(cells: ddip.Group) -> None:
-    """As after two pushes, of which each brings parameters of its own."""
+    """Push a model and an optimizer separately: each push brings its own parameters."""
     net = torch.nn.Linear(2, 1)
     cells.push({"net": net})
     cells.push({"opt": torch.optim.SGD(net.parameters(), 0.1)}, [1])
-    lost = "rank 1: 2 of its 2 parameters belong to no model"
-    assert lost in str(cells.check())
+    message = "rank 1: 2 of its 2 parameters belong to no model"
+    assert message in str(cells.check())
     cells.run("del net")
-    assert lost in str(cells.check())
+    assert message in str(cells.check())
     cells.run("""
         w, by_name = torch.nn.Parameter(torch.ones(2)), {"b": torch.ones(2, requires_grad=True)}
         def make():
@@ -377,7 +380,7 @@ def test_the_report_appears_below_the_error_and_dipsync_repairs_it(notebook: Not
 
 @pytest.mark.grid
 def test_objects_of_a_former_size_refuse_to_work(capsys: pytest.CaptureFixture[str]) -> None:
-    """With three replicas in a group of two, a sampler would leave out a third of the data."""
+    """A sampler for three replicas would skip a third of the data in a group of two."""
     with ddip.Group(3) as group:
         group.run("""
             from torch.utils.data import DataLoader, DistributedSampler
@@ -406,31 +409,34 @@ def test_objects_of_a_former_size_refuse_to_work(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.grid
 def test_only_states_after_the_same_cell_are_compared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """The walk after a cell may have been abandoned on one rank only; and cells may run on one rank only."""
+    """One rank may have abandoned the walk after a cell, or cells may have run on one rank only."""
     cells.run("steps, seen = 0, 0\nfrom ddip.rank.inspection.state_history import history")
-    train(cells, "steps += 1")
-    train(cells, "steps += 1")
+    run_and_record(cells, "steps += 1")
+    run_and_record(cells, "steps += 1")
     for _ in range(2):  # rank 0 knows an older state than rank 1
         cells.run("steps += 1\nif rank == 0: history.resume = lambda: None")
         cells.run("steps += 1\nif rank == 0: del history.resume")
-    train(cells, "steps += 1")
+    run_and_record(cells, "steps += 1")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\nsteps += 1")
     cells.run("assert True")
     assert "steps is 8 on rank 0, 7 on rank 1" in capsys.readouterr().err
     assert cells.sync() == ["steps"]
-    train(cells, "steps += 1")
+    run_and_record(cells, "steps += 1")
     cells.run("seen += 1", ranks=[0])
-    record(cells)
+    wait_until_recorded(cells)
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\nsteps += 1")
     cells.run("assert True")
-    said = capsys.readouterr().err
-    assert "steps is 10 on rank 0, 9 on rank 1" in said and "seen" not in said
+    stderr = capsys.readouterr().err
+    assert "steps is 10 on rank 0, 9 on rank 1" in stderr and "seen" not in stderr
 
 
 def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """Arrays and numbers of NumPy, sets, class attributes and more optimizer states than a list is compared by."""
+    """Copy NumPy arrays and numbers, sets, class attributes, and many optimizer states.
+
+    There are more optimizer states than list items that a comparison includes.
+    """
     cells.run("""
         import numpy as np
         class Counter: n = 0
@@ -445,7 +451,7 @@ def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytes
         kept = array
         part(0, 300)
     """)
-    record(cells)
+    wait_until_recorded(cells)
     with pytest.raises(ddip.CellError):
         cells.run("""
             if rank == 1: raise ValueError
@@ -453,9 +459,9 @@ def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytes
             part(100, 200)
         """)
     cells.sync()
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     for text in ("Counter.n is 1 on rank 0", "opt: state (300 differ", "array differs", "best differs"):
-        assert text in said
+        assert text in stderr
     cells.run("""
         states = [opt.state[weight] for weight in weights]
         now = repr((array, view, best, members, whole, Counter.n, states, list(weights)))
@@ -466,8 +472,8 @@ def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytes
 
 
 def test_a_number_without_a_text_ends_no_comparison(cells: ddip.Group) -> None:
-    """Python does not write an int of so many digits."""
-    train(cells, "large, count = 10**5000, 0")
+    """Python refuses to convert an int with this many digits to text."""
+    run_and_record(cells, "large, count = 10**5000, 0")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\nlarge *= 2; count += 1")
     assert cells.sync() == ["count", "large"]
@@ -479,7 +485,7 @@ def test_long_containers_and_the_users_modules_are_compared_and_copied(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "counting_here.py").write_text("steps = 0\ndef tick():\n    global steps\n    steps += 1\n")
-    train(
+    run_and_record(
         cells,
         f"""
             import sys
@@ -493,7 +499,7 @@ def test_long_containers_and_the_users_modules_are_compared_and_copied(
             first = many.state[parts[150]]["exp_avg"]
         """,
     )
-    train(cells, "many.step(); counting_here.tick()")
+    run_and_record(cells, "many.step(); counting_here.tick()")
     with pytest.raises(ddip.CellError):
         cells.run("""
             if rank == 1: raise ValueError
@@ -502,9 +508,9 @@ def test_long_containers_and_the_users_modules_are_compared_and_copied(
             many.state[parts[150]]["exp_avg"] += 1
         """)
     cells.sync()
-    said = capsys.readouterr().err
-    assert "<counting_here>.steps is 2 on rank 0, 1 on rank 1" in said
-    assert all(text in said for text in ("buffer differs", "table differs", "first differs")), said
+    stderr = capsys.readouterr().err
+    assert "<counting_here>.steps is 2 on rank 0, 1 on rank 1" in stderr
+    assert all(text in stderr for text in ("buffer differs", "table differs", "first differs")), stderr
     cells.run("""
         values = [None] * world_size
         dist.all_gather_object(values, (buffer, table, counting_here.steps, first.tolist()))
@@ -518,7 +524,10 @@ def test_long_containers_and_the_users_modules_are_compared_and_copied(
 def test_parameters_whose_values_were_not_known_before_are_named(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With "Run All" there is no time for checksums between cells; a fused optimizer's writes have no version."""
+    """Leave no time for checksums between cells, as "Run All" does.
+
+    In-place writes of a fused optimizer do not raise a tensor's version.
+    """
     cells.run("""
         from ddip.rank.inspection import state_history as history
         usual, history.SUM_SECONDS = history.SUM_SECONDS, 3600.0
@@ -534,19 +543,19 @@ def test_parameters_whose_values_were_not_known_before_are_named(
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\nopt.step()")
     cells.run("history.SUM_SECONDS = usual")
-    said = capsys.readouterr().err
-    assert "net: parameters and buffers (2 differ" in said, said
+    stderr = capsys.readouterr().err
+    assert "net: parameters and buffers (2 differ" in stderr, stderr
 
 
 def test_sync_never_copies_part_of_a_loader_iterator(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its position in the data cannot be set, so none of its counters is."""
+    """A loader iterator's position in the data cannot be set, so ddip sets none of its counters."""
     cells.run("""
         from torch.utils.data import DataLoader
         batches = iter(DataLoader(list(range(40)), 4, shuffle=True, generator=torch.Generator().manual_seed(1)))
         count, pair = 0, torch.ones(2, dtype=torch.complex64).conj()
         row = torch.zeros(1).expand(3)
     """)
-    train(cells, "next(batches)")
+    run_and_record(cells, "next(batches)")
     with pytest.raises(ddip.CellError):
         cells.run("""
             if rank == 1: raise ValueError
@@ -554,9 +563,9 @@ def test_sync_never_copies_part_of_a_loader_iterator(cells: ddip.Group, capsys: 
             row.data = torch.ones(1).expand(3)
         """)
     assert cells.sync() == ["count", "pair"]
-    said = capsys.readouterr().err
-    assert "batches was not copied: the iterator of a loader cannot be set: make it again on all ranks" in said
-    assert "row was not copied: several of its elements share memory" in said
+    stderr = capsys.readouterr().err
+    assert "batches was not copied: the iterator of a loader cannot be set: make it again on all ranks" in stderr
+    assert "row was not copied: several of its elements share memory" in stderr
     assert [row.name for row in cells.check().rows].count("batches") == 1
     with pytest.raises(BadInput, match="cuont: rank 0 has no such variable"):
         cells.sync(["cuont", "count"])
@@ -566,7 +575,7 @@ def test_sync_never_copies_part_of_a_loader_iterator(cells: ddip.Group, capsys: 
 def test_objects_above_the_comparison_limit_are_mentioned(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(cells, "count = 0")
+    run_and_record(cells, "count = 0")
     with pytest.raises(ddip.CellError):
         cells.run("many = [[[i] for i in range(250)] for _ in range(250)]; count += 1\nraise ValueError")
     cells.run("del many")
@@ -574,7 +583,7 @@ def test_objects_above_the_comparison_limit_are_mentioned(
 
 
 def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    train(cells, "count, average = 0, torch.zeros(100)")
+    run_and_record(cells, "count, average = 0, torch.zeros(100)")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\ncount += 1")
     assert cells.sync() == ["count"]
@@ -586,9 +595,9 @@ def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsy
 
 
 def test_a_seed_set_by_the_last_good_cell_counts(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """The generators differed before that, by design."""
-    train(cells, "torch.manual_seed(rank)")
-    train(cells, "torch.manual_seed(3); order = torch.randperm(16)")
+    """Let the generators differ intentionally before the last good cell seeds them."""
+    run_and_record(cells, "torch.manual_seed(rank)")
+    run_and_record(cells, "torch.manual_seed(3); order = torch.randperm(16)")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\norder = torch.randperm(16)")
     cells.sync()
@@ -604,7 +613,7 @@ def test_sync_also_copies_differences_above_the_display_limit(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(differences, "MOST_PATHS", 5)
-    train(cells, "many = dict.fromkeys('abcdefghijklmnop', 0)")
+    run_and_record(cells, "many = dict.fromkeys('abcdefghijklmnop', 0)")
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\nfor key in many: many[key] += 1")
     assert len(cells.sync()) == 16

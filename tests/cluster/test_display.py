@@ -1,4 +1,4 @@
-"""What a cell on ranks shows, as the messages of a real kernel: order, kinds, ids."""
+"""The output of a cell on ranks, as messages of a real kernel: order, kinds, IDs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .notebook import Notebook
 TABS = "── "
 
 
-def kinds(notebook: Notebook, code: str) -> list[tuple[str, object]]:
-    """Type of each message, and its text or the kinds of data."""
+def message_kinds(notebook: Notebook, code: str) -> list[tuple[str, object]]:
+    """Return the type of each message, with its text or its MIME types."""
     return [
         (kind, content["text"] if kind == "stream" else sorted(content.get("data", content)))
         for kind, content in notebook.ok(code).messages
@@ -23,7 +23,7 @@ def kinds(notebook: Notebook, code: str) -> list[tuple[str, object]]:
 
 
 def last_text(notebook: Notebook, code: str) -> str:
-    """The tabs as text."""
+    """Return the text of the last display, which shows the tabs."""
     return str(notebook.ok(code).data[-1]["text/plain"])
 
 
@@ -31,7 +31,7 @@ def last_text(notebook: Notebook, code: str) -> str:
 
 
 def test_everything_arrives_in_order(notebook: Notebook) -> None:
-    shown = kinds(
+    shown = message_kinds(
         notebook,
         "%%dip\nimport sys\nfrom IPython.display import HTML, display\nprint('one')\ndisplay(HTML('<b>two</b>'))\n"
         "print('three', file=sys.stderr)\nprint('four')\ndisplay({'application/json': {'a': 1}}, raw=True)\n"
@@ -56,7 +56,7 @@ def test_stdout_and_stderr_stay_in_order(notebook: Notebook) -> None:
 
 
 def test_both_streams_stay_in_order_in_any_sending_order(notebook: Notebook) -> None:
-    """A flush that an earlier line has asked for may come at any time: the thread that sends is held up for it here."""
+    """Delay the sending thread: a flush requested by an earlier line may come at any time."""
     shown = notebook.ok("""
         %%dip
         import sys, threading
@@ -227,7 +227,7 @@ def test_bars_of_fastprogress_are_updated(notebook: Notebook) -> None:
         for i in progress_bar(range(50)): pass
     """)
     assert "100.00% [50/50" in shown.data[-1]["text/html"]
-    assert [kind for kind, _ in shown.messages].count("display_data") <= 2  # its style, and itself
+    assert [kind for kind, _ in shown.messages].count("display_data") <= 2  # the style and the bar
 
 
 def test_bars_of_rich_are_drawn_into_one_widget(notebook: Notebook) -> None:
@@ -238,7 +238,7 @@ def test_bars_of_rich_are_drawn_into_one_widget(notebook: Notebook) -> None:
         for kind, content in shown.messages
         if kind == "comm_msg" and "msg_id" in content["data"].get("state", {})
     ]
-    assert set(captured) == {cell, ""}  # the page is to catch what belongs to this cell
+    assert set(captured) == {cell, ""}  # the page captures the output of this cell
     assert "100%" in [bundle["text/plain"] for bundle in shown.data if bundle["text/plain"]][-1]
 
 
@@ -511,16 +511,19 @@ def test_a_missing_name_hints_at_the_other_side(notebook: Notebook) -> None:
     assert "dipush" not in notebook.fails("%%dip\nnowhere").message
 
 
-def until_it_answers(notebook: Notebook, kind: str, code: str) -> Any:
-    """What Tab or help says: a rank that takes too long is left out, and on a busy machine any rank may."""
-    said: Any = {}
+def ask_until_answered(notebook: Notebook, kind: str, code: str) -> Any:
+    """Repeat a completion or help request until it is answered.
+
+    ddip leaves out a rank that takes too long, which may be any rank on a busy machine.
+    """
+    reply: Any = {}
 
     def has_answered() -> bool:
-        said.update(notebook.ask(kind, code))
-        return bool(said.get("matches") or said.get("found"))
+        reply.update(notebook.ask(kind, code))
+        return bool(reply.get("matches") or reply.get("found"))
 
     wait_until(has_answered, what=code)
-    return said
+    return reply
 
 
 METHOD = ([".method"], ["thing.method"])
@@ -535,20 +538,20 @@ def test_tab_and_help_know_the_names_of_rank_0(notebook: Notebook) -> None:
             def method(self): 'Does it.'
         thing = There()
     """)
-    assert until_it_answers(notebook, "complete", "%%dip -S all\nthing.me")["matches"] in (
+    assert ask_until_answered(notebook, "complete", "%%dip -S all\nthing.me")["matches"] in (
         [".method"],
         ["thing.method"],
     )  # IPython 7 gives the whole name
     assert notebook.ask("complete", "thing.me")["matches"] == []
     assert notebook.ask("complete", "%%dip local\nthing.me")["matches"] == []
-    assert "Does it." in until_it_answers(notebook, "inspect", "%%dip\nthing.method")["data"]["text/plain"]
+    assert "Does it." in ask_until_answered(notebook, "inspect", "%%dip\nthing.method")["data"]["text/plain"]
     assert not notebook.ask("inspect", "thing.method")["found"]
     notebook.ok("%autodip on")
-    assert until_it_answers(notebook, "complete", "x = thing.me")["matches"] in (
+    assert ask_until_answered(notebook, "complete", "x = thing.me")["matches"] in (
         [".method"],
         ["thing.method"],
     )  # IPython 7 gives the whole name
-    assert "Lives on the ranks." in until_it_answers(notebook, "inspect", "thing")["data"]["text/plain"]
+    assert "Lives on the ranks." in ask_until_answered(notebook, "inspect", "thing")["data"]["text/plain"]
     assert "%makedip" in notebook.ask("complete", "%makedi")["matches"]
     notebook.ok("%autodip off")
 
@@ -588,7 +591,7 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     assert re.fullmatch(
         r"ddip: pulled big: 10 KB from rank 0, \d\.\d s", notebook.ok("%dipull big").data[-1]["text/plain"]
     )
-    assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # of no cell's business but its own
+    assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # it takes no messages of another cell
     notebook.ok("""
         assert big == bytes(10_000) + b'1'
         transfer.PART = delivery.PART = 1 << 24

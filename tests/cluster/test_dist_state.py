@@ -1,4 +1,4 @@
-"""``ddip.dist_state``: training of a sharded model goes on where its last complete step ended."""
+"""``ddip.dist_state``: training of a sharded model continues at its last complete step."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def ranks(cells: ddip.Group, nothing_kept: None) -> ddip.Group:
     return cells
 
 
-def begin(group: ddip.Group, kind: str) -> None:
-    """`expected` are the losses of 8 steps without a fault; then 4 of them."""
+def train_four_steps(group: ddip.Group, kind: str) -> None:
+    """Compute the `expected` losses of 8 steps without a fault; then train 4 of them again."""
     group.run(f"""
         make({kind})
         assert state.step is None and "nothing kept" in repr(state) and state.restore(default=0) == 0
@@ -90,28 +90,30 @@ def begin(group: ddip.Group, kind: str) -> None:
     """)
 
 
-def go_on(group: ddip.Group, kind: str, exactly: bool = True) -> None:
-    """The cell with the model again, and the loop."""
-    same = "losses == expected[first:]" if exactly else "torch.tensor(losses).allclose(torch.tensor(expected[first:]))"
+def continue_training(group: ddip.Group, kind: str, exactly: bool = True) -> None:
+    """Recreate the model, as its cell does, and train to the end."""
+    is_same = (
+        "losses == expected[first:]" if exactly else "torch.tensor(losses).allclose(torch.tensor(expected[first:]))"
+    )
     group.run(f"""
         make({kind})
         first = state.restore()
         losses = train(first, 8)
-        assert first == 4 and {same}, (first, losses, expected)
+        assert first == 4 and {is_same}, (first, losses, expected)
     """)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.grid) for kind in KINDS[1:])])
 @pytest.mark.native("sockets")
 def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
-    begin(ranks, kind)
+    train_four_steps(ranks, kind)
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("""
             def planted(number):
                 if rank == 1: raise ValueError("planted")
             train(4, 8, planted)
         """)
-    go_on(ranks, kind)
+    continue_training(ranks, kind)
 
 
 REFUSED = {
@@ -123,7 +125,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", few(REFUSED, "fsdp"))
 @pytest.mark.native("sockets")
 def test_the_former_model_says_that_it_must_be_recreated(ranks: ddip.Group, kind: str) -> None:
-    begin(ranks, kind)
+    train_four_steps(ranks, kind)
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("if rank == 1: raise ValueError('planted')\nstep(4)")
     with pytest.raises(ddip.CellError, match=f"ranks 0, 1: RuntimeError: .*{REFUSED[kind]}"):
@@ -131,18 +133,18 @@ def test_the_former_model_says_that_it_must_be_recreated(ranks: ddip.Group, kind
 
 
 def test_a_model_after_an_unequal_step_refuses_further_use(ranks: ddip.Group) -> None:
-    """Its shards would be of different steps, and it would go on."""
-    begin(ranks, "fsdp")
+    """Without the restore, the shards would be of different steps, and training would continue with them."""
+    train_four_steps(ranks, "fsdp")
     with pytest.raises(ddip.CellError, match="rank 1: ValueError"):
         ranks.run("def fails(): raise ValueError\nif rank == 1: opt.step = fails\nstep(4)")
     with pytest.raises(ddip.CellError, match="ddip.dist_state brings parameters and optimizer back"):
         ranks.run("step(4)")
-    go_on(ranks, "fsdp")
+    continue_training(ranks, "fsdp")
 
 
 @pytest.mark.grid
 def test_a_stop_in_backward_asks_to_recreate_the_model(ranks: ddip.Group) -> None:
-    begin(ranks, "fsdp")
+    train_four_steps(ranks, "fsdp")
     ranks.run("""
         import threading
         in_backward = threading.Event()
@@ -155,23 +157,23 @@ def test_a_stop_in_backward_asks_to_recreate_the_model(ranks: ddip.Group) -> Non
                 while True: threading.Event().wait(0.01)
     """)
 
-    def is_there() -> bool:
+    def all_ranks_wait() -> bool:
         places = ranks.ranks.places([0, 1], 5)
         return all(place is not None and place.function == "backward" for place in places.values()) or all(
             place is not None and place.function in ("backward", "barrier", "wait") for place in places.values()
         )
 
-    thread = meanwhile(is_there, press_stop)
+    thread = meanwhile(all_ranks_wait, press_stop)
     with pytest.raises(ddip.CellInterrupted):
         ranks.run("Waits.apply(model(torch.ones(8, 5))).sum().backward()")
     thread.join()
-    go_on(ranks, "fsdp")
+    continue_training(ranks, "fsdp")
 
 
 @pytest.mark.grid
 def test_a_fault_within_save_keeps_the_previous_save(ranks: ddip.Group) -> None:
-    """On one rank the copy is complete, on the other it is not."""
-    begin(ranks, "fsdp")
+    """Fail when the copy is complete on one rank only."""
+    train_four_steps(ranks, "fsdp")
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("""
             from ddip.sharded import state as ours
@@ -194,7 +196,7 @@ def test_a_fault_within_save_keeps_the_previous_save(ranks: ddip.Group) -> None:
 
 @pytest.mark.grid
 def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
-    begin(ranks, "fsdp")
+    train_four_steps(ranks, "fsdp")
     ranks.run("""
         make(fsdp)
         state.restore()
@@ -208,7 +210,7 @@ def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
 
 @pytest.mark.grid
 def test_values_missing_in_an_optimizer_stay_missing(ranks: ddip.Group) -> None:
-    """SGD has a buffer of momentum that is None; a parameter may be shared, or frozen."""
+    """SGD has a momentum buffer that is None; a parameter may be shared, or frozen."""
     ranks.run("""
         def make_tied():
             global model, opt, state
@@ -237,20 +239,22 @@ def test_values_missing_in_an_optimizer_stay_missing(ranks: ddip.Group) -> None:
     """)
 
 
-def killed(group: ddip.Group, rank: int) -> None:
+def kill_rank(group: ddip.Group, rank: int) -> None:
     os.kill(group.members[rank].pid, signal.SIGKILL)
     wait_until(lambda: group.ranks.ended)
 
 
 @pytest.mark.parametrize("order", [[1], pytest.param([1, 0], marks=pytest.mark.grid)])
 def test_a_killed_rank_gets_its_shard_from_another_rank(ranks: ddip.Group, order: list[int]) -> None:
-    begin(ranks, "fsdp")
+    train_four_steps(ranks, "fsdp")
     for rank in order:
-        killed(ranks, rank)
+        kill_rank(ranks, rank)
         assert ranks.repair(["expected"], 1 - rank) == [rank]
         ranks.run(f"if rank == {rank}:\n    exec({CODE!r})")
-        ranks.run("from ddip.sharded import copies; copies.SMALL = 100")  # bytes: most parts are sent alone
-        go_on(ranks, "fsdp")
+        ranks.run(
+            "from ddip.sharded import copies; copies.SMALL = 100"
+        )  # in bytes, so that most parts are sent separately
+        continue_training(ranks, "fsdp")
         ranks.run(f"copies.SMALL = {copies.SMALL}; state.forget(); make(fsdp); train(0, 4)")
 
 
@@ -258,9 +262,9 @@ def test_a_killed_rank_gets_its_shard_from_another_rank(ranks: ddip.Group, order
 def test_shards_without_a_spare_copy_are_lost_with_their_process() -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE)
-        begin(group, "fsdp")
+        train_four_steps(group, "fsdp")
         group.run("state.forget(); state = ddip.dist_state(model, opt, spare=False); state.save(4)")
-        killed(group, 1)
+        kill_rank(group, 1)
         group.repair()
         group.run(f"if rank == 1:\n    exec({CODE!r})")
         with pytest.raises(ddip.CellError, match="LookupError: .* what rank 1 of 2 had is gone with its process"):
@@ -272,27 +276,27 @@ def test_shards_without_a_spare_copy_are_lost_with_their_process() -> None:
 def test_training_continues_on_two_of_three_ranks_and_three_again(kind: str) -> None:
     with ddip.Group(3, failure_grace=0.1) as group:
         group.run(CODE)
-        begin(group, kind)
+        train_four_steps(group, kind)
         group.change(ddip.Request(n=2))
-        go_on(group, kind, exactly=False)
+        continue_training(group, kind, exactly=False)
         group.run("state.forget(); make(fsdp); train(0, 4)")
         group.change(ddip.Request(n=3))
         group.push({"expected": group.pull(["expected"])["expected"]})
         group.run(f"if rank == 2:\n    exec({CODE!r})")
-        go_on(group, kind, exactly=False)
+        continue_training(group, kind, exactly=False)
 
 
 @pytest.mark.grid
 def test_tensor_parallel_shards_on_four_ranks_continue_on_two() -> None:
     with ddip.Group(4, failure_grace=0.1) as group:
         group.run(CODE)
-        begin(group, "both")
+        train_four_steps(group, "both")
         with pytest.raises(ddip.CellError, match="planted"):
             group.run("if rank == 1: raise ValueError('planted')\nstep(4)")
-        go_on(group, "both")
+        continue_training(group, "both")
         group.run("state.forget(); make(both); train(0, 4)")
         group.change(ddip.Request(n=2))
-        go_on(group, "both", exactly=False)
+        continue_training(group, "both", exactly=False)
 
 
 WHOLE = """
@@ -325,7 +329,7 @@ def ensure_restored(kind):
 @pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_a_restore_can_reshard_after_losing_two_of_four_ranks() -> None:
-    """With an average of DTensors, which the model that was made again may have in another layout."""
+    """The average consists of DTensors, whose layout in the recreated model may differ."""
     with ddip.Group(4, failure_grace=0.1) as group:
         group.run(CODE + WHOLE)
         for kind in (*KINDS, "both"):
@@ -334,7 +338,7 @@ def test_a_restore_can_reshard_after_losing_two_of_four_ranks() -> None:
                     f"begin_again({kind}, 3); before = whole(); state.save(3); ensure_restored({other}); state.forget()"
                 )
             group.run(f"begin_again({kind}, 3); before = whole(); state.save(3)")
-            for rank in (1, 2):  # neither keeps the copy of the other
+            for rank in (1, 2):  # neither holds the other's copy
                 os.kill(group.members[rank].pid, signal.SIGKILL)
             wait_until(lambda: len(group.ranks.ended) == 2)
             group.repair(["before"], 0)
@@ -361,7 +365,7 @@ def test_the_extra_state_of_a_module_is_restored(ranks: ddip.Group) -> None:
 
 
 def test_a_failed_restore_says_why(ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks.options, "failure_grace", 10.0)  # all raise; on a loaded machine one is slower to
+    monkeypatch.setattr(ranks.options, "failure_grace", 10.0)  # all ranks raise, but a loaded machine may delay one
     ranks.run("make(fsdp)")
     with pytest.raises(ddip.CellError, match=r"LookupError: .*nothing is kept as 'state'; call save\(\) after a step"):
         ranks.run("state.restore()")

@@ -1,4 +1,4 @@
-"""``python -m ddip doctor`` as a shell runs it: real ranks, and nothing left of them."""
+"""``python -m ddip doctor`` as run from a shell: it starts real ranks and leaves nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ddip
 from ddip.cluster.processes import ownership
 from ddip.cluster.processes.processes import Proc
 
-from .leftovers import assert_nothing_left, family_of, titled, wait_until
+from .leftovers import assert_nothing_left, family_of, wait_until, with_title
 
 PAGE = Path(__file__).parents[2] / "docs" / "when_something_goes_wrong.md"
 DOCTOR = [sys.executable, "-m", "ddip", "doctor"]
@@ -45,12 +45,12 @@ NAMES = [
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home without an IPython profile; the doctor must not make one."""
+    """Create a home folder without an IPython profile; the doctor must not create one."""
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
 
 
-def environment(home: Path, **variables: str) -> dict[str, str]:
+def shell_environment(home: Path, **variables: str) -> dict[str, str]:
     return {**os.environ, "HOME": str(home), "IPYTHONDIR": "", **variables}
 
 
@@ -64,7 +64,12 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
     (home / "torch.py").write_text("raise ImportError('of the folder')\n")
     before = sorted(Path(os.environ["TMPDIR"]).iterdir())
     with subprocess.Popen(
-        [*DOCTOR, "--json"], cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*DOCTOR, "--json"],
+        cwd=home,
+        env=shell_environment(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         out, errors = process.communicate()
     report = json.loads(out)
@@ -92,13 +97,13 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
 def test_an_interrupted_doctor_leaves_nothing(home: Path, number: int, code: int, after: str) -> None:
     before = sorted(Path(os.environ["TMPDIR"]).iterdir())
     with subprocess.Popen(
-        DOCTOR, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        DOCTOR, cwd=home, env=shell_environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
             if line.split()[1:2] == [after]:
                 if after == "backends":
-                    wait_until(lambda: titled(family_of(process.pid), "ddip engine"))
+                    wait_until(lambda: with_title(family_of(process.pid), "ddip engine"))
                 process.send_signal(number)
         assert process.wait() == code
         said = process.stderr.read()
@@ -114,7 +119,9 @@ def test_leftovers_of_another_notebook_are_reported_and_stay(home: Path) -> None
     dead = folder.rename(folder.with_name(folder.name.replace(f"{me.started:.15g}", f"{me.started - 5:.15g}")))
     try:
         command = [*DOCTOR, "--json"]
-        done = subprocess.run(command, cwd=home, env=environment(home), capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=home, env=shell_environment(home), capture_output=True, text=True, check=True
+        )
         check = by_name(json.loads(done.stdout))["leftovers"]
         assert check["status"] == "warning" and f"process {me.pid}, which ended: {dead}" in check["found"]
         assert dead.exists()
@@ -126,7 +133,7 @@ def test_leftovers_of_another_notebook_are_reported_and_stay(home: Path) -> None
 def test_a_machine_that_cannot_start_ranks_fails_and_says_why(home: Path, tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise RuntimeError('not that queue')\n")
     done = subprocess.run(
-        DOCTOR, cwd=home, env=environment(home, PYTHONPATH=str(tmp_path)), capture_output=True, text=True
+        DOCTOR, cwd=home, env=shell_environment(home, PYTHONPATH=str(tmp_path)), capture_output=True, text=True
     )
     assert done.returncode == 1 and done.stderr == ""
     assert f"{tmp_path}/queue.py is found instead of the standard library's queue" in done.stdout
@@ -140,7 +147,7 @@ def test_a_machine_that_cannot_start_ranks_fails_and_says_why(home: Path, tmp_pa
 def test_an_unimportable_package_is_named_while_other_checks_run(home: Path, tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text("raise ImportError('broken here')\n")
     done = subprocess.run(
-        DOCTOR, cwd=home, env=environment(home, PYTHONPATH=str(tmp_path)), capture_output=True, text=True
+        DOCTOR, cwd=home, env=shell_environment(home, PYTHONPATH=str(tmp_path)), capture_output=True, text=True
     )
     assert done.returncode == 1 and done.stderr == "" and "broken here" in done.stdout
     assert "torch" in [line.split()[1] for line in done.stdout.splitlines() if not line.startswith(" ")]
@@ -164,7 +171,7 @@ def test_commands_print_help_or_an_error(words: list[str], code: int, said: str)
 @pytest.mark.grid
 def test_without_a_start_the_checks_match_the_docs(home: Path) -> None:
     command = [*DOCTOR, "--no-start"]
-    done = subprocess.run(command, cwd=home, env=environment(home), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=home, env=shell_environment(home), capture_output=True, text=True)
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("ok ", "warning ", "failed "))]
     shown = re.search(r"\$ python -m ddip doctor\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert shown is not None

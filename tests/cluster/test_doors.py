@@ -1,4 +1,4 @@
-"""Who may connect to the processes of a group: nobody but its user."""
+"""Only the user may connect to the processes of a group."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from ddip.cluster.processes import ownership, processes
 from ddip.errors import GroupError
 from ddip.protocol.old_versions import tcp_connections
 
-from .doors import NOBODY, Listener, descriptors, knock, listeners
+from .doors import NOBODY, Listener, count_descriptors, find_listeners, send_random_messages
 from .leftovers import controllers_of, family_of, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells who listens in /proc")
 FENCED = {("rank", "tcp", "127.0.0.1")}
-"""gloo's listeners, in the ranks, which take no connection (test_listeners.py). Others are files in the run folder."""
+"""gloo's listeners in the ranks, which accept no connection (test_listeners.py). All others are in the run folder."""
 
 
-def doors(group: ddip.Group) -> set[Listener]:
-    """Where the controller of `group` listens."""
-    found = {door for door in listeners(family_of(os.getpid())) if door.role == "controller"}
+def controller_listeners(group: ddip.Group) -> set[Listener]:
+    """Return the sockets on which the controller of `group` listens."""
+    found = {door for door in find_listeners(family_of(os.getpid())) if door.role == "controller"}
     return {door for door in found if Path(door.address).parent == group.cluster.run_folder}
 
 
 def test_the_table_of_listeners(cells: ddip.Group) -> None:
-    """Process, address, who may connect."""
+    """Compare each listener's process and address with the table, and check who may connect."""
     cells.run("import torch.distributed as dist; dist.barrier(); subgroup = dist.new_group([0, 1])")
     cells.run("import torch.utils.data as data\nfor _ in data.DataLoader(range(4), num_workers=2): pass")
     family = family_of(os.getpid())
     assert {" ".join(process.cmdline()).split()[1] for process in family} >= {"controller", "rank"}
-    found = listeners(family)
+    found = find_listeners(family)
     for door in found:
-        if door.kind == "unix":  # its folder says who may connect, to whatever is in it
+        if door.kind == "unix":  # the permissions of its folder decide who may connect
             folder = Path(door.address).parent
             assert ownership._owner_in_name(folder.name) == processes.Proc.of(os.getpid()), door
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
             assert door.role == "controller"
         else:
             assert (door.role, door.kind, door.address.rpartition(":")[0]) in FENCED
-    names = {Path(door.address).name for door in doors(cells)}
+    names = {Path(door.address).name for door in controller_listeners(cells)}
     assert names == {f"{ownership.SOCKETS}:{number}" for number in range(1, 19)}
     connected = [c for p in controllers_of(os.getpid()) for c in tcp_connections(p, "inet")]
     assert connected == []
@@ -54,13 +54,15 @@ def test_the_table_of_listeners(cells: ddip.Group) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can try as another user")
 def test_another_user_cannot_disturb_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # which everybody can enter
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # a folder that all users can enter
     with ddip.Group(2) as group:
         ranks = [member.pid for member in group.members]
         group.run("kept = rank")
-        before = descriptors(family_of(os.getpid()))
-        outcomes = [knock(doors(group), 500, NOBODY, seed=1)]
-        knocking = threading.Thread(target=lambda: outcomes.append(knock(doors(group), 3000, NOBODY, seed=2)))
+        before = count_descriptors(family_of(os.getpid()))
+        outcomes = [send_random_messages(controller_listeners(group), 500, NOBODY, seed=1)]
+        knocking = threading.Thread(
+            target=lambda: outcomes.append(send_random_messages(controller_listeners(group), 3000, NOBODY, seed=2))
+        )
         knocking.start()
         while knocking.is_alive():
             group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x == 2")
@@ -68,21 +70,21 @@ def test_another_user_cannot_disturb_a_group(monkeypatch: pytest.MonkeyPatch) ->
         assert outcomes == [{"refused": 500}, {"refused": 3000}]
         group.run("assert kept == rank; del x")
         assert [member.pid for member in group.members] == ranks
-        wait_until(lambda: descriptors(family_of(os.getpid())) == before)
+        wait_until(lambda: count_descriptors(family_of(os.getpid())) == before)
 
 
 def test_invalid_messages_are_dropped(cells: ddip.Group) -> None:
-    """Whoever may enter, this user, can be wrong about the address."""
+    """A process of the same user may connect, and may have the wrong address."""
     cells.run("kept = rank")
     family = [psutil.Process(p.pid) for p in controllers_of(os.getpid())]
-    before = descriptors(family)
+    before = count_descriptors(family)
     for seed in range(2):
-        done = knock(doors(cells), 500, None, seed)
+        done = send_random_messages(controller_listeners(cells), 500, None, seed)
         assert done["entered"] > 250, done
         cells.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x); assert x == 2")
         assert cells.pull(["kept"]) == {"kept": 0}
     assert cells.repair() == []
-    wait_until(lambda: descriptors(family) == before)
+    wait_until(lambda: count_descriptors(family) == before)
 
 
 @pytest.mark.grid

@@ -1,4 +1,4 @@
-"""fastai on the ranks is right: what one process alone would have made, and the same on every rank."""
+"""fastai on ranks gives the results of a single process, the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("fastai")
 pytest.importorskip("accelerate")
 
 SIZES = [pytest.param(4, marks=pytest.mark.grid), 3, pytest.param(2, marks=pytest.mark.grid)]
-"""With three, nothing is divided without a rest."""
+"""With three ranks, no division is even."""
 
 
 @pytest.fixture(scope="module")
@@ -30,60 +30,62 @@ def group_with_app(warmed_up: None) -> Iterator[ddip.Group]:
 
 @pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest, group_with_app: ddip.Group) -> ddip.Group:
-    """A group of each size, which knows the data."""
+    """Return a group of each size in which the data is defined."""
     group_with_app.change(Request(n=request.param))
     group_with_app.run(DATA)
     return group_with_app
 
 
 two_ranks = pytest.mark.parametrize("ranks", [2], indirect=True)
-"""Where the size makes no difference."""
+"""For tests in which the size makes no difference."""
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """The same names in this process: fastai as it is."""
+    """Define the same names in this process: plain fastai."""
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fastai's own
+        warnings.simplefilter("ignore")  # fastai's own warnings
         exec(DATA, names)
     return names
 
 
-def of_all(group: ddip.Group, expression: str) -> list[Any]:
-    """What each rank makes of `expression`."""
-    group.run(f"_told = {expression}")
-    return [group.pull(["_told"], rank)["_told"] for rank in range(group.world_size)]
+def on_all_ranks(group: ddip.Group, expression: str) -> list[Any]:
+    """Return the value of `expression` on each rank."""
+    group.run(f"_value = {expression}")
+    return [group.pull(["_value"], rank)["_value"] for rank in range(group.world_size)]
 
 
-def of_any(group: ddip.Group, expression: str) -> Any:
-    """The same on every rank."""
-    first, *others = of_all(group, expression)
+def same_on_all_ranks(group: ddip.Group, expression: str) -> Any:
+    """Return the value of `expression`, which must be the same on every rank."""
+    first, *others = on_all_ranks(group, expression)
     for other in others:
-        assert _equal(first, other), (expression, first, other)
+        assert _are_equal(first, other), (expression, first, other)
     return first
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     return bool(one == other)
 
 
-def single(alone: dict[str, Any], group: ddip.Group, code: str, **names: Any) -> dict[str, Any]:
-    """Run `code` here, with a `learn` whose model is that of the ranks, and the `names`."""
-    here = {**alone, **names}
-    exec("learn = learner()", here)
-    here["learn"].model.load_state_dict(group.pull(["state"])["state"])
-    exec(f"with learn.no_bar(), learn.no_logging():\n    {code}", here)
-    return here
+def run_in_one_process(alone: dict[str, Any], group: ddip.Group, code: str, **names: Any) -> dict[str, Any]:
+    """Run `code` in this process, with a `learn` that has the ranks' model, and with `names`."""
+    namespace = {**alone, **names}
+    exec("learn = learner()", namespace)
+    namespace["learn"].model.load_state_dict(group.pull(["state"])["state"])
+    exec(f"with learn.no_bar(), learn.no_logging():\n    {code}", namespace)
+    return namespace
 
 
-def assert_same_weights(group: ddip.Group, here: dict[str, Any]) -> None:
-    """Each rank's learner has learned what the one in this process has."""
-    for theirs, ours in zip(of_any(group, "weights(learn)"), here["weights"](here["learn"]), strict=True):
+def assert_same_weights(group: ddip.Group, namespace: dict[str, Any]) -> None:
+    """Fail unless each rank's learner has the weights of the one in this process."""
+    for theirs, ours in zip(
+        same_on_all_ranks(group, "weights(learn)"), namespace["weights"](namespace["learn"]), strict=True
+    ):
         assert torch.allclose(theirs, ours, atol=1e-4), (theirs - ours).abs().max()
 
 
@@ -95,13 +97,13 @@ STATE = "state = {name: value.clone() for name, value in learn.model.state_dict(
 
 def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
     ranks.run("learn = learner(norm=True)")
-    of_any(ranks, "weights(learn)")
+    same_on_all_ranks(ranks, "weights(learn)")
     for fit in ("fit(1)", "fit_one_cycle(1, 1e-2)", "fit_flat_cos(1)", "fine_tune(1)"):
         splitter = "splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())]"
         ranks.run(f"learn = learner(norm=True, {splitter})\nbefore = weights(learn)\nlearn.{fit}")
-        of_any(ranks, "weights(learn)")
-        assert not _equal(*of_any(ranks, "[before, weights(learn)]"))
-        assert of_any(ranks, "type(learn.model).__name__") == "Sequential"
+        same_on_all_ranks(ranks, "weights(learn)")
+        assert not _are_equal(*same_on_all_ranks(ranks, "[before, weights(learn)]"))
+        assert same_on_all_ranks(ranks, "type(learn.model).__name__") == "Sequential"
 
 
 @pytest.mark.parametrize(
@@ -121,29 +123,31 @@ def test_an_epoch_equals_one_process_with_the_larger_batch(
 ) -> None:
     ranks.run(f"learn = learner(loaders(drop_last={drop_last}), opt_func={opt})\n{STATE}\nlearn.fit(1, 0.05)")
     kept = 101 // 8 * 8 if drop_last else 101
-    here = {**alone, "size": ranks.world_size, "kept": kept}
+    namespace = {**alone, "size": ranks.world_size, "kept": kept}
     exec(
         f"dls = loaders(n=101, bs=8 * size)\ndls.train.get_idxs = lambda: list(range(kept))\ndls.train.n = kept\n"
         f"learn = learner(dls, opt_func={opt})",
-        here,
+        namespace,
     )
-    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
-    exec("with learn.no_bar(), learn.no_logging():\n    learn.fit(1, 0.05)", here)
-    assert_same_weights(ranks, here)
-    theirs = here["learn"].recorder.values[0]
-    assert of_any(ranks, "list(learn.recorder.values[0])") == pytest.approx(list(theirs), abs=1e-4)
+    namespace["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging():\n    learn.fit(1, 0.05)", namespace)
+    assert_same_weights(ranks, namespace)
+    theirs = namespace["learn"].recorder.values[0]
+    assert same_on_all_ranks(ranks, "list(learn.recorder.values[0])") == pytest.approx(list(theirs), abs=1e-4)
 
 
 def test_losses_of_steps_equal_the_larger_batch(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05)")
-    here = single(
+    namespace = run_in_one_process(
         alone,
         ranks,
         "learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(1, 0.05)",
         size=ranks.world_size,
     )
-    theirs = [float(loss) for loss in here["learn"].recorder.losses]
-    assert of_any(ranks, "[float(loss) for loss in learn.recorder.losses]") == pytest.approx(theirs, abs=1e-5)
+    theirs = [float(loss) for loss in namespace["learn"].recorder.losses]
+    assert same_on_all_ranks(ranks, "[float(loss) for loss in learn.recorder.losses]") == pytest.approx(
+        theirs, abs=1e-5
+    )
 
 
 def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> None:
@@ -151,7 +155,7 @@ def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> 
     orders = []
     for _ in range(2):
         ranks.run("learn.dls.train.dataset.asked.clear()\nlearn.fit(1)")
-        asked = of_all(ranks, "learn.dls.train.dataset.asked")
+        asked = on_all_ranks(ranks, "learn.dls.train.dataset.asked")
         steps = len(asked[0]) // 8
         whole = [item for step in range(steps) for one in asked for item in one[step * 8 : step * 8 + 8]]
         assert sorted(whole) == list(range(96))
@@ -164,8 +168,8 @@ def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, A
     cbs = "cbs=GradientAccumulation({n})"
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(2, 0.05, {cbs.format(n=24)})")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(2, 0.05, {cbs.format(n='24 * size')})"
-    here = single(alone, ranks, code, size=ranks.world_size)
-    assert_same_weights(ranks, here)
+    namespace = run_in_one_process(alone, ranks, code, size=ranks.world_size)
+    assert_same_weights(ranks, namespace)
 
 
 @pytest.mark.grid
@@ -173,10 +177,11 @@ def test_a_summed_loss_is_summed_over_all_ranks(ranks: ddip.Group, alone: dict[s
     loss = "loss_func = CrossEntropyLossFlat(reduction='sum')"
     ranks.run(f"learn = learner(opt_func=SGD)\nlearn.{loss}\n{STATE}\nlearn.fit(1, 0.01)")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.{loss}; learn.fit(1, 0.01)"
-    here = single(alone, ranks, code, size=ranks.world_size)
-    assert_same_weights(ranks, here)
+    namespace = run_in_one_process(alone, ranks, code, size=ranks.world_size)
+    assert_same_weights(ranks, namespace)
     losses = [
-        [float(loss) for loss in one] for one in (of_any(ranks, "learn.recorder.losses"), here["learn"].recorder.losses)
+        [float(loss) for loss in one]
+        for one in (same_on_all_ranks(ranks, "learn.recorder.losses"), namespace["learn"].recorder.losses)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -189,11 +194,11 @@ def by_torch(bs):
     return learner(dls, metrics=accuracy, opt_func=SGD)
 """
     ranks.run(f"{code}\nlearn = by_torch(4)\n{STATE}\nlearn.fit(2, 0.05, cbs=GradientAccumulation(8))")
-    here = {**alone, "size": ranks.world_size}
-    exec(f"{code}\nlearn = by_torch(4 * size)", here)
-    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
-    exec("with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.05, cbs=GradientAccumulation(8 * size))", here)
-    assert_same_weights(ranks, here)
+    namespace = {**alone, "size": ranks.world_size}
+    exec(f"{code}\nlearn = by_torch(4 * size)", namespace)
+    namespace["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.05, cbs=GradientAccumulation(8 * size))", namespace)
+    assert_same_weights(ranks, namespace)
 
 
 def test_a_stateful_model_validates_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
@@ -211,11 +216,11 @@ from fastai.callback.rnn import ModelResetter
 learn = Learner(loaders(), Remembers(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
 """
     ranks.run(f"{code}\nlearn.fit(1)\n{STATE}\ntold = list(learn.validate())")
-    here = dict(alone)
-    exec(code, here)
-    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
-    exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", here)
-    assert of_any(ranks, "told") == pytest.approx(here["told"], abs=1e-5)
+    namespace = dict(alone)
+    exec(code, namespace)
+    namespace["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", namespace)
+    assert same_on_all_ranks(ranks, "told") == pytest.approx(namespace["told"], abs=1e-5)
 
 
 @pytest.mark.grid
@@ -228,7 +233,7 @@ def test_a_penalty_is_part_of_the_loss(ranks: ddip.Group) -> None:
         learn = learner(metrics=accuracy)
         learn.fit(1, cbs=Callback(after_loss=penalty))
     """)
-    assert min(of_any(ranks, "[float(loss) for loss in learn.recorder.losses]")) > 10
+    assert min(same_on_all_ranks(ranks, "[float(loss) for loss in learn.recorder.losses]")) > 10
 
 
 @two_ranks
@@ -244,10 +249,10 @@ def test_a_callback_may_validate_in_the_middle_of_a_fit(ranks: ddip.Group) -> No
         learn.fit(1, cbs=fetch)
         fetched = fetch.preds[1].tolist()
     """)
-    assert len(of_any(ranks, "told")) == 4
-    assert of_any(ranks, "fetched == Items(37, 2).y.tolist()") is True
-    of_any(ranks, "numbers")
-    of_any(ranks, "weights(learn)")
+    assert len(same_on_all_ranks(ranks, "told")) == 4
+    assert same_on_all_ranks(ranks, "fetched == Items(37, 2).y.tolist()") is True
+    same_on_all_ranks(ranks, "numbers")
+    same_on_all_ranks(ranks, "weights(learn)")
 
 
 @two_ranks
@@ -263,8 +268,8 @@ def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> 
         spare = learn.model.spare.weight.detach().clone()
         learn.fit(2)
     """)
-    assert of_any(ranks, "torch.equal(spare, learn.model.spare.weight)")
-    of_any(ranks, "weights(learn)")
+    assert same_on_all_ranks(ranks, "torch.equal(spare, learn.model.spare.weight)")
+    same_on_all_ranks(ranks, "weights(learn)")
 
 
 @two_ranks
@@ -275,16 +280,16 @@ def test_ranks_draw_equal_random_numbers_except_during_training(ranks: ddip.Grou
         learn.add_cb(Callback(after_pred=lambda self: noise.append(torch.rand(()))))
     """)
     ranks.run("learn.fit(1)")
-    mine, theirs = of_all(ranks, "[float(n) for n in noise]")
+    mine, theirs = on_all_ranks(ranks, "[float(n) for n in noise]")
     assert mine != theirs
     draw = "(float(torch.rand(())), random.random(), float(np.random.rand()), list(RandomSplitter()(range(20))[1]))"
-    first = of_any(ranks, draw)
-    assert of_any(ranks, draw) != first
+    first = same_on_all_ranks(ranks, draw)
+    assert same_on_all_ranks(ranks, draw) != first
     ranks.run("random.random(), torch.rand(3), np.random.rand(3)", ranks=[1])
-    of_any(ranks, draw)
+    same_on_all_ranks(ranks, draw)
     with pytest.raises(ddip.CellError):
         ranks.run("torch.rand(3 + rank)\n1 / 0")
-    of_any(ranks, draw)
+    same_on_all_ranks(ranks, draw)
 
 
 @two_ranks
@@ -296,8 +301,8 @@ def test_a_seed_makes_training_reproducible(ranks: ddip.Group) -> None:
             learn = learner(loaders(shuffle=True))
             learn.fit(1)
         """)
-        runs.append(of_any(ranks, "weights(learn)"))
-    assert _equal(*runs)
+        runs.append(same_on_all_ranks(ranks, "weights(learn)"))
+    assert _are_equal(*runs)
 
 
 TEXTS = """
@@ -322,21 +327,23 @@ def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, alone: dict[
         told = list(learn.validate())
         state = {name: value.clone() for name, value in learn.model.state_dict().items()}
     """)
-    of_any(ranks, "weights(learn)")
-    steps = [[step.tolist() for step in one] for one in of_all(ranks, "read")]
+    same_on_all_ranks(ranks, "weights(learn)")
+    steps = [[step.tolist() for step in one] for one in on_all_ranks(ranks, "read")]
     assert len({len(one) for one in steps}) == 1
-    texts = of_any(ranks, "learn.dls.train.chunks[:].tolist()")  # as one shuffle has put them in a row on every rank
+    texts = same_on_all_ranks(
+        ranks, "learn.dls.train.chunks[:].tolist()"
+    )  # in the order of a shuffle that all ranks share
     rows = [sum((step[row] for step in one), []) for one in steps for row in range(2)]
     row = " ".join(map(str, texts))
     assert sum(" ".join(map(str, row_[:40])) in row for row_ in rows) == len(rows)
-    here = dict(alone)
+    namespace = dict(alone)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(TEXTS, here)
-    here["learn"] = here["language_learner"]()
-    here["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
-    exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", here)
-    assert of_any(ranks, "told") == pytest.approx(here["told"], abs=1e-5)
+        exec(TEXTS, namespace)
+    namespace["learn"] = namespace["language_learner"]()
+    namespace["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
+    exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", namespace)
+    assert same_on_all_ranks(ranks, "told") == pytest.approx(namespace["told"], abs=1e-5)
 
 
 # -- evaluation
@@ -344,8 +351,8 @@ def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, alone: dict[
 
 def test_validate_gives_the_result_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     ranks.run(f"learn = learner()\n{STATE}\ntold = list(learn.validate()), list(learn.validate(ds_idx=0))")
-    here = single(alone, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
-    for mine, theirs in zip(of_any(ranks, "told"), here["told"], strict=True):
+    namespace = run_in_one_process(alone, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
+    for mine, theirs in zip(same_on_all_ranks(ranks, "told"), namespace["told"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
@@ -359,8 +366,8 @@ def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, a
         "learn.get_preds(with_preds=False, with_targs=False, with_loss=True)",
     ]
     ranks.run(f"learn = learner()\n{STATE}\ntold = [{', '.join(calls)}]")
-    here = single(alone, ranks, f"told = [{', '.join(calls)}]")
-    for mine, theirs in zip(of_any(ranks, "told"), here["told"], strict=True):
+    namespace = run_in_one_process(alone, ranks, f"told = [{', '.join(calls)}]")
+    for mine, theirs in zip(same_on_all_ranks(ranks, "told"), namespace["told"], strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one is other is None or torch.allclose(one, other, atol=1e-5)
 
@@ -368,8 +375,11 @@ def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, a
 def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, alone: dict[str, Any]) -> None:
     record = "[cb for cb in learn.cbs if isinstance(cb, Recorder)][0].train_metrics = True"
     ranks.run(f"learn = learner(lr=0.)\n{record}\n{STATE}\nlearn.fit(1, 0.)")
-    here = single(alone, ranks, f"{record}; learn.fit(1, 0.)")
-    mine, theirs = of_any(ranks, "list(learn.recorder.values[0])"), list(here["learn"].recorder.values[0])
+    namespace = run_in_one_process(alone, ranks, f"{record}; learn.fit(1, 0.)")
+    mine, theirs = (
+        same_on_all_ranks(ranks, "list(learn.recorder.values[0])"),
+        list(namespace["learn"].recorder.values[0]),
+    )
     assert mine[1:] == pytest.approx(theirs[1:], abs=1e-5)
 
 
@@ -380,9 +390,9 @@ def test_ranks_with_their_own_data_or_models_evaluate_independently(ranks: ddip.
         own = DataLoader(Items(9 + rank, 5 + rank), bs=2)
         told = len(learn.get_preds(dl=own)[0])
     """)
-    assert of_all(ranks, "told") == [9, 10]
+    assert on_all_ranks(ranks, "told") == [9, 10]
     ranks.run("with torch.no_grad(): learn.model[0].bias += rank\ntold = list(learn.validate())[0]")
-    mine, theirs = of_all(ranks, "told")
+    mine, theirs = on_all_ranks(ranks, "told")
     assert abs(mine - theirs) > 1e-3
 
 
@@ -400,7 +410,7 @@ def test_one_rank_may_predict_alone(ranks: ddip.Group) -> None:
             learn.show_results()
     """)
     ranks.run("told = learn.predict(df.iloc[0])[2].tolist()", ranks=[0])
-    of_any(ranks, "told")
+    same_on_all_ranks(ranks, "told")
 
 
 # -- decisions
@@ -414,10 +424,10 @@ def test_lr_find_ends_and_changes_nothing(ranks: ddip.Group) -> None:
                          for s in learn.opt.state_dict()["state"]], [dict(h) for h in learn.opt.hypers])
         before = state(); found = learn.lr_find(num_it=40); after = state()
     """)
-    assert 1e-7 < of_any(ranks, "found.valley") < 10
-    assert of_any(ranks, "len(learn.recorder.lrs)") >= 6
-    before, after = of_any(ranks, "[before, after]")
-    assert _equal(before, after)
+    assert 1e-7 < same_on_all_ranks(ranks, "found.valley") < 10
+    assert same_on_all_ranks(ranks, "len(learn.recorder.lrs)") >= 6
+    before, after = same_on_all_ranks(ranks, "[before, after]")
+    assert _are_equal(before, after)
 
 
 def test_callbacks_decide_equally_on_all_ranks(ranks: ddip.Group, tmp_path: Path) -> None:
@@ -426,8 +436,8 @@ def test_callbacks_decide_equally_on_all_ranks(ranks: ddip.Group, tmp_path: Path
         learn.fit(6, cbs=[SaveModelCallback(), EarlyStoppingCallback(monitor="accuracy", patience=2),
                           ReduceLROnPlateau(patience=1), CSVLogger(), TerminateOnNaNCallback()])
     """)
-    epochs = of_any(ranks, "len(learn.recorder.values)")
-    of_any(ranks, "weights(learn)")
+    epochs = same_on_all_ranks(ranks, "len(learn.recorder.values)")
+    same_on_all_ranks(ranks, "weights(learn)")
     assert len((tmp_path / "history.csv").read_text().splitlines()) == epochs + 1
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["model.pth"]
     ranks.run("""
@@ -435,7 +445,7 @@ def test_callbacks_decide_equally_on_all_ranks(ranks: ddip.Group, tmp_path: Path
         bad = Callback(after_pred=lambda self: setattr(self.learn, "pred", self.pred * (float("nan") if rank else 1)))
         learn.fit(2, cbs=[bad, TerminateOnNaNCallback()])
     """)
-    assert of_any(ranks, "learn.train_iter") == 1
+    assert same_on_all_ranks(ranks, "learn.train_iter") == 1
 
 
 @two_ranks
@@ -443,6 +453,6 @@ def test_mixed_precision_and_mixup_train(ranks: ddip.Group) -> None:
     ranks.run("learn = learner(metrics=accuracy, cbs=MixUp()).to_fp16()\nkinds = set()")
     ranks.run("learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))")
     ranks.run("learn.fit(1)")
-    assert of_any(ranks, "sorted(kinds)")[-1] is True
-    assert of_any(ranks, "torch.is_autocast_enabled('cpu')") is False
-    of_any(ranks, "weights(learn)")
+    assert same_on_all_ranks(ranks, "sorted(kinds)")[-1] is True
+    assert same_on_all_ranks(ranks, "torch.is_autocast_enabled('cpu')") is False
+    same_on_all_ranks(ranks, "weights(learn)")

@@ -1,4 +1,4 @@
-"""Every kind of learner trains on the ranks, and what is asked of it afterwards is that of one process."""
+"""Every kind of learner trains on ranks, and answers afterwards as in a single process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import ddip
 
-from .test_fastai import of_any
+from .test_fastai import same_on_all_ranks
 
 pytest.importorskip("fastai")
 pytest.importorskip("accelerate")
@@ -122,7 +122,7 @@ def test_a_learner_trains_and_reports_like_one_process(group: ddip.Group, tmp_pa
         group.run("pictures(folder)", ranks=[0])
     group.run(learner)
     group.run(EQUAL + COMPARE)
-    assert of_any(group, "told") is True
-    assert len(of_any(group, "weights")) > 0
+    assert same_on_all_ranks(group, "told") is True
+    assert len(same_on_all_ranks(group, "weights")) > 0
     group.run(AFTER[kind])
-    of_any(group, "[value for value in learn.model.state_dict().values()]")
+    same_on_all_ranks(group, "[value for value in learn.model.state_dict().values()]")

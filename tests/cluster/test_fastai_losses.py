@@ -1,4 +1,4 @@
-"""Every loss counts as in one process: sums and means of any kind, and batches that a callback has made shorter."""
+"""Every loss counts as in a single process: any kind of sum or mean, and batches that a callback shortens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import ddip
 
 from .fastai_source import DATA
-from .test_fastai import STATE, alone, assert_same_weights, of_all, of_any, single  # noqa: F401
+from .test_fastai import STATE, alone, assert_same_weights, on_all_ranks, run_in_one_process, same_on_all_ranks  # noqa: F401
 from .variants import few
 
 pytest.importorskip("fastai")
@@ -26,7 +26,7 @@ def with_app(warmed_up: None) -> Iterator[ddip.Group]:
 
 @pytest.fixture
 def group(with_app: ddip.Group) -> ddip.Group:
-    """Two ranks that know the data."""
+    """Return two ranks in which the data is defined."""
     with_app.run(DATA)
     return with_app
 
@@ -74,14 +74,17 @@ def test_a_loss_with_unknown_reduction_counts_as_in_one_process(
     here = {**alone, "size": 2}
     exec(source, here)
     code = "learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.loss_func = loss; "
-    # A function's globals are those that it was made in.
+    # A function's globals are those of the namespace that defined it.
     here["net"] = net = []
     exec("def learner(_make=learner):\n    made = _make(); net.extend(made.model.parameters()); return made", here)
-    done = single(here, group, code + RUN)
+    done = run_in_one_process(here, group, code + RUN)
     here["learn"] = done["learn"]
     assert len(net) > 0
     assert_same_weights(group, done)
-    theirs, ours = of_any(group, "[float(loss) for loss in learn.recorder.losses]"), done["learn"].recorder.losses
+    theirs, ours = (
+        same_on_all_ranks(group, "[float(loss) for loss in learn.recorder.losses]"),
+        done["learn"].recorder.losses,
+    )
     assert theirs == pytest.approx([float(loss) for loss in ours], rel=1e-4, abs=1e-4)
 
 
@@ -120,13 +123,13 @@ def once(stated):
 
 def test_the_trial_of_a_loss_leaves_nothing_behind(group: ddip.Group) -> None:
     group.run(f"{STATEFUL}\n(tried, learned), (stated, same) = once(False), once(True)")
-    for tried, stated in of_all(group, "[tried, stated]"):
+    for tried, stated in on_all_ranks(group, "[tried, stated]"):
         assert tried["calls"] == stated["calls"] == [8]
         assert tried.keys() == stated.keys()
         for name, value in stated.items():
             assert torch.equal(*map(torch.as_tensor, (tried[name], value))) if value is not None else True, name
         assert tried["grad"] is None
-    learned, same = of_any(group, "[learned, same]")
+    learned, same = same_on_all_ranks(group, "[learned, same]")
     assert all(map(torch.equal, learned, same))
 
 
@@ -151,7 +154,7 @@ def test_mixup_of_a_sum_stays_a_sum(group: ddip.Group, alone: dict[str, Any]) ->
     loss = "CrossEntropyLossFlat(reduction='sum')"
     group.run(f"{same}\nlearn = learner(opt_func=SGD, loss_func={loss})\n{STATE}\nlearn.fit(1, 0.01, cbs=cbs)")
     code = f"learn.dls = loaders(bs=16); learn.opt_func = SGD; learn.loss_func = {loss}; {same}; "
-    assert_same_weights(group, single(alone, group, code + "learn.fit(1, 0.01, cbs=cbs)"))
+    assert_same_weights(group, run_in_one_process(alone, group, code + "learn.fit(1, 0.01, cbs=cbs)"))
 
 
 DROPS = """
@@ -188,16 +191,22 @@ def test_a_batch_shortened_by_a_callback_counts_remaining_items(
     kind: str,
     loss: str,
 ) -> None:
-    """`GradientAccumulation` steps on other batches there if the items that are left cross its bound elsewhere."""
+    """Drop items in a callback, and compare with a single process.
+
+    `GradientAccumulation` steps at other batches than there if the remaining items cross its bound elsewhere.
+    """
     cbs = CALLBACKS[kind]
     group.run(f"{DROPS}\nlearn = learner(opt_func=SGD, loss_func={loss})\n{STATE}")
     group.run(f"learn.fit(2, 0.01, cbs={cbs.format(n=12)})")
     here = dict(alone)
     exec(DROPS, here)
     code = f"learn.dls = loaders(bs=16); learn.opt_func = SGD; learn.loss_func = {loss}; "
-    done = single(here, group, code + f"learn.fit(2, 0.01, cbs={cbs.format(n=24)})")
+    done = run_in_one_process(here, group, code + f"learn.fit(2, 0.01, cbs={cbs.format(n=24)})")
     assert_same_weights(group, done)
-    theirs, ours = of_any(group, "[float(loss) for loss in learn.recorder.losses]"), done["learn"].recorder.losses
+    theirs, ours = (
+        same_on_all_ranks(group, "[float(loss) for loss in learn.recorder.losses]"),
+        done["learn"].recorder.losses,
+    )
     assert theirs == pytest.approx([float(loss) for loss in ours], rel=1e-4, abs=1e-4)
 
 
@@ -209,7 +218,7 @@ def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, al
     code = (
         f"learn.dls = loaders(n=96, bs=16); learn.opt_func = SGD; learn.fit(1, 0.05, cbs=Callback(before_batch={half}))"
     )
-    assert_same_weights(group, single(here, group, code))
+    assert_same_weights(group, run_in_one_process(here, group, code))
 
 
 @pytest.mark.grid
@@ -220,6 +229,6 @@ def test_activation_stats_belong_to_each_rank(group: ddip.Group) -> None:
         learn.fit(1, cbs=stats)
         means = [[float(mean) for mean in stats.layer_stats(i)[0]] for i in range(2)]
     """)
-    mine, theirs = of_all(group, "means")
+    mine, theirs = on_all_ranks(group, "means")
     assert [len(layer) for layer in mine] == [len(layer) for layer in theirs] == [6, 6]
     assert mine != theirs

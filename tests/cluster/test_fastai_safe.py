@@ -1,7 +1,7 @@
-"""fastai on the ranks is safe: learners stay usable whatever a cell does, files come once, fastai is left as it was.
+"""fastai on ranks is safe: learners survive any cell, files are fetched once, and fastai is restored.
 
-The last part runs fastai as it is: each fault that ddip mends is seen there. When one of these tests fails, fastai has
-mended it, and ddip's own mend can go.
+The last part runs plain fastai and shows each fault that ddip fixes. If one of these tests fails, fastai has fixed the
+fault, and ddip's fix can be removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddip.errors import CellError, CellInterrupted, GroupError
 
 from .fastai_source import DATA
 from .meanwhile import meanwhile, press_stop
-from .test_fastai import of_all, of_any
+from .test_fastai import on_all_ranks, same_on_all_ranks
 
 pytest.importorskip("fastai")
 pytest.importorskip("accelerate")
@@ -40,7 +40,7 @@ def with_app(warmed_up: None) -> Iterator[ddip.Group]:
 
 @pytest.fixture
 def group(with_app: ddip.Group) -> ddip.Group:
-    """Two ranks that know the data."""
+    """Return two ranks in which the data is defined."""
     with_app.run(DATA)
     return with_app
 
@@ -71,9 +71,9 @@ def test_an_error_in_fit_leaves_the_learner_usable_everywhere(group: ddip.Group,
     with pytest.raises(CellError, match="(?s)ValueError: .*no more"):
         group.run(f"learn.fit(1, cbs=[Bad({where}), CSVLogger()])")
     group.run(CHECK)
-    assert of_all(group, "state == before") == [True, True], of_all(group, "[state, before]")
+    assert on_all_ranks(group, "state == before") == [True, True], on_all_ranks(group, "[state, before]")
     group.run("learn.fit(1)\nlearn.validate()")
-    assert len(of_any(group, "weights(learn)")) > 0
+    assert len(same_on_all_ranks(group, "weights(learn)")) > 0
 
 
 def test_the_stop_button_in_fit_leaves_the_learner_usable(group: ddip.Group, tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_the_stop_button_in_fit_leaves_the_learner_usable(group: ddip.Group, tmp
         group.run("learn.fit(1000, cbs=Callback(after_batch=begun))")
     thread.join()
     group.run(CHECK)
-    assert of_all(group, "state == before") == [True, True], of_all(group, "[state, before]")
+    assert on_all_ranks(group, "state == before") == [True, True], on_all_ranks(group, "[state, before]")
     group.run("learn.fit(1)")
-    assert len(of_any(group, "weights(learn)")) > 0
+    assert len(same_on_all_ranks(group, "weights(learn)")) > 0
 
 
 FAULTY = """
@@ -112,7 +112,7 @@ def test_an_error_in_lr_find_puts_the_model_back(group: ddip.Group) -> None:
     group.run("before = weights(learn)\nlearn.model.fails_at = learn.model.calls + 5")
     with pytest.raises(CellError, match="ranks 0, 1: ValueError: no more"):
         group.run("learn.lr_find(show_plot=False)")
-    assert of_all(group, "all(torch.equal(*pair) for pair in zip(before, weights(learn)))") == [True, True]
+    assert on_all_ranks(group, "all(torch.equal(*pair) for pair in zip(before, weights(learn)))") == [True, True]
 
 
 @pytest.mark.grid
@@ -127,7 +127,7 @@ def test_an_error_in_validate_leaves_no_autocast(group: ddip.Group) -> None:
             learn.fit(1, 0.1)
             told.append(learn.recorder.values[0][0])
     """)
-    autocast, first, second = of_any(group, "told")
+    autocast, first, second = same_on_all_ranks(group, "told")
     assert not autocast and first != second
 
 
@@ -140,8 +140,8 @@ def test_a_fit_that_is_cancelled_leaves_the_ranks_the_same(group: ddip.Group) ->
         learn = learner(norm=True, metrics=accuracy)
         learn.fit(2, cbs=Enough())
     """)
-    of_any(group, "weights(learn)")
-    of_any(group, "list(learn.validate())")
+    same_on_all_ranks(group, "weights(learn)")
+    same_on_all_ranks(group, "list(learn.validate())")
 
 
 def test_trainable_parameters_may_change_during_a_fit(group: ddip.Group) -> None:
@@ -152,7 +152,7 @@ def test_trainable_parameters_may_change_during_a_fit(group: ddip.Group) -> None
         learn = learner(loaders(shuffle=True), metrics=accuracy)
         learn.fit(2, 0.1, cbs=Callback(before_batch=switch))
     """)
-    of_any(group, "weights(learn)")
+    same_on_all_ranks(group, "weights(learn)")
 
 
 @pytest.mark.grid
@@ -195,11 +195,11 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
 def test_after_one_rank_trains_alone_fit_makes_ranks_equal(group: ddip.Group) -> None:
     group.run("learn = learner()\nlearn.fit(1)")
     group.run("learn.fit(1)", ranks=[1])
-    mine, theirs = of_all(group, "float(learn.model[0].weight.sum())")
+    mine, theirs = on_all_ranks(group, "float(learn.model[0].weight.sum())")
     assert mine != theirs
     group.run("learn.fit(1)")
-    of_any(group, "weights(learn)")
-    of_any(group, "[float(s['grad_avg'].sum()) for s in learn.opt.state_dict()['state']]")
+    same_on_all_ranks(group, "weights(learn)")
+    same_on_all_ranks(group, "[float(s['grad_avg'].sum()) for s in learn.opt.state_dict()['state']]")
 
 
 def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None:
@@ -213,9 +213,9 @@ def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None
         learn2 = learner(loaders(num_workers=1, shuffle=True))
         learn2.fit(1)
     """)
-    mine, theirs = of_all(group, "asked")
+    mine, theirs = on_all_ranks(group, "asked")
     assert sorted(mine + theirs) == list(range(40))
-    of_any(group, "weights(learn) + weights(learn2)")
+    same_on_all_ranks(group, "weights(learn) + weights(learn2)")
 
 
 # -- what the user's cell says of distribution itself
@@ -231,7 +231,7 @@ def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
         learn.fit(1)
         told = rank0_first(lambda: 5)
     """)
-    assert of_any(group, "[told, type(learn.model).__name__]") == [5, "Sequential"]
+    assert same_on_all_ranks(group, "[told, type(learn.model).__name__]") == [5, "Sequential"]
     with pytest.raises(CellError, match="rank 0: OSError: no disk") as told:
         group.run("def fetch(): raise OSError('no disk')\nrank0_first(fetch)")
     assert "rank 1: RuntimeError: rank 0 failed in fetch: OSError: no disk" in str(told.value)
@@ -247,8 +247,8 @@ def test_code_for_accelerate_works_as_usual(group: ddip.Group) -> None:
             accelerator.backward(nn.functional.cross_entropy(net(x), y)); opt.step(); opt.zero_grad()
         told = [p.detach().clone() for p in net.parameters()], accelerator.num_processes, accelerator.process_index
     """)
-    of_any(group, "told[0]")
-    assert [one[1:] for one in of_all(group, "told")] == [(2, 0), (2, 1)]
+    same_on_all_ranks(group, "told[0]")
+    assert [one[1:] for one in on_all_ranks(group, "told")] == [(2, 0), (2, 1)]
 
 
 def test_subword_tokenizers_are_trained_once_and_equal_on_ranks(group: ddip.Group, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_subword_tokenizers_are_trained_once_and_equal_on_ranks(group: ddip.Grou
             tokenizer.setup(texts)
             told.append([list(tokens) for tokens in tokenizer(texts[:9])])
     """)
-    assert all(len(tokens) > 5 for told in of_any(group, "told") for tokens in told)
+    assert all(len(tokens) > 5 for told in same_on_all_ranks(group, "told") for tokens in told)
 
 
 def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) -> None:
@@ -274,7 +274,7 @@ def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) ->
         notebook_launcher(train, (0.1,), num_processes=2)
         notebook_launcher(train, (0.2,), mixed_precision="bf16")
     """)
-    assert of_all(group, "told") == [[(0.1, rank, "no"), (0.2, rank, "bf16")] for rank in (0, 1)]
+    assert on_all_ranks(group, "told") == [[(0.1, rank, "no"), (0.2, rank, "bf16")] for rank in (0, 1)]
     with pytest.raises(
         ddip.CellError, match=r"notebook_launcher\(num_processes=8\): the group has 2 ranks; leave it out"
     ):
@@ -285,10 +285,10 @@ def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) ->
 
 
 class Counting(http.server.SimpleHTTPRequestHandler):
-    asked: Counter[str] = Counter()
+    request_counts: Counter[str] = Counter()
 
     def do_GET(self) -> None:
-        self.asked[self.path] += 1
+        self.request_counts[self.path] += 1
         super().do_GET()
 
     def log_message(self, *args: Any) -> None:
@@ -297,9 +297,9 @@ class Counting(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """A server of the files in ``tmp_path/web``, which counts what it is asked for."""
+    """Serve the files in ``tmp_path/web``, and count the requests."""
     (tmp_path / "web").mkdir()
-    Counting.asked.clear()
+    Counting.request_counts.clear()
     handler = functools.partial(Counting, directory=str(tmp_path / "web"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -324,19 +324,22 @@ def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, ad
         if not os.path.exists(file): torch.hub.download_url_to_file({address!r} + "/model.pth", file, progress=False)
         told += Path(file).read_text()
     """)
-    assert of_any(group, "told") == "a,b\nweights"
-    assert dict(Counting.asked) == {"/tiny.tgz": 1, "/model.pth": 1}
+    assert same_on_all_ranks(group, "told") == "a,b\nweights"
+    assert dict(Counting.request_counts) == {"/tiny.tgz": 1, "/model.pth": 1}
     with pytest.raises(CellError, match="rank 0: .*404") as told:
         group.run(f"untar_data({address!r} + '/none.tgz')")
     assert re.search(
         r"rank 1: RuntimeError: the first rank of this host failed to get \S*none.tgz: .*404", str(told.value)
     )
-    assert Counting.asked["/none.tgz"] == 1
+    assert Counting.request_counts["/none.tgz"] == 1
     group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
 
 
 def test_settings_written_by_one_rank_are_complete_for_others(group: ddip.Group, tmp_path: Path) -> None:
-    """Of fastai, in a home that it has not been in before: in one of five times another rank found an empty file."""
+    """Read fastai's settings in a home folder that has none yet.
+
+    Without ddip's fix, another rank found an empty file in one of five runs.
+    """
     group.run(f"""
         import os, torch.distributed as dist
         from fastai.data import external
@@ -355,7 +358,7 @@ def test_a_cell_on_one_rank_saves_the_requested_files(group: ddip.Group, tmp_pat
     assert (tmp_path / "models" / "mine.pth").exists() and (tmp_path / "mine.pkl").exists()
     group.run("learn.save('ours'); learn.load('ours'); learn.export('ours.pkl')")
     group.run("again = load_learner(learn.path / 'ours.pkl')")
-    of_any(group, "weights(again)")
+    same_on_all_ranks(group, "weights(again)")
 
 
 def test_a_learner_is_loaded_on_one_rank_after_the_other(group: ddip.Group, tmp_path: Path) -> None:
@@ -364,7 +367,7 @@ def test_a_learner_is_loaded_on_one_rank_after_the_other(group: ddip.Group, tmp_
         learn = learner(path={str(tmp_path)!r}, metrics=accuracy); learn.fit(1); learn.save("ours"); learn.export()
         rank0_first(lambda: learn.load("ours")); rank0_first(lambda: load_learner(learn.path / "export.pkl"))
     """)
-    of_any(group, "weights(learn)")
+    same_on_all_ranks(group, "weights(learn)")
 
 
 @pytest.mark.grid
@@ -376,7 +379,7 @@ def test_pictures_are_fetched_once(group: ddip.Group, tmp_path: Path, address: s
         download_images({str(tmp_path / "got")!r}, urls=[{address!r} + "/one.jpg"] * 3)
         told = len(list(Path({str(tmp_path / "got")!r}).iterdir()))
     """)
-    assert of_any(group, "told") == Counting.asked["/one.jpg"] == 3
+    assert same_on_all_ranks(group, "told") == Counting.request_counts["/one.jpg"] == 3
 
 
 def test_an_exported_learner_needs_no_ddip(group: ddip.Group, tmp_path: Path) -> None:
@@ -407,7 +410,7 @@ def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None
         recorder = learn.recorder
     """)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fastai's own
+        warnings.simplefilter("ignore")  # fastai's own warnings
         recorder = group.pull(["recorder"])["recorder"]
     assert (len(recorder.values), len(recorder.losses), len(recorder.lrs)) == (2, 14, 14)
 
@@ -420,7 +423,7 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
         from ddip.apps import fastai as app
         from ddip.apps import patches
 
-    def everything() -> dict[str, dict[str, Any]]:
+    def snapshot_of_modules() -> dict[str, dict[str, Any]]:
         import sys
 
         modules = {
@@ -433,13 +436,13 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
                     found[f"{module.__name__}.{name}"] = dict(vars(kind))
         return found
 
-    before = everything()
+    before = snapshot_of_modules()
     for module in app.MENDS:
         module.apply()
-    changed = {name for name, names in everything().items() if names != before[name]}
+    changed = {name for name, names in snapshot_of_modules().items() if names != before[name]}
     assert {"fastai.learner.Learner", "fastai.torch_core", "fastai.callback.schedule.LRFinder"} <= changed
     patches.restore()
-    after = everything()
+    after = snapshot_of_modules()
     assert {name for name in before if after[name] != before[name]} == set()
 
 
@@ -451,10 +454,10 @@ def test_a_command_lists_the_changes_in_fastai(group: ddip.Group) -> None:
 
 def test_ranks_draw_their_own_numbers_without_the_app(group: ddip.Group) -> None:
     group.run("from ddip.apps import fastai as app\napp.release()")
-    mine, theirs = of_all(group, "(float(torch.rand(())), random.random(), float(np.random.rand()))")
+    mine, theirs = on_all_ranks(group, "(float(torch.rand(())), random.random(), float(np.random.rand()))")
     assert all(one != other for one, other in zip(mine, theirs, strict=True))
     group.run("app.prepare()")
-    of_any(group, "float(torch.rand(()))")
+    same_on_all_ranks(group, "float(torch.rand(()))")
 
 
 # -- fastai as it is
@@ -462,14 +465,17 @@ def test_ranks_draw_their_own_numbers_without_the_app(group: ddip.Group) -> None
 
 @pytest.fixture(scope="module")
 def plain(warmed_up: None) -> Iterator[ddip.Group]:
-    """Two ranks without the app; what is wrong only with GPUs in mind is put right, so that the rest can be seen."""
+    """Start two ranks without the app.
+
+    Code that only works on GPUs is fixed, so that the other faults show.
+    """
     with ddip.Group(2, timeout=120) as group:
         group.run(DATA + "\nfrom fastai.distributed import *\nimport warnings; warnings.simplefilter('ignore')")
         yield group
 
 
 FORGET = "from accelerate.state import AcceleratorState; AcceleratorState._reset_state(True)"
-"""accelerate remembers what it was first asked for."""
+"""accelerate remembers the configuration of its first use."""
 
 
 @pytest.mark.grid
@@ -478,7 +484,7 @@ def test_plain_fastai_fails_on_the_cpu_leaving_the_learner_wrapped(plain: ddip.G
         plain.run("learn = learner()\nwith learn.distrib_ctx(): learn.fit(1)")
     with pytest.raises(CellError):
         plain.run(f"{FORGET}\nlearn = learner()\nwith learn.distrib_ctx(cpu=True): learn.fit(1)")
-    assert of_any(plain, "type(learn.model).__name__") == "DistributedDataParallel"
+    assert same_on_all_ranks(plain, "type(learn.model).__name__") == "DistributedDataParallel"
 
 
 @pytest.mark.grid
@@ -494,8 +500,8 @@ def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group)
         right = Items(37, 2).y
         with torch.no_grad(): true = learn.loss_func(learn.model(Items(37, 2).x), right).item()
     """)
-    assert of_any(plain, "targets.tolist() != right.tolist()")
-    assert of_any(plain, "abs(loss - true) > 1e-5")
+    assert same_on_all_ranks(plain, "targets.tolist() != right.tolist()")
+    assert same_on_all_ranks(plain, "abs(loss - true) > 1e-5")
 
 
 @pytest.mark.grid

@@ -1,4 +1,4 @@
-"""The table of faults: what the ranks do x what goes wrong x what the user sees; the same proof after each."""
+"""The table of faults: activity of the ranks x fault x what the user sees; the same proof after each."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ STAGES = {
     "DDP backward": "loss.backward()",
     "FSDP forward": "sharded(torch.ones(1, 4))",
 }
-"""What the ranks do when it happens; rank 0 does not take part."""
+"""Activity of the ranks when the fault happens; rank 0 does not take part."""
 if tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 6):
-    del STAGES["FSDP forward"]  # it needs a GPU there
+    del STAGES["FSDP forward"]  # FSDP needs a GPU in older versions
 NAMES = {
     "broadcast_object_list": "broadcast.*",
     "all_gather_object": "all_gather.*",
-    "recv": "i?recv",  # the connection may be gone before it waits
+    "recv": "i?recv",  # the connection may be closed before it waits
     "send": "i?send",
     "wait": "",
     "subgroup": "all_reduce",
@@ -51,7 +51,7 @@ NAMES = {
     "DDP backward": "backward",
     "FSDP forward": "(all_gather.*|foreach_all_gather)",
 }
-"""What they are said to be waiting in, where it is not what was typed."""
+"""Names of the waits in messages, if they differ from the typed name."""
 SET_UP = """
 import os, signal, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -65,7 +65,7 @@ ALSO = {
         "from torch.distributed.fsdp import fully_shard\nsharded = torch.nn.Linear(4, 4)\nfully_shard(sharded);"
     ),
 }
-"""What a stage needs besides."""
+"""Additional set-up of a stage."""
 PROOF = """
 import torch, torch.distributed as dist
 y = torch.full((3,), float(rank))
@@ -75,8 +75,8 @@ assert rank in {lost} or marker == f"rank {{rank}}"
 """
 
 
-def prove(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
-    """An all_reduce over all ranks is right, and no rank but those that were `lost` has lost its variables."""
+def prove_ranks_work(group: ddip.Group, lost: tuple[int, ...] = ()) -> None:
+    """Prove that an all_reduce over all ranks is right, and that only `lost` ranks have lost variables."""
     group.run(PROOF.format(lost=lost))
 
 
@@ -89,7 +89,7 @@ def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
 
 @pytest.fixture
 def four(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
-    """Four ranks with what the stages need."""
+    """Return four ranks with the definitions that the stages need."""
     shared_four.options.failure_grace, shared_four.options.stall_timeout = 0.1, 10.0
     begin_test(shared_four, request.session, SET_UP)
     return shared_four
@@ -97,13 +97,13 @@ def four(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
 
 @pytest.fixture
 def stage(request: pytest.FixtureRequest, four: ddip.Group) -> str:
-    """Four ranks that are ready for a stage."""
+    """Prepare four ranks for a stage."""
     four.run(ALSO.get(request.param, ""))
     return str(request.param)
 
 
 class Clock:
-    """One that a test puts forward, by a minute."""
+    """A clock that a test can advance by a minute."""
 
     ahead = 0
 
@@ -116,77 +116,77 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What a cell takes the time from."""
+    """Replace the clock that a cell uses."""
     clock = Clock()
     monkeypatch.setattr(running, "time", clock)
     return clock
 
 
-def stages(*names: str, of: Collection[str] = STAGES) -> pytest.MarkDecorator:
-    """Of the stages, or of some, these on each change."""
+def on_stages(*names: str, of: Collection[str] = STAGES) -> pytest.MarkDecorator:
+    """Parametrize over stages; those in `names` run on each change, the others with the grids."""
     return pytest.mark.parametrize("stage", few(of, *(name for name in names if name in of)), indirect=True)
 
 
-def when_they_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Thread:
-    """Do something when ranks 1 to 3 stand where they wait for rank 0."""
+def do_when_ranks_wait(group: ddip.Group, do: Callable[[], None]) -> threading.Thread:
+    """Run `do` once ranks 1 to 3 wait for rank 0."""
 
-    def steps() -> list[object]:
+    def read_progress() -> list[object]:
         answers = group.ranks.call_on_control_channel(range(4), on_rank.pulse(), 10)
         places = group.ranks.places(range(4), 10)
         idle = places[0] is not None and places[0].state == "idle"
         waiting = all(place is not None and place.line == 2 for rank, place in places.items() if rank)
         return [idle and waiting, *(answers[rank] and answers[rank][0] for rank in (1, 2, 3))]
 
-    def they_wait() -> bool:
-        before = steps()
-        return bool(before[0]) and steps() == before
+    def ranks_wait() -> bool:
+        before = read_progress()
+        return bool(before[0]) and read_progress() == before
 
-    return meanwhile(they_wait, do)
+    return meanwhile(ranks_wait, do)
 
 
-def waiting_in(stage: str) -> str:
+def waiting_pattern(stage: str) -> str:
     name = NAMES.get(stage, stage)
     return rf"{name}, cell \[\d+\] line 2" if name else r"cell \[\d+\] line 2"
 
 
-@stages("all_reduce", "DDP backward")
+@on_stages("all_reduce", "DDP backward")
 @pytest.mark.native("sockets")
 def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     with pytest.raises(ddip.CellError) as caught:
         four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
     assert re.fullmatch(
-        rf"rank 0: ValueError: boom; ranks 1-3 were blocked in {waiting_in(stage)}, until ddip aborted it",
+        rf"rank 0: ValueError: boom; ranks 1-3 were blocked in {waiting_pattern(stage)}, until ddip aborted it",
         str(caught.value),
     )
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
     shown = "\n".join(caught.value._render_traceback_())
     assert "boom" in shown and "gloo" not in shown and "Connection" not in shown
-    prove(four)
+    prove_ranks_work(four)
 
 
-@stages("DDP backward")
+@on_stages("DDP backward")
 @pytest.mark.native("sockets")
 def test_when_one_rank_finishes_a_stop_ends_the_others(four: ddip.Group, stage: str) -> None:
-    thread = when_they_wait(four, press_stop)
+    thread = do_when_ranks_wait(four, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
         four.run(f"if rank:\n    {STAGES[stage]}")
     thread.join()
-    prove(four)
+    prove_ranks_work(four)
 
 
-@stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the rest is as above
+@on_stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the other stages behave as above
 @pytest.mark.native("sockets")
 def test_when_one_rank_finishes_a_timeout_ends_the_others(four: ddip.Group, stage: str, clock: Clock) -> None:
-    thread = when_they_wait(four, clock.put_forward)
+    thread = do_when_ranks_wait(four, clock.put_forward)
     with pytest.raises(CellTimeout) as caught:
         four.run(f"if rank:\n    {STAGES[stage]}", timeout=60)
     thread.join()
     text = "the cell took longer than 60 s and was stopped; the ranks were here:\n  ranks 1-3: "
-    assert re.match(re.escape(text) + waiting_in(stage), str(caught.value))
-    prove(four)
+    assert re.match(re.escape(text) + waiting_pattern(stage), str(caught.value))
+    prove_ranks_work(four)
 
 
-@stages("all_reduce", "DDP backward")
+@on_stages("all_reduce", "DDP backward")
 @pytest.mark.native("sockets")
 def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
     pid = four.members[0].pid
@@ -195,18 +195,19 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
     assert re.match(rf"rank 0: RankEnded: pid {pid} ended \(SIGKILL\)", str(caught.value))
     _, *clauses, how_to_go_on, _ = re.split(r"; (?=rank|%|the other)", str(caught.value))
     assert all(
-        re.fullmatch(rf"ranks? .* blocked in {waiting_in(stage)}, until ddip aborted it", clause) for clause in clauses
+        re.fullmatch(rf"ranks? .* blocked in {waiting_pattern(stage)}, until ddip aborted it", clause)
+        for clause in clauses
     )
     assert how_to_go_on.startswith("%makedip --repair")
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
     with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair puts a new process"):
         four.run("pass")
     assert four.repair() == [0]
-    prove(four, lost=(0,))
+    prove_ranks_work(four, lost=(0,))
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(600)  # spawned on a loaded machine, eight ranks take their time
+@pytest.mark.timeout(600)  # eight spawned ranks start slowly on a loaded machine
 @pytest.mark.parametrize("size", [2, 8])
 def test_groups_of_other_sizes(size: int) -> None:
     with ddip.Group(size, failure_grace=0.1) as group:
@@ -214,11 +215,11 @@ def test_groups_of_other_sizes(size: int) -> None:
             group.run(SET_UP + ALSO.get(stage, ""))
             with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) blocked in"):
                 group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
-            prove(group)
+            prove_ranks_work(group)
         with pytest.raises(ddip.CellError, match="^rank 1: RankEnded"):
             group.run("if rank == 1: os._exit(3)\ndist.barrier()")
         assert group.repair() == [1]
-        prove(group, lost=(1,))
+        prove_ranks_work(group, lost=(1,))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_the_cause_of_a_death_is_shown(four: ddip.Group, death: str, told: str, 
     four.ranks._memory_of_engine.clear()
     thread = meanwhile(
         lambda: engine in four.ranks._memory_of_engine, (tmp_path / "seen").touch
-    )  # its memory has been looked at
+    )  # its memory has been sampled
     with pytest.raises(ddip.CellError) as caught:
         four.run(
             "import pathlib\nif rank == 2:\n"
@@ -257,7 +258,7 @@ def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four: ddip.Group) -
     with pytest.raises(GroupError, match=r"^ranks 2, 3: pids \d+, \d+ ended \(exit code 3\)"):
         four.run("pass")
     four.repair()
-    with pytest.raises(ddip.CellError) as caught:  # what is printed waits until the log has what came before
+    with pytest.raises(ddip.CellError) as caught:  # printed text waits until the log has all earlier output
         four.run("import os\nif rank == 2: os.write(2, b'the cause\\n'); print(); os._exit(3)")
     assert caught.value.by_rank[2].traceback == "end of its log:\nthe cause"
     four.repair()
@@ -270,33 +271,33 @@ def test_the_next_cell_reports_the_death_of_an_idle_rank(four: ddip.Group) -> No
     with pytest.raises(GroupError, match=r"^rank 3: pid \d+ ended \(SIGKILL\)"):
         four.run("pass")
     four.repair()
-    prove(four, lost=(3,))
+    prove_ranks_work(four, lost=(3,))
 
 
 @pytest.mark.grid
 def test_a_rank_may_die_during_a_rebuild(four: ddip.Group) -> None:
-    """It leaves ranks that have begun to join and ranks that have not."""
+    """Leave some ranks that have begun to join, and others that have not."""
     four.run("from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)")
     with pytest.raises(ddip.CellError):
         four.run("if rank == 0: raise ValueError\ndist.barrier()")
     with pytest.raises(GroupError, match=r"could not be rebuilt: .*rank 1: RankEnded: .*%makedip --repair puts"):
         four.run("pass")
     assert four.repair() == [1]
-    prove(four, lost=(1,))
+    prove_ranks_work(four, lost=(1,))
 
 
 def test_processes_forked_by_dead_ranks_end_with_them(four: ddip.Group) -> None:
-    """The forked processes hold the connections of the dead ranks: the others would wait for them."""
+    """Forked processes hold connections of the dead ranks: unless they end, the other ranks wait for them."""
     four.run("child = os.fork() if rank in (1, 2) else 0\nif rank in (1, 2) and not child: time.sleep(1000)")
     with pytest.raises(ddip.CellError, match="^ranks? [12]"):
         four.run("if rank in (1, 2): os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert four.repair() == [1, 2]
-    prove(four, lost=(1, 2))
+    prove_ranks_work(four, lost=(1, 2))
 
 
 @pytest.mark.native("sockets")
 def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four: ddip.Group, tmp_path: Path) -> None:
-    """The system does not tell the others then that it is gone."""
+    """The kernel does not notify the other ranks while the daemon keeps the connections open."""
     four.run(f"""
         import pathlib
         child = os.fork() if rank == 1 else 0
@@ -312,20 +313,20 @@ def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four: ddip.Group, tmp_path
     finally:
         os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
     assert four.repair() == [1]
-    prove(four, lost=(1,))
+    prove_ranks_work(four, lost=(1,))
 
 
 @pytest.mark.grid
 def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     four: ddip.Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop() -> None:
+    def stop_and_advance_clock() -> None:
         press_stop()
         wait_until(lambda: [info.state for info in four.info() if info.rank != 1] == ["idle"] * 3)
         clock.put_forward()
 
     monkeypatch.setattr(cell_state, "STOP_SECONDS", 60)
-    thread = meanwhile((tmp_path / "held").exists, stop)
+    thread = meanwhile((tmp_path / "held").exists, stop_and_advance_clock)
     with pytest.raises(CellInterrupted) as caught:
         four.run(f"""
             import ctypes, pathlib
@@ -343,7 +344,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     ):
         four.run("pass")
     assert four.repair(["marker"], 0) == [1]
-    prove(four, lost=(1,))
+    prove_ranks_work(four, lost=(1,))
 
 
 @pytest.mark.native("sockets")
@@ -367,7 +368,7 @@ def test_an_error_raised_by_a_rank_itself_is_reported(four: ddip.Group, tmp_path
     by_rank = caught.value.by_rank
     assert [bool(by_rank[rank].waited) for rank in range(4)] == [False, False, True, True]
     assert all(isinstance(error, RankError) for error in by_rank.values())
-    prove(four)
+    prove_ranks_work(four)
 
 
 @pytest.mark.parametrize(
@@ -396,8 +397,8 @@ def test_disagreeing_members_of_a_new_group_cause_an_error(four: ddip.Group, ran
     text = r"RuntimeError: the ranks do not agree who is in the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
     with pytest.raises(ddip.CellError, match=text):
         four.run(f"made = dist.new_group({lists})", ranks)
-    assert time.monotonic() - began < 20  # a second or two, on a machine that has nothing else to do
-    prove(four)
+    assert time.monotonic() - began < 20  # about 2 s on an idle machine
+    prove_ranks_work(four)
     four.run("""
         made = dist.new_group([0, 1, 2, 3])
         dist.all_reduce(x, group=made)
@@ -427,4 +428,4 @@ def test_ranks_that_disagree_about_splits_can_be_unblocked(four: ddip.Group, mak
     four.run("from torch.distributed.device_mesh import init_device_mesh")
     with pytest.raises(ddip.CellError):
         four.run(make, timeout=3)
-    prove(four)
+    prove_ranks_work(four)

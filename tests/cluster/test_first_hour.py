@@ -1,4 +1,4 @@
-"""What people type on ranks in their first hour: code for torchrun is accepted, and what cannot be says what can."""
+"""Code that people try in their first hour: torchrun code works, and other code fails with an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ddip starts in any folder: what the notebook's folder holds is the user's, and takes nobody's place."""
+"""ddip starts in any folder: files in the notebook's folder never shadow modules that ddip needs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ddip.errors import GroupError
 from ddip.group.members.placement import Request
 
 from .environment import environment
-from .foreign import Foreign, importable
+from .foreign import Foreign, importable_modules
 from .leftovers import wait_until
 from .notebook import Notebook
 
 NewNotebook = Callable[[], Notebook]
 BEFORE = ("random", "queue", "socket", "select", "logging", "tokenize", "signal", "zmq", "psutil", "IPython", "torch")
-"""Names that do not keep a kernel from starting."""
+"""Modules whose shadowing does not keep a kernel from starting."""
 NOBODYS = ("sitecustomize", "usercustomize", "gmpy2", "rank", "data/", "tests/")
 STEPS = (
     "%makedip -n 2",
@@ -48,14 +48,14 @@ STEPS = (
 def test_no_file_in_the_notebooks_folder_replaces_another_module(
     new_notebook: NewNotebook, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Neither in the kernel, beyond what that imports by itself, nor in any of ddip's processes."""
+    """Check the kernel, apart from its own imports, and all ddip processes."""
     foreign = Foreign(tmp_path)
     foreign.add(*BEFORE)
     (tmp_path / "evil.pth").write_text(f"import os; os.mkdir({str(tmp_path / 'ran' / 'pth')!r})\n")
     (tmp_path / "__main__.py").write_text("raise SystemExit('this is not the program')\n")
     (tmp_path / "mine.py").write_text("value = 'of the folder'\n")
     notebook = new_notebook()
-    foreign.add(*importable().difference(BEFORE, ["ddip"]), *NOBODYS)
+    foreign.add(*importable_modules().difference(BEFORE, ["ddip"]), *NOBODYS)
     notebook.ok("%load_ext ddip")
     foreign.add("ddip")
     if not pytestconfig.getoption("--spawn"):
@@ -64,7 +64,7 @@ def test_no_file_in_the_notebooks_folder_replaces_another_module(
         notebook.ok(step)
     assert notebook.fails("%%dip\n1 / 0").message == "ranks 0-2: ZeroDivisionError: division by zero"
     assert notebook.ask("complete", "%%dip\nworld_si")["matches"] == ["world_size"]
-    assert foreign.ran() == []
+    assert foreign.import_stacks() == []
     notebook.ok("""
         %%dip
         import mine, sys
@@ -84,9 +84,9 @@ def test_a_file_that_shadows_the_standard_library_is_named(tmp_path: Path) -> No
 
 @pytest.mark.grid
 def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It means the working directory."""
+    """Python reads an empty entry of PYTHONPATH as the working directory."""
     foreign = Foreign(tmp_path)
-    foreign.add(*importable())
+    foreign.add(*importable_modules())
     monkeypatch.chdir(tmp_path)
     with environment(PYTHONPATH=f"{os.pathsep}/kept{os.pathsep}"):
         assert preload_client.python_path() == {
@@ -97,12 +97,12 @@ def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatc
             group.run("import os, sys; found = os.environ['PYTHONPATH'], sys.path")
             assert group.pull(["found"])["found"] == (os.environ["PYTHONPATH"], sys.path)
             wait_until(preload_client.begin().asleep.is_set, 60)
-    assert foreign.ran() == []
+    assert foreign.import_stacks() == []
 
 
 @pytest.mark.parametrize("options", [["-P"], []])
 def test_a_process_starts_without_its_directory_on_the_path(options: list[str], tmp_path: Path) -> None:
-    """And the program is that of its own folder, whatever else is called ddip."""
+    """Start the program of the right folder, even if something else is also named ddip."""
     package = tmp_path / "package"
     boot = package / "cluster" / "processes" / "boot.py"
     boot.parent.mkdir(parents=True)
@@ -115,10 +115,10 @@ def test_a_process_starts_without_its_directory_on_the_path(options: list[str], 
     work = tmp_path / "work"
     work.mkdir()
     foreign = Foreign(work)
-    foreign.add(*importable())
+    foreign.add(*importable_modules())
     command = [sys.executable, *options, str(boot), "ddip.program", "one", str(package)]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True)
-    assert (done.stdout, done.stderr, foreign.ran()) == (f"['one', {str(package)!r}] []\n", "", [])
+    assert (done.stdout, done.stderr, foreign.import_stacks()) == (f"['one', {str(package)!r}] []\n", "", [])
 
 
 def test_path_entries_added_by_an_import_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +143,11 @@ def test_the_garbage_collector_is_off_during_an_import(collects: bool) -> None:
 
 @pytest.fixture
 def in_a_removed_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This process works where no folder is any more."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    """Change to a folder, and remove it."""
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
 
 
 def test_a_removed_folder_is_named_before_a_start(in_a_removed_folder: None) -> None:
@@ -175,7 +175,7 @@ def test_removing_the_folder_leaves_the_group_unchanged(
 
 
 def test_an_exit_requested_by_ipython_does_not_cause_a_hang(in_a_removed_folder: None) -> None:
-    """IPython's own programs leave where they cannot make their profile; we would wait without end."""
+    """IPython programs exit if they cannot create their profile; without the check, ddip waits forever."""
     before = set(threading.enumerate())
     with pytest.raises(GroupError, match="IPython cannot use its profile"):
         OwnCluster(logging.getLogger("ddip"), fork=False)

@@ -1,4 +1,4 @@
-"""What processes write that a cell starts is shown, in order and in the cell that it belongs to, as in a kernel."""
+"""Output of processes that a cell starts is shown in order and in its cell, as in a kernel."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Data:
 """
 
 
-def written(notebook: Notebook, code: str) -> list[tuple[str, str]]:
-    """What the cell has written when it ends, stream by stream, in order."""
+def streams_of(notebook: Notebook, code: str) -> list[tuple[str, str]]:
+    """Return what the cell has written by its end, as (stream, text) in order."""
     messages = notebook.ok(FORK + code).messages
     return [(content["name"], content["text"]) for kind, content in messages if kind == "stream"]
 
 
 def test_workers_of_a_loader_write_in_order_before_cells_end(notebook: Notebook) -> None:
-    texts = written(notebook, f"{LOADER}\nfor _ in DataLoader(Data(), None, num_workers=1): pass\nprint('end')")
+    texts = streams_of(notebook, f"{LOADER}\nfor _ in DataLoader(Data(), None, num_workers=1): pass\nprint('end')")
     items = [(name, f"{what} {i}\n") for i in range(3) for name, what in (("stdout", "item"), ("stderr", "warning"))]
     assert texts == [*items, ("stdout", "end\n")]
 
@@ -42,10 +42,10 @@ def test_output_of_child_processes_keeps_its_place_between_prints(notebook: Note
         "p = fork.Process(target=print, args=('in between',)); p.start(); p.join()",
         "with fork.Pool(1) as pool: pool.apply(print, ('in between',))",
         "import subprocess; subprocess.run(['echo', 'in between'])",
-        "os.write(1, b'in between\\n'); time.sleep(0.001)",  # within some microseconds nobody looks
+        "os.write(1, b'in between\\n'); time.sleep(0.001)",  # output within the same microseconds is not ordered
         "p = multiprocessing.get_context('spawn').Process(target=print, args=('in between',)); p.start(); p.join()",
     ):
-        texts = written(notebook, f"print('before')\n{start}\nprint('after')")
+        texts = streams_of(notebook, f"print('before')\n{start}\nprint('after')")
         assert texts == [("stdout", "before\nin between\nafter\n")], start
 
 
@@ -54,24 +54,24 @@ def test_a_process_that_ends_within_a_line_loses_nothing(notebook: Notebook, end
     code = (
         f"pid = os.fork()\nif not pid:\n    print('a line'); print('half', end='')\n    {end}\nos.waitpid(pid, 0); None"
     )
-    assert written(notebook, code) == [("stdout", "a line\nhalf")]
+    assert streams_of(notebook, code) == [("stdout", "a line\nhalf")]
 
 
 def test_a_character_written_in_parts_arrives_complete(notebook: Notebook) -> None:
     text = "é█" * 5_000
     code = f"os.write(1, {text.encode()!r})\np = fork.Process(target=print, args=({text!r},)); p.start(); p.join()"
-    assert written(notebook, code) == [("stdout", f"{text}{text}\n")]
+    assert streams_of(notebook, code) == [("stdout", f"{text}{text}\n")]
 
 
 def test_a_process_belongs_to_the_cell_that_has_forked_it(notebook: Notebook) -> None:
     loader = "DataLoader(Data(), None, num_workers=1, persistent_workers=True)"
-    assert ("stdout", "item 2\n") in written(notebook, f"{LOADER}\nloader = {loader}\nfor _ in loader: pass")
-    assert written(notebook, "for _ in loader: pass\nprint('second')") == [("stdout", "second\n")]
+    assert ("stdout", "item 2\n") in streams_of(notebook, f"{LOADER}\nloader = {loader}\nfor _ in loader: pass")
+    assert streams_of(notebook, "for _ in loader: pass\nprint('second')") == [("stdout", "second\n")]
     first = notebook.begin(
         FORK + "go = fork.Event()\nlate = fork.Process(target=lambda: (go.wait(), print('late'))); late.start()"
     )
     assert notebook.finish(first).stdout == ""
-    assert written(notebook, "go.set(); late.join(); del loader; print('third')") == [("stdout", "third\n")]
+    assert streams_of(notebook, "go.set(); late.join(); del loader; print('third')") == [("stdout", "third\n")]
     assert "late\n" in notebook.late(first, "late")
 
 
@@ -88,7 +88,7 @@ p = fork.Process(target=flood); p.start(); p.join()"""
         assert "lines left out" in shown.text and "line 59999 ." in shown.text and len(shown.text) < 700_000
         assert shown.stdout.startswith("line 0 ")
     log = notebook.ok(FORK + "print(os.fstat(sys.stdout.fileno()).st_size)").stdout
-    assert int(log) < 1_100_000  # the log of the rank
+    assert int(log) < 1_100_000  # stdout is the rank's log
 
 
 @pytest.mark.grid
@@ -106,8 +106,8 @@ def test_a_fork_while_other_threads_print_does_not_hang(notebook: Notebook) -> N
 
 
 def test_a_rank_that_writes_faster_than_it_sends_waits(notebook: Notebook) -> None:
-    """The queue of the thread that sends is full: the writes wait, and that thread looks for their order."""
-    told = notebook.ok("""%%dip -S 0
+    """Fill the queue of the sending thread: writes wait while that thread orders the output."""
+    output = notebook.ok("""%%dip -S 0
         import sys, threading
         sends, go = sys.stdout.pub_thread, threading.Event()
         sends.schedule(go.wait)
@@ -116,7 +116,7 @@ def test_a_rank_that_writes_faster_than_it_sends_waits(notebook: Notebook) -> No
             sys.stdout._flush_pending = False
             print('.', end='')
     """)
-    assert told.text.count(".") == 20_000
+    assert output.text.count(".") == 20_000
 
 
 def test_a_process_may_outlive_its_cell_and_be_killed(notebook: Notebook) -> None:
@@ -125,12 +125,12 @@ def test_a_process_may_outlive_its_cell_and_be_killed(notebook: Notebook) -> Non
     )
     notebook.finish(cell)
     notebook.late(cell, "chatter")
-    assert written(notebook, "p.kill(); p.join(); print('next')") == [("stdout", "next\n")]
+    assert streams_of(notebook, "p.kill(); p.join(); print('next')") == [("stdout", "next\n")]
 
 
 @pytest.mark.grid
 def test_a_process_of_an_ended_rank_waits_for_no_reader(tmp_path: Path) -> None:
-    """It would fill the pipe, and stay for ever."""
+    """A child that waits for a reader would fill the pipe and never end."""
     file = tmp_path / "done"
     with ddip.Group(2) as group:
         pid = group.members[1].pid
@@ -151,7 +151,7 @@ if rank == 1 and not child:
 
 
 def test_output_of_forked_processes_appears_under_pytest(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """ipykernel does not look at descriptors there; a rank is no process of pytest's."""
+    """ipykernel does not capture descriptors under pytest; a rank is not a pytest process."""
     assert "PYTEST_CURRENT_TEST" in os.environ
     cells.run(
         "import os, multiprocessing\nos.write(1, b'from C\\n')\n"

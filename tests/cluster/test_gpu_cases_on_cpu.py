@@ -1,4 +1,4 @@
-"""The cases of GPUs, over gloo on the CPU: that they are right themselves, before the first GPU that they meet."""
+"""The GPU cases over gloo on the CPU, which proves that the cases themselves are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs a GPU; left out where there is none. ``tests/gpu.sh`` runs it on a machine without a network."""
+"""Tests that need a GPU and are skipped without one; ``tests/gpu.sh`` runs them on an offline machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddip.cluster.devices import gpu_names
 from ddip.cluster.processes import preload_client
 from ddip.group.members.placement import SHARES
 
-from .apps import an_app
+from .apps import installed_app
 from .environment import environment
 from .gpu_cases import CASES
 from .leftovers import wait_until
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not COUNT, reason="there is no GPU here: nvidia-
 
 NCCL = torch.cuda.nccl.version() if dist.is_nccl_available() and torch.version.cuda else (0, 0, 0)
 IMPLEMENTATIONS = {"nccl": {}, "the former nccl": {"TORCH_DIST_USE_NCCL2": "0"}}
-"""torch 2.15 has two, and takes the new one unless it is told otherwise; before that there is only one."""
+"""torch 2.15 has two implementations and uses the new one by default; earlier versions have one."""
 LAYOUTS = {
     "one rank": ([0], None, "", COUNT >= 1),
     "two ranks on two GPUs": ([0, 1], None, "there is only one GPU here", COUNT >= 2),
@@ -38,9 +38,9 @@ LAYOUTS = {
         tuple(NCCL) >= (2, 30),
     ),
 }
-"""GPUs, backend, and what is said where that cannot be."""
+"""GPUs, backend, and the message if that combination is impossible."""
 TIMES = 10
-"""Repetitions of what is repeated in a case."""
+"""Repetitions within a case."""
 RUNS = [
     pytest.param(
         name,
@@ -150,7 +150,7 @@ def test_ranks_are_forked_from_a_preload_process_without_gpu_memory() -> None:
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
 def test_ranks_are_spawned_if_importing_an_app_uses_a_gpu(tmp_path: Path) -> None:
     code = "import torch\nhere = torch.ones(1, device='cuda')\n"
-    with an_app(tmp_path, code), ddip.Group(gpus=[0], app="toy") as group:
+    with installed_app(tmp_path, code), ddip.Group(gpus=[0], app="toy") as group:
         assert group.cluster.spawned == "CUDA is initialised in the preload process"
         group.run(SUM)
 

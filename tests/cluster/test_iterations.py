@@ -1,4 +1,4 @@
-"""A cell that ends inside a training iteration leaves nothing of it: training goes on as if it had not begun."""
+"""A cell that ends within a training iteration leaves no trace of it: training continues from before it."""
 
 from __future__ import annotations
 
@@ -78,18 +78,18 @@ UNCHANGED = "; parameters and optimizer are unchanged"
 
 
 @pytest.fixture(autouse=True)
-def prepared(cells: ddip.Group) -> None:
-    cells.options.failure_grace = 5.0  # all ranks fail, and none is released because another is slow
+def define_training(cells: ddip.Group) -> None:
+    cells.options.failure_grace = 5.0  # all ranks fail, and a slow one must not cause an abort
     cells.run(CODE + PAIR)
 
 
-def fails(group: ddip.Group, code: str, match: str = "planted") -> None:
+def assert_fails(group: ddip.Group, code: str, match: str = "planted") -> None:
     with pytest.raises(ddip.CellError, match=match):
         group.run(code)
 
 
-def make(group: ddip.Group, model: str, then: str = "", opt: str = "adam") -> None:
-    """Have `net` with `opt`, and an undisturbed `twin` with `its`; both have taken three steps."""
+def make_pair(group: ddip.Group, model: str, then: str = "", opt: str = "adam") -> None:
+    """Create `net` with `opt`, and an undisturbed `twin` with `its`; train both for three steps."""
     group.run(f"""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as power
         def make():
@@ -122,8 +122,8 @@ DDPS = {
 def test_a_wrapper_continues_after_an_error_in_backward_everywhere(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(cells, *DDPS[kind])
-    fails(cells, "with fault(): step(net, opt, 3)")
+    make_pair(cells, *DDPS[kind])
+    assert_fails(cells, "with fault(): step(net, opt, 3)")
     cells.run("assert not any(one.grad is not None for one in net.parameters())")
     assert CLEARED + UNCHANGED in capsys.readouterr().err
     cells.run("check(net, opt, twin, its, range(3, 13))")
@@ -134,8 +134,11 @@ def test_a_wrapper_continues_after_an_error_in_backward_everywhere(
 def test_collectives_begun_by_one_rank_never_meet_later_steps(
     cells: ddip.Group, thread: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No rank waits. Of a thread of the user's nobody knows whether it will begin some, but it has never done so."""
-    make(cells, "DDP(with_fault(), bucket_cap_mb=1e-5)")
+    """Fail on one rank while no rank waits.
+
+    ddip cannot know whether a user's thread will begin a collective, but this one never has.
+    """
+    make_pair(cells, "DDP(with_fault(), bucket_cap_mb=1e-5)")
     if thread == "a thread":
         cells.run("""
             import threading
@@ -143,7 +146,7 @@ def test_collectives_begun_by_one_rank_never_meet_later_steps(
             def watch(): ends.wait()
             threading.Thread(target=watch).start()
         """)
-    fails(cells, "if rank == 1: raise MemoryError('planted')\nwith fault(): step(net, opt, 3)")
+    assert_fails(cells, "if rank == 1: raise MemoryError('planted')\nwith fault(): step(net, opt, 3)")
     cells.run("check(net, opt, twin, its, range(3, 13))")
     assert "the group was rebuilt" in capsys.readouterr().err
     if thread == "a thread":
@@ -152,13 +155,13 @@ def test_collectives_begun_by_one_rank_never_meet_later_steps(
 
 @pytest.mark.grid
 def test_powersgd_restarts_with_equal_states(cells: ddip.Group) -> None:
-    make(
+    make_pair(
         cells,
         "DDP(with_fault())",
         "net.state = power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1); "
         "net.register_comm_hook(net.state, power.powerSGD_hook)",
     )
-    fails(cells, "with fault(): step(net, opt, 3)")
+    assert_fails(cells, "with fault(): step(net, opt, 3)")
     cells.run("""
         assert net.state.iter == 0 and not net.state.error_dict
         twin = make(); twin.load_state_dict(net.state_dict())
@@ -171,8 +174,8 @@ def test_powersgd_restarts_with_equal_states(cells: ddip.Group) -> None:
 def test_an_error_in_a_forward_pass_clears_earlier_micro_batches(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(cells, "DDP(with_fault())")
-    fails(
+    make_pair(cells, "DDP(with_fault())")
+    assert_fails(
         cells,
         """
         opt.zero_grad()
@@ -187,14 +190,14 @@ def test_an_error_in_a_forward_pass_clears_earlier_micro_batches(
 
 
 def test_micro_batches_that_were_not_reduced_are_cleared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last backward pass has ended on all ranks."""
-    make(cells, "DDP(with_fault())")
-    fails(
+    """Fail after the last backward pass has ended on all ranks."""
+    make_pair(cells, "DDP(with_fault())")
+    assert_fails(
         cells,
         """
         opt.zero_grad()
         stack = contextlib.ExitStack()
-        stack.enter_context(net.no_sync())  # and left open
+        stack.enter_context(net.no_sync())  # left open
         for batch in (3, 4): loss_of(net, batch).backward()
         raise MemoryError("planted")
     """,
@@ -207,8 +210,8 @@ def test_micro_batches_that_were_not_reduced_are_cleared(cells: ddip.Group, caps
 
 
 def test_a_stop_in_backward_of_micro_batches_hangs_no_cell(cells: ddip.Group) -> None:
-    """Two micro-batches under no_sync, and a timeout in the third on one rank."""
-    make(cells, "DDP(with_fault())")
+    """Run two micro-batches under no_sync, and time out in the third on one rank."""
+    make_pair(cells, "DDP(with_fault())")
     cells.run("""
         def accumulated(net, opt, batch):
             opt.zero_grad()
@@ -237,9 +240,9 @@ def test_a_stop_in_backward_of_micro_batches_hangs_no_cell(cells: ddip.Group) ->
 
 @pytest.mark.grid
 def test_a_rebuild_ends_no_sync_left_open_by_one_rank(cells: ddip.Group) -> None:
-    make(cells, "DDP(with_fault())")
+    make_pair(cells, "DDP(with_fault())")
     cells.options.failure_grace = 0.1
-    fails(
+    assert_fails(
         cells,
         """
         if rank == 1:
@@ -254,7 +257,7 @@ def test_a_rebuild_ends_no_sync_left_open_by_one_rank(cells: ddip.Group) -> None
 
 
 def test_a_rebuild_leaves_no_stale_gradients(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loop clears gradients at the end of a step; one rank fails between its backward pass and that."""
+    """Clear gradients at the end of a step; fail on one rank between its backward pass and that."""
     cells.run("""
         net, twin = [DDP(nn.Linear(1, 1)) for _ in range(2)]
         twin.load_state_dict(net.state_dict())
@@ -265,7 +268,7 @@ def test_a_rebuild_leaves_no_stale_gradients(cells: ddip.Group, capsys: pytest.C
             opt.step(); opt.zero_grad()
             return [one.tolist() for one in net.parameters()]
     """)
-    fails(cells, "late(net, opt, 100, raises=[1])")
+    assert_fails(cells, "late(net, opt, 100, raises=[1])")
     cells.run("""
         assert all(one.grad is None for one in net.parameters())
         twin.load_state_dict(net.state_dict())
@@ -277,15 +280,17 @@ def test_a_rebuild_leaves_no_stale_gradients(cells: ddip.Group, capsys: pytest.C
 def test_gradients_stay_when_a_cell_fails_outside_an_iteration(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(cells, "DDP(with_fault(), gradient_as_bucket_view=True)")
-    fails(cells, "opt.zero_grad(); loss = loss_of(net, 3); loss.backward(); loss.item(); raise MemoryError('planted')")
-    fails(cells, "raise MemoryError('planted')")
+    make_pair(cells, "DDP(with_fault(), gradient_as_bucket_view=True)")
+    assert_fails(
+        cells, "opt.zero_grad(); loss = loss_of(net, 3); loss.backward(); loss.item(); raise MemoryError('planted')"
+    )
+    assert_fails(cells, "raise MemoryError('planted')")
     cells.run("""
         opt.step()
         step(twin, its, 3)
         assert state(net, opt) == state(twin, its)
     """)
-    fails(cells, "step(net, opt, 4); step(twin, its, 4); raise MemoryError('planted')")
+    assert_fails(cells, "step(net, opt, 4); step(twin, its, 4); raise MemoryError('planted')")
     cells.run("""
         assert all(one.grad is not None for one in net.parameters())
         check(net, opt, twin, its, range(5, 15))
@@ -294,9 +299,9 @@ def test_gradients_stay_when_a_cell_fails_outside_an_iteration(
 
 
 def test_only_models_in_the_failed_iteration_are_cleared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    make(cells, "with_fault()")
+    make_pair(cells, "with_fault()")
     cells.run("other = network(1); other_opt = adam(other); loss_of(other, 0).backward()")
-    fails(
+    assert_fails(
         cells,
         """
         opt.zero_grad()
@@ -332,8 +337,8 @@ def test_models_in_objects_and_on_some_ranks_only_are_named(
 def test_an_interrupt_that_a_cell_has_caught_is_not_forgotten(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Trainers do that end gracefully."""
-    make(cells, "DDP(with_fault())")
+    """Catch the error in the cell, as Trainers that end gracefully do."""
+    make_pair(cells, "DDP(with_fault())")
     cells.run("""
         try:
             with fault(): step(net, opt, 3)
@@ -346,7 +351,7 @@ def test_an_interrupt_that_a_cell_has_caught_is_not_forgotten(
 def test_ranks_busy_with_another_cell_are_reset_when_free(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(cells, "with_fault()")
+    make_pair(cells, "with_fault()")
     cells.run("import threading; go_on = threading.Event()")
     background = cells.start("loss_of(net, 3).backward(); go_on.wait()", ranks=[1])
     with pytest.raises(ddip.CellError, match="planted"):
@@ -366,7 +371,7 @@ def test_ranks_busy_with_another_cell_are_reset_when_free(
 def test_a_rank_dying_in_an_iteration_leaves_no_gradients(cells: ddip.Group) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE + PAIR)
-        make(group, "with_fault()")
+        make_pair(group, "with_fault()")
         with pytest.raises(ddip.CellError):
             group.run("loss_of(net, 3).backward()\nif rank == 1: import os; os._exit(1)\ndist.barrier()")
         group.repair()
@@ -375,9 +380,11 @@ def test_a_rank_dying_in_an_iteration_leaves_no_gradients(cells: ddip.Group) -> 
 
 @pytest.mark.grid
 def test_a_wrapper_that_cannot_be_reset_says_what_to_type(cells: ddip.Group) -> None:
-    make(cells, "DDP(with_fault())")
-    fails(cells, "net._ddp_init_helper = None\nwith fault(): step(net, opt, 3)")
-    fails(cells, "step(net, opt, 3)", r"RuntimeError: a failed cell left this DistributedDataParallel .*DDP\(model")
+    make_pair(cells, "DDP(with_fault())")
+    assert_fails(cells, "net._ddp_init_helper = None\nwith fault(): step(net, opt, 3)")
+    assert_fails(
+        cells, "step(net, opt, 3)", r"RuntimeError: a failed cell left this DistributedDataParallel .*DDP\(model"
+    )
     cells.run("""
         net = DDP(net.module)
         check(net, opt, twin, its, range(3, 13))
@@ -386,7 +393,7 @@ def test_a_wrapper_that_cannot_be_reset_says_what_to_type(cells: ddip.Group) -> 
 
 @pytest.mark.grid
 def test_a_scaler_that_has_unscaled_is_reset(cells: ddip.Group) -> None:
-    make(cells, "DDP(with_fault())")
+    make_pair(cells, "DDP(with_fault())")
     cells.run("""
         scaler, other = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
         def scaled(net, opt, batch):
@@ -399,7 +406,7 @@ def test_a_scaler_that_has_unscaled_is_reset(cells: ddip.Group) -> None:
             mine.step(opt); mine.update()
             return loss.item()
     """)
-    fails(cells, "Fault.on = True; scaled(net, opt, 3)")
+    assert_fails(cells, "Fault.on = True; scaled(net, opt, 3)")
     cells.run("Fault.on = False; check(net, opt, twin, its, range(3, 13), scaled)")
 
 
@@ -423,7 +430,7 @@ def test_an_accelerator_counts_micro_batches_from_the_first(
         (net, opt), (twin, its) = prepared(), prepared()
         for batch in range(3): micro_batches(net, opt, batch), micro_batches(twin, its, batch)
     """)
-    fails(
+    assert_fails(
         cells,
         """
         for part in range(2):
@@ -437,8 +444,8 @@ def test_an_accelerator_counts_micro_batches_from_the_first(
 
 @pytest.mark.grid
 def test_a_training_thread_is_not_disturbed(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is in the middle of an accumulation when another cell fails."""
-    make(cells, "with_fault()")
+    """Fail in another cell while the thread is in the middle of an accumulation."""
+    make_pair(cells, "with_fault()")
     cells.run("""
         import threading
         begins, goes_on, ends = [threading.Event() for _ in range(3)]
@@ -449,7 +456,7 @@ def test_a_training_thread_is_not_disturbed(cells: ddip.Group, capsys: pytest.Ca
             opt.step()
         thread = threading.Thread(target=train); thread.start()
     """)
-    fails(cells, "begins.set(); ends.wait(); raise MemoryError('planted')")
+    assert_fails(cells, "begins.set(); ends.wait(); raise MemoryError('planted')")
     cells.run("""
         goes_on.set(); thread.join()
         step(twin, its, 3)
@@ -462,10 +469,10 @@ def test_a_training_thread_is_not_disturbed(cells: ddip.Group, capsys: pytest.Ca
 
 @pytest.mark.grid
 def test_a_thread_that_trained_and_ended_hides_no_broken_iteration(cells: ddip.Group) -> None:
-    """Threads that begin later get its number."""
-    make(cells, "with_fault()")
+    """The system reuses the ident of an ended thread for later threads."""
+    make_pair(cells, "with_fault()")
     cells.run("import threading; other = network(1); ends = threading.Event()")
-    fails(
+    assert_fails(
         cells,
         """
         idents = []
@@ -495,9 +502,9 @@ def test_a_new_gradient_that_reuses_an_address_is_cleared(cells: ddip.Group) -> 
             torch.manual_seed(seed)
             return nn.Linear(2, 1, bias=False)
     """)
-    make(cells, "single()")
+    make_pair(cells, "single()")
     cells.run("other = network(1)")
-    fails(
+    assert_fails(
         cells,
         """
         before, spare = id(net.weight.grad), []
@@ -527,7 +534,7 @@ UNCHECKED = (
 def test_state_that_ddip_could_not_inspect_is_reported(
     cells: ddip.Group, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(cells, "DDP(with_fault())")
+    make_pair(cells, "DDP(with_fault())")
     module, _, function = part.rpartition(".")
     cells.run(f"""
         import ddip.rank.{module} as broken
@@ -538,7 +545,7 @@ def test_state_that_ddip_could_not_inspect_is_reported(
     """)
     begins = function == "begin_cell"
     cells.run(f"broken.{function} = raises" if begins else "pass")
-    fails(
+    assert_fails(
         cells,
         f"""
         {"pass" if begins else f"broken.{function} = raises"}
@@ -553,8 +560,8 @@ def test_state_that_ddip_could_not_inspect_is_reported(
 
 @pytest.mark.grid
 def test_join_ends_with_the_cell_that_fails_in_it(cells: ddip.Group) -> None:
-    make(cells, "DDP(with_fault())")
-    fails(cells, "with fault(), net.join(): step(net, opt, 3)")
+    make_pair(cells, "DDP(with_fault())")
+    assert_fails(cells, "with fault(), net.join(): step(net, opt, 3)")
     cells.run("""
         assert not net._join_config.enable
         check(net, opt, twin, its, range(3, 13))
@@ -616,10 +623,10 @@ def test_fully_shard_continues_after_an_error_in_backward(
 ) -> None:
     model, step = FSDP2[kind]
     cells.run(SHARDED)
-    make(cells, model)
+    make_pair(cells, model)
     if reset == "hand":  # as with torch before 2.14
         cells.run("from ddip.rank.objects import sharded_training\nsharded_training.BY_TORCH = ''")
-    fails(cells, f"with fault(): {step}(net, opt, 3)")
+    assert_fails(cells, f"with fault(): {step}(net, opt, 3)")
     cells.run("""
         assert {type(one).__name__ for one in net.parameters()} == {"DTensor"}
         assert all(one.grad is None for one in net.parameters())
@@ -639,7 +646,7 @@ UNREDUCED = {
     "fsdp1": ("fsdp1(with_fault(), use_orig_params=True)", "micro_batch(net); raise MemoryError('planted')"),
     "fsdp1, in backward": ("fsdp1(nested(with_fault()))", "with fault(): loss_of(net, 3).backward()"),
 }
-"""Sharded models, and how a cell fails that leaves gradients which are in no ``.grad`` of a parameter."""
+"""Sharded models, with code that fails and leaves gradients that are in no parameter's ``.grad``."""
 
 
 @pytest.mark.parametrize("kind", few(UNREDUCED, "fully_shard"))
@@ -648,9 +655,9 @@ def test_unreduced_gradients_are_cleared_beside_another_model(
 ) -> None:
     model, ends = UNREDUCED[kind]
     cells.run(SHARDED + FSDP1_CODE)
-    make(cells, model)
+    make_pair(cells, model)
     cells.run("other = network(1); opt.zero_grad()")
-    fails(
+    assert_fails(
         cells,
         f"""
         loss_of(other, 3).backward()
@@ -662,9 +669,9 @@ def test_unreduced_gradients_are_cleared_beside_another_model(
 
 
 def test_a_caught_stop_leaves_no_unreduced_gradients(cells: ddip.Group, tmp_path: Path) -> None:
-    """As loops do that end gracefully."""
+    """Catch the stop in the cell, as loops that end gracefully do."""
     cells.run(SHARDED + FSDP1_CODE)
-    make(cells, "sharded()")
+    make_pair(cells, "sharded()")
     cells.run("opt.zero_grad(); import threading")
     waits = meanwhile(lambda: len(list(tmp_path.iterdir())) == 2, press_stop)
     with pytest.raises(ddip.CellInterrupted):
@@ -681,9 +688,9 @@ def test_a_caught_stop_leaves_no_unreduced_gradients(cells: ddip.Group, tmp_path
 
 @pytest.mark.grid
 def test_models_that_the_program_has_frozen_are_reset(cells: ddip.Group) -> None:
-    """As loops do that keep collections short; and a class without a hash hides nothing."""
+    """Freeze all objects, as loops do to shorten collections; also keep a class without a hash."""
     cells.run(SHARDED + FSDP1_CODE)
-    make(cells, "sharded()")
+    make_pair(cells, "sharded()")
     cells.run("""
         class Kind(type):
             def __eq__(self, other): return self is other
@@ -691,17 +698,17 @@ def test_models_that_the_program_has_frozen_are_reset(cells: ddip.Group) -> None
         opt.zero_grad()
         import gc; gc.freeze()
     """)
-    fails(cells, "micro_batch(net); raise MemoryError('planted')")
+    assert_fails(cells, "micro_batch(net); raise MemoryError('planted')")
     cells.run("check(net, opt, twin, its, range(3, 13))")
 
 
 @pytest.mark.grid
 def test_a_sharded_model_that_cannot_be_inspected_refuses_use(cells: ddip.Group) -> None:
-    """And hides nothing of another one."""
+    """A model that cannot be inspected does not hide another model's gradients."""
     cells.run(SHARDED + FSDP1_CODE)
-    make(cells, "sharded()")
+    make_pair(cells, "sharded()")
     cells.run("other = sharded(); loss_of(other, 0).backward(); opt.zero_grad()")
-    fails(
+    assert_fails(
         cells,
         """
         micro_batch(net)
@@ -710,7 +717,7 @@ def test_a_sharded_model_that_cannot_be_inspected_refuses_use(cells: ddip.Group)
         """,
     )
     cells.run("check(net, opt, twin, its, range(3, 13))")
-    fails(cells, "other(inputs(0))", r"a failed cell left this FSDPSequential .* Recreate the model")
+    assert_fails(cells, "other(inputs(0))", r"a failed cell left this FSDPSequential .* Recreate the model")
 
 
 FSDP1 = {
@@ -723,8 +730,8 @@ FSDP1 = {
 @pytest.mark.parametrize("kind", few(FSDP1, "nested"))
 def test_fsdp1_continues_after_an_error_in_backward(cells: ddip.Group, kind: str) -> None:
     cells.run(FSDP1_CODE)
-    make(cells, FSDP1[kind])
-    fails(cells, "with fault(): step(net, opt, 3)")
+    make_pair(cells, FSDP1[kind])
+    assert_fails(cells, "with fault(): step(net, opt, 3)")
     cells.run("check(net, opt, twin, its, range(3, 13))")
 
 
@@ -734,7 +741,7 @@ def test_an_endless_finalizer_delays_the_reset_for_limited_time(
 ) -> None:
     monkeypatch.setattr(ranks, "ASK_SECONDS", 3.0)
     cells.run(CODE + "net = network()")
-    fails(
+    assert_fails(
         cells,
         """
         import threading, weakref

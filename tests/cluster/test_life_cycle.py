@@ -1,4 +1,4 @@
-"""The cluster belongs to the notebook's kernel: the table of who ends how, and what is left then (nothing)."""
+"""The cluster belongs to the notebook's kernel: however either ends, nothing is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ import pytest
 import ddip
 from ddip.protocol import on_rank
 
-from .leftovers import assert_nothing_left, controllers_of, family_of, files_of, lives, processes_of, titled, wait_until
+from .leftovers import (
+    assert_nothing_left,
+    controllers_of,
+    family_of,
+    files_of,
+    is_alive,
+    processes_of,
+    wait_until,
+    with_title,
+)
 from .notebook import Notebook
 
 NewNotebook = Callable[[], Notebook]
@@ -34,8 +43,8 @@ WITH_WORKERS = (
 )
 
 
-def begin(notebook: Notebook, code: str) -> str:
-    """Start two ranks, and `code` on them, and wait until it has called ``started()`` there; returns the cell's id."""
+def begin_on_two_ranks(notebook: Notebook, code: str) -> str:
+    """Start two ranks and `code` on them; return the cell's ID once both have called ``started()``."""
     for former in notebook.folder.glob("started*"):
         former.unlink()
     notebook.ok("%load_ext ddip\n%makedip -n 2")
@@ -67,9 +76,9 @@ ANY_BUSINESS = pytest.mark.parametrize(
 @ANY_BUSINESS
 def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, code: str) -> None:
     notebook = new_notebook()
-    begin(notebook, code)
+    begin_on_two_ranks(notebook, code)
     family = psutil.Process(notebook.pid).children(recursive=True)
-    assert len(family) >= 2 + 2  # engines, controller and its heart monitor
+    assert len(family) >= 2 + 2  # engines, the controller and its heart monitor
     notebook.kill()
     began = time.monotonic()
     assert_nothing_left(notebook.pid, 5)
@@ -78,7 +87,7 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, 
 
 @ANY_BUSINESS
 def test_the_end_of_the_controller_ends_ranks_with_a_message(bare_notebook: Notebook, code: str) -> None:
-    running = begin(bare_notebook, code)
+    running = begin_on_two_ranks(bare_notebook, code)
     (controller,) = controllers_of(bare_notebook.pid)
     end_and_start_again(bare_notebook, controller, running, code, "the controller process ended")
 
@@ -87,23 +96,26 @@ def test_the_end_of_the_controller_ends_ranks_with_a_message(bare_notebook: Note
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
 @ANY_BUSINESS
 def test_the_end_of_the_preload_process_ends_ranks_with_messages(bare_notebook: Notebook, code: str) -> None:
-    running = begin(bare_notebook, code)
-    (warm,) = titled(family_of(bare_notebook.pid), "ddip preload process")
-    told = "the preload process, from which the ranks were forked, ended"
-    end_and_start_again(bare_notebook, warm, running, code, told)
+    running = begin_on_two_ranks(bare_notebook, code)
+    (warm,) = with_title(family_of(bare_notebook.pid), "ddip preload process")
+    expected = "the preload process, from which the ranks were forked, ended"
+    end_and_start_again(bare_notebook, warm, running, code, expected)
 
 
-def end_and_start_again(notebook: Notebook, process: psutil.Process, running: str, code: str, told: str) -> None:
-    """Kill `process`: the ranks end with it, the cell that is `running` fails, the next says why, and -r works."""
+def end_and_start_again(notebook: Notebook, process: psutil.Process, running: str, code: str, expected: str) -> None:
+    """Kill `process`, and prove that the ranks end, errors explain it, and ``%makedip -r`` works.
+
+    The cell that is `running` fails, and the next one fails with the text `expected`.
+    """
     former = set(processes_of(notebook.pid))
     if code == IDLE:
         assert notebook.finish(running).status == "ok"
     process.kill()
-    wait_until(lambda: not any(lives(p.pid) for p in former), 5)
+    wait_until(lambda: not any(is_alive(p.pid) for p in former), 5)
     if code != IDLE:
         shown = notebook.finish(running)
         assert shown.status == "error" and "--repair" not in shown.message
-    assert told in notebook.fails("%%dip\npass").message
+    assert expected in notebook.fails("%%dip\npass").message
     notebook.ok("%makedip -r")
     notebook.ok("""
         %%dip
@@ -115,7 +127,7 @@ def end_and_start_again(notebook: Notebook, process: psutil.Process, running: st
 @pytest.mark.grid
 def test_shutting_down_a_kernel_with_busy_ranks_leaves_nothing(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
-    begin(notebook, BUSY_IN_PYTHON)
+    begin_on_two_ranks(notebook, BUSY_IN_PYTHON)
     notebook.shut_down()
     assert_nothing_left(notebook.pid, 5)
 
@@ -138,7 +150,7 @@ def test_a_restarted_kernel_starts_without_a_group(new_notebook: NewNotebook, at
 
 @pytest.mark.grid
 def test_a_controller_killed_with_its_kernel_leaves_no_scheduler(new_notebook: NewNotebook) -> None:
-    """And the next notebook removes what nobody was left to remove, and ends what a rank has started."""
+    """The next notebook removes the files that no process was left to remove, and ends a rank's children."""
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 1")
     notebook.ok("""
@@ -148,15 +160,15 @@ def test_a_controller_killed_with_its_kernel_leaves_no_scheduler(new_notebook: N
     """)
     sleeper = int(notebook.ok("%dipull sleeper\nprint(sleeper)").stdout.split()[-1])
     (controller,) = controllers_of(notebook.pid)
-    controller.suspend()  # so that it cannot tidy up
+    controller.suspend()  # so that it cannot clean up
     notebook.kill()
     controller.kill()
     wait_until(lambda: not processes_of(notebook.pid), 10)
-    assert files_of(notebook.pid) and lives(sleeper)
+    assert files_of(notebook.pid) and is_alive(sleeper)
     heir = new_notebook()
     heir.ok("%load_ext ddip\n%makedip -k")
     assert_nothing_left(notebook.pid, 0)
-    assert not lives(sleeper)
+    assert not is_alive(sleeper)
 
 
 @pytest.mark.grid
@@ -189,13 +201,15 @@ def test_twenty_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> No
         notebook.ok("%makedip -k")
         assert processes_of(notebook.pid) == []
         assert files_of(notebook.pid) == []
-    wait_until(lambda: notebook.descriptors() <= before[0] and notebook.threads() <= before[1])  # a leak has 20 of them
+    wait_until(
+        lambda: notebook.descriptors() <= before[0] and notebook.threads() <= before[1]
+    )  # a leak would be 20 of them
 
 
 @pytest.mark.grid
 def test_kill_ends_ranks_that_ignore_an_interrupt(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
-    running = begin(
+    running = begin_on_two_ranks(
         notebook, "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nstarted()\nwhile True: time.sleep(1)"
     )
     notebook.interrupt()
@@ -210,7 +224,7 @@ def test_kill_ends_ranks_that_ignore_an_interrupt(bare_notebook: Notebook) -> No
 
 @pytest.mark.grid
 def test_messages_for_an_ended_controller_keep_no_descriptor() -> None:
-    def sockets() -> int:
+    def count_eventfds() -> int:
         return str([os.readlink(link) for link in glob.glob("/proc/self/fd/*") if os.path.lexists(link)]).count(
             "eventfd"
         )
@@ -220,7 +234,7 @@ def test_messages_for_an_ended_controller_keep_no_descriptor() -> None:
         with ddip.Group(2) as group:
             controller = controllers_of(os.getpid())[-1].pid
             os.kill(controller, signal.SIGKILL)
-            wait_until(lambda pid=controller: not lives(pid))
+            wait_until(lambda pid=controller: not is_alive(pid))
             group.ranks.call_on_control_channel([0, 1], on_rank.hello())
-        counts.append(sockets())
-    wait_until(lambda: sockets() <= counts[0], seconds=5, what=f"the first count of {counts}")
+        counts.append(count_eventfds())
+    wait_until(lambda: count_eventfds() <= counts[0], seconds=5, what=f"the first count of {counts}")

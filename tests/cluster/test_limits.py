@@ -1,4 +1,4 @@
-"""Where the system gives little (``ulimit``), a start says so at once, and a rank that has used it all answers."""
+"""Low system limits (``ulimit``): a start reports them at once, and a rank that reaches them still answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if rank == 1:
 """
 
 
-def start_under(limit: str, code: str = "") -> str:
-    """What a script says that has a `limit` and starts two ranks."""
+def start_with_limit(limit: str, code: str = "") -> str:
+    """Return the output of a script that sets a `limit` and starts two ranks."""
     script = (
         "import resource, ddip, ddip.group.group\n"
         f"resource.setrlimit({limit})\n"
@@ -42,25 +42,25 @@ def start_under(limit: str, code: str = "") -> str:
 @pytest.mark.grid
 def test_a_start_with_too_few_descriptors_says_so_at_once() -> None:
     began = time.monotonic()
-    said = start_under("resource.RLIMIT_NOFILE, (128, 128)")
+    said = start_with_limit("resource.RLIMIT_NOFILE, (128, 128)")
     assert said.startswith("GroupError 2 ranks: the controller opens up to") and "ulimit -n" in said
     assert time.monotonic() - began < 20
 
 
 @pytest.mark.grid
 def test_a_group_needs_no_more_descriptors_than_it_says() -> None:
-    """The controller takes what the hard limit allows; the ranks keep the notebook's limit."""
+    """The controller raises its limit to the hard limit; the ranks keep the notebook's limit."""
     soft, hard = RANK_FILES + 2 * A_PEERS_FILES, CONTROLLER_FILES + 2 * A_RANKS_FILES
     code = (
         "limit = resource.RLIMIT_NOFILE; group.run('found = resource.getrlimit(resource.RLIMIT_NOFILE)'); "
         "print(group.pull(['found'])['found'], resource.prlimit(group.cluster._ipp.controller.pid, limit))"
     )
-    assert start_under(f"resource.RLIMIT_NOFILE, ({soft}, {hard})", code) == f"{(soft, hard)} {(hard, hard)}"
+    assert start_with_limit(f"resource.RLIMIT_NOFILE, ({soft}, {hard})", code) == f"{(soft, hard)} {(hard, hard)}"
 
 
 @pytest.mark.grid
 def test_a_start_with_too_little_memory_names_the_limit() -> None:
-    said = start_under("resource.RLIMIT_AS, (2_500_000_000,) * 2")
+    said = start_with_limit("resource.RLIMIT_AS, (2_500_000_000,) * 2")
     assert said.startswith("GroupError an engine ended while it started (exit code 1)")
     assert re.search(r"ImportError: \S+: failed to map|MemoryError", said)
     assert said.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
@@ -80,7 +80,7 @@ def test_a_rank_without_free_descriptors_runs_cells_and_joins_groups(cells: ddip
         """)
         with pytest.raises(CellError, match="rank 1: OSError: .*Too many open files"):
             cells.run("open('/dev/null').close()")
-        with pytest.raises(CellError, match="rank 0: ValueError"):  # and now all form a group again
+        with pytest.raises(CellError, match="rank 0: ValueError"):  # now all rebuild the group
             cells.run("if rank == 0: raise ValueError\ndist.barrier()")
         cells.run("dist.barrier()\nassert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256")
     finally:
@@ -100,7 +100,7 @@ def test_a_rank_without_descriptors_for_a_group_says_so() -> None:
 
 @pytest.mark.grid
 def test_an_internal_step_that_fails_on_a_rank_is_answered(cells: ddip.Group) -> None:
-    """Before, the notebook waited for ever."""
+    """A failure in ddip's own housekeeping must not leave the notebook waiting."""
     cells.run("import ddip.rank.runtime.housekeeping as steps\nif rank == 1: steps.cells.threads = 'many'")
     with pytest.raises(CellError, match="rank 1: "):
         cells.run("pass")

@@ -1,4 +1,4 @@
-"""Who can connect to a rank: nobody but the other ranks, and these only while their group is formed."""
+"""Only the other ranks can connect to a rank, and only while their group is formed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ print(accepted)
 """
 
 
-def listening(group: ddip.Group) -> list[tuple[str, int]]:
-    """Every address on which a rank listens."""
+def listening_addresses(group: ddip.Group) -> list[tuple[str, int]]:
+    """Return every address on which a rank listens."""
     return [
         tuple(connection.laddr)
         for member in group.members
@@ -50,13 +50,16 @@ def listening(group: ddip.Group) -> list[tuple[str, int]]:
     ]
 
 
-def knock(count: int, ports: list[int]) -> int:
-    """Open and close so many connections to each port, if possible as another user; returns how many were accepted."""
+def try_connections(count: int, ports: list[int]) -> int:
+    """Open and close `count` connections to each port; return how many succeeded.
+
+    Connects as another user if possible.
+    """
     command = [sys.executable, "-c", STRANGER, str(count), *map(str, ports)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def descriptors(group: ddip.Group) -> list[int]:
+def count_descriptors(group: ddip.Group) -> list[int]:
     return [len(os.listdir(f"/proc/{member.pid}/fd")) for member in group.members]
 
 
@@ -65,10 +68,10 @@ def descriptors(group: ddip.Group) -> list[int]:
 def test_many_foreign_connections_to_each_listener_break_no_rank(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\nimport resource\nkept = resource.getrlimit(resource.RLIMIT_NOFILE)")
     cells.run("resource.setrlimit(resource.RLIMIT_NOFILE, (1024, kept[1]))\npair = dist.new_group([0, 1])")
-    before, addresses = descriptors(cells), listening(cells)
+    before, addresses = count_descriptors(cells), listening_addresses(cells)
     assert len(addresses) >= 4 and {host for host, _ in addresses} == {"127.0.0.1"}
-    assert knock(1500, [port for _, port in addresses]) == 0
-    assert descriptors(cells) == before
+    assert try_connections(1500, [port for _, port in addresses]) == 0
+    assert count_descriptors(cells) == before
     cells.run(f"resource.setrlimit(resource.RLIMIT_NOFILE, kept)\n{PROOF}\ndist.all_reduce(x, group=pair)")
 
 
@@ -99,7 +102,7 @@ def test_a_formed_group_accepts_no_further_connections(cells: ddip.Group, make: 
         with pytest.raises(ddip.CellError):
             cells.run("if rank == 0: raise ValueError\ndist.barrier()", timeout=10)
     cells.run(MAKE[make])
-    assert knock(100, [port for _, port in listening(cells)]) == 0
+    assert try_connections(100, [port for _, port in listening_addresses(cells)]) == 0
     cells.run(f"{PROOF}\ndist.all_reduce(x, group=made)\nassert x.item() == 2")
     cells.run(
         "net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=made)\n"
@@ -112,7 +115,7 @@ def test_a_formed_group_accepts_no_further_connections(cells: ddip.Group, make: 
 def test_workers_of_a_data_loader_accept_no_connections(cells: ddip.Group) -> None:
     cells.run(f"{SETUP}\nfrom torch.utils.data import DataLoader\nworkers = iter(DataLoader(range(8), num_workers=2))")
     cells.run("next(workers)")
-    assert knock(100, [port for _, port in listening(cells)]) == 0
+    assert try_connections(100, [port for _, port in listening_addresses(cells)]) == 0
     cells.run(f"assert len(list(workers)) == 7\ndel workers\n{PROOF}")
 
 
@@ -144,7 +147,7 @@ def test_the_environment_cannot_put_the_group_on_the_network(
     with ddip.Group(2, failure_grace=0.1) as group:
         text = "ddip: GLOO_SOCKET_IFNAME=eth0 is not used: the ranks are on one host, and talk over lo\n"
         assert capsys.readouterr().err.count(text) == 1
-        assert {host for host, _ in listening(group)} == {"127.0.0.1"}
+        assert {host for host, _ in listening_addresses(group)} == {"127.0.0.1"}
         group.run(f"{SETUP}\nos.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = 'nowhere0'")
         with pytest.raises(ddip.CellError):
             group.run("if rank == 0: raise ValueError\ndist.barrier()")

@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a large message: gloo never tells the other end, and ddip does."""
+"""A rank is killed in the middle of a large message: gloo does not notice, ddip does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .meanwhile import meanwhile
 
 pytestmark = pytest.mark.native("sockets", "gloo_waits")
 LARGE = "kept, large = rank, torch.zeros(1 << 25)"
-"""128 MB: more than the system takes between two processes."""
+"""128 MB: more than socket buffers hold."""
 FREED = r"^rank 1: RankEnded: .*; rank 0 was blocked in {}cell .*, until ddip aborted it; %makedip --repair"
 
 
@@ -27,8 +27,8 @@ def two(warmed_up: None) -> Iterator[ddip.Group]:
         yield group
 
 
-def works_again(group: ddip.Group) -> None:
-    """Rank 0 has kept its variables."""
+def prove_repaired(group: ddip.Group) -> None:
+    """Replace rank 1, and prove that the group works and rank 0 has kept its variables."""
     assert group.repair() == [1]
     group.run("""
         import torch, torch.distributed as dist
@@ -41,11 +41,11 @@ def works_again(group: ddip.Group) -> None:
 def test_a_rank_with_a_half_sent_message_is_unblocked(two: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
 
-    def kill() -> None:
+    def kill_rank_1() -> None:
         wait_until(lambda: "send" in str(two.stacks()[0].place))
         os.kill(two.members[1].pid, signal.SIGKILL)
 
-    killed = meanwhile(ready.exists, kill)
+    killed = meanwhile(ready.exists, kill_rank_1)
     with pytest.raises(ddip.CellError, match=FREED.format("send, ")):
         two.run(f"""
             if rank == 1:
@@ -56,7 +56,7 @@ def test_a_rank_with_a_half_sent_message_is_unblocked(two: ddip.Group, tmp_path:
             dist.send(large, 1)
         """)
     killed.join()
-    works_again(two)
+    prove_repaired(two)
 
 
 @pytest.mark.grid
@@ -76,7 +76,7 @@ def test_a_rank_with_a_half_received_message_is_unblocked(two: ddip.Group, tmp_p
             os.kill(os.getpid(), signal.SIGKILL)
         """)
     ended.join()
-    works_again(two)
+    prove_repaired(two)
 
 
 @pytest.mark.grid
@@ -97,4 +97,4 @@ def test_a_background_wait_does_not_delay_the_next_group(two: ddip.Group, tmp_pa
             while not lost_waits.find_waits(): time.sleep(0.01)
         """)
     killed.join()
-    works_again(two)
+    prove_repaired(two)

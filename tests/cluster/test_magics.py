@@ -82,7 +82,7 @@ BEFORE_ANY_GROUP = [
 
 @pytest.fixture(scope="module")
 def marked(shared_notebook: Notebook) -> Notebook:
-    """The shared notebook; each test proves that it has changed nothing of it."""
+    """Return the shared notebook with marked variables, which each test must leave unchanged."""
     shared_notebook.ok("%%dip everywhere\nmarker = 7")
     shared_notebook.ok("%%dip\nfrom torch.distributed import get_world_size")
     shared_notebook.ok("def get_world_size(): return 3")
@@ -183,7 +183,7 @@ def test_a_cell_runs_in_the_ipython_of_the_rank(notebook: Notebook) -> None:
 
 
 def test_output_is_live(notebook: Notebook) -> None:
-    """The first line is shown while the rank still waits for a file that is made only when it is."""
+    """Show the first line while the rank still waits for a file that is created only after that."""
     path = notebook.folder / "go-on"
     path.unlink(missing_ok=True)
     cell = (
@@ -350,7 +350,7 @@ def test_a_dead_rank_is_replaced_and_others_keep_variables(notebook: Notebook) -
         "rank 1 is gone itself; copy from one of ranks 0, 2" in notebook.fails("%makedip --repair --from 1 x").message
     )
     assert notebook.ok("%dipstack").stdout == "  ranks 0, 2: idle\n  rank 1: ended\n"
-    threads = notebook.ok("%dipstack -v").stdout  # other tests may have left some on rank 0
+    threads = notebook.ok("%dipstack -v").stdout  # other tests may have left threads on rank 0
     assert threads.count("\n  main:\n  idle\n") in (1, 2) and "\nrank 1\n  main:\n  ended\n" in threads
     text = notebook.ok("%makedip --repair --from 2 model").text
     assert re.search(r"ddip: rank 1 replaced, with model from rank 2, \d+\.\d s$", text)
@@ -373,9 +373,9 @@ def test_dipstack_names_a_rank_that_does_not_answer(notebook: Notebook) -> None:
     running = notebook.begin(
         "%%dip\nimport ctypes, signal, torch.distributed as dist\ndef wait():\n    dist.barrier()\n"
         "if rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\nwait()\nif rank == 1: open('held', 'w').close()\n"
-        "if rank == 1:\n    while True: ctypes.PyDLL(None).sleep(1000)\nwait()"  # sleep, but with the interpreter held
+        "if rank == 1:\n    while True: ctypes.PyDLL(None).sleep(1000)\nwait()"  # sleeps without releasing the GIL
     )
-    wait_until((notebook.folder / "held").exists)  # rank 0 may be far behind
+    wait_until((notebook.folder / "held").exists)  # rank 0 may be slower
     notebook.interrupt()
     shown = notebook.finish(running)
     held = "  rank 1: line 8 of the cell, and it does not answer: C code may hold the interpreter"
@@ -435,7 +435,7 @@ def test_autodip_does_not_make_a_line_incomplete(notebook: Notebook) -> None:
     notebook.ok("%autodip on")
     notebook.client.is_complete("x = 1")
     assert notebook.client.get_shell_msg(timeout=10)["content"]["status"] == "complete"
-    assert "── rank" not in notebook.ok("%%dip -S all\nprint(rank)").text  # no page asks that, but jupyter-console
+    assert "── rank" not in notebook.ok("%%dip -S all\nprint(rank)").text  # only jupyter-console sends this request
     notebook.ok("%%dip local\nfrom ddip.output import area as frontend\nfrontend._prompt_sessions.clear()")
 
 
@@ -450,7 +450,7 @@ def test_a_restart_repeats_a_failed_start(bare_notebook: Notebook) -> None:
     (bare_notebook.folder / "late" / "torch").mkdir(parents=True)
     (bare_notebook.folder / "late" / "torch" / "__init__.py").write_text("import time; time.sleep(1000)\n")
     bare_notebook.ok(f"import os; os.environ['PYTHONPATH'] = {str(bare_notebook.folder / 'late')!r}")
-    failed = bare_notebook.fails("%makedip -n 1 -t 1").message  # on a loaded machine the controller takes as long
+    failed = bare_notebook.fails("%makedip -n 1 -t 1").message  # on a loaded machine the controller takes that long
     assert re.search("timed out: 0 of 1 engines started|the controller did not answer in time", failed), failed
     bare_notebook.ok("del os.environ['PYTHONPATH']")
     assert "1 rank on the CPU" in bare_notebook.ok("%makedip -r -t 60").text
@@ -542,4 +542,4 @@ def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebo
     wait_until(lambda: not processes_of(bare_notebook.pid))
     assert "not found" in bare_notebook.fails("%makedip -n 1").stderr
     bare_notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")
-    assert bare_notebook.ok("%reload_ext ddip").text == ""  # there is no group to speak of
+    assert bare_notebook.ok("%reload_ext ddip").text == ""  # no group, so no notice

@@ -1,4 +1,4 @@
-"""A group without the mechanisms below public interfaces: nothing hangs, and a rank that waits in vain is replaced."""
+"""A group without the native mechanisms: nothing hangs, and a rank that waits in vain is replaced."""
 
 from __future__ import annotations
 

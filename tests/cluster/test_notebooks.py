@@ -1,4 +1,4 @@
-"""Every notebook runs from start to end, some in ``tests/system`` and ``tests/frameworks``, and is stored executed."""
+"""Every notebook runs from start to end and is stored executed; some run in tests/system and frameworks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 LESSONS = {path: path.stem for path in NOTEBOOKS if path.stem.startswith("fastai_")}
 FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith(("hf_", "course_", "lightning"))]
-"""They need packages that ``make test`` does not install; ``tests/frameworks`` runs them."""
+"""Notebooks that need packages which ``make test`` does not install; ``tests/frameworks`` runs them."""
 HOSTS = FOLDER / "several_hosts.ipynb"
-"""``tests/hosts`` runs it."""
+"""A notebook that ``tests/hosts`` runs."""
 NO_HOSTS = not_here()
 PLATFORMS = FOLDER / "kaggle_colab.ipynb"
 """``make test-platform`` runs it with the packages that Kaggle and Colab pin."""
@@ -41,14 +41,14 @@ OTHERS = [
 ]
 
 
-def checksum(notebook: nbformat.NotebookNode) -> str:
-    """Of the code of its cells."""
+def checksum_of_code(notebook: nbformat.NotebookNode) -> str:
+    """Return the checksum of the code of a notebook's cells."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()
 
 
-def run(path: Path, folder: Path) -> nbformat.NotebookNode:
-    """The notebook at `path`, after a run in `folder` in which the cells that are to raise, and no others, raised."""
+def run_notebook(path: Path, folder: Path) -> nbformat.NotebookNode:
+    """Run the notebook at `path` in `folder`; fail unless exactly the cells that are meant to raise do."""
     notebook = nbformat.read(path, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
@@ -62,7 +62,7 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", OTHERS)
 def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
-    notebook = run(path, tmp_path)
+    notebook = run_notebook(path, tmp_path)
     if path.stem == "01_quickstart":
         shown = [out for cell in notebook.cells for out in cell.get("outputs", [])]
         assert any("image/png" in out.get("data", {}) for out in shown), "no plot of the loss"
@@ -101,7 +101,9 @@ MACHINES = re.compile(r"(?<![\w.])/(home|root|Users|work|tmp|opt)/")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_the_notebook_is_stored_executed_and_fresh(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    assert notebook.metadata.get("ddip", {}).get("cells") == checksum(notebook), f"make notebooks NAMES={path.stem}"
+    assert notebook.metadata.get("ddip", {}).get("cells") == checksum_of_code(notebook), (
+        f"make notebooks NAMES={path.stem}"
+    )
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert MACHINES.findall(json.dumps([cell.outputs for cell in cells])) == []

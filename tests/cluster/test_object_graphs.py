@@ -1,4 +1,4 @@
-"""Objects that share parts, and functions of ``__main__``, on their way between the notebook and its ranks."""
+"""Objects that share parts, and functions of ``__main__``, on their way between notebook and ranks."""
 
 from __future__ import annotations
 
@@ -49,32 +49,35 @@ TEN_STEPS = """
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Main]:
-    """Run code in a notebook's ``__main__``, which is the receiver of what is pulled; returns its variables."""
+    """Yield a function that runs code in a notebook's ``__main__``, which also receives pulled variables.
+
+    The function returns the variables of ``__main__``.
+    """
     module = types.ModuleType("__main__")
 
-    def run(code: str) -> dict[str, Any]:
+    def run_in_main(code: str) -> dict[str, Any]:
         exec(compile(textwrap.dedent(code), "<a cell>", "exec", dont_inherit=True), vars(module))
         return vars(module)
 
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "__main__", module)
-        yield run
+        yield run_in_main
 
 
-def pushed(cells: ddip.Group, variables: dict[str, Any], *names: str) -> None:
+def push_names(cells: ddip.Group, variables: dict[str, Any], *names: str) -> None:
     cells.push({name: variables[name] for name in names})
 
 
-def of_all(cells: ddip.Group, name: str) -> list[Any]:
+def pull_from_all(cells: ddip.Group, name: str) -> list[Any]:
     return [values[name] for values in cells.pull_all([name], range(cells.world_size))[0]]
 
 
-def assert_same_training(there: list[Any], here: list[Any]) -> None:
-    torch.testing.assert_close(there, here)
+def assert_same_training(on_ranks: list[Any], in_notebook: list[Any]) -> None:
+    torch.testing.assert_close(on_ranks, in_notebook)
 
 
 def replace_rank(cells: ddip.Group, rank: int, *names: str) -> None:
-    """Kill it, and repair with copies of `names` from rank 0."""
+    """Kill a rank, and repair it with copies of `names` from rank 0."""
     os.kill(cells.info()[rank].pid, signal.SIGKILL)
     wait_until(lambda: rank in cells.ranks.ended)
     assert cells.repair(names, 0) == [rank]
@@ -85,10 +88,10 @@ def replace_rank(cells: ddip.Group, rank: int, *names: str) -> None:
 
 def test_a_pushed_model_trains_with_its_optimizer_and_scheduler(cells: ddip.Group, main: Main) -> None:
     variables = main(MODEL)
-    pushed(cells, variables, "net", "opt", "sched", "data")
+    push_names(cells, variables, "net", "opt", "sched", "data")
     cells.run(TEN_STEPS)
     main(TEN_STEPS)
-    for there in of_all(cells, "trained"):
+    for there in pull_from_all(cells, "trained"):
         assert_same_training(there, variables["trained"])
 
 
@@ -100,7 +103,7 @@ def test_a_repaired_rank_trains_like_the_others(cells: ddip.Group, main: Main) -
     replace_rank(cells, 1, "net", "opt", "sched", "data")
     cells.run(TEN_STEPS)
     main(TEN_STEPS)
-    for there in of_all(cells, "trained"):
+    for there in pull_from_all(cells, "trained"):
         assert_same_training(there, variables["trained"])
 
 
@@ -122,13 +125,13 @@ def test_aliases_views_and_cells_of_closures_stay_shared(cells: ddip.Group, main
         """
     )
     names = ("alias", "data", "part", "whole", "now", "count")
-    pushed(cells, variables, *names)
+    push_names(cells, variables, *names)
     code = "count(); data.append(2); whole[5] = 7; told = (alias is data, alias, part.tolist(), now())"
     cells.run(code)
-    assert of_all(cells, "told") == [(True, [1, 2], [7, 0], 1)] * 2
+    assert pull_from_all(cells, "told") == [(True, [1, 2], [7, 0], 1)] * 2
     replace_rank(cells, 1, *names)
     cells.run(code)
-    assert of_all(cells, "told") == [(True, [1, 2, 2], [7, 0], 2)] * 2
+    assert pull_from_all(cells, "told") == [(True, [1, 2, 2], [7, 0], 2)] * 2
     for found in (cells.pull(names, 1), cells.peek(names, 1)):
         assert found["alias"] == found["data"] == [1, 2, 2] and found["count"]() == found["now"]() == 3
         assert found["part"].data_ptr() == found["whole"][5:].data_ptr()
@@ -139,16 +142,16 @@ def test_parameters_without_their_model_are_named_in_one_line(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variables = main(MODEL)
-    pushed(cells, variables, "opt")
+    push_names(cells, variables, "opt")
     assert "ddip: opt holds parameters of net, which was not pushed\n" in capsys.readouterr().err
-    pushed(cells, variables, "net", "opt", "data")
+    push_names(cells, variables, "net", "opt", "data")
     assert "holds" not in capsys.readouterr().err
-    pushed(cells, variables, "net", "sched")
+    push_names(cells, variables, "net", "sched")
     assert "ddip: sched holds opt, which was not pushed\n" in capsys.readouterr().err
     variables["weights"] = {"of the net": list(variables["net"].parameters())}
-    pushed(cells, variables, "weights", "data")
+    push_names(cells, variables, "weights", "data")
     assert "ddip: weights holds parameters of net, which was not pushed\n" in capsys.readouterr().err
-    pushed(cells, variables, "weights", "net")
+    push_names(cells, variables, "weights", "net")
     assert "holds" not in capsys.readouterr().err
 
 
@@ -171,15 +174,15 @@ def test_a_pushed_function_sees_the_ranks_variables(cells: ddip.Group, main: Mai
         net, count = Net(), 0
         """
     )
-    pushed(cells, variables, "f", "lr", "again", "calls_helper", "count", "net")
+    push_names(cells, variables, "f", "lr", "again", "calls_helper", "count", "net")
     cells.run("again(); told = [f(), count, calls_helper(), net(10)]")
-    assert of_all(cells, "told") == [[(rank, 1), 1, "old", 10 * rank + 1] for rank in range(2)]
+    assert pull_from_all(cells, "told") == [[(rank, 1), 1, "old", 10 * rank + 1] for rank in range(2)]
     main("lr = 7\ndef helper(): return 'new'")
-    pushed(cells, variables, "lr", "helper")
+    push_names(cells, variables, "lr", "helper")
     cells.run("again(); told = [f(), count, calls_helper(), net(10)]")
-    assert of_all(cells, "told") == [[(rank, 7), 2, "new", 10 * rank + 7] for rank in range(2)]
+    assert pull_from_all(cells, "told") == [[(rank, 7), 2, "new", 10 * rank + 7] for rank in range(2)]
     cells.run("lr = rank; told = f()")
-    assert of_all(cells, "told") == [(0, 0), (1, 1)]
+    assert pull_from_all(cells, "told") == [(0, 0), (1, 1)]
 
 
 KINDS = {
@@ -329,12 +332,12 @@ def test_code_that_runs_during_unpickling_has_its_globals(
         keys = {kind: 1}
         """
     )
-    pushed(cells, variables, "kind", "keys", "table")
+    push_names(cells, variables, "kind", "keys", "table")
     cells.run("told = kind.x, keys[kind], [*keys][0] is kind, 'Kind' in made; made_here = made")
-    assert of_all(cells, "told") == [(2, 1, True, True)] * 2
+    assert pull_from_all(cells, "told") == [(2, 1, True, True)] * 2
     replace_rank(cells, 1, "kind", "keys")
     cells.run("told = kind.x, keys[kind]")
-    assert of_all(cells, "told") == [(2, 1), (3, 1)]
+    assert pull_from_all(cells, "told") == [(2, 1), (3, 1)]
     for name in ("rounded", "table", "made", "math"):
         variables.pop(name)
     assert cells.pull(["kind"], 1)["kind"].x == 4
@@ -374,7 +377,7 @@ def test_functions_of_rank_0_use_variables_of_the_receiver(cells: ddip.Group, ma
     """)
     replace_rank(cells, 1, "net")
     cells.run("told = net()")
-    assert of_all(cells, "told") == [20, 26]
+    assert pull_from_all(cells, "told") == [20, 26]
     variables = main("data = 'not the ranks'; rank = 5")
     variables.update(cells.pull(["net"], 1))
     assert variables["data"] == "not the ranks" and "world_size" not in variables
@@ -386,11 +389,11 @@ def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variables = main("rank, world_size = 7, 9\ndef where(): return rank, world_size")
-    pushed(cells, variables, "where")
+    push_names(cells, variables, "where")
     told = capsys.readouterr().err
     assert "ddip: where reads rank: on each rank that is ddip's variable, and the notebook's was not pushed\n" in told
     cells.run("told = where()")
-    assert of_all(cells, "told") == [(0, 2), (1, 2)]
+    assert pull_from_all(cells, "told") == [(0, 2), (1, 2)]
 
 
 def test_additional_objects_are_named_and_updated_until_ranks_assign_them(notebook: Notebook) -> None:
@@ -443,7 +446,7 @@ def test_a_call_says_that_hooks_stay(main: Main, cells: ddip.Group, monkeypatch:
 def test_a_model_in_a_holder_that_stays_behind_is_named(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not if it comes along, and a hook without an optimizer is named."""
+    """A holder that is pushed along is not named; a hook without an optimizer is named."""
     variables = main("""
         import torch
         net = torch.nn.Linear(1, 1)
@@ -466,7 +469,7 @@ def test_a_model_in_a_holder_that_stays_behind_is_named(
 
 
 def test_a_function_from_a_run_script_uses_rank_variables(cells: ddip.Group, main: Main) -> None:
-    """After ``%run`` its globals have no ``__name__``."""
+    """After ``%run``, the function's globals have no ``__name__``."""
     variables = main("rank = 0\ndef mine(): return rank")
     del variables["__name__"]
     cells.push({"mine": variables["mine"]})
@@ -505,20 +508,20 @@ def test_a_class_defined_alike_on_both_sides_is_one_class(cells: ddip.Group, mai
     variables = main(define)
     cells.run(f"{textwrap.dedent(define)}value = rank")
     main("things = [Big(), D(), Kind.A, Net]")
-    pushed(cells, variables, "things")
+    push_names(cells, variables, "things")
     cells.run(
         "told = type(things[0]) is Big, type(things[1]) is D, things[2] is Kind.A, things[3] is Net, things[0](1)"
     )
-    assert of_all(cells, "told") == [(True, True, True, True, 1 + rank) for rank in range(2)]
+    assert pull_from_all(cells, "told") == [(True, True, True, True, 1 + rank) for rank in range(2)]
     back = cells.pull(["things"], 1)["things"]
     assert [type(back[0]), type(back[1]), back[2], back[3]] == [variables[n] for n in ("Big", "D")] + [
         variables["Kind"].A,
         variables["Net"],
     ]
     cells.run("class Net(torch.nn.Module):\n    def forward(self, x): return 'other'")
-    pushed(cells, variables, "things")
+    push_names(cells, variables, "things")
     cells.run("told = isinstance(things[0], Net), things[0](1)")
-    assert of_all(cells, "told") == [(False, 1 + rank) for rank in range(2)]
+    assert pull_from_all(cells, "told") == [(False, 1 + rank) for rank in range(2)]
 
 
 # -- random graphs
@@ -529,7 +532,7 @@ def test_a_class_defined_alike_on_both_sides_is_one_class(cells: ddip.Group, mai
 def test_random_graphs_arrive_unchanged(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Notebook -> ranks -> notebook and rank 0 -> new rank; ten graphs, in variables of their own."""
+    """Send ten graphs in separate variables: notebook to ranks, back, and from rank 0 to a new rank."""
     cells.run("from tests import object_graphs")
     names: dict[int, list[str]] = {}
     for seed in range(first, first + 10):
@@ -539,17 +542,17 @@ def test_random_graphs_arrive_unchanged(
             patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
             alone = object_graphs.main_module(program.text)
             here = vars(object_graphs.main_module(program.text))
-            pushed(cells, here, *names[seed])
+            push_names(cells, here, *names[seed])
             seen = sorted({*names[seed], *cells.transferred.along})
             cells.run(f"told = object_graphs.describe(globals(), {seen})")
-            told = of_all(cells, "told")
+            told = pull_from_all(cells, "told")
             there = object_graphs.main_module()
             vars(there).update(cells.pull(names[seed], 1))
             if seed == first:
                 replace_rank(cells, 1, *names[seed])
                 cells.run("from tests import object_graphs", ranks=[1])
             cells.run(f"import torch\ntorch.manual_seed(1)\ntold = object_graphs.probe(globals(), {seen})")
-            probed = of_all(cells, "told")
+            probed = pull_from_all(cells, "told")
             for how, found in ((object_graphs.describe, told), (object_graphs.probe, probed)):
                 expected, back = (object_graphs.look(how, main, seen) for main in (alone, there))
                 assert found == [expected] * 2 and back == expected, f"{program.text}\n{names[seed]}"
@@ -576,7 +579,7 @@ def test_flags_with_members_of_several_bits_arrive_whole(cells: ddip.Group, main
         """
     )
     names = ("flags", "F", "I", "K", "P")
-    pushed(cells, variables, *names)
+    push_names(cells, variables, *names)
     cells.run(
         "told = [flags[0] is F.ALL, flags[0] == F.A | F.B, list(F.ALL), [*F.__members__], F.HIGH.value, "
         "flags[3] is I.RW, [*I.__members__], flags[4] is I.R, flags[5].value, flags[6].value, "

@@ -1,4 +1,4 @@
-"""Objects to the ranks and back."""
+"""Push objects to ranks, and pull them back."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .notebook import Notebook
 from .variants import few
 
 
-def double(x: float) -> float:
+def double_value(x: float) -> float:
     return 2 * x
 
 
-def in_the_notebook(code: str) -> dict[str, object]:
-    """What `code` defines when it runs in a notebook's ``__main__``."""
+def run_in_main(code: str) -> dict[str, object]:
+    """Run `code` in a notebook's ``__main__``; return the names it defines."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     exec(code, namespace)
     return namespace
@@ -57,7 +57,7 @@ def test_arrays_frames_tensors_and_networks_survive_a_round_trip(cells: ddip.Gro
 
 
 def test_functions_classes_and_lambdas_of_the_notebook_work_on_ranks(cells: ddip.Group) -> None:
-    made = in_the_notebook(
+    made = run_in_main(
         "class Scale:\n"
         "    def __init__(self, factor): self.factor = factor\n"
         "    def __call__(self, x): return self.factor * x\n"
@@ -106,7 +106,7 @@ def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: 
         case _:
             assert text.startswith(f"nothing was pulled: {name} is a model of FSDP, which lives on ranks only: ")
     if name != "inside":
-        code = text.split("`")[1]  # what it says to type
+        code = text.split("`")[1]  # the line that the message suggests to type
         cells.run(code)
         assert cells.pull([code.split()[0]])
     cells.run("del ddp, old, new, inside")
@@ -156,7 +156,7 @@ REFUSED = {
     "FSDP1 shards": "sharded(original[0])",
     "FSDP1 inner state": "original[0].module.state_dict()",
 }
-"""Objects of which rank 0 has its own part only."""
+"""Objects of which rank 0 has only its own part."""
 
 
 def a_sharded_tensor() -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def a_sharded_tensor() -> dict[str, torch.Tensor]:
 
 
 def test_parts_of_sharded_tensors_are_refused(cells: ddip.Group) -> None:
-    """Rank 0's part would pass for the whole: loaded on all ranks, it is half of a model, twice."""
+    """Rank 0's part could be mistaken for the whole: loaded on all ranks, it is half of a model, twice."""
     cells.run(SHARDED)
     cells.run("""
         class Box:
@@ -189,7 +189,7 @@ def test_parts_of_sharded_tensors_are_refused(cells: ddip.Group) -> None:
                 pytest.fail(what)
     with pytest.raises(TransferError, match="returned on rank 0 cannot be pickled: .* it holds a DTensor"):
         ddip.in_torchddp(2, a_sharded_tensor)
-    cells.run("local = list(model.parameters())[0].to_local()")  # asked for by name
+    cells.run("local = list(model.parameters())[0].to_local()")  # an explicit local part
     assert cells.pull(["local"])["local"].shape == (2, 4)
     with pytest.raises(CellError):
         cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
@@ -246,14 +246,14 @@ HELD = """
 """
 
 
-def held_here() -> list[str]:
-    """What this process has of memory that it shares with ranks."""
+def shared_memory_of_notebook() -> list[str]:
+    """Return the links of this process to memory that it shares with ranks."""
     links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [str(link) for link in links if "ddip-push" in str(link)]
 
 
-def held_there(cells: ddip.Group) -> list[str]:
-    """The same of all ranks."""
+def shared_memory_of_ranks(cells: ddip.Group) -> list[str]:
+    """Return the links of all ranks to memory that they share with the notebook."""
     cells.run(HELD)
     return [name for values in cells.pull_all(["held"], range(cells.world_size))[0] for name in values["held"]]
 
@@ -265,16 +265,16 @@ def test_large_objects_arrive_on_all_ranks_and_leave_nothing(
     if way != "memory":
         monkeypatch.delattr(os, "memfd_create")
     if way == "parts":
-        monkeypatch.setattr(shared.tempfile, "mkstemp", no_room)
+        monkeypatch.setattr(shared.tempfile, "mkstemp", raise_disk_full)
     before = sorted(path.name for path in cells.cluster.run_folder.iterdir())
     large = np.random.default_rng(0).integers(0, 256, LARGE, np.uint8)
     cells.push({"large": large, "small": 1})
-    cells.run("large[rank] = 0; total = int(large.sum()) + small")  # each has its own
+    cells.run("large[rank] = 0; total = int(large.sum()) + small")  # each rank has its own copy
     totals = [values["total"] for values in cells.pull_all(["total"], [0, 1])[0]]
     assert totals == [int(large.sum()) - int(large[rank]) + 1 for rank in (0, 1)]
-    assert held_here() == [] and bool(held_there(cells)) == (way == "memory")
-    cells.run("del large")  # it was the memory of that array
-    assert held_there(cells) == []
+    assert shared_memory_of_notebook() == [] and bool(shared_memory_of_ranks(cells)) == (way == "memory")
+    cells.run("del large")  # frees the memory of that array
+    assert shared_memory_of_ranks(cells) == []
     assert sorted(path.name for path in cells.cluster.run_folder.iterdir()) == before
 
 
@@ -302,9 +302,9 @@ def test_pushed_memory_is_shared_until_a_rank_changes_it(cells: ddip.Group) -> N
         assert found["total"] == 4 * half and found["sums"] == (half + rank * half, 2 * half)
         assert found["before"] == 0 and half / 1024 <= found["after"] <= half / 1024 + 64
     cells.run("del array")
-    assert all("ddip-push" in name for name in held_there(cells))
+    assert all("ddip-push" in name for name in shared_memory_of_ranks(cells))
     cells.run("del tensor")
-    assert held_there(cells) == []
+    assert shared_memory_of_ranks(cells) == []
 
 
 @pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
@@ -318,12 +318,12 @@ def test_large_objects_are_pulled_completely_and_leave_nothing(
     for rank, values in enumerate(pulled):
         assert (values["large"] == np.arange(LARGE) + rank).all()
         assert torch.equal(values["tensor"], torch.arange(LARGE) - rank)
-        values["large"][0] = values["tensor"][0] = 1000  # ours alone
+        values["large"][0] = values["tensor"][0] = 1000  # changes only our copy
     if way == "parts":
         cells.run("os.memfd_create = memory")
     cells.run("firsts = int(large[0]), int(tensor[0])")
     assert [values["firsts"] for values in cells.pull_all(["firsts"], [0, 1])[0]] == [(0, 0), (1, -1)]
-    assert held_there(cells) == []
+    assert shared_memory_of_ranks(cells) == []
 
 
 def test_a_rank_that_dies_while_it_packs_leaves_nothing(cells: ddip.Group) -> None:
@@ -337,17 +337,17 @@ def test_a_rank_that_dies_while_it_packs_leaves_nothing(cells: ddip.Group) -> No
     """)
     with pytest.raises(GroupError, match="pulling failed: .*rank 1.*SIGKILL"):
         cells.pull_all(["large", "dies"], [1])
-    assert held_here() == []
+    assert shared_memory_of_notebook() == []
     cells.repair(["kept"], 0)
-    assert held_there(cells) == []
+    assert shared_memory_of_ranks(cells) == []
 
 
-def no_room(**asked: object) -> None:
+def raise_disk_full(**asked: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def arrive(how: str) -> object:
-    """What an object does when a rank unpickles it."""
+def unpickle(how: str) -> object:
+    """Behave as `how` says when a rank unpickles the object."""
     import os
     import signal
     import sys
@@ -362,14 +362,14 @@ def arrive(how: str) -> object:
     return how
 
 
-class Arrives:
-    """An object that does something when it arrives."""
+class Unpickled:
+    """An object that raises, kills its process or hangs when it is unpickled."""
 
     def __init__(self, how: str) -> None:
         self.how = how
 
     def __reduce__(self) -> tuple[object, ...]:
-        return types.FunctionType(arrive.__code__, {"__builtins__": builtins}), (self.how,)
+        return types.FunctionType(unpickle.__code__, {"__builtins__": builtins}), (self.how,)
 
 
 @pytest.mark.parametrize(
@@ -388,12 +388,12 @@ def test_a_large_push_that_fails_changes_nothing_and_leaves_nothing(
     if how == "sleep":
         timer.start()
     with pytest.raises(error, match=text):
-        cells.push({"large": bytes(LARGE), "odd": Arrives(how)})
+        cells.push({"large": bytes(LARGE), "odd": Unpickled(how)})
     timer.cancel()
-    assert held_here() == []
+    assert shared_memory_of_notebook() == []
     cells.repair(["large"] if how == "die" else [], 0 if how == "die" else None)
     assert [values["large"] for values in cells.pull_all(["large"], [0, 1])[0]] == [1, 1]
-    assert held_there(cells) == []
+    assert shared_memory_of_ranks(cells) == []
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
@@ -401,7 +401,7 @@ def test_a_small_push_failing_on_one_rank_restores_others(cells: ddip.Group, how
     cells.push({"small": 1})
     cells.run("kept = small = [rank]")
     with pytest.raises((TransferError, GroupError), match="nothing was pushed|pushing failed"):
-        cells.push({"small": 2, "new": 3, "odd": Arrives(how)})
+        cells.push({"small": 2, "new": 3, "odd": Unpickled(how)})
     cells.repair()
     cells.run(
         "found = rank == 1 and 'kept' not in globals() or (small is kept, 'new' in globals(), 'odd' in globals())"
@@ -416,8 +416,8 @@ def test_a_failed_transfer_keeps_objects_pushed_before(cells: ddip.Group) -> Non
     with pytest.raises(TransferError, match="no variable nowhere"):
         cells.pull(["nowhere"])
     with pytest.raises(TransferError, match="odd cannot be unpickled"):
-        cells.push({"odd": Arrives("raise")})
-    cells.ranks.ask([0, 1], on_rank.drop(1 << 40))  # of a push that has never come there
+        cells.push({"odd": Unpickled("raise")})
+    cells.ranks.ask([0, 1], on_rank.drop(1 << 40))  # drops a push that never reached these ranks
     assert [values["number"] for values in cells.pull_all(["number"], [0, 1])[0]] == [2, 2]
 
 
@@ -438,7 +438,7 @@ def test_a_repair_transfers_large_objects(cells: ddip.Group) -> None:
         cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     assert cells.repair(["large"], 0) == [1]
     assert cells.pull(["large"], 1) == {"large": bytes(LARGE)}
-    assert held_here() == held_there(cells) == []
+    assert shared_memory_of_notebook() == shared_memory_of_ranks(cells) == []
 
 
 def test_a_sampler_of_rank_0_fits_a_new_rank(cells: ddip.Group) -> None:
@@ -536,14 +536,14 @@ def test_a_large_array_arrives_whole(cells: ddip.Group) -> None:
 
 @pytest.mark.grid
 def test_a_finished_transfer_leaves_no_objects(cells: ddip.Group) -> None:
-    """Neither of cells, nor of transfers, of questions on either channel, and of messages of widgets."""
+    """Prove that cells, transfers, requests and widget messages leave no records in the client."""
     client = cells.cluster.client
     tables = ("history", "results", "metadata", "outstanding", "_futures", "_output_futures", "listeners", "cells")
 
-    def kept() -> list[int]:
+    def table_sizes() -> list[int]:
         return [len(getattr(client, name)) for name in tables] + [sum(map(len, client._outstanding_dict.values()))]
 
-    def work() -> None:
+    def use_everything() -> None:
         cells.push({"x": 1})
         cells.pull_all(["x"], [0, 1])
         cells.peek_all(["x"], [0, 1])
@@ -558,16 +558,16 @@ def test_a_finished_transfer_leaves_no_objects(cells: ddip.Group) -> None:
     for _ in range(LATE_CELLS):
         cells.run("pass")
     for _ in range(KEPT // 10 + 1):
-        work()
-    before = kept()
+        use_everything()
+    before = table_sizes()
     for _ in range(10):
-        work()
+        use_everything()
         cells.run("pass")
-    wait_until(lambda: all(now <= then for now, then in zip(kept(), before, strict=True)), 10, f"{before} again")
+    wait_until(lambda: all(now <= then for now, then in zip(table_sizes(), before, strict=True)), 10, f"{before} again")
 
 
 def test_objects_are_freed_as_soon_as_they_have_travelled(cells: ddip.Group) -> None:
-    """Not only when Python looks for cycles, which it rarely does where there are many objects."""
+    """Free objects without the cycle collector, which runs rarely if there are many objects."""
     size = 1_000_000
     cells.run(f"there = bytes({size})")
     cells.pull(["there"])
@@ -603,7 +603,7 @@ with ddip.Group(2) as group:
 
 @pytest.mark.grid
 def test_a_widget_during_a_push_blocks_nothing_without_a_kernel(tmp_path: Path) -> None:
-    """As in IPython in a terminal: an exception in the client's thread left what came next where it was."""
+    """An exception in the client's thread used to stop later requests of IPython in a terminal."""
     script = tmp_path / "script.py"
     script.write_text(TERMINAL)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)

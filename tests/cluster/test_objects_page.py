@@ -1,4 +1,4 @@
-"""Each row of the tables in docs/objects.md: what arrives keeps what the page says, and what is refused says so."""
+"""Each row of the tables in docs/objects.md: arriving objects keep what the page says, others are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ARRIVES = {
     ),
     "open files": ("x = open('/proc/self/comm'); y = x.name", "assert type(x) is io.StringIO and x.read()"),
 }
-"""Code that makes variables of rank 0, and code that is run there when they have been to the notebook and back."""
+"""Code that defines variables on rank 0, and code that checks them there after a pull and a push."""
 MESH = "from torch.distributed.device_mesh import init_device_mesh; "
 REFUSED = {
     "models in `DistributedDataParallel`": {"torch.nn.parallel.DistributedDataParallel(net)": "plain = x.module"},
@@ -100,21 +100,21 @@ REFUSED = {
         "iter(DataLoader(range(8)))": "DataLoaderIter",
     },
 }
-"""Expressions, and what the error of a pull says; the GPU's are refused in ``gpu_cases.py``."""
+"""Expressions, and the error of a pull; ``gpu_cases.py`` has those of a GPU."""
 
 
-def rows() -> list[str]:
+def rows_of_page() -> list[str]:
     """Return the first column of the tables of the page, without headings."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     return [name for line in lines if (name := line.split("|")[1].strip()) != "object"]
 
 
 def test_each_row_of_the_page_has_a_case() -> None:
-    assert rows() == [*ARRIVES, *REFUSED]
+    assert rows_of_page() == [*ARRIVES, *REFUSED]
 
 
 def test_objects_arrive_as_the_page_says(cells: ddip.Group) -> None:
-    """There and back, on a rank that has made none of it."""
+    """Pull and push each object, and check it also on a rank that did not create it."""
     cells.run(SET_UP)
     for row, (make, check) in ARRIVES.items():
         cells.run(f"if rank == 0:\n    {make.replace(chr(10), chr(10) + '    ')}")

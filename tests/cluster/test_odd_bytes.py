@@ -1,4 +1,4 @@
-"""Bytes that are not UTF-8, in everything of a rank that other processes read."""
+"""Bytes that are not UTF-8, in everything that other processes read from a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD = {
 
 
 def test_odd_bytes_hide_neither_a_death_nor_its_figures(cells: ddip.Group) -> None:
-    """All kinds at once: each must pass, and a death costs a second."""
+    """Use all kinds at once: each must pass, and every death costs a second."""
     cells.options.failure_grace = 0.1
     cells.run(TEN_STEPS)
     cells.run("result = train()")

@@ -1,4 +1,4 @@
-"""``ddip.dist_state`` keeps each rank's own state, and a fault at any line loses at most the newest save."""
+"""``ddip.dist_state`` keeps each rank's own state; a fault at any line loses at most the newest save."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def ranks(cells: ddip.Group, nothing_kept: None) -> ddip.Group:
     return cells
 
 
-def undisturbed(group: ddip.Group, kind: str, folder: Path) -> None:
-    """Write what 14 steps give on each rank, and take 4 of them again."""
+def write_expected_and_train(group: ddip.Group, kind: str, folder: Path) -> None:
+    """Write the results of 14 undisturbed steps on each rank; then train 4 of them again."""
     group.run(f"""
         make({kind})
         torch.save((train(0, 14), outcome()), f"{folder}/{{rank}}")
@@ -130,18 +130,18 @@ def undisturbed(group: ddip.Group, kind: str, folder: Path) -> None:
     """)
 
 
-def repaired(group: ddip.Group) -> None:
+def repair_ended_ranks(group: ddip.Group) -> None:
     wait_until(lambda: group.ranks.ended)
     for rank in group.repair():
         group.run(f"if rank == {rank}:\n    exec({CODE!r})")
 
 
-def killed(group: ddip.Group, rank: int) -> None:
+def kill_and_repair(group: ddip.Group, rank: int) -> None:
     os.kill(group.members[rank].pid, signal.SIGKILL)
-    repaired(group)
+    repair_ended_ranks(group)
 
 
-def continues(group: ddip.Group, kind: str, folder: Path, steps: str = "(4,)") -> None:
+def assert_continues(group: ddip.Group, kind: str, folder: Path, steps: str = "(4,)") -> None:
     group.run(f"""
         make({kind})
         first = state.restore()
@@ -156,16 +156,16 @@ FEW = [pytest.param(kind, marks=[pytest.mark.grid] * (number > 0)) for number, k
 
 @pytest.mark.parametrize("kind", FEW)
 def test_each_rank_restores_its_own_state(ranks: ddip.Group, kind: str, tmp_path: Path) -> None:
-    """Buffers, learning rates, momenta of the parameters it uses, schedulers, generators, samplers, averages."""
-    undisturbed(ranks, kind, tmp_path)
+    """Restore buffers, learning rates, momenta, schedulers, generators, samplers and averages."""
+    write_expected_and_train(ranks, kind, tmp_path)
     for rank in (1, 0):
-        killed(ranks, rank)
-        continues(ranks, kind, tmp_path)
+        kill_and_repair(ranks, rank)
+        assert_continues(ranks, kind, tmp_path)
         ranks.run(f"state.forget(); make({kind}); train(0, 4)")
 
 
 def test_a_failed_save_and_fatal_restore_lose_one_save(ranks: ddip.Group, tmp_path: Path) -> None:
-    undisturbed(ranks, "ensemble", tmp_path)
+    write_expected_and_train(ranks, "ensemble", tmp_path)
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("""
             exchange, ddip.sharded.state.mirror = ddip.sharded.state.mirror, lambda *copies: fail()
@@ -175,12 +175,12 @@ def test_a_failed_save_and_fatal_restore_lose_one_save(ranks: ddip.Group, tmp_pa
     ranks.run("ddip.sharded.state.mirror = exchange")
     with pytest.raises(ddip.CellError):
         ranks.run("make(ensemble)\nif rank == 1: model.load_state_dict = lambda state: die()\nstate.restore()")
-    repaired(ranks)
-    continues(ranks, "ensemble", tmp_path, "(4, 5)")
+    repair_ended_ranks(ranks)
+    assert_continues(ranks, "ensemble", tmp_path, "(4, 5)")
 
 
 def count_lines(group: ddip.Group, cell: str) -> int:
-    """Return how many lines of ddip/sharded a cell runs with ``counted``."""
+    """Return how many lines of ddip/sharded a cell runs within ``counted``."""
     group.run(cell.format(action="At() as counted") + "\nlines = len(counted.lines)")
     lines: int = group.pull(["lines"], 1)["lines"]
     return lines
@@ -191,12 +191,12 @@ RESTORE = "make(ensemble)\nwith {action}: state.restore()"
 LOSE = "if rank == 1: ddip.sharded.state._kept.clear()"
 
 
-def again(group: ddip.Group) -> None:
+def train_again(group: ddip.Group) -> None:
     group.run("state.forget(); make(ensemble); train(0, 4)")
 
 
 PARTS = [(SAVE, "(4, 5)"), (RESTORE, "(4,)"), (f"{LOSE}\n{RESTORE}", "(4,)")]
-"""Of a rank that saves, restores, or restores as a new rank: the cell, and the steps that may be restored after it."""
+"""The cell of a rank that saves, restores, or restores as a new rank; and the steps that may be restored after it."""
 SOME = [pytest.param(*part, 30, marks=pytest.mark.grid) for part in PARTS]
 
 
@@ -205,17 +205,17 @@ SOME = [pytest.param(*part, 30, marks=pytest.mark.grid) for part in PARTS]
 def test_a_death_at_any_line(
     ranks: ddip.Group, cell: str, steps: str, every: int, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """At each of them with ``--every-line``, which takes 10 minutes; else at a few."""
-    undisturbed(ranks, "ensemble", tmp_path)
+    """Die at every line with ``--every-line``, which takes 10 minutes; otherwise at a few lines."""
+    write_expected_and_train(ranks, "ensemble", tmp_path)
     lines = count_lines(ranks, cell)
     assert lines > 60
     chosen = range(1, lines + 1) if pytestconfig.getoption("--every-line") else range(every // 3, lines + 1, every)
     for number in chosen:
-        again(ranks)
+        train_again(ranks)
         with pytest.raises(ddip.CellError):
             ranks.run(cell.format(action=f"At({number}, die if rank == 1 else lambda: 0)"))
-        repaired(ranks)
-        continues(ranks, "ensemble", tmp_path, steps)
+        repair_ended_ranks(ranks)
+        assert_continues(ranks, "ensemble", tmp_path, steps)
 
 
 @pytest.mark.grid
@@ -223,19 +223,19 @@ def test_a_death_at_any_line(
 def test_a_failure_anywhere_in_save_then_death_loses_one_save(
     ranks: ddip.Group, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    undisturbed(ranks, "ensemble", tmp_path)
+    write_expected_and_train(ranks, "ensemble", tmp_path)
     chosen = random.Random(0)
     in_save, in_restore = count_lines(ranks, SAVE), count_lines(ranks, RESTORE)
     for _ in range(45 if pytestconfig.getoption("--every-line") else 6):
-        again(ranks)
+        train_again(ranks)
         number, rank = chosen.randint(1, in_save), chosen.randint(0, 1)
         with pytest.raises(ddip.CellError, match="planted"):
             ranks.run(SAVE.format(action=f"At({number}, fail if rank == {rank} else lambda: 0)"))
         number, rank = chosen.randint(1, in_restore), chosen.randint(0, 1)
         with pytest.raises(ddip.CellError):
             ranks.run(RESTORE.format(action=f"At({number}, die if rank == {rank} else lambda: 0)"))
-        repaired(ranks)
-        continues(ranks, "ensemble", tmp_path, "(4, 5)")
+        repair_ended_ranks(ranks)
+        assert_continues(ranks, "ensemble", tmp_path, "(4, 5)")
 
 
 def test_a_save_before_training_restores_an_optimizer_without_momentum(ranks: ddip.Group) -> None:
@@ -269,13 +269,15 @@ def test_the_sampler_within_a_sampler_is_restored(ranks: ddip.Group) -> None:
 
 
 def test_a_second_model_needs_a_name_but_reruns_do_not(ranks: ddip.Group) -> None:
-    """Also if the output history or a traceback holds the former model."""
+    """The output history or a traceback may still hold the former model."""
     cell = "a, b = nn.Linear(2, 2), nn.Linear(2, 2)\nsa, sb = ddip.dist_state(a), ddip.dist_state(b)\n"
     ranks.run(cell + "sa.save(1)")
     for call in ("sb.save(1)", "sb.restore(default=0)"):
         with pytest.raises(ddip.CellError, match="ValueError: .*`a` holds another model, which is kept as 'state'"):
             ranks.run(call)
-    ranks.run("ddip.dist_state(nn.Sequential(a)).save(2); ddip.dist_state(b, name='b').save(1)")  # a wrapper; a name
+    ranks.run(
+        "ddip.dist_state(nn.Sequential(a)).save(2); ddip.dist_state(b, name='b').save(1)"
+    )  # a wrapper, and a name
     ranks.run("get_ipython().user_ns['Out'][0] = get_ipython().user_ns['_'] = a, sa; weight = a.weight")
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("sa.save(3)\nmodel = a\ndef use(model): fail()\ndel model; use(a)")
@@ -378,7 +380,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_save_refuses_state_that_could_not_be_restored(ranks: ddip.Group, case: str) -> None:
-    """On all ranks, if it is only one rank's; and the former save stays."""
+    """All ranks refuse if one rank's state cannot be restored; the former save stays."""
     line, message = REFUSED[case]
     ranks.run("""
         from torch.distributed.device_mesh import init_device_mesh
@@ -412,7 +414,7 @@ def test_ranks_without_a_state_are_refused_at_once(ranks: ddip.Group) -> None:
 
 
 def test_a_replica_is_stored_once_and_ranks_that_differ_twice(ranks: ddip.Group) -> None:
-    """Of each of the last two saves; also values that differ in order or sign alone."""
+    """Check each of the last two saves; values may differ in order or sign only."""
     ranks.run("""
         def kept(model):
             state = ddip.dist_state(model, name="kept")

@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/ does what the page says, pasted in the order of the page."""
+"""Every code block of the README and of docs/ works, pasted in the order of the page."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WITH_CODE = [page for page in PAGES if any(block.is_cell or "terminal" in block.
 
 
 def name_of(page: Path) -> str:
-    """As it is called in the repository."""
+    """Return the path of a page within the repository."""
     return str(page.relative_to(ROOT))
 
 
 def needs_data(page: Path) -> bool:
-    """Does a block of it ask for fastai's data sets?"""
+    """Return True if a block of the page needs fastai's data sets."""
     return any("data" in block.marks for block in blocks_of(page))
 
 
 def needs_extra(page: Path) -> bool:
-    """Does it need packages that ``make test`` does not install?"""
+    """Return True if the page needs packages that ``make test`` does not install."""
     return any("needs" in block.marks for block in blocks_of(page))
 
 
@@ -48,11 +48,11 @@ def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
         path, _, heading = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.is_file(), target
-        assert not heading or heading in _headings(file), target
+        assert not heading or heading in _anchors_of(file), target
 
 
-def _headings(page: Path) -> set[str]:
-    """The headings of a page, as links name them."""
+def _anchors_of(page: Path) -> set[str]:
+    """Return the headings of a page, as links name them."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in found}
 
@@ -70,18 +70,18 @@ def test_the_blocks_of_a_page_run_as_they_are_pasted(
 
 
 def run_blocks(page: Path, notebook: Notebook, folder: Path) -> None:
-    """Paste all blocks of `page` into `notebook`, which is in `folder`."""
+    """Paste all blocks of `page` into `notebook`, which runs in `folder`."""
     for block in blocks_of(page):
         where = f"{page.name}:{block.line}"
         if "file" in block.marks:
             (folder / block.marks["file"]).write_text(block.text)
         elif "terminal" in block.marks:
-            _check(block, where, _in_a_terminal(block.text, folder, where))
+            _assert_shown(block, where, _run_in_terminal(block.text, folder, where))
         elif block.is_cell:
-            _check(block, where, _in_the_notebook(notebook, block, where))
+            _assert_shown(block, where, _run_in_notebook(notebook, block, where))
 
 
-def _in_a_terminal(text: str, folder: Path, where: str) -> str:
+def _run_in_terminal(text: str, folder: Path, where: str) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["sh", "-ec", text], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
@@ -90,14 +90,14 @@ def _in_a_terminal(text: str, folder: Path, where: str) -> str:
     return done.stdout
 
 
-def _in_the_notebook(notebook: Notebook, block: Block, where: str) -> str:
+def _run_in_notebook(notebook: Notebook, block: Block, where: str) -> str:
     shown = notebook.run(block.text, timeout=500 if "data" in block.marks else 240)
     wanted = block.marks.get("raises", "")
     assert shown.error == wanted, f"{where}\n{block.text}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
     return "\n".join([shown.text, shown.traceback])
 
 
-def _check(block: Block, where: str, shown: str) -> None:
+def _assert_shown(block: Block, where: str, shown: str) -> None:
     assert pattern_of(block.shows).search(shown), (
         f"{where}\n{block.text}\nshall show\n{block.shows}\nbut shows\n{shown}"
     )

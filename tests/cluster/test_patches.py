@@ -1,4 +1,4 @@
-"""What ddip changes in the modules of others, for all code of a process: the table in docs/design.md has all of it."""
+"""Process-wide patches of foreign modules: the table in docs/design.md lists all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_patches():
         path, owner = left.pop()
         for name, value in list(vars(owner).items()):
             if issubclass(type(value), types.ModuleType) or re.fullmatch("__(?!init|iter).*__|_instance", name):
-                continue  # a singleton of ours is no change
+                continue  # a singleton of ours is not a patch
             if is_ours(value):
                 found.add(f"{path}.{name}")
             elif issubclass(type(value), type) and value not in seen:
@@ -40,7 +40,7 @@ def find_patches():
     return sorted(found)
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # attributes that tell their age
+    warnings.simplefilter("ignore")  # deprecated attributes
     patches = find_patches()
 """
 

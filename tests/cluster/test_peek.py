@@ -1,4 +1,4 @@
-"""A look into a busy rank: what its variables are at this moment, while its cell goes on."""
+"""Snapshots of a busy rank's variables, taken while its cell continues."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, Tra
 from ddip.group.objects import delivery, transfer
 
 from .leftovers import controllers_of, wait_until
-from .meanwhile import meanwhile, press_stop, stopped
+from .meanwhile import meanwhile, press_stop, suspended
 from .notebook import Notebook
-from .test_objects import held_here, held_there
+from .test_objects import shared_memory_of_notebook, shared_memory_of_ranks
 from .variants import few
 
 LARGE = 2 * delivery.LARGE
 THREAD = "ddip-beside"
-"""Name of the thread that pickles."""
+"""Name of the pickling thread."""
 
 
 @contextlib.contextmanager
-def running(cells: ddip.Group, folder: Path, code: str) -> Iterator[None]:
-    """A cell runs meanwhile: `code`, in which ``end()`` tells whether it is to end, and which calls ``begun()``."""
+def running_cell(cells: ddip.Group, folder: Path, code: str) -> Iterator[None]:
+    """Run `code` in a cell meanwhile; it calls ``begun()``, and ends once ``end()`` is true."""
     errors: list[BaseException] = []
     set_up = f"""
 from pathlib import Path
@@ -43,13 +43,13 @@ def wait():
     while not end(): time.sleep(0.001)
 """
 
-    def run() -> None:
+    def run_cell() -> None:
         try:
             cells.run(set_up + code, quiet=True, show_ranks=[])
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run_cell)
     thread.start()
     try:
         wait_until(lambda: errors or all((folder / f"begun{rank}").exists() for rank in range(2)))
@@ -62,13 +62,13 @@ def wait():
 
 
 def threads_of(cells: ddip.Group, rank: int = 0) -> list[str]:
-    """Names of the threads of `rank`."""
+    """Return the names of the threads of `rank`."""
     stack = cells.stacks()[rank]
     return [] if stack is None else list(stack.threads)
 
 
-def left(cells: ddip.Group) -> list[tuple[int, int]]:
-    """Looks of which each rank has something, and those that pickle."""
+def pending_snapshots(cells: ddip.Group) -> list[tuple[int, int]]:
+    """Return, per rank, how many snapshots it still holds and how many are being pickled."""
     cells.run("from ddip.rank.objects import rank_peek as peek\nleft = len(peek._peeks), len(peek._pickling)")
     return [values["left"] for values in cells.pull_all(["left"], [0, 1])[0]]
 
@@ -81,7 +81,7 @@ begun()
 while not end():
     losses.append(len(losses)); weight += 1
 """
-    with running(cells, tmp_path, f"import torch\n{loop}"):
+    with running_cell(cells, tmp_path, f"import torch\n{loop}"):
         first = cells.peek(["losses", "weight"])
         assert first["losses"] == [*range(len(first["losses"]))]
         wait_until(lambda: len(cells.peek(["losses"])["losses"]) > len(first["losses"]))
@@ -92,12 +92,12 @@ while not end():
 def test_all_ranks_answer_while_some_wait_in_a_collective(cells: ddip.Group, tmp_path: Path) -> None:
     set_up = "import torch, torch.distributed as dist\nx = torch.ones(1) + rank"
     code = f"{set_up}\nbegun()\nif rank: wait()\ndist.all_reduce(x)"
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         wait_until(lambda: str(cells.stacks()[0].place).startswith("all_reduce"))  # type: ignore[union-attr]
         values, moved = cells.peek_all(["rank", "x"], [0, 1])
         assert values == [{"rank": 0, "x": torch.ones(1)}, {"rank": 1, "x": torch.full((1,), 2.0)}] and moved == []
         assert cells.peek(["rank"], 1) == {"rank": 1}
-    assert cells.peek_all(["x"], [1, 0])[0] == [{"x": torch.full((1,), 3.0)}] * 2  # idle ranks, too
+    assert cells.peek_all(["x"], [1, 0])[0] == [{"x": torch.full((1,), 3.0)}] * 2  # also of idle ranks
 
 
 @pytest.mark.parametrize("size", [100_000, *(pytest.param(n, marks=pytest.mark.grid) for n in (3_000, 5_000_000))])
@@ -105,16 +105,16 @@ def test_all_ranks_answer_while_some_wait_in_a_collective(cells: ddip.Group, tmp
 def test_a_tensor_is_consistent_while_operators_write_to_it(
     cells: ddip.Group, tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 116 looks at 100 000 numbers, 69 were a mixture of two values."""
+    """Without synchronization, 69 of 116 snapshots of 100 000 numbers mixed two values."""
     loop = f"import torch\nx, other = torch.zeros({size}), torch.zeros({size})\nbegun()\n"
-    with running(cells, tmp_path, loop + "while not end():\n    for _ in range(20): x.add_(1); other.sub_(1)"):
+    with running_cell(cells, tmp_path, loop + "while not end():\n    for _ in range(20): x.add_(1); other.sub_(1)"):
         last = -1.0
         for _ in range(30):
             values = cells.peek(["x", "other"], seconds=30)
             assert values["x"].min() == values["x"].max() >= last
             assert values["other"].min() == values["other"].max()
             last = values["x"][0].item()
-            assert 0 <= last + values["other"][0] <= 1  # of one moment
+            assert 0 <= last + values["other"][0] <= 1  # both are from the same moment
     assert capsys.readouterr().err == ""
 
 
@@ -122,7 +122,7 @@ def test_an_operation_that_may_have_written_in_part_is_named(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "import torch, torch.distributed as dist\nx = torch.ones(3)\nbegun()\nif rank: wait()\ndist.all_reduce(x)"
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         wait_until(lambda: str(cells.stacks()[0].place).startswith("all_reduce"))  # type: ignore[union-attr]
         assert cells.peek(["rank"]) == {"rank": 0} and capsys.readouterr().err == ""
         cells.peek(["x"])
@@ -141,7 +141,7 @@ thread = threading.Thread(target=write); thread.start()
 wait()
 done = True; thread.join()
 """
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         wait_until(lambda: is_refused(cells, "x", "another thread writes to a tensor of it"))
 
 
@@ -155,7 +155,7 @@ def is_refused(cells: ddip.Group, name: str, why: str) -> bool:
 
 @pytest.mark.grid
 def test_a_child_of_the_cell_is_not_paused(cells: ddip.Group, tmp_path: Path) -> None:
-    """A call that waits for the main thread is inherited by processes that it forks."""
+    """A forked child inherits a call that is pending for the main thread."""
     code = """
 import os, torch
 x, ended = torch.zeros(1000), 0
@@ -164,7 +164,7 @@ while not end():
     if (child := os.fork()) == 0: os._exit(0)
     ended += os.waitpid(child, 0)[1] == 0
 """
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         for _ in range(20):
             cells.peek(["x"], seconds=30)
         before = cells.peek(["ended"])["ended"]
@@ -172,7 +172,7 @@ while not end():
 
 
 def test_a_missing_name_says_when_it_will_be_available(cells: ddip.Group, tmp_path: Path) -> None:
-    with running(cells, tmp_path, "def train():\n    inner = 1\n    wait()\nouter = 2\ntrain()"):
+    with running_cell(cells, tmp_path, "def train():\n    inner = 1\n    wait()\nouter = 2\ntrain()"):
         assert cells.peek(["outer"]) == {"outer": 2}
         with pytest.raises(TransferError) as error:
             cells.peek(["outer", "inner"])
@@ -188,7 +188,7 @@ def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -
     cells.run(f"import threading, numpy; lock = threading.Lock(); fine = 1; large = numpy.zeros({LARGE})")
     with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0: TypeError: .*lock"):
         cells.peek(["large", "lock", "fine"])
-    assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
+    assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
 
 
 def test_a_constantly_changing_dict_arrives_consistently(cells: ddip.Group, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ thread = threading.Thread(target=change); thread.start()
 wait()
 done = True; thread.join()
 """
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         for _ in range(10):
             table = cells.peek(["table"])["table"]
             assert all(table[i] == i for i in range(10_000)) and len(table) <= 10_002
@@ -255,7 +255,7 @@ def test_a_tensor_freed_while_pickled_causes_no_crash(cells: ddip.Group, times: 
             TransferError, match=r"pair cannot be pickled on rank 0: Changed: .*tensor of it .*20 times"
         ):
             cells.peek(["pair"])
-    assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
+    assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
 
 
 HANGS = {"loops": "while True: pass", "lock": "lock.acquire()", "sleeps": "time.sleep(3)"}
@@ -274,7 +274,7 @@ class Bad:
 bad = Bad()
 wait()
 """
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         began = time.monotonic()
         with pytest.raises(TransferError) as error:
             cells.peek(["fine", "bad"], seconds=0.5)
@@ -291,7 +291,7 @@ wait()
         else:
             wait_until(lambda: THREAD not in threads_of(cells))
     cells.run("import torch.distributed as dist; dist.barrier(); lock.release()")
-    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+    wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
 
 
 @pytest.mark.grid
@@ -310,21 +310,21 @@ def test_the_number_of_hanging_snapshots_is_limited(cells: ddip.Group) -> None:
     with pytest.raises(TransferError, match=r"rank 0: RuntimeError: 8 former ones have not ended: cell .*line 5$"):
         cells.peek(["fine"])
     cells.run("lock.release()")
-    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+    wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
     assert cells.peek(["fine"]) == {"fine": 1}
 
 
 def test_a_suspended_rank_is_named_and_continues(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
-    with stopped([pid]), pytest.raises(TransferError) as error:
+    with suspended([pid]), pytest.raises(TransferError) as error:
         cells.peek_all(["kept"], [0, 1], seconds=0.5)
     assert str(error.value) == (
         f"nothing was pulled: rank 1 has not answered within 0.5 s: stopped (SIGSTOP); kill -CONT {pid} continues it; "
         "-t SECONDS waits longer"
     )
     assert cells.peek(["kept"], 1) == {"kept": 1}
-    assert left(cells) == [(0, 0), (0, 0)]
+    assert pending_snapshots(cells) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.grid
@@ -332,15 +332,15 @@ def test_a_suspended_controller_is_named(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     its = [controllers_of(os.getpid())[0].pid]
     text = r"^nothing was pulled: the controller is stopped \(SIGSTOP\)"
-    with stopped(its), pytest.raises(TransferError, match=text):
+    with suspended(its), pytest.raises(TransferError, match=text):
         cells.peek(["kept"], seconds=0.3)
     assert cells.peek(["kept"], 1) == {"kept": 1}
-    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+    wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
 
 
 def test_a_rank_whose_main_thread_holds_the_interpreter_is_named(cells: ddip.Group, tmp_path: Path) -> None:
     code = "import ctypes\nkept = rank\nbegun()\nif rank: ctypes.PyDLL(None).usleep(2_500_000)\nwait()"
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         with pytest.raises(TransferError, match=r"rank 1 has not answered within 0.2 s: .*line \d+.*C code may hold"):
             cells.peek(["kept"], 1, seconds=0.2)
         assert cells.peek(["kept"], 1) == {"kept": 1}
@@ -373,17 +373,17 @@ def test_large_objects_arrive_completely_and_leave_nothing(
         monkeypatch.setattr("ddip.group.watching.peek.PART", LARGE // 3)
     before = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
     code = f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank\nwait()"
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         values, _ = cells.peek_all(["large", "tensor", "rank"], [0, 1])
         for rank, value in enumerate(values):
             assert (value["large"] == np.arange(LARGE) + rank).all()
             assert torch.equal(value["tensor"], torch.arange(LARGE) - rank)
-            value["large"][0] = value["tensor"][0] = 1000  # ours alone
+            value["large"][0] = value["tensor"][0] = 1000  # changes only our copy
         again = cells.peek(["large", "tensor"], 1)
         assert again["large"][0] == 1 and again["tensor"][0] == -1
-    assert held_there(cells) == [] and left(cells) == [(0, 0), (0, 0)]
-    del values, value, again  # what came is their memory
-    assert held_here() == []
+    assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
+    del values, value, again  # they hold the received memory
+    assert shared_memory_of_notebook() == []
     assert not before or sorted(os.listdir("/dev/shm")) == before
 
 
@@ -397,20 +397,22 @@ class Bad:
 bad, fine = Bad(), 1
 wait()
 """
-    with running(cells, tmp_path, code):
+    with running_cell(cells, tmp_path, code):
         thread = meanwhile(lambda: THREAD in threads_of(cells), press_stop)
         with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was interrupted$"):
             cells.peek(["bad"], seconds=60)
         thread.join()
         assert cells.peek(["fine"]) == {"fine": 1}
     cells.run("lock.release()")
-    wait_until(lambda: left(cells) == [(0, 0), (0, 0)])
+    wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
 
 
 def test_a_cell_can_be_stopped_while_something_large_is_pickled(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("large = [float(i) for i in range(3_000_000)]")
     pulled: list[object] = []
-    with running(cells, tmp_path, "begun()\ntry:\n    while not end(): pass\nexcept KeyboardInterrupt: stopped = True"):
+    with running_cell(
+        cells, tmp_path, "begun()\ntry:\n    while not end(): pass\nexcept KeyboardInterrupt: stopped = True"
+    ):
         thread = threading.Thread(target=lambda: pulled.append(len(cells.peek(["large"], 0, 60)["large"])))
         thread.start()
         wait_until(lambda: THREAD in threads_of(cells))

@@ -1,4 +1,4 @@
-"""Settings of the whole process: what cuts off their restoration leaves none changed, and what a cell sets stays."""
+"""Process-wide settings: an aborted restoration leaves none changed, and settings made by a cell stay."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def theirs():
 
 @pytest.fixture
 def ranks(cells: ddip.Group) -> ddip.Group:
-    cells.options.failure_grace = 30.0  # all ranks fail alike; a loaded machine may keep one waiting
+    cells.options.failure_grace = 30.0  # all ranks fail alike, but a loaded machine may delay one
     cells.run(CUT + STATE + THEIRS + TEN_STEPS)
     return cells
 
 
 def test_an_interrupted_context_exit_still_restores_its_settings(ranks: ddip.Group) -> None:
-    """All kinds in one group, so that each begins with what those before it have left."""
+    """Test all kinds in one group, so that each starts with what the previous ones left."""
     ranks.run("undisturbed = train()")
     for manager, code in WITH.values():
         with pytest.raises(ddip.CellError, match="KeyboardInterrupt"):
@@ -147,7 +147,7 @@ class Slow:
 
 
 def test_a_stop_waits_until_a_users_context_manager_has_left(ranks: ddip.Group, tmp_path: Path) -> None:
-    """Of 24 stops in a loop that entered and left one, 6 left its setting changed."""
+    """Without the wait, 6 of 24 stops in a loop that enters and leaves one left its setting changed."""
     ranks.run(SLOW.format(folder=str(tmp_path)))
     stopped = meanwhile(lambda: len(list(tmp_path.iterdir())) == 2, press_stop)
     with pytest.raises(CellInterrupted):
@@ -181,7 +181,7 @@ done = losses, [p.tolist() for p in net.parameters()], os.environ["MINE"], state
 def test_a_new_rank_has_the_settings_that_cells_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without them it would not find its files, or compute with other numbers."""
+    """Without them, the new rank would not find its files, or would compute other numbers."""
     monkeypatch.setenv("LANG_OF_A_TEST", "C")
     (tmp_path / "data.txt").write_text("\n".join(f"{n / 7} {n / 3} 1" for n in range(8)))
     (tmp_path / "rates.py").write_text("def of(text): return float(text)\n")

@@ -1,4 +1,4 @@
-"""Profiled cells, and which collective each rank is in."""
+"""Profiled cells, and the collective that each rank is in."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ train()
 """
 
 
-def result(cells: ddip.Group, ranks: tuple[int, ...] = (0, 1)) -> Profile:
-    """Of the last cell; the parts of the time of each rank add up."""
+def last_profile(cells: ddip.Group, ranks: tuple[int, ...] = (0, 1)) -> Profile:
+    """Return the last profile; the parts of each rank's time must add up."""
     profile = cells.last_profile
     assert profile is not None and tuple(profile.ranks) == ranks
     for each in profile.ranks.values():
@@ -45,7 +45,7 @@ def result(cells: ddip.Group, ranks: tuple[int, ...] = (0, 1)) -> Profile:
 
 
 def traces_in(folder: Path) -> dict[str, Any]:
-    """All files there, which are JSON."""
+    """Return all files of a folder, which must be JSON."""
     return {path.name: json.loads(gzip.decompress(path.read_bytes())) for path in folder.iterdir()}
 
 
@@ -55,7 +55,7 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     cells.run(SETUP)
     capsys.readouterr()
     cells.run("train(sleeper=1)", profile=str(tmp_path / "out"))
-    profile = result(cells)
+    profile = last_profile(cells)
     assert profile.slowest_rank == 1 and profile.ranks[0].waiting > 0.3 and profile.ranks[1].idle > 0.3
     assert profile.ranks[1].waiting < 0.1
     slowest = profile.slowest_collective
@@ -69,7 +69,7 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     files = traces_in(tmp_path / "out")
     merged = files.pop("all_ranks.perfetto-trace")
     assert set(files) == {f"rank_{rank}.pt.trace.json.gz" for rank in (0, 1)}
-    for rank in (0, 1):  # what Holistic Trace Analysis and TensorBoard know a rank by
+    for rank in (0, 1):  # Holistic Trace Analysis and TensorBoard identify a rank by these
         trace = files[f"rank_{rank}.pt.trace.json.gz"]
         info = trace["distributedInfo"]
         assert (info["rank"], info["world_size"], info["backend"]) == (rank, 2, "gloo")
@@ -81,17 +81,17 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     assert its == {1: "rank 0", 2: "rank 1"}
     work = [event for event in merged["traceEvents"] if event["name"] == "gloo:all_reduce"]
     ends = [max(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in its]
-    assert abs(ends[0] - ends[1]) < 50_000  # microseconds: the last all_reduce ends on both at once
+    assert abs(ends[0] - ends[1]) < 50_000  # microseconds: the last all_reduce ends on both ranks together
 
 
 def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run(SETUP)
     cells.run("Items.slow = 0; train()", profile=str(tmp_path))
-    profile = result(cells)
+    profile = last_profile(cells)
     assert profile.slowest_rank == 0 and profile.ranks[0].loading > 0.25 and profile.ranks[1].loading < 0.1
     assert "slowest: rank 0; rank 1 waited" in capsys.readouterr().out
     cells.run("t = time.thread_time()\nwhile time.thread_time() < t + 0.2: pass", profile=str(tmp_path))
-    profile = result(cells)  # in place of the former one
+    profile = last_profile(cells)  # replaces the former profile
     assert all(each.python > 0.15 for each in profile.ranks.values()) and len(list(tmp_path.iterdir())) == 3
 
 
@@ -100,16 +100,16 @@ def test_a_failed_or_stopped_cell_is_also_profiled(cells: ddip.Group, tmp_path: 
     cells.run("import time, torch, torch.distributed as dist")
     with pytest.raises(ddip.CellError, match="division by zero"):
         cells.run("1 / rank\ndist.barrier()", profile=str(tmp_path / "failed"))
-    assert result(cells).slowest_rank == 0
+    assert last_profile(cells).slowest_rank == 0
     stopped = meanwhile(lambda: all(on and on.place.line == 2 for on in cells.stacks().values()), press_stop)
     with pytest.raises(ddip.CellInterrupted):
         cells.run("time.sleep(0.3)\ntime.sleep(30)", profile=str(tmp_path / "stopped"))
     stopped.join()
-    assert all(0.1 < each.idle < 10 for each in result(cells).ranks.values())
+    assert all(0.1 < each.idle < 10 for each in last_profile(cells).ranks.values())
     for folder in ("failed", "stopped"):
         assert len(traces_in(tmp_path / folder)) == 3
     cells.run("pass")
-    assert result(cells).ranks[0].idle > 0.1  # of the last that was profiled
+    assert last_profile(cells).ranks[0].idle > 0.1  # still the last profiled cell
 
 
 @pytest.mark.grid
@@ -118,7 +118,7 @@ def test_an_ended_rank_has_no_profile(cells: ddip.Group, tmp_path: Path, capsys:
         cells.run(
             "import os, torch.distributed as dist\nif rank: os._exit(3)\ndist.barrier()", profile=str(tmp_path / "out")
         )
-    assert result(cells, (0,)).missing == {1: "its process has ended"}
+    assert last_profile(cells, (0,)).missing == {1: "its process has ended"}
     assert "rank 1: no profile: its process has ended" in capsys.readouterr().out
     assert set(traces_in(tmp_path / "out")) == {"rank_0.pt.trace.json.gz", "all_ranks.perfetto-trace"}
     cells.repair()
@@ -137,19 +137,19 @@ def test_a_profiler_of_the_cells_own_has_precedence(
         """,
         profile=str(tmp_path),
     )
-    result(cells)
+    last_profile(cells)
     out = capsys.readouterr().out
     assert re.search(r"rank 1: recorded only the first .*: a profiler that the cell itself has started", out)
     cells.run("left_on = torch.profiler.profile(); left_on.start()", ranks=[0])
     try:
         cells.run("pass", profile=str(tmp_path))
-        assert result(cells, (1,)).missing == {0: "a profiler of a former cell's is still on"}
+        assert last_profile(cells, (1,)).missing == {0: "a profiler of a former cell's is still on"}
     finally:
         cells.run("left_on.stop()", ranks=[0])
 
 
 def test_a_profiler_in_a_thread_stops_only_the_recording(cells: ddip.Group, tmp_path: Path) -> None:
-    """To write what is left of ours crashes the process."""
+    """Writing the rest of ddip's recording would crash the process."""
     cells.run(
         """
         import threading, torch
@@ -163,9 +163,9 @@ def test_a_profiler_in_a_thread_stops_only_the_recording(cells: ddip.Group, tmp_
         profile=str(tmp_path / "out"),
     )
     why = "a thread of the cell has started a profiler"
-    assert result(cells, ()).missing == {0: why, 1: why} and not (tmp_path / "out").exists()
-    cells.run("await __import__('asyncio').sleep(0.05)", profile=str(tmp_path))  # and the next has one
-    assert all(each.idle > 0.04 for each in result(cells).ranks.values())
+    assert last_profile(cells, ()).missing == {0: why, 1: why} and not (tmp_path / "out").exists()
+    cells.run("await __import__('asyncio').sleep(0.05)", profile=str(tmp_path))  # the next cell has a profile
+    assert all(each.idle > 0.04 for each in last_profile(cells).ranks.values())
 
 
 @pytest.mark.grid
@@ -184,7 +184,7 @@ def test_too_many_events_keep_the_first_and_cells_continue(
     """
     cells.run(loop, profile=str(tmp_path), timeout=30)
     cells.run("p.GROWTH_BYTES, p.MOST_EVENTS = kept")
-    profile = result(cells)
+    profile = last_profile(cells)
     assert "events, as many as are kept" in profile.ranks[0].note
     assert "recorded only the first" in capsys.readouterr().out
     events = traces_in(tmp_path)["rank_0.pt.trace.json.gz"]["traceEvents"]
@@ -217,31 +217,35 @@ RECORDER = (
 @pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])
 @pytest.mark.native("sockets")
 def test_in_a_stall_each_rank_reports_its_collective(cells: ddip.Group, recorder: str) -> None:
-    cells.run("import torch.distributed as dist; dist.destroy_process_group()")  # the next has counted nothing
+    cells.run(
+        "import torch.distributed as dist; dist.destroy_process_group()"
+    )  # the next process group has counted nothing
 
     seen: list[StackLocation] = []
 
-    def places() -> list[StackLocation]:
+    def read_places() -> list[StackLocation]:
         seen[:] = [stack.place for stack in cells.stacks().values() if stack is not None]
         return seen
 
-    def numbers() -> list[int]:
+    def collective_numbers() -> list[int]:
         return [int(found[1]) for place in seen if (found := re.fullmatch(TOLD, place.collective))]
 
     def stand_still() -> bool:
-        if len(places()) != 2 or "sleep" not in seen[1].source or seen[0].line != 6:
+        if len(read_places()) != 2 or "sleep" not in seen[1].source or seen[0].line != 6:
             return False
-        return len(numbers()) == 2 and numbers()[0] > numbers()[1]  # rank 0 has begun the third
+        return (
+            len(collective_numbers()) == 2 and collective_numbers()[0] > collective_numbers()[1]
+        )  # rank 0 has begun the third collective
 
     stopped = meanwhile(stand_still, press_stop)
     with pytest.raises(ddip.CellInterrupted):
         cells.run(STUCK.format(recorder=recorder))
     stopped.join()
     cells.run(RECORDER)
-    assert numbers()[0] == numbers()[1] + 1
-    assert [stack.place.collective for stack in cells.stacks().values() if stack] == ["", ""]  # no cell runs
-    stopped = meanwhile(lambda: ["sleep" in place.source for place in places()] == [True, True], press_stop)
-    with pytest.raises(ddip.CellInterrupted):  # what was broken off has not ended, and is not told any more
+    assert collective_numbers()[0] == collective_numbers()[1] + 1
+    assert [stack.place.collective for stack in cells.stacks().values() if stack] == ["", ""]  # because no cell runs
+    stopped = meanwhile(lambda: ["sleep" in place.source for place in read_places()] == [True, True], press_stop)
+    with pytest.raises(ddip.CellInterrupted):  # a collective that was aborted is not reported any more
         cells.run("for i in range(5):\n    dist.all_reduce(x)\ntime.sleep(8)")
     stopped.join()
     assert all(re.fullmatch(TOLD, place.collective) and place.collective.startswith("last") for place in seen), seen

@@ -1,4 +1,4 @@
-"""After a failure: what is kept, what must be recreated, and who says so."""
+"""After a failure: what is kept, what must be recreated, and which messages say so."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank, switches
 
-from .apps import an_app
-from .leftovers import controllers_of, lives, wait_until
-from .meanwhile import Told, meanwhile, press_stop
+from .apps import installed_app
+from .leftovers import controllers_of, is_alive, wait_until
+from .meanwhile import StderrText, meanwhile, press_stop
 from .notebook import ANSI
 from .self_harm import DIES_CONNECTING, KINDS, SET_UP, prove_repair
 from .variants import few
@@ -49,7 +49,7 @@ def same():
 
 
 @pytest.fixture(autouse=True)
-def impatient(group: ddip.Group) -> None:
+def short_time_limits(group: ddip.Group) -> None:
     group.options.failure_grace, group.options.stall_timeout, group.options.timeout = 0.1, 10.0, 60
 
 
@@ -59,7 +59,7 @@ def impatient(group: ddip.Group) -> None:
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
 def test_an_error_with_ranks_in_step_keeps_the_group(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")
-    cells.options.failure_grace = 30  # all ranks end by themselves, however slow one of them is
+    cells.options.failure_grace = 30  # all ranks end by themselves, even if one is slow
     with pytest.raises(ddip.CellError):
         cells.run(code)
     cells.run("""
@@ -70,7 +70,7 @@ def test_an_error_with_ranks_in_step_keeps_the_group(cells: ddip.Group, code: st
 
 
 def test_an_error_with_ranks_out_of_step_rebuilds_the_group(cells: ddip.Group) -> None:
-    """Every rank has ended by itself, but the next all_reduce of rank 0 would meet the last one of rank 1."""
+    """Every rank has ended by itself, but rank 0's next all_reduce would meet rank 1's last one."""
     cells.run("""
         import torch, torch.distributed as dist
         x = torch.ones(1)
@@ -120,8 +120,8 @@ def test_an_error_in_the_report_of_a_rank_is_shown(cells: ddip.Group, capsys: py
 
 @pytest.mark.grid
 def test_a_cell_ends_even_if_a_rank_cannot_report(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has written something, and the message that says that nothing more follows never comes."""
-    monkeypatch.setattr(cells.options, "timeout", 8.0)  # for so long the repair waits for its answer
+    """The rank has written output, and the message that marks its end never comes."""
+    monkeypatch.setattr(cells.options, "timeout", 8.0)  # how long the repair waits for an answer
     cells.run("kept = rank; import time; get_ipython().kernel.log.setLevel('DEBUG')")
     with pytest.raises(CellError, match="^rank 1: TypeError: 'NoneType' object is not callable"):
         cells.run("print('last words')\nif rank == 1: time.time = None")
@@ -130,7 +130,7 @@ def test_a_cell_ends_even_if_a_rank_cannot_report(cells: ddip.Group, monkeypatch
 
 
 def test_a_group_that_failed_to_form_can_be_formed(cells: ddip.Group) -> None:
-    """torch counts the groups that it has begun to form, and makes their names of the count."""
+    """torch counts the groups it has begun to form, and derives their names from the count."""
     cells.run("import torch.distributed as dist\nkept = rank")
     with pytest.raises(ddip.CellError):
         cells.run("dist.destroy_process_group()\nif rank: dist.init_process_group('gloo', init_method='tcp://no:0')")
@@ -186,8 +186,10 @@ def test_objects_lost_with_a_group_are_listed_once(cells: ddip.Group, capsys: py
 
 @pytest.mark.native("sockets")
 def test_the_name_of_a_lost_subgroup_is_not_reused(cells: ddip.Group) -> None:
-    """Functional collectives, and with them device meshes and DTensors, find their group by its name: it was another
-    group's, of other ranks, and the sum was wrong."""
+    """Functional collectives, device meshes and DTensors find their group by name.
+
+    With a reused name they found another group, of other ranks, and the sum was wrong.
+    """
     cells.run("""
         import torch, torch.distributed as dist
         old = dist.new_group([0, 1])
@@ -241,12 +243,12 @@ def test_a_cell_may_destroy_or_form_the_group_itself(cells: ddip.Group, how: str
 
 @pytest.mark.grid
 def test_groups_formed_successively_do_not_meet_at_their_port(cells: ddip.Group) -> None:
-    """The first one's listener may be there still when another rank begins to listen for the second."""
+    """The listener of the first group may still exist when another rank begins to listen for the second."""
     for _ in range(4):
         cells.run("import torch.distributed as dist\ndist.destroy_process_group(); dist.init_process_group('gloo')")
         cells.run("""
             import time
-            if rank == 0: time.sleep(0.2)  # the one that listens
+            if rank == 0: time.sleep(0.2)  # rank 0 listens
             dist.destroy_process_group(); dist.init_process_group('gloo', rank=1 - rank, world_size=2)
         """)
 
@@ -256,23 +258,23 @@ def test_groups_formed_successively_do_not_meet_at_their_port(cells: ddip.Group)
 def test_many_failures_leave_no_additional_descriptor_or_thread(cells: ddip.Group) -> None:
     count = "import os, threading\nheld = len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
 
-    def fail() -> None:
+    def fail_and_rebuild() -> None:
         with pytest.raises(ddip.CellError):
             cells.run("if rank == 0: raise ValueError\ndist.barrier()")
         cells.run(PROOF)
 
-    def held() -> list[tuple[int, int]]:
+    def count_resources() -> list[tuple[int, int]]:
         cells.run(count)
         return [value["held"] for value in cells.pull_all(["held"], [0, 1])[0]]
 
     cells.run("import torch.distributed as dist")
-    fail()
+    fail_and_rebuild()
     gc.collect()
-    before, here = held(), len(os.listdir("/proc/self/fd"))
+    before, here = count_resources(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        fail()
-    assert held() == before
-    assert len(os.listdir("/proc/self/fd")) <= here  # what former tests have left may be closed meanwhile
+        fail_and_rebuild()
+    assert count_resources() == before
+    assert len(os.listdir("/proc/self/fd")) <= here  # leftovers of earlier tests may be closed meanwhile
 
 
 # -- interrupts
@@ -295,7 +297,7 @@ BUSINESS = {
 
 @pytest.fixture
 def no_interrupts_here() -> Iterator[None]:
-    """A kernel, too, takes no notice of an interrupt that comes when the cell has ended."""
+    """Ignore SIGINT in this process, as a kernel does once the cell has ended."""
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -332,7 +334,7 @@ def test_the_stop_button_ends_every_cell(
 
 @pytest.mark.grid
 def test_a_stop_leaves_no_lock_closed_and_no_context_entered(cells: ddip.Group, no_interrupts_here: None) -> None:
-    """It may come between what ``__enter__`` does and its return; Python calls no ``__exit__`` then."""
+    """The stop may come before ``__enter__`` returns, in which case Python does not call ``__exit__``."""
     cells.run("import threading, torch\nlock = threading.Condition(threading.Lock())")
     for within in ("lock", "torch.no_grad()"):
         for _ in range(6):
@@ -375,14 +377,14 @@ def test_a_finalizer_that_waits_indefinitely_ends_with_the_stop(cells: ddip.Grou
         cells.run("if rank == 1:\n    def fail(held): raise ValueError\n    fail(Waits())")
     waits = "^taking apart what its last cell has left, .* in __del__$"
     stopped = meanwhile(lambda: re.match(waits, str(cells.stacks()[1].place)), press_stop)  # type: ignore[union-attr]
-    with pytest.raises((RequestInterrupted, CellInterrupted)):  # the rank takes it apart before the comparison or after
+    with pytest.raises((RequestInterrupted, CellInterrupted)):  # the rank frees it before or after the comparison
         cells.run("import torch.distributed as dist; dist.barrier()")
     stopped.join()
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
 def test_a_late_interrupt_does_not_stop_the_next_cell(cells: ddip.Group) -> None:
-    """It is still under way when its cell ends: here, by hand, all through the next one."""
+    """Send interrupts for the former cell by hand, for the whole length of the next one."""
     cells.run("former = get_ipython().kernel.get_parent('shell')['header']['msg_id']")
     former = {rank: values["former"] for rank, values in enumerate(cells.pull_all(["former"], [0, 1])[0])}
     done = threading.Event()
@@ -422,7 +424,7 @@ def test_a_rank_that_ignores_stop_is_free_afterwards(cells: ddip.Group, tmp_path
         """)
     thread.join()
     told = r"the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: (\w+, )?cell \["
-    assert re.match(told, str(caught.value))  # it may be asked while it looks for the file
+    assert re.match(told, str(caught.value))  # the rank may be caught in the call that checks for the file
     assert "while not (folder / 'go-on').exists()" in str(caught.value)
     with pytest.raises(GroupError, match="^rank 1 is still running the interrupted cell"):
         cells.run("pass")
@@ -458,7 +460,7 @@ def test_a_stop_at_the_end_is_not_lost(
 
 def test_a_stall_shows_the_place_of_each_waiting_rank(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.options.stall_timeout = 1
-    told = Told(capsys)
+    told = StderrText(capsys)
     thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("""
@@ -472,7 +474,7 @@ def test_a_stall_shows_the_place_of_each_waiting_rank(cells: ddip.Group, capsys:
     assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
     assert lines[2] == "  rank 1: finished"
     assert "Ctrl-C ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
-    if switches.is_on(switches.SOCKETS):  # else the rank has to be replaced
+    if switches.is_on(switches.SOCKETS):  # otherwise the rank has to be replaced
         cells.run(PROOF)
 
 
@@ -482,7 +484,7 @@ def test_a_failure_is_reported_despite_an_earlier_stall_notice(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     cells.options.stall_timeout = 1
-    told = Told(capsys)
+    told = StderrText(capsys)
     fail = meanwhile(lambda: "no rank has made progress for 1 s" in told.text(), (tmp_path / "fail").touch)
     with pytest.raises(CellInterrupted):
         stop = meanwhile(lambda: "rank 0: ValueError: the news; rank 1 still runs" in told.text(), press_stop)
@@ -586,7 +588,7 @@ def test_a_syntax_error_is_shown_once_and_nothing_runs(cells: ddip.Group) -> Non
             if rank
                 pass
         """)
-    assert "\n".join(caught.value._render_traceback_()).count("SyntaxError") == 2  # the traceback, and the summary
+    assert "\n".join(caught.value._render_traceback_()).count("SyntaxError") == 2  # in the traceback and in the summary
     cells.run("assert 'ran' not in globals()")
 
 
@@ -644,7 +646,7 @@ def prepare():
 
 @pytest.mark.grid
 def test_a_repair_prepares_the_app_and_copies_names(tmp_path: Path) -> None:
-    with an_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
+    with installed_app(tmp_path, APP), ddip.Group(2, app="toy", failure_grace=0.1) as group:
         group.run("""
             import threading, torch
             net = torch.nn.Linear(2, 2)
@@ -678,21 +680,23 @@ def test_a_repair_with_unpicklable_names_still_replaces_the_rank(cells: ddip.Gro
 
 
 def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> None:
-    """The Hub is told by hand what it finds out when thirty heartbeats are missing; the process lives on."""
+    """Unregister the engine by hand, as the Hub does after thirty missed heartbeats; the process lives on."""
     cells.run("kept = rank")
     engine, pid = cells.members[1].engine, cells.members[1].pid
     ipp_private.unregister(cells.cluster.client, engine)
     wait_until(lambda: engine not in cells.cluster.client.ids)
-    gone = f"pid {pid} lost its heartbeat, and the controller has unregistered it"
-    with pytest.raises(GroupError, match=f"^rank 1: {gone}; %makedip --repair puts a new process in its place"):
+    reason = f"pid {pid} lost its heartbeat, and the controller has unregistered it"
+    with pytest.raises(GroupError, match=f"^rank 1: {reason}; %makedip --repair puts a new process in its place"):
         cells.run("pass")
-    with pytest.raises(GroupError, match=f"^pushing failed: rank 1: RankEnded: {gone}"):  # as if it had been lost here
+    with pytest.raises(
+        GroupError, match=f"^pushing failed: rank 1: RankEnded: {reason}"
+    ):  # as if the rank had been lost at this point
         cells.ranks.ask([0, 1], on_rank.drop())
-    with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {gone}"), ExitStack() as stack:  # or here
+    with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {reason}"), ExitStack() as stack:  # or at this point
         cells.lifecycle.parts.cells.run(cells._admit("pass", [0, 1], CellOutput([0]), None, stack), False, {})
     cells.interrupt()
     assert cells.repair() == [1]
-    wait_until(lambda: not lives(pid))
+    wait_until(lambda: not is_alive(pid))
     cells.run(f"{PROOF}\nassert rank == 1 or kept == 0")
 
 
@@ -704,7 +708,7 @@ def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> No
     ),
 )
 def test_a_repair_suffices_for_every_kind_of_damage(cells: ddip.Group, kind: str) -> None:
-    """All kinds: ``tests/system/test_self_harm.py``."""
+    """``tests/system/test_self_harm.py`` runs all kinds."""
     prove_repair(cells, KINDS[kind])
 
 
@@ -745,7 +749,7 @@ def test_a_repair_finds_ranks_that_form_groups_only_alone(cells: ddip.Group, mon
 
 @pytest.mark.grid
 def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
-    with an_app(tmp_path, APP), ddip.Group(2) as group:
+    with installed_app(tmp_path, APP), ddip.Group(2) as group:
         group.run("""
             import sys
             kept = rank
@@ -761,7 +765,7 @@ def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_an_app_that_cannot_be_prepared_anywhere_is_left_out(tmp_path: Path) -> None:
-    with an_app(tmp_path, "def prepare(): raise OSError('no way')"), ddip.Group(2) as group:
+    with installed_app(tmp_path, "def prepare(): raise OSError('no way')"), ddip.Group(2) as group:
         group.run("kept = rank")
         with pytest.raises(GroupError, match="failed: ranks 0, 1: OSError: no way; the group runs without the app$"):
             group.change(Request(app="toy"))
@@ -788,15 +792,15 @@ def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.Monkey
 def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
     seen: list[object] = []
 
-    def display() -> None:
+    def show_stack_and_stop() -> None:
         seen.append(cells.stacks()[1])
         press_stop()
 
-    def waits() -> bool:
+    def is_in_barrier() -> bool:
         place = cells.ranks.places([1], 5)[1]
         return place is not None and place.function == "barrier"
 
-    thread = meanwhile(waits, display)
+    thread = meanwhile(is_in_barrier, show_stack_and_stop)
     with pytest.raises(CellInterrupted):
         cells.run("""
             import torch.distributed as dist
@@ -812,5 +816,5 @@ def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
     main = stack.threads["main"].splitlines()  # type: ignore[attr-defined]
     assert main[0].endswith("line 5, in <module>") and main[0].startswith("  cell [")
     assert "ddip" not in stack.threads["main"]  # type: ignore[attr-defined]
-    if switches.is_on(switches.SOCKETS):  # else the rank has to be replaced
+    if switches.is_on(switches.SOCKETS):  # otherwise the rank has to be replaced
         assert [place and place.state for place in cells.ranks.places([0, 1], 5).values()] == ["idle", "idle"]

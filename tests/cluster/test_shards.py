@@ -1,4 +1,4 @@
-"""``%dipshards``: how a model lies on the ranks."""
+"""``%dipshards``: how a model is distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def four() -> Iterator[ddip.Group]:
         yield group
 
 
-def row(table: object, name: str) -> list[str]:
+def row_of(table: object, name: str) -> list[str]:
     (found,) = [line for line in str(table).splitlines() if line.split()[:1] == [name]]
     return re.split(r"\s\s+", re.sub(r"\]\s+(?=\d+ B)", "] ", found))
 
@@ -29,12 +29,12 @@ def row(table: object, name: str) -> list[str]:
 def test_each_rank_has_its_shard_of_a_model(four: ddip.Group) -> None:
     four.run("model = fsdp()")
     table = four.shards("model")
-    assert row(table, "0.weight") == ["0.weight", "[12, 5]", "float32", "Shard(0)", *3 * ["[3, 5] 60 B"]]
-    assert row(table, "2.bias")[-2:] == ["[1] 4 B", "[0] 0 B"]  # 3 on 4 ranks
+    assert row_of(table, "0.weight") == ["0.weight", "[12, 5]", "float32", "Shard(0)", *3 * ["[3, 5] 60 B"]]
+    assert row_of(table, "2.bias")[-2:] == ["[1] 4 B", "[0] 0 B"]  # 3 elements on 4 ranks
     assert [name.strip() for name in str(table).splitlines()[1].split("  ") if "rank" in name] == [
         *("rank 0", "each of ranks 1, 2", "rank 3")
     ]
-    assert row(table, "3.running_mean")[1:] == ["[3]", "float32", "plain, buffer", *3 * ["[3] 12 B"]]
+    assert row_of(table, "3.running_mean")[1:] == ["[3]", "float32", "plain, buffer", *3 * ["[3] 12 B"]]
     whole = "sum(t.numel() * t.element_size() for t in [*network().parameters(), *network().buffers()])"
     four.run(f"whole = {whole}")
     four.run("""
@@ -53,12 +53,12 @@ def test_ranks_with_equal_shard_shapes_share_a_column(four: ddip.Group) -> None:
     four.run("model = both()")
     table = four.shards("model")
     assert "rank" in str(table).splitlines()[1]
-    assert row(table, "0.weight")[3].startswith("data: StridedShard(0), tensor: Shard(0)")
+    assert row_of(table, "0.weight")[3].startswith("data: StridedShard(0), tensor: Shard(0)")
     four.run("model = nn.parallel.DistributedDataParallel(network())")
     table = four.shards("model")
     assert str(table).splitlines()[1].split()[-4:] == ["each", "of", "ranks", "0-3"]
-    assert row(table, "module.0.weight") == ["module.0.weight", "[12, 5]", "float32", "DDP", "[12, 5] 240 B"]
-    assert row(four.shards("model.module.0"), "bias") == ["bias", "[12]", "float32", "plain", "[12] 48 B"]
+    assert row_of(table, "module.0.weight") == ["module.0.weight", "[12, 5]", "float32", "DDP", "[12, 5] 240 B"]
+    assert row_of(four.shards("model.module.0"), "bias") == ["bias", "[12]", "float32", "plain", "[12] 48 B"]
 
 
 @pytest.mark.grid
@@ -66,7 +66,7 @@ def test_ranks_may_have_different_parts_of_a_pipeline(four: ddip.Group) -> None:
     four.run("model = nn.ModuleDict({f'stage{rank // 2}': nn.Linear(2, 1 + rank // 2)})")
     table = four.shards("model")
     assert re.findall(r"each of [^e]*\d", str(table).splitlines()[1]) == ["each of ranks 0, 1", "each of ranks 2, 3"]
-    assert row(table, "stage1.weight")[-2:] == ["-", "[2, 2] 16 B"]
+    assert row_of(table, "stage1.weight")[-2:] == ["-", "[2, 2] 16 B"]
 
 
 def test_models_of_a_trainer_and_lazy_models_are_shown(four: ddip.Group) -> None:
@@ -75,9 +75,9 @@ def test_models_of_a_trainer_and_lazy_models_are_shown(four: ddip.Group) -> None
         trainer = SimpleNamespace(model=nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
     """)
     table = four.shards("trainer.model")
-    assert row(table, "0.weight")[1:4] == ["[]", "float32", "lazy, not made yet"]
-    assert row(table, "1.weight") == ["1.weight", "[2, 3]", "float32", "plain", "[2, 3] 24 B"]
-    assert row(four.shards("trainer.model.1"), "bias")[-1] == "[2] 8 B"
+    assert row_of(table, "0.weight")[1:4] == ["[]", "float32", "lazy, not made yet"]
+    assert row_of(table, "1.weight") == ["1.weight", "[2, 3]", "float32", "plain", "[2, 3] 24 B"]
+    assert row_of(four.shards("trainer.model.1"), "bias")[-1] == "[2] 8 B"
 
 
 @pytest.mark.grid

@@ -1,4 +1,4 @@
-"""What programs are told of real ranks, whatever these do; and what the output of a cell carries for them."""
+"""Status of real ranks as reported to programs, and the data in a cell's output for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddip.protocol.status_types import CELL_MIME
 
 from ..unit.test_status import fits
 from .leftovers import wait_until
-from .meanwhile import stopped
+from .meanwhile import suspended
 from .notebook import Notebook, Shown
 
 CALL = "from ddip.notebook.for_programs import call as _call; print(_call({name!r}, {arguments!r})._text)"
@@ -32,7 +32,7 @@ def test_status_shows_running_suspended_and_ended_ranks(cells: ddip.Group) -> No
     assert told["cells"][-1]["state"] == "running"
 
     pid = cells.members[1].pid
-    with stopped([pid]):
+    with suspended([pid]):
         told = cells.status()
     fits("status", told)
     assert [rank["state"] for rank in told["ranks"]] == ["busy", "stopped"]
@@ -50,7 +50,7 @@ def test_status_shows_running_suspended_and_ended_ranks(cells: ddip.Group) -> No
 
 
 def data_of(shown: Shown) -> list[Any]:
-    """What its outputs carry for programs; each fits its schema, and is beside HTML."""
+    """Return the data for programs in the outputs; each must match its schema, and come with HTML."""
     bundles = [bundle for bundle in shown.outputs if CELL_MIME in bundle]
     for bundle in bundles:
         fits("cell", bundle[CELL_MIME])
@@ -112,7 +112,7 @@ def test_the_magic_prints_json_or_a_readable_table(notebook: Notebook) -> None:
 
 
 def test_cells_of_a_program_have_their_own_numbers(notebook: Notebook) -> None:
-    def ask(name: str, **arguments: Any) -> Any:
+    def call_tool(name: str, **arguments: Any) -> Any:
         message = notebook.begin(CALL.format(name=name, arguments=json.dumps(arguments)), store_history=False)
         answer = json.loads(notebook.finish(message).stdout.splitlines()[-1])
         assert "ok" in answer, answer
@@ -121,16 +121,16 @@ def test_cells_of_a_program_have_their_own_numbers(notebook: Notebook) -> None:
     before = notebook.ok("1").number
     notebook.ok("%autodip on")
     try:
-        first, second = ask("run", code="a = rank", queue=True), ask("run", code="print(a)", queue=True)
+        first, second = call_tool("run", code="a = rank", queue=True), call_tool("run", code="print(a)", queue=True)
     finally:
         notebook.ok("%autodip off")
     assert first["number"] > before and second["number"] > first["number"]
-    wait_until(lambda: ask("poll")["state"] == "ended")
-    assert ask("poll")["outcome"] == "ok"
-    assert [ask("output", ranks=[rank])["ranks"][str(rank)]["text"] for rank in range(3)] == ["0", "1", "2"]
+    wait_until(lambda: call_tool("poll")["state"] == "ended")
+    assert call_tool("poll")["outcome"] == "ok"
+    assert [call_tool("output", ranks=[rank])["ranks"][str(rank)]["text"] for rank in range(3)] == ["0", "1", "2"]
     shown = notebook.ok(f"%dipcell {second['number']}").text
     assert all(f"── rank {rank} ──\n{rank}" in shown for rank in range(3))
-    assert ask("pull", names=["a"], rank=2) == {"a": {"type": "int", "json": 2}}
+    assert call_tool("pull", names=["a"], rank=2) == {"a": {"type": "int", "json": 2}}
     assert notebook.ok("1").number > second["number"]
 
 

@@ -1,4 +1,4 @@
-"""A good cell can leave the ranks out of step: the next collective of one would meet an old one of another."""
+"""A good cell can leave ranks out of step: one rank's next collective would meet another's former one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ ONE_SIDED = "if rank == 1:\n    w = dist.all_reduce(torch.tensor([100.0]), async
 
 @pytest.fixture
 def told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """What ddip says of the cells that follow, in a new group, which has begun something before."""
-    cells.run("import torch.distributed as dist; dist.destroy_process_group()")  # and what other tests had made in it
+    """Form a new group that has begun a collective; return the fixture that captures later messages."""
+    cells.run(
+        "import torch.distributed as dist; dist.destroy_process_group()"
+    )  # drops what other tests created in the group
     cells.run(f"{SETUP}\ndist.all_reduce(torch.ones(1))\nformer = dist.group.WORLD")
     capsys.readouterr()
     return capsys
@@ -193,7 +195,7 @@ def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
     cells: ddip.Group, told: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Rank 0's thread is ahead of rank 1's in every cell."""
-    cells.options.failure_grace = 30.0  # both ranks fail alike; a loaded machine may keep one waiting
+    cells.options.failure_grace = 30.0  # both ranks fail alike, but a loaded machine may delay one
     cells.run(SLOW_WRITER)
     save = (
         f"dcp.async_save({{'a': torch.ones(3) * rank}}, storage_writer=Writer({str(tmp_path)!r}), process_group=side)"
@@ -256,7 +258,7 @@ assert type(tqdm.monitor) in map(type, threading.enumerate())
 def test_a_collective_of_an_unmatched_thread_is_reported(
     cells: ddip.Group, told: pytest.CaptureFixture[str], before: str
 ) -> None:
-    """It has met the next cell's all_reduce: that one got 101, and this rank waited without end."""
+    """Otherwise it met the next cell's all_reduce: that one returned 101, and this rank waited forever."""
     cells.run(before, show_ranks=[])
     cells.run("""
         import ddip.rank.process_group.collectives as c

@@ -1,4 +1,4 @@
-"""The stop button while ddip itself waits for ranks: the ranks are freed, or named with what they do."""
+"""The stop button while ddip itself waits for ranks: ranks are freed, or named with what they do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ddip.errors import CellInterrupted, GroupError, RequestInterrupted
 from ddip.group.members.placement import Request
 from ddip.protocol import on_rank
 
-from .apps import an_app
-from .changes import stopped_changes
+from .apps import installed_app
+from .changes import prove_stopped_changes
 from .leftovers import wait_until
-from .meanwhile import meanwhile, press_stop, stopped
+from .meanwhile import meanwhile, press_stop, suspended
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 SLOW = """
@@ -44,19 +44,22 @@ SLOW_THERE = SLOW.replace("return wait, self.args", "return wait(*self.args)")
 
 
 def slow_object(folder: Path, deaf: tuple[str, ...] = ()) -> Any:
-    """One whose unpickling takes until `folder` has a file "go", and cannot be interrupted on the ranks `deaf`."""
+    """Return an object whose unpickling takes until `folder` contains the file "go".
+
+    It cannot be interrupted on the ranks in `deaf`.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(SLOW, namespace)
     return namespace["Slow"](str(folder), deaf)
 
 
-def begun(folder: Path, *ranks: int) -> Callable[[], bool]:
+def has_begun(folder: Path, *ranks: int) -> Callable[[], bool]:
     return lambda: all((folder / str(rank)).exists() for rank in ranks)
 
 
 def test_a_stopped_push_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("kept = rank")
-    thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
+    thread = meanwhile(has_begun(tmp_path, 0, 1), press_stop)
     with pytest.raises(
         RequestInterrupted, match="^nothing was pushed: pushing was interrupted on ranks 0, 1$"
     ) as caught:
@@ -70,7 +73,7 @@ def test_a_stopped_push_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tm
 @pytest.mark.grid
 def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.group.WORLD")
-    thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
+    thread = meanwhile(has_begun(tmp_path, 0, 1), press_stop)
     with pytest.raises(RequestInterrupted) as caught:
         cells.push({"slow": slow_object(tmp_path, deaf=("1",))})
     thread.join()
@@ -80,7 +83,7 @@ def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_pa
     assert [(info.state, info.doing) for info in told] == [("idle", ""), ("busy", "pushing")]
     assert told[1].state_text.startswith("busy, pushing for ")
     assert cells.stacks()[1].place.state == "busy"  # type: ignore[union-attr]
-    wait_until(lambda: "wait" in str(cells.stacks()[1].place))  # type: ignore[union-attr]  # or it looks for the file
+    wait_until(lambda: "wait" in str(cells.stacks()[1].place))  # type: ignore[union-attr]  # or the rank checks for the file
     with pytest.raises(GroupError, match="^rank 1 is still pushing, which was interrupted:\n  rank 1: "):
         cells.run("pass")
     (tmp_path / "go").touch()
@@ -91,7 +94,7 @@ def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_pa
 @pytest.mark.grid
 def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"{SLOW_THERE}\nkept, slow = rank, Slow({str(tmp_path)!r}, {('0',)!r})")
-    thread = meanwhile(begun(tmp_path, 0, 1), press_stop)
+    thread = meanwhile(has_begun(tmp_path, 0, 1), press_stop)
     with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was .*\nrank 0 did not stop:\n"):
         cells.pull_all(["slow"], [0, 1])
     thread.join()
@@ -101,13 +104,13 @@ def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_pa
 
 @pytest.mark.native("sockets")
 def test_a_push_does_not_wait_to_free_replaced_objects(cells: ddip.Group, tmp_path: Path) -> None:
-    """It is taken apart when all ranks have the new one, which may take for ever."""
+    """The former object is freed once all ranks have the new one, which may take forever."""
     cells.run(
         f"{SLOW_THERE}\nSlow.__del__ = lambda self: wait(*self.args)\n"
         f"kept, thing = rank, Slow({str(tmp_path)!r}) if rank else 0"
     )
     cells.push({"thing": "new"})
-    wait_until(begun(tmp_path, 1))
+    wait_until(has_begun(tmp_path, 1))
     waits = lambda: "taking apart" in str(cells.stacks()[1].place)  # type: ignore[union-attr] # noqa: E731
     thread = meanwhile(waits, press_stop)
     with pytest.raises(CellInterrupted):
@@ -119,7 +122,7 @@ def test_a_push_does_not_wait_to_free_replaced_objects(cells: ddip.Group, tmp_pa
 def test_a_tab_request_does_not_delay_the_next_cell(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"{SLOW}\nclass Odd:\n    def __dir__(self): return wait({str(tmp_path)!r}, ())\nodd = Odd()")
     assert cells.try_call(on_rank.complete("odd.", 4), 0.1) is None
-    wait_until(begun(tmp_path, 0))
+    wait_until(has_begun(tmp_path, 0))
     cells.run(PROOF, timeout=60)
 
 
@@ -127,7 +130,7 @@ def test_a_tab_request_does_not_delay_the_next_cell(cells: ddip.Group, tmp_path:
 def test_a_stop_ends_questions_to_the_ranks(cells: ddip.Group, ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"stacks": "group.STACK_SECONDS", "info": "status.ANSWER_SECONDS"}[ask]
     monkeypatch.setattr(f"ddip.group.{seconds}", 1000)
-    with stopped([cells.members[1].pid]):  # it will not answer
+    with suspended([cells.members[1].pid]):  # the rank will not answer
         thread = meanwhile(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler, press_stop)
         with pytest.raises(RequestInterrupted, match="^asking the ranks was interrupted$"):
             getattr(cells, ask)()
@@ -154,15 +157,15 @@ def test_a_stopped_app_action_can_be_repeated(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).mkdir()
     monkeypatch.setenv("APP_FOLDER", str(tmp_path))
     (tmp_path / "app").mkdir()
-    with an_app(tmp_path / "app", APP), ddip.Group(2) as group:
+    with installed_app(tmp_path / "app", APP), ddip.Group(2) as group:
         group.run("kept = rank")
-        thread = meanwhile(begun(tmp_path / "prepare", 0, 1), press_stop)
+        thread = meanwhile(has_begun(tmp_path / "prepare", 0, 1), press_stop)
         with pytest.raises(RequestInterrupted, match="preparing the app was interrupted on ranks 0, 1"):
             group.change(Request(app="toy"))
         thread.join()
         (tmp_path / "prepare" / "go").touch()
         group.run(f"{PROOF}\nimport toy_app\nassert toy_app.state == 'prepared' and kept == rank")
-        thread = meanwhile(begun(tmp_path / "command", 0, 1), press_stop)
+        thread = meanwhile(has_begun(tmp_path / "command", 0, 1), press_stop)
         with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on ranks 0, 1$"):
             group.command("go")
         thread.join()
@@ -170,9 +173,11 @@ def test_a_stopped_app_action_can_be_repeated(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.grid)])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a stop may come while a generator is finalized
 def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
-    stopped_changes(2, size, (0.05, 0.5, 0.75, 0.9, 0.99))
+    prove_stopped_changes(2, size, (0.05, 0.5, 0.75, 0.9, 0.99))
 
 
 TAKEN_APART_SLOWLY = """
@@ -197,18 +202,18 @@ process_group.leave = leave_and_tell
 
 @pytest.mark.grid
 def test_the_next_cell_waits_for_a_slow_cleanup(cells: ddip.Group, tmp_path: Path) -> None:
-    """torch waits 5 s for each worker of a data loader then."""
+    """Free a data loader: torch waits 5 s for each of its workers."""
     cells.run(TAKEN_APART_SLOWLY.format(folder=tmp_path))
     cells.run(LEAVES_A_FILE.format(folder=tmp_path))
     with pytest.raises(ddip.CellError):
         cells.run("""
             import gc
-            gc.disable()  # or Python may take it apart in the cell
+            gc.disable()  # otherwise Python may free it within the cell
             if rank == 0: raise ValueError
             loader = Loader(); loader.me = loader; del loader
             dist.barrier()
         """)
-    wait_until(begun(tmp_path, 1))  # the collection may wait for a while
+    wait_until(has_begun(tmp_path, 1))  # the collection may start late
     first = psutil.Process(cells.members[0].pid)
     rest = (tmp_path / "left").exists, lambda: first.status() == psutil.STATUS_SLEEPING
     thread = meanwhile(lambda: all(is_so() for is_so in rest), press_stop)

@@ -1,4 +1,4 @@
-"""Processes that a signal has stopped are alive: they are named, nobody gives them up, and they go on."""
+"""Processes suspended by a signal are alive: ddip names them, keeps them, and they continue."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ddip.errors import CellInterrupted, GroupError
 from ddip.group.members.placement import Request
 
 from .leftovers import controllers_of
-from .meanwhile import Told, meanwhile, press_stop, stopped
+from .meanwhile import StderrText, meanwhile, press_stop, suspended
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for what does not answer."""
+def short_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the waits for processes that do not answer."""
     for name in ("status.ANSWER_SECONDS", "group.STACK_SECONDS"):
         monkeypatch.setattr(f"ddip.group.{name}", 0.3)
 
 
 LOST_BEFORE = 30
-"""Heartbeats without an answer after which the controller gave up an engine, when it did."""
+"""Missed heartbeats after which the controller would unregister an engine, if it did so."""
 
 
 @pytest.mark.grid
@@ -37,7 +37,7 @@ def test_a_rank_that_misses_many_heartbeats_is_kept(monkeypatch: pytest.MonkeyPa
     with ddip.Group(2) as group:
         group.run("kept = rank")
         pid = group.members[1].pid
-        with stopped([pid]):
+        with suspended([pid]):
             time.sleep(3 * LOST_BEFORE * 0.02)
             assert group.ranks.ended == []
             text = f"stopped (SIGSTOP); kill -CONT {pid} continues it"
@@ -58,9 +58,9 @@ def test_a_cell_names_suspended_processes_and_ends_when_continued(
     controller = controllers_of(os.getpid())[0].pid if which == "the controller" else 0
     those = {"one rank": pids[1:], "all ranks": pids, "the controller": [controller]}[which]
     text = "the controller is stopped (SIGSTOP)" if controller else f"rank 1: stopped (SIGSTOP); kill -CONT {pids[1]}"
-    told = Told(capsys)
+    told = StderrText(capsys)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stopped(those))
+        stack.enter_context(suspended(those))
         thread = meanwhile(lambda: text in told.text(), stack.close)
         cells.run(f"{PROOF}\nassert kept == rank")
         thread.join()
@@ -70,7 +70,7 @@ def test_a_cell_names_suspended_processes_and_ends_when_continued(
 def test_a_repair_continues_a_suspended_rank_of_an_abandoned_cell(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
-    with stopped([pid]):
+    with suspended([pid]):
         thread = meanwhile(lambda: cells.info()[0].state_text.startswith("busy for"), press_stop)
         with pytest.raises(CellInterrupted, match=rf"rank 1 did not stop:\n  rank 1: stopped \(SIGSTOP\); .* {pid} "):
             cells.run("import torch.distributed as dist\ndist.barrier()")
@@ -90,15 +90,15 @@ def test_a_suspended_preload_process_is_named_or_replaced(cells: ddip.Group, mon
     cells.run("kept = rank")
     warm = preload_client.begin()
     with ddip.Group(1) as group:
-        with stopped([warm.pid]), monkeypatch.context() as patch:
-            patch.setattr(preload_client.WarmProcess, "fits", lambda self: True)  # as if it had been stopped just now
+        with suspended([warm.pid]), monkeypatch.context() as patch:
+            patch.setattr(preload_client.WarmProcess, "fits", lambda self: True)  # as if it had been suspended just now
             group.options.timeout = 1
             with pytest.raises(GroupError, match=r"0 of 1 engines started; the preload process is stopped \(SIGSTOP"):
                 group.change(Request(n=2))
         group.options.timeout = 60
         group.run("assert world_size == 1")
         warm = preload_client.begin()
-        with stopped([warm.pid]):
+        with suspended([warm.pid]):
             assert preload_client.begin() is not warm
             group.change(Request(n=2))
             group.run(PROOF)

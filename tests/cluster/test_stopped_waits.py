@@ -1,4 +1,4 @@
-"""The stop button ends every wait of a rank for another one that torch has a way to end, and the group goes on."""
+"""The stop button ends every wait for another rank that torch can end, and the group continues."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ IN_TCP_STORE = [
     "queue_pop from the server",
     "monitored_barrier",
 ]
-"""Waits on a connection, which only a release that shuts it down ends."""
+"""Waits on a connection, which end only if ddip shuts it down."""
 IN_RPC = {
     "RPC, through a file": RPC_ALONE.format(method=FILE),
     "RPC, before its group": RPC.format(module="backend_registry", name="_init_process_group", rank=1),
@@ -87,8 +87,8 @@ def ranks(cells: ddip.Group) -> ddip.Group:
     return cells
 
 
-class Still:
-    """Are both ranks where they were a moment ago, in a cell?"""
+class RanksStandStill:
+    """A condition: both ranks are in a cell, at the same place as a moment ago."""
 
     def __init__(self, group: ddip.Group) -> None:
         self._group = group
@@ -129,26 +129,26 @@ def test_the_stop_button_ends_a_wait_for_another_rank(ranks: ddip.Group, wait: s
     ],
 )
 def test_the_stop_button_ends_rpc_waits_for_another_rank(wait: str, tmp_path: Path) -> None:
-    """In ranks of its own: RPC cannot begin again in the same processes."""
+    """Use separate ranks: RPC cannot begin again in the same processes."""
     with ddip.Group(2) as ranks:
         ranks.run(TRAIN)
         stop_in(ranks, IN_RPC[wait], tmp_path)
 
 
 def stop_in(ranks: ddip.Group, code: str, folder: Path) -> None:
-    """Press stop while both ranks wait in `code`, and go on."""
-    stopped = meanwhile(Still(ranks), press_stop)
+    """Press stop while both ranks wait in `code`, and prove that training continues."""
+    stopped = meanwhile(RanksStandStill(ranks), press_stop)
     with pytest.raises(CellInterrupted, match=r"^the cell was interrupted on ranks? [01, ]+$"):
         ranks.run(code.replace("{folder}", str(folder)).replace("{port}", str(free_port())))
     stopped.join()
     ranks.run("assert train() == undisturbed", timeout=30)
-    left = [path.name for path in folder.iterdir() if path.is_symlink() or "ddip" in path.name]
-    assert left == []
+    leftovers = [path.name for path in folder.iterdir() if path.is_symlink() or "ddip" in path.name]
+    assert leftovers == []
 
 
 @pytest.mark.grid
 def test_a_rank_that_cannot_stop_suggests_the_repair() -> None:
-    """torch makes RPC's agent without letting another thread of the rank run; the other rank does not come."""
+    """torch creates RPC's agent without letting other threads of the rank run; the other rank never joins."""
     code = RPC.format(module="rpc", name="TensorPipeAgent", rank=1)
     with ddip.Group(2) as ranks:
         ranks.run(TRAIN)

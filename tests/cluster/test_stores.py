@@ -1,4 +1,4 @@
-"""Ranks that wait for others in a store, which may be a cell's own: a release ends that, and so does an interrupt."""
+"""Ranks that wait in a store, possibly a cell's own: an abort or an interrupt ends the wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import ddip
 from ddip.errors import CellInterrupted
 
-from .meanwhile import Told, meanwhile, press_stop
+from .meanwhile import StderrText, meanwhile, press_stop
 from .variants import few
 
 FORM = "dist.init_process_group('gloo', init_method={method!r}, rank=rank, world_size=world_size)"
@@ -27,17 +27,17 @@ WAITS = {
 
 
 @pytest.fixture(autouse=True)
-def impatient(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_time_limits(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group.options, "failure_grace", 0.1)
     monkeypatch.setattr(group.options, "stall_timeout", 1.0)
 
 
 @pytest.fixture
 def places(tmp_path: Path) -> Iterator[dict[str, object]]:
-    """A folder, and a port at which nobody listens."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield {"folder": tmp_path, "port": held.getsockname()[1]}
+    """Return a folder, and a port on which nothing listens."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        yield {"folder": tmp_path, "port": reserved.getsockname()[1]}
 
 
 @pytest.mark.parametrize("wait", few(WAITS, "init_process_group, of a port", "FileStore", "HashStore"))
@@ -65,7 +65,7 @@ def test_an_interrupt_ends_a_wait_in_a_store(cells: ddip.Group) -> None:
 
 
 def test_a_rank_that_waits_in_a_store_makes_no_progress(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    told = Told(capsys)
+    told = StderrText(capsys)
     thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist\ndist.HashStore().wait(['nobody sets it'])")

@@ -1,4 +1,4 @@
-"""Real ranks, with a GPU that does as it is told: how a rank waits for it, and is freed from that."""
+"""Real ranks with a simulated GPU: how a rank waits for the GPU, and is freed from that wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import ddip
 from ddip.errors import CellError, CellTimeout
 
-from .meanwhile import Told
+from .meanwhile import StderrText
 
 TOLD_GPU = """
 import threading, torch, torch.distributed as dist
@@ -40,7 +40,7 @@ PROOF = "y = torch.ones(2)\ndist.all_reduce(y)\nassert y.tolist() == [2.0, 2.0] 
 
 @pytest.fixture
 def told_gpus(group: ddip.Group) -> Iterator[ddip.Group]:
-    """Two ranks, each with such a GPU."""
+    """Give two ranks a simulated GPU each."""
     group.repair()
     group.options.failure_grace, before = 0.1, group.options.failure_grace
     group.run(TOLD_GPU)
@@ -58,7 +58,7 @@ def test_an_aborted_rank_does_not_continue_past_its_gpu_wait(
     blocked = r"rank 1 was blocked in work on the GPU, cell \[\d+\] line 3, until ddip aborted it$"
     with pytest.raises(CellError, match=f"^rank 0: ValueError; {blocked}"):
         told_gpus.run("if rank == 0: raise ValueError\ntold.works = True\nproduct = torch.mm(big, big); went_on = True")
-    assert "ddip: rank 1: work on the GPU was cut off" in Told(capsys).text()
+    assert "ddip: rank 1: work on the GPU was cut off" in StderrText(capsys).text()
     told_gpus.run(f"told.works = False\n{PROOF}\nassert went_on is False")
 
 

@@ -1,4 +1,4 @@
-"""in_torchddp: a function of the notebook on every rank, and rank 0's result back."""
+"""in_torchddp: run a function of the notebook on every rank, and return rank 0's result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddip.call import torchddp
 from ddip.errors import BadInput, CellError, TransferError
 from ddip.group import session
 
-from .apps import an_app
+from .apps import installed_app
 from .leftovers import controllers_of, processes_of, wait_until
 from .notebook import ANSI, Notebook
 
@@ -28,22 +28,22 @@ Main = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def main(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> Main:
-    """Run code in a notebook's ``__main__``, to which the two ranks belong; returns its variables."""
+    """Return a function that runs code in a ``__main__`` with two ranks, and returns its variables."""
     monkeypatch.setattr(session, "_session", SimpleNamespace(group=cells, settings=dict))
     monkeypatch.setattr(cells.options, "failure_grace", 0.1)
     return bare_main()
 
 
 def bare_main() -> Main:
-    """Run code in a ``__main__`` without a group."""
+    """Return a function that runs code in a ``__main__`` without a group, and returns its variables."""
     variables: dict[str, Any] = {"__name__": "__main__"}
     exec("from ddip import in_torchddp", variables)
 
-    def run(code: str) -> dict[str, Any]:
+    def run_in_main(code: str) -> dict[str, Any]:
         exec(textwrap.dedent(code), variables)
         return variables
 
-    return run
+    return run_in_main
 
 
 NET = """
@@ -107,7 +107,7 @@ def test_redefined_classes_are_used_and_results_have_that_class(main: Main) -> N
     assert type(found["first"]) is former and type(found["second"]) is found["Net"]
     assert found["difference"].item() == pytest.approx(1)
     assert found["function"] is found["scaled"]
-    main("def scaled(x): return 0 * x")  # of the notebook: what came back uses what is there now
+    main("def scaled(x): return 0 * x")  # the returned function uses the notebook's current definition
     assert found["second"](torch.ones(1, 2)).item() == 1
     assert main("again = in_torchddp(2, lambda net: net(torch.ones(1, 2)).item(), second)")["again"] == 1
 
@@ -206,10 +206,10 @@ def test_local_variables_and_nested_functions_can_be_sent(main: Main) -> None:
 
 
 def test_a_function_nested_in_a_module_sees_its_imports(main: Main) -> None:
-    def fn() -> object:
+    def dump_rank() -> object:
         return dumps({"rank": rank})  # type: ignore[name-defined] # noqa: F821
 
-    assert ddip.in_torchddp(2, fn, imports="from json import dumps") == '{"rank": 0}'
+    assert ddip.in_torchddp(2, dump_rank, imports="from json import dumps") == '{"rank": 0}'
 
 
 def test_objects_not_requested_are_missing_with_a_clear_error(main: Main) -> None:
@@ -279,7 +279,7 @@ def test_a_call_without_a_group_prepares_the_app(
     code = "here = []\ndef prepare(): here.append('prepared')\ndef release(): here.clear()\n"
     monkeypatch.setattr(torchddp, "FASTAI", "toy")
     (tmp_path / "toy.py").write_text("import toy_app\ndef state(): return list(toy_app.here)\n")
-    with an_app(tmp_path, code):
+    with installed_app(tmp_path, code):
         cells.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
         assert main("told = in_torchddp(2, lambda: state(), imports='from toy import *')")["told"] == ["prepared"]
         cells.run("import toy; after = toy.state(); sys.path.pop(0); del sys.modules['toy'], sys.modules['toy_app']")

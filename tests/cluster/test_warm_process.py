@@ -1,4 +1,4 @@
-"""The preload process: when it is there, who is forked from it, what it notices, and when it ends."""
+"""The preload process: when it exists, who is forked from it, what it reacts to, and when it ends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ddip.cluster.processes import preload_client
 from ddip.errors import GroupError
 from ddip.group.members.placement import Request
 
-from .apps import an_app
+from .apps import installed_app
 from .environment import environment
-from .leftovers import assert_nothing_left, family_of, titled, wait_until
+from .leftovers import assert_nothing_left, family_of, wait_until, with_title
 from .notebook import Notebook
 
 pytestmark = [
@@ -30,15 +30,15 @@ pytestmark = [
 NewNotebook = Callable[[], Notebook]
 
 
-def warm_pid(notebook: Notebook) -> int:
-    """The pid of the notebook's preload process."""
+def preload_pid(notebook: Notebook) -> int:
+    """Return the PID of the notebook's preload process."""
     return int(
         notebook.ok("from ddip.cluster.processes import preload_client\nprint(preload_client.begin().pid)").stdout
     )
 
 
-def parents(notebook: Notebook) -> set[int]:
-    """The parents of the ranks of `notebook`."""
+def rank_parents(notebook: Notebook) -> set[int]:
+    """Return the parents of the ranks of `notebook`."""
     notebook.ok("%dipper g\nparents = [psutil.Process(m.pid).ppid() for m in g.members]")
     return {int(pid) for pid in notebook.ok("print(*parents)").stdout.split()}
 
@@ -46,14 +46,14 @@ def parents(notebook: Notebook) -> set[int]:
 def test_loading_starts_the_preload_process_for_every_start(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\nimport psutil, sys")
-    wait_until(lambda: len(titled(family_of(notebook.pid), "ddip preload process (pid ")) == 1)
+    wait_until(lambda: len(with_title(family_of(notebook.pid), "ddip preload process (pid ")) == 1)
     (warm,) = family_of(notebook.pid)
-    assert warm.pid == warm_pid(notebook)
+    assert warm.pid == preload_pid(notebook)
     for line in ("%makedip -n 1", "%makedip -r", "%makedip -n 2"):
         notebook.ok(line)
-        assert parents(notebook) == {warm.pid}
+        assert rank_parents(notebook) == {warm.pid}
     notebook.ok("assert 'torch' not in sys.modules")
-    notebook.ok("%%dip\nimport sys\nassert 'torch._dynamo' not in sys.modules")  # DDIP_WARM=engine has left it out
+    notebook.ok("%%dip\nimport sys\nassert 'torch._dynamo' not in sys.modules")  # DDIP_WARM=engine leaves it out
     notebook.ok("%unload_ext ddip")
     assert family_of(notebook.pid) == []
 
@@ -68,17 +68,17 @@ def test_a_trait_turns_the_preload_process_off(new_notebook: NewNotebook) -> Non
     """)
     assert family_of(notebook.pid) == []
     notebook.ok("%makedip -n 1")
-    assert parents(notebook) == {warm_pid(notebook)}
+    assert rank_parents(notebook) == {preload_pid(notebook)}
 
 
 @pytest.mark.grid
 def test_a_trait_has_apps_imported_beforehand(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
-    with an_app(notebook.folder, "import os, pathlib\npathlib.Path('imported_in').write_text(str(os.getpid()))"):
+    with installed_app(notebook.folder, "import os, pathlib\npathlib.Path('imported_in').write_text(str(os.getpid()))"):
         notebook.ok("get_ipython().config.DipMagics.warm_apps = ['toy']\n%load_ext ddip")
         imported_in = notebook.folder / "imported_in"
         wait_until(lambda: imported_in.exists() and imported_in.read_text())
-        assert int(imported_in.read_text()) == warm_pid(notebook)
+        assert int(imported_in.read_text()) == preload_pid(notebook)
 
 
 @pytest.mark.grid
@@ -91,7 +91,7 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
     """)
     assert family_of(notebook.pid) == []
     notebook.ok("%makedip -n 2")
-    assert parents(notebook) == {notebook.pid}
+    assert rank_parents(notebook) == {notebook.pid}
     notebook.ok("%%dip\nimport torch.distributed as dist; dist.barrier()")
     notebook.kill()
     assert_nothing_left(notebook.pid, 5)
@@ -99,19 +99,19 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
 
 @pytest.mark.grid
 def test_an_unused_preload_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MADE_UP", "here")  # one of its own, which no other test's ranks wake up when they end
+    monkeypatch.setenv("MADE_UP", "here")  # a separate process, which the end of other ranks does not wake up
     warm = preload_client.begin()
     assert warm.asleep.wait(60)
     process = psutil.Process(warm.pid)
 
-    def switches() -> int:
+    def count_switches() -> int:
         return int(process.num_ctx_switches().voluntary)
 
     wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
-    before = process.cpu_times(), switches()
+    before = process.cpu_times(), count_switches()
     with pytest.raises(psutil.TimeoutExpired):
         process.wait(1)
-    assert (process.cpu_times(), switches()) == before
+    assert (process.cpu_times(), count_switches()) == before
 
 
 @pytest.mark.grid
@@ -130,7 +130,7 @@ def test_a_preload_process_that_hangs_is_abandoned(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_warm_process() -> Iterator[None]:
-    """That of the other tests is out of reach."""
+    """Use a new preload process; that of the other tests is out of reach."""
     with environment():
         yield
 
@@ -144,16 +144,16 @@ def test_if_the_preload_process_dies_early_engines_are_spawned(tmp_path: Path) -
         warm = preload_client.begin(["takes_its_time"])
         wait_until(begun.exists)
 
-        def kill() -> None:
-            wait_until(lambda: warm._children)  # somebody waits for a fork
+        def kill_preload_process() -> None:
+            wait_until(lambda: warm._children)  # a fork has been requested
             os.kill(warm.pid, signal.SIGKILL)
 
-        thread = threading.Thread(target=kill)
+        thread = threading.Thread(target=kill_preload_process)
         thread.start()
         with ddip.Group(1) as group:
             thread.join()
             group.run("assert world_size == 1")
-            (controller,) = titled(psutil.Process().children(), "ddip controller")
+            (controller,) = with_title(psutil.Process().children(), "ddip controller")
             assert controller.ppid() == os.getpid()
 
 
@@ -161,7 +161,7 @@ def test_if_the_preload_process_dies_early_engines_are_spawned(tmp_path: Path) -
 def test_libraries_read_changed_variables_on_import(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "NCCL_DEBUG", "MADE_UP"]
 
-    def seen(group: ddip.Group) -> list[str | None]:
+    def settings_on_rank(group: ddip.Group) -> list[str | None]:
         group.run(f"import os, torch; found = [*map(os.environ.get, {names}), torch.get_num_threads()]")
         return list(group.pull(["found"])["found"])
 
@@ -172,21 +172,21 @@ def test_libraries_read_changed_variables_on_import(monkeypatch: pytest.MonkeyPa
         second = preload_client.begin()
         assert second.pid != first.pid
         assert psutil.Process(group.members[0].pid).ppid() == second.pid
-        assert seen(group) == ["1", "1", "1", None, 1]
-        monkeypatch.setenv("NCCL_DEBUG", "INFO")  # nothing reads it at import: no need to warm up again
+        assert settings_on_rank(group) == ["1", "1", "1", None, 1]
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")  # not read at import, so no new preload process is needed
         group.restart()
         assert preload_client.begin().pid == second.pid
-        assert seen(group) == ["1", "1", "INFO", None, 1]
+        assert settings_on_rank(group) == ["1", "1", "INFO", None, 1]
         monkeypatch.setenv("MADE_UP", "here")
         group.restart()
         assert preload_client.begin().pid != second.pid
-        assert seen(group) == ["1", "1", "INFO", "here", 1]
+        assert settings_on_rank(group) == ["1", "1", "INFO", "here", 1]
     wait_until(lambda: second.ended)
 
 
 @pytest.mark.grid
 def test_a_replaced_preload_process_lives_until_its_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MADE_UP", "")  # a rank of the shared group, which lives longer, may be of the one before
+    monkeypatch.setenv("MADE_UP", "")  # a long-lived rank of the shared group may have the former one as its parent
     with ddip.Group(1) as group:
         former = psutil.Process(group.members[0].pid).ppid()
         group.run("kept = 1")
@@ -200,8 +200,8 @@ def test_a_replaced_preload_process_lives_until_its_ranks_end(monkeypatch: pytes
 
 @pytest.mark.grid
 def test_imports_of_an_app_happen_once_for_all_ranks(tmp_path: Path) -> None:
-    # it is on the path of the notebook only
-    with an_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
+    # the app is only on the notebook's import path
+    with installed_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
         group.run("import toy_app; found = toy_app.imported_in")
         found = [values["found"] for values in group.pull_all(["found"], [0, 1])[0]]
         assert found == [preload_client.begin().pid] * 2
@@ -210,15 +210,15 @@ def test_imports_of_an_app_happen_once_for_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.grid
 def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     said = pytest.raises(GroupError, match="No module named 'nowhere_to_be_found'")
-    with an_app(tmp_path, "import nowhere_to_be_found\n"), said:
+    with installed_app(tmp_path, "import nowhere_to_be_found\n"), said:
         ddip.Group(1, app="toy")
 
 
 @pytest.mark.grid
 def test_engines_are_spawned_if_cuda_is_in_use(tmp_path: Path) -> None:
-    """Here torch only says so; tests/cluster/test_gpus.py uses a GPU."""
+    """Simulate CUDA's initialization; tests/cluster/test_gpus.py uses a real GPU."""
     code = "import sys, torch\nif sys.argv[0].endswith('preload_server.py'): torch.cuda._initialized = True\n"
-    with an_app(tmp_path, code), ddip.Group(1, app="toy") as group:
+    with installed_app(tmp_path, code), ddip.Group(1, app="toy") as group:
         assert group.cluster.spawned == "CUDA is initialised in the preload process"
         assert psutil.Process(group.members[0].pid).ppid() == os.getpid()
         group.restart()
@@ -229,7 +229,7 @@ def test_engines_are_spawned_if_cuda_is_in_use(tmp_path: Path) -> None:
 @pytest.mark.grid
 @pytest.mark.usefixtures("own_warm_process")
 def test_a_thread_may_start_the_preload_process_and_end() -> None:
-    """The parent-death signal of Linux is sent when the thread ends that started the child."""
+    """Linux sends the parent-death signal when the thread that started the child ends."""
     pids = []
     thread = threading.Thread(target=lambda: pids.append(preload_client.begin().pid))
     thread.start()

@@ -1,4 +1,4 @@
-"""``%dipwatch``: what real ranks do just now, and the view below a cell of a real notebook."""
+"""``%dipwatch``: vitals of real ranks, and the view below a cell of a real notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddip.group.watching.vitals import Sampler
 from ddip.output.tables.vitals_table import RankVitals, stragglers
 
 from .leftovers import wait_until
-from .meanwhile import meanwhile, stopped
+from .meanwhile import meanwhile, suspended
 from .notebook import Messages, Notebook, Shown
 
 TRAIN = """
@@ -40,23 +40,23 @@ while not enough:
     dist.broadcast(enough, 0)
 bar.close()
 """
-"""Rank 1 is slow; ends when there is a file."""
+"""Rank 1 is slow. The cell ends when a file exists."""
 
 
-def looks(group: ddip.Group, condition: Callable[[list[RankVitals]], object]) -> Callable[[], bool]:
-    """Look at the ranks until the condition holds; what was seen last is kept in the attribute ``seen``."""
+def sampled(group: ddip.Group, condition: Callable[[list[RankVitals]], object]) -> Callable[[], bool]:
+    """Return a condition that samples the ranks; its attribute ``seen`` holds the last sample."""
     sampler = Sampler(group.lifecycle)
 
-    def look() -> bool:
-        time.sleep(0.1)  # no rank need do anything else than answer
-        look.seen = sampler.look()  # type: ignore[attr-defined]
-        return bool(condition(look.seen))  # type: ignore[attr-defined]
+    def sample() -> bool:
+        time.sleep(0.1)  # ranks need only answer
+        sample.seen = sampler.look()  # type: ignore[attr-defined]
+        return bool(condition(sample.seen))  # type: ignore[attr-defined]
 
-    return look
+    return sample
 
 
 def second_is_the_straggler(ranks: list[RankVitals]) -> bool:
-    """And by far, and both ranks train, which the first look at it need not show."""
+    """Return True if rank 1 is clearly the straggler and both train, which the first sample may not show."""
     first, second = (rank.waited for rank in ranks)
     steps = [rank.steps_per_second or 0.0 for rank in ranks]
     is_clear = first is not None and second is not None and second < 0.3 < 0.5 < first
@@ -65,7 +65,7 @@ def second_is_the_straggler(ranks: list[RankVitals]) -> bool:
 
 def test_rates_and_waits_of_ranks_that_train_name_the_straggler(cells: ddip.Group, tmp_path: Path) -> None:
     enough = tmp_path / "enough"
-    condition = looks(cells, second_is_the_straggler)
+    condition = sampled(cells, second_is_the_straggler)
     thread = meanwhile(condition, enough.touch)
     cells.run(TRAIN.format(path=str(enough)), show_ranks=[])
     thread.join()
@@ -112,9 +112,9 @@ BLOCKED = {
 @pytest.mark.grid
 @pytest.mark.parametrize("how", BLOCKED)
 def test_every_kind_of_wait_except_sleep_is_shown(cells: ddip.Group, how: str, tmp_path: Path) -> None:
-    cells.run(IMPORTS)  # which takes half a second of the first cell that needs it, and is no wait
+    cells.run(IMPORTS)  # an import takes half a second of the first cell, and is not a wait
     told = tmp_path / "told"
-    condition = looks(cells, first_waits_for_second)
+    condition = sampled(cells, first_waits_for_second)
     thread = meanwhile(condition, told.touch)
     cells.run(f"{SLEEPS.format(path=str(told))}\n{BLOCKED[how]}", timeout=60)
     thread.join()
@@ -122,7 +122,7 @@ def test_every_kind_of_wait_except_sleep_is_shown(cells: ddip.Group, how: str, t
 
 
 def first_waits_for_second(ranks: list[RankVitals]) -> bool:
-    """And not the other way round."""
+    """Return True if rank 0 waits and rank 1 does not."""
     first, second = (rank.waited for rank in ranks)
     return first is not None and second is not None and second < 0.2 < 0.6 < first
 
@@ -132,14 +132,14 @@ def test_a_suspended_rank_is_shown_until_it_continues(cells: ddip.Group, monkeyp
     pid = cells.members[1].pid
     sampler = Sampler(cells.lifecycle)
     assert [one.state for one in sampler.look()] == ["idle", "idle"]
-    with stopped([pid]):
+    with suspended([pid]):
         wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "stopped"])
         assert sampler.look()[1].doing == f"stopped (SIGSTOP); kill -CONT {pid} continues it"
     wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "idle"])
 
 
-def views(messages: Messages) -> list[tuple[str, str, str]]:
-    """Kind, id and text of each change of a view."""
+def view_changes(messages: Messages) -> list[tuple[str, str, str]]:
+    """Return kind, ID and text of each change of a view."""
     return [
         (kind, content["transient"]["display_id"], content["data"]["text/plain"])
         for kind, content in messages
@@ -147,50 +147,52 @@ def views(messages: Messages) -> list[tuple[str, str, str]]:
     ]
 
 
-def threads(notebook: Notebook) -> str:
-    """Of the kernel, that watch."""
+def watch_threads(notebook: Notebook) -> str:
+    """Return the names of the kernel's watch threads."""
     return notebook.ok(
         "import threading; print([t.name for t in threading.enumerate() if t.name == 'ddip-watch'])"
     ).stdout
 
 
-def begin_view(notebook: Notebook, shown: Shown) -> str:
-    """The id of the view that a cell has shown."""
-    ((kind, name, text),) = views(shown.messages)
+def view_id(notebook: Notebook, shown: Shown) -> str:
+    """Return the ID of the view that a cell has shown."""
+    ((kind, name, text),) = view_changes(shown.messages)
     assert kind == "display_data" and text.startswith("rank  state")
     return name
 
 
 def test_the_view_updates_during_cells_and_ends_in_one_line(notebook: Notebook) -> None:
     began = time.monotonic()
-    name = begin_view(notebook, notebook.ok("%dipwatch"))
+    name = view_id(notebook, notebook.ok("%dipwatch"))
     assert time.monotonic() < began + 2
     enough = notebook.folder / "enough"
     enough.unlink(missing_ok=True)
     running = notebook.begin(MEET)
     shown = notebook.finish(running, until="rank 1 is the straggler")
-    changes = views(shown.messages)
+    changes = view_changes(shown.messages)
     assert {(kind, its) for kind, its, _ in changes} == {("update_display_data", name)}
     assert "collectives/s" in changes[-1][2] and "/10000" in changes[-1][2]
     enough.touch()
     notebook.finish(running)
     enough.unlink()
     moved = notebook.ok("%dipwatch")
-    (_, old, text), (kind, new, _) = views(moved.messages)
+    (_, old, text), (kind, new, _) = view_changes(moved.messages)
     assert (old, kind) == (name, "display_data") and new != name
     assert text == f"ddip: %dipwatch has ended: it is below cell [{moved.number}] now"
-    assert threads(notebook) == "['ddip-watch']\n"
+    assert watch_threads(notebook) == "['ddip-watch']\n"
     ended = notebook.ok("%dipwatch off")
-    assert views(ended.messages) == [("update_display_data", new, "ddip: %dipwatch has ended: it was turned off")]
-    assert threads(notebook) == "[]\n"
+    assert view_changes(ended.messages) == [
+        ("update_display_data", new, "ddip: %dipwatch has ended: it was turned off")
+    ]
+    assert watch_threads(notebook) == "[]\n"
     assert notebook.ok("%dipwatch off").stdout == "ddip: nothing is watched\n"
 
 
 @pytest.mark.grid
 def test_the_view_shows_a_killed_rank_and_survives_repair(notebook: Notebook) -> None:
-    begin_view(notebook, notebook.ok("%dipwatch"))
+    view_id(notebook, notebook.ok("%dipwatch"))
     pid = int(notebook.ok("%%dip -r 2\nimport os; print(os.getpid())").stdout)
-    running = notebook.begin("import time; time.sleep(30)")  # a cell of the notebook's own
+    running = notebook.begin("import time; time.sleep(30)")  # a cell in the notebook
     os.kill(pid, signal.SIGKILL)
     notebook.finish(running, until="2  ended")
     notebook.interrupt()
@@ -212,7 +214,7 @@ def test_watching_once_prints_text(notebook: Notebook) -> None:
         ["1", "idle"],
         ["2", "idle"],
     ]
-    assert threads(notebook) == "[]\n"
+    assert watch_threads(notebook) == "[]\n"
 
 
 CALLBACKS = "print({name: len(get_ipython().events.callbacks[name]) for name in ('pre_run_cell', 'post_run_cell')})"
@@ -222,13 +224,13 @@ CALLBACKS = "print({name: len(get_ipython().events.callbacks[name]) for name in 
 def test_the_view_ends_with_its_group(bare_notebook: Notebook) -> None:
     before = bare_notebook.ok(CALLBACKS).stdout
     bare_notebook.ok("%makedip -n 1")
-    name = begin_view(bare_notebook, bare_notebook.ok("%dipwatch"))
+    name = view_id(bare_notebook, bare_notebook.ok("%dipwatch"))
     bare_notebook.ok("%makedip -r")
-    assert threads(bare_notebook) == "['ddip-watch']\n"
+    assert watch_threads(bare_notebook) == "['ddip-watch']\n"
     shown = bare_notebook.ok("%makedip -k")
     text = "ddip: %dipwatch has ended: its group has ended"
-    assert views(shown.messages)[-1] == ("update_display_data", name, text)
-    assert threads(bare_notebook) == "[]\n"
+    assert view_changes(shown.messages)[-1] == ("update_display_data", name, text)
+    assert watch_threads(bare_notebook) == "[]\n"
     assert bare_notebook.ok(CALLBACKS).stdout == before
 
 
@@ -244,6 +246,6 @@ def test_the_view_leaves_nothing_behind(new_notebook: Callable[[], Notebook], ho
     if how == "restart":
         notebook.restart()
     else:
-        text = views(notebook.ok(how).messages)[-1][2]
+        text = view_changes(notebook.ok(how).messages)[-1][2]
         assert text == "ddip: %dipwatch has ended: ddip was unloaded, or the kernel has ended"
-    assert threads(notebook) == "[]\n"
+    assert watch_threads(notebook) == "[]\n"

@@ -1,4 +1,4 @@
-"""What a rank raises: told soon, told once, and never lost within a magic."""
+"""Exceptions of ranks: reported soon, reported once, and never lost within a magic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_re
 
 
 @pytest.fixture(autouse=True)
-def impatient(group: ddip.Group) -> None:
+def short_time_limits(group: ddip.Group) -> None:
     group.options.failure_grace, group.options.stall_timeout = 0.1, 10.0
 
 
@@ -29,44 +29,46 @@ def impatient(group: ddip.Group) -> None:
 
 @pytest.mark.native("sockets")
 def test_an_unblocked_rank_sends_no_traceback_and_slows_nothing(cells: ddip.Group) -> None:
-    def objects() -> list[int]:
+    def count_objects() -> list[int]:
         cells.run("import gc; count = len(gc.get_objects())")
         return [values["count"] for values in cells.pull_all(["count"], [0, 1])[0]]
 
     cells.run("import torch, torch.distributed as dist\nx = torch.ones(3)")
-    before = objects()
+    before = count_objects()
     with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce") as caught:
         cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
-    assert "\x1b" in caught.value.by_rank[0].traceback  # IPython's colours
-    assert "\x1b" not in caught.value.by_rank[1].traceback  # none at all, or Python's where it had lost rank 0 before
+    assert "\x1b" in caught.value.by_rank[0].traceback  # IPython's colored traceback
+    assert (
+        "\x1b" not in caught.value.by_rank[1].traceback
+    )  # no traceback, or a plain one if rank 1 had lost rank 0 before
     with pytest.raises(ddip.CellError) as caught:
         cells.run("torch.nn.Linear(2, 2)(x)")
     assert "torch/nn/modules/linear.py" in caught.value.by_rank[0].traceback
     cells.run("pass")
-    for now, then in zip(objects(), before, strict=True):
-        assert now < then + 6_000  # it was 50 000 more
+    for now, then in zip(count_objects(), before, strict=True):
+        assert now < then + 6_000  # a leak was 50 000 objects
 
 
 def test_failed_or_long_cells_leave_nothing_on_a_rank(cells: ddip.Group) -> None:
-    """IPython keeps each traceback, and all that is printed: a cell would slow down with the number of those before."""
+    """IPython keeps each traceback and all printed text, which would slow down later cells."""
     count = "import gc\ngc.collect()\ncount = sum(type(one) in (dict, list) for one in gc.get_objects())"
 
-    def fail(times: int) -> None:
+    def fail_often(times: int) -> None:
         for _ in range(times):
             with pytest.raises(ddip.CellError):
                 cells.run("for _ in range(200): print('x')\nraise ValueError")
 
-    def counts() -> list[int]:
+    def count_containers() -> list[int]:
         cells.run(count)
         return [values["count"] for values in cells.pull_all(["count"], [0, 1])[0]]
 
-    for _ in range(MAX_LIMITERS):  # whose budgets of output are kept
+    for _ in range(MAX_LIMITERS):  # whose output budgets are kept
         cells.run("pass")
-    fail(1)
-    before = counts()
-    fail(15)
-    for now, then in zip(counts(), before, strict=True):
-        assert now < then + 15  # it was two more with each
+    fail_often(1)
+    before = count_containers()
+    fail_often(15)
+    for now, then in zip(count_containers(), before, strict=True):
+        assert now < then + 15  # a leak was two per cell
 
 
 SLOW = {
@@ -86,7 +88,7 @@ def test_an_error_with_a_slow_text_costs_no_rank(cells: ddip.Group, what: str) -
     began = time.monotonic()
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: "):
         cells.run(SLOW[what])
-    assert time.monotonic() < began + 30  # it was 40 s and more, on a calm machine
+    assert time.monotonic() < began + 30  # it used to take more than 40 s on an idle machine
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
@@ -107,7 +109,7 @@ def test_a_stop_while_an_error_is_formatted_costs_no_rank(cells: ddip.Group, tmp
 
 
 def test_an_interrupt_is_shown_in_a_few_lines(cells: ddip.Group, tmp_path: Path) -> None:
-    """IPython's traceback of a stop within torch's imports takes 4 s."""
+    """IPython takes 4 s to render a traceback of a stop within torch's imports."""
     thread = meanwhile((tmp_path / "begun").exists, press_stop)
     with pytest.raises(CellInterrupted) as caught:
         cells.run(f"""
@@ -147,7 +149,9 @@ def test_an_error_within_a_magic_fails_the_whole_cell(cells: ddip.Group, magic: 
     ) as e:
         cells.run(HIDDEN[magic].format(code), timeout=30)
     assert "ValueError" in e.value.by_rank[0].traceback and "ddip" not in e.value.by_rank[0].traceback
-    cells.run(f"{PROOF}\nassert kept == rank\nglobals().pop('__file__', None)")  # %run -i leaves it: spawn would run it
+    cells.run(
+        f"{PROOF}\nassert kept == rank\nglobals().pop('__file__', None)"
+    )  # %run -i leaves __file__, which spawn would run
 
 
 def test_an_error_within_a_magic_ends_the_cell_there(cells: ddip.Group) -> None:
@@ -202,7 +206,7 @@ def test_an_object_that_cannot_be_displayed_shows_an_error(
 
 
 def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """Half of a surrogate pair: of a file's name, or of what a tokenizer has cut in two."""
+    """Lone surrogates come from file names, and from tokenizers that split a character."""
     cells.run(
         r"import sys; print('a\ud800b'); print('c\udfffd', file=sys.stderr)" + "\n"
         r"display({'text/plain': 'e\ud800f'}, raw=True)"

@@ -12,12 +12,12 @@ import pytest
 import ddip
 from ddip.group.members.placement import Request
 
-from .leftovers import family_of, titled
+from .leftovers import family_of, with_title
 from .notebook import Notebook
 
 
-def values(group: ddip.Group, code: str) -> list[object]:
-    """Run `code` on every rank, and return what it leaves in ``found``."""
+def found_on_ranks(group: ddip.Group, code: str) -> list[object]:
+    """Run `code` on every rank, and return its variable ``found``."""
     group.run(code, show_ranks=[])
     return [values["found"] for values in group.pull_all(["found"], range(group.world_size))[0]]
 
@@ -30,7 +30,7 @@ def test_each_rank_has_its_own_random_numbers() -> None:
             "import torch; found = torch.rand(1).item()",
             "found = torch.initial_seed()",
         ):
-            first, second = values(group, code)
+            first, second = found_on_ranks(group, code)
             assert first != second
 
 
@@ -42,30 +42,32 @@ def test_the_process_looks_freshly_started() -> None:
         "found = (sys.argv, names, [h == signal.SIG_DFL for h in handlers], signal.pthread_sigmask(0, []),\n"
         "         threading.current_thread() is threading.main_thread(), os.read(0, 1), os.getsid(0) == os.getpid())"
     )
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what is spawned
+    former = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # under nohup SIGHUP is ignored, and spawned processes inherit that
     with ddip.Group(2) as group:
         signal.signal(signal.SIGHUP, former)
-        names = [name for name in os.environ if name.startswith("DDIP")]  # of the tests
-        assert values(group, code) == [([""], [*names, "DDIP_MARK"], [True] * 3, set(), True, b"", True)] * 2
-        pythonpath = values(group, "found = os.environ.get('PYTHONPATH')")
+        names = [name for name in os.environ if name.startswith("DDIP")]  # variables of the tests
+        assert found_on_ranks(group, code) == [([""], [*names, "DDIP_MARK"], [True] * 3, set(), True, b"", True)] * 2
+        pythonpath = found_on_ranks(group, "found = os.environ.get('PYTHONPATH')")
     assert pythonpath == [os.environ.get("PYTHONPATH")] * 2
 
 
 def test_no_rank_holds_foreign_descriptors(cells: ddip.Group) -> None:
-    """Sockets and pipes of the preload process and of other ranks."""
+    """A rank has no sockets or pipes of the preload process or of other ranks."""
     code = (
         "import glob, os\n"
         "links = [os.readlink(fd) for fd in glob.glob('/proc/self/fd/*') if os.path.lexists(fd)]\n"
         "found = sorted(link for link in links if link.startswith(('socket', 'pipe')))"
     )
-    first, second = values(cells, code)
+    first, second = found_on_ranks(cells, code)
     assert not set(first) & set(second)  # type: ignore[call-overload]
 
 
 def test_the_cpu_threads_of_every_library_are_shared_out(cells: ddip.Group) -> None:
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     code = "import numpy, threadpoolctl; found = {lib['num_threads'] for lib in threadpoolctl.threadpool_info()}"
-    assert values(cells, code) == [{share}] * 2
+    assert found_on_ranks(cells, code) == [{share}] * 2
 
 
 def test_a_rank_may_take_more_threads(cells: ddip.Group) -> None:
@@ -74,7 +76,7 @@ def test_a_rank_may_take_more_threads(cells: ddip.Group) -> None:
         "x = torch.ones(512, 512)\nfound = ((x @ x).sum().item(), torch.get_num_threads())\n"
         "torch.set_num_threads(share)"
     )
-    assert values(cells, code) == [(512.0**3, 2)] * 2
+    assert found_on_ranks(cells, code) == [(512.0**3, 2)] * 2
 
 
 @pytest.mark.grid
@@ -83,9 +85,9 @@ def test_a_remaining_rank_gets_a_new_share_of_threads() -> None:
     code = "import torch, os; torch.ones(512, 512) @ torch.ones(512, 512)\n"
     code += "found = (torch.get_num_threads(), int(os.environ['OMP_NUM_THREADS']))"
     with ddip.Group(1) as group:
-        assert values(group, code) == [(cores, cores)]
+        assert found_on_ranks(group, code) == [(cores, cores)]
         group.change(Request(n=2))
-        assert values(group, code) == [(max(1, cores // 2),) * 2] * 2
+        assert found_on_ranks(group, code) == [(max(1, cores // 2),) * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_data_loaders_have_workers(cells: ddip.Group, method: str, workers: int)
         f"loader = DataLoader(data, 4, num_workers={workers}, multiprocessing_context={method!r})\n"
         "found = [x.tolist() for (x,) in loader]"
     )
-    assert values(cells, code) == [[list(range(i, i + 4)) for i in range(0, 20, 4)]] * 2
+    assert found_on_ranks(cells, code) == [[list(range(i, i + 4)) for i in range(0, 20, 4)]] * 2
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -108,21 +110,21 @@ def test_multiprocessing_works(cells: ddip.Group, method: str) -> None:
         "import math, multiprocessing\n"
         f"with multiprocessing.get_context({method!r}).Pool(2) as pool: found = pool.map(math.sqrt, [4, 9])"
     )
-    assert values(cells, code) == [[2.0, 3.0]] * 2
+    assert found_on_ranks(cells, code) == [[2.0, 3.0]] * 2
 
 
 def test_a_process_that_a_cell_forks_can_be_terminated(cells: ddip.Group) -> None:
-    """The engine's own handler of SIGTERM would only wake it up."""
+    """The engine's own SIGTERM handler would only wake the child up."""
     code = (
         "import multiprocessing, time\n"
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); child.start()\n"
         "child.terminate(); child.join(); found = child.exitcode"
     )
-    assert values(cells, code) == [-15, -15]
+    assert found_on_ranks(cells, code) == [-15, -15]
 
 
 def test_an_interrupt_during_a_fork_keeps_later_processes_stoppable(cells: ddip.Group) -> None:
-    """It comes between two steps of what ddip does before each fork, and Python goes on with the fork."""
+    """Interrupt between two steps that ddip takes before each fork; Python continues with the fork."""
     code = (
         "import _thread, multiprocessing, os, signal, time\n"
         "def ring(*_): raise InterruptedError\n"
@@ -137,7 +139,7 @@ def test_an_interrupt_during_a_fork_keeps_later_processes_stoppable(cells: ddip.
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); child.start()\n"
         "child.terminate(); child.join(5); found = child.exitcode; child.kill()"
     )
-    assert values(cells, code) == [-15, -15]
+    assert found_on_ranks(cells, code) == [-15, -15]
 
 
 def test_subprocesses_work(cells: ddip.Group) -> None:
@@ -146,7 +148,7 @@ def test_subprocesses_work(cells: ddip.Group) -> None:
         "done = subprocess.run([sys.executable, '-c', 'import sys; print(6 * 7); sys.exit(3)'], capture_output=True)\n"
         "found = (done.returncode, done.stdout.strip())"
     )
-    assert values(cells, code) == [(3, b"42")] * 2
+    assert found_on_ranks(cells, code) == [(3, b"42")] * 2
 
 
 def test_training_with_ddp_works(cells: ddip.Group) -> None:
@@ -157,13 +159,13 @@ def test_training_with_ddp_works(cells: ddip.Group) -> None:
         "model(torch.full((2, 4), rank + 1.0)).sum().backward(); optimizer.step()\n"
         "found = model.module.weight.tolist()"
     )
-    first, second = values(cells, code)
+    first, second = found_on_ranks(cells, code)
     assert first == second
 
 
 @pytest.mark.grid
 def test_torch_compile_works(cells: ddip.Group) -> None:
-    """With a compiler of C++ behind it: ``tests/system/test_compile.py``."""
+    """``tests/system/test_compile.py`` has a C++ compiler behind it."""
     cells.run("""
         import torch
         @torch.compile(backend='aot_eager')
@@ -188,7 +190,7 @@ def test_signals_reach_a_rank(cells: ddip.Group) -> None:
         "former = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\nsignal.signal(signal.SIGUSR1, former)\nfound = [int(s) for s in found]"
     )
-    assert values(cells, code) == [[10], [10]]
+    assert found_on_ranks(cells, code) == [[10], [10]]
 
 
 def test_every_rank_has_a_log_of_its_own(cells: ddip.Group) -> None:
@@ -214,10 +216,10 @@ def test_ps_shows_the_role_of_each_process(new_notebook: Callable[[], Notebook])
         %makedip -n 2
     """)
     for title in ("rank 0 of 2", "rank 1 of 2", "controller"):
-        assert titled(family_of(notebook.pid), f"ddip {title} (lesson 1.ipynb)")
+        assert with_title(family_of(notebook.pid), f"ddip {title} (lesson 1.ipynb)")
     notebook.ok("%makedip -n 1")
-    assert len(titled(family_of(notebook.pid), "ddip rank")) == 1
-    assert titled(family_of(notebook.pid), "ddip rank 0 of 1 (lesson 1.ipynb)")
+    assert len(with_title(family_of(notebook.pid), "ddip rank")) == 1
+    assert with_title(family_of(notebook.pid), "ddip rank 0 of 1 (lesson 1.ipynb)")
 
 
 def test_the_preload_process_touches_no_gpu(cells: ddip.Group) -> None:
@@ -226,9 +228,9 @@ def test_the_preload_process_touches_no_gpu(cells: ddip.Group) -> None:
         "links = [os.readlink(fd) for fd in glob.glob('/proc/self/fd/*') if os.path.lexists(fd)]\n"
         "found = (torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), [x for x in links if 'nvidia' in x])"
     )
-    assert values(cells, code) == [(False, False, [])] * 2
+    assert found_on_ranks(cells, code) == [(False, False, [])] * 2
 
 
 def test_a_rank_looks_like_a_notebooks_kernel(cells: ddip.Group) -> None:
-    """rich, fastcore and others ask for the name of this class."""
+    """rich, fastcore and others check the name of this class."""
     cells.run("assert type(get_ipython()).__name__ == 'ZMQInteractiveShell'")

@@ -1,4 +1,4 @@
-"""Bars that are widgets, in the notebook that is left when all has run: what a page without widgets shows of them."""
+"""Bars that are widgets in a stored notebook: what a page without widgets shows of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def outputs(warmed_up: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[nbformat.NotebookNode]]:
-    """What each cell has left."""
+    """Run the notebook, and return the outputs of each cell."""
     cells = [nbformat.v4.new_code_cell(code) for code in CELLS.values()]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
@@ -46,8 +46,8 @@ def outputs(warmed_up: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
 
 
-def texts(outputs: list[nbformat.NotebookNode]) -> list[str]:
-    """Of the displays."""
+def display_texts(outputs: list[nbformat.NotebookNode]) -> list[str]:
+    """Return the texts of the displays."""
     return [str(output.data["text/plain"]) for output in outputs if output.output_type == "display_data"]
 
 
@@ -70,7 +70,7 @@ def test_nested_bars_keep_the_outer_and_last_one(
 
 @pytest.mark.grid
 def test_the_bar_of_a_failed_cell_shows_its_progress(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
-    assert re.match(r" 40%\|████      \| 4/10 \[", texts(outputs["failed"])[0])
+    assert re.match(r" 40%\|████      \| 4/10 \[", display_texts(outputs["failed"])[0])
     assert outputs["failed"][-1].output_type == "error"
 
 
@@ -81,29 +81,29 @@ def test_each_rank_has_a_bar_and_equal_ranks_share_tabs(
     shown = outputs["all ranks"]
     bars = [output.data["text/plain"] for output in shown if WIDGET in output.get("data", {})]
     assert [bar.split(" [")[0] for bar in bars] == 2 * ["100%|██████████| 50/50"]
-    assert "── ranks 0, 1 ──\nsaid" in texts(shown)
-    labels = [text.split(" [")[0] for text in texts(outputs["with labels"])]
+    assert "── ranks 0, 1 ──\nsaid" in display_texts(shown)
+    labels = [text.split(" [")[0] for text in display_texts(outputs["with labels"])]
     assert sorted(labels[::2]) == ["[rank 0]", "[rank 1]"]
     assert sorted(labels[1::2]) == [f"100%|██████████| {n}/{n}" for n in (50, 51)]
-    assert texts(outputs["with groups"])[0].startswith("100%|██████████| 50/50 [")
+    assert display_texts(outputs["with groups"])[0].startswith("100%|██████████| 50/50 [")
     headings = [output.text for output in outputs["with groups"] if output.output_type == "stream"]
-    assert headings == ["── rank 0 ──\n", "── rank 1 ──\n"]  # each has a widget of its own
+    assert headings == ["── rank 0 ──\n", "── rank 1 ──\n"]  # each rank has its own widget
 
 
 @pytest.mark.grid
 def test_a_bar_continued_by_another_cell_reaches_its_end(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
-    """Whatever shows that cell, and whatever showed the one that has the bar."""
+    """Any style may show either cell."""
     first = [
         output.data["text/plain"].split(" [")[0] for output in outputs["first part"] if WIDGET in output.get("data", {})
     ]
     assert first == 2 * [" 50%|█████     | 5/10"]
-    assert texts(outputs["with groups"])[1].startswith("100%|██████████| 10/10 [")
+    assert display_texts(outputs["with groups"])[1].startswith("100%|██████████| 10/10 [")
     assert outputs["second part"] == outputs["last part"] == []
 
 
 @pytest.mark.grid
 def test_other_widgets_keep_their_text(outputs: dict[str, list[nbformat.NotebookNode]]) -> None:
-    assert texts(outputs["other widgets"]) == ["IntSlider(value=3)", "load |█████▌    |"]
+    assert display_texts(outputs["other widgets"]) == ["IntSlider(value=3)", "load |█████▌    |"]
 
 
 def test_a_bar_moved_by_a_late_thread_reaches_its_end(notebook: Notebook) -> None:

@@ -1,4 +1,4 @@
-"""Widgets of several ranks, and plots that need a script: what stands below the tabs, and what callbacks show later."""
+"""Widgets of several ranks, and plots that need a script: placement below the tabs, and later callbacks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def is_place(bundle: dict[str, Any]) -> bool:
-    """Is it an element that a script of Bokeh fills?"""
+    """Return True for an element that a Bokeh script fills."""
     return "data-root-id" in bundle.get("text/html", "")
 
 
 def page_of(shown: Shown) -> list[str]:
-    """What a person sees, or a word for it, output by output; ``script``: nothing by itself."""
+    """Return the visible outputs in words; ``script`` is an output that shows nothing by itself."""
     lines = []
     for bundle in shown.outputs:
         html = bundle.get("text/html", "")
@@ -38,9 +38,11 @@ def page_of(shown: Shown) -> list[str]:
     return lines
 
 
-def captured(messages: Messages) -> dict[str, str]:
-    """The text that each Output widget of the page has: what comes between the two messages that say so; none while
-    the second has not come."""
+def captured_texts(messages: Messages) -> dict[str, str]:
+    """Return the captured text of each Output widget; empty while a capture is unfinished.
+
+    A widget captures what comes between the two messages that set and clear its ``msg_id``.
+    """
     texts: dict[str, str] = {}
     captures: list[str] = []
     for kind, content in messages:
@@ -50,15 +52,15 @@ def captured(messages: Messages) -> dict[str, str]:
         elif "msg_id" in state:
             captures.remove(content["comm_id"])
         elif captures:
-            assert len(captures) == 1 and kind != "update_display_data"  # which it would pass over
+            assert len(captures) == 1 and kind != "update_display_data"  # a widget does not capture updates
             if kind == "clear_output":
                 texts[captures[-1]] = ""
             texts[captures[-1]] = texts.get(captures[-1], "") + str(content.get("text", ""))
     return {} if captures else texts
 
 
-def widgets(shown: Shown, model: str) -> list[str]:
-    """Names of the widgets of this kind that the page knows, in the order of their ranks."""
+def widgets_of_model(shown: Shown, model: str) -> list[str]:
+    """Return the names of the widgets of this model on the page, in rank order."""
     views = [bundle[VIEW]["model_id"] for bundle in shown.outputs if VIEW in bundle]
     states: dict[str, dict[str, Any]] = {}
     for kind, content in shown.messages:
@@ -71,19 +73,19 @@ def widgets(shown: Shown, model: str) -> list[str]:
     return found
 
 
-def move(notebook: Notebook, slider: str, value: int) -> None:
-    """What the page sends when a person moves it."""
+def move_slider(notebook: Notebook, slider: str, value: int) -> None:
+    """Send what the page sends when a person moves a slider."""
     notebook.send_comm(slider, {"method": "update", "state": {"value": value}, "buffer_paths": []})
 
 
-def click(notebook: Notebook, button: str) -> None:
-    """What the page sends when a person clicks."""
+def click_button(notebook: Notebook, button: str) -> None:
+    """Send what the page sends when a person clicks a button."""
     notebook.send_comm(button, {"method": "custom", "content": {"event": "click"}})
 
 
 @pytest.fixture(params=few(["tabs", "labels", "grouped"], "tabs"))
 def style(request: pytest.FixtureRequest, notebook: Notebook) -> Any:
-    """Each of them."""
+    """Set each style of output."""
     notebook.ok(f"%config DipMagics.style = {request.param!r}")
     yield request.param
     notebook.ok("%config DipMagics.style = 'auto'")
@@ -100,19 +102,21 @@ def test_output_of_interact_is_below_the_slider_of_its_rank(notebook: Notebook, 
     )
     shown = notebook.finish(cell)
     assert shown.status == "ok"
-    sliders, outputs = widgets(shown, "IntSliderModel"), widgets(shown, "OutputModel")
+    sliders, outputs = widgets_of_model(shown, "IntSliderModel"), widgets_of_model(shown, "OutputModel")
     assert len(sliders) == len(outputs) == 3
-    texts = captured(shown.messages)
+    texts = captured_texts(shown.messages)
     assert all("100%" in texts[output] for output in outputs)
     ranks = [int(texts[output][-2]) for output in outputs]
-    assert sorted(ranks) == [0, 1, 2] and (style == "labels" or ranks == [0, 1, 2])  # labels are as they come
+    assert sorted(ranks) == [0, 1, 2] and (style == "labels" or ranks == [0, 1, 2])  # labels come in any order
     for number, rank in enumerate(ranks):
         assert texts[outputs[number]].endswith(f"x is 5 on {rank}\n")
         notebook.ok("%%dip -S all\nprint('another cell')")
-        move(notebook, sliders[number], 7 + rank)
+        move_slider(notebook, sliders[number], 7 + rank)
         line = f"x is {7 + rank} on {rank}\n"
-        late = notebook.late_messages(cell, lambda messages, line=line: line in "".join(captured(messages).values()))
-        assert list(captured(late)) == [outputs[number]] and captured(late)[outputs[number]].endswith(line)
+        late = notebook.late_messages(
+            cell, lambda messages, line=line: line in "".join(captured_texts(messages).values())
+        )
+        assert list(captured_texts(late)) == [outputs[number]] and captured_texts(late)[outputs[number]].endswith(line)
 
 
 def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
@@ -128,17 +132,17 @@ def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
         display(button, slider, out)
     """)
     shown = notebook.finish(cell)
-    buttons, sliders = widgets(shown, "ButtonModel"), widgets(shown, "IntSliderModel")
-    assert page_of(shown)[0] == "[rank 0]"  # no tabs: there is no text yet
+    buttons, sliders = widgets_of_model(shown, "ButtonModel"), widgets_of_model(shown, "IntSliderModel")
+    assert page_of(shown)[0] == "[rank 0]"  # no tabs yet, because there is no text
     notebook.ok("%%dip -S all\nprint('another cell')")
-    click(notebook, buttons[1])
+    click_button(notebook, buttons[1])
     assert notebook.late(cell, "in its Output\nclicked").endswith(
         "── ranks 0, 2 ──\n\n── rank 1 ──\nin its Output\nclicked"
     )
-    move(notebook, sliders[2], 7)
+    move_slider(notebook, sliders[2], 7)
     assert "── rank 2 ──\nnow 7" in notebook.late(cell, "now 7")
     other = notebook.begin("%%dip -S all\nwith out: print('from the next cell')\nprint('beside', rank)")
-    assert "from" not in notebook.finish(other).text  # their Output widgets are in the tabs of the other
+    assert "from" not in notebook.finish(other).text  # their Output widgets are in the other cell's tabs
     notebook.late(
         cell,
         "── rank 0 ──\nfrom the next cell\n── rank 1 ──\nin its Output\nfrom the next cell\nclicked\n"
@@ -147,7 +151,7 @@ def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
 
 
 def test_callbacks_print_next_to_their_widget(notebook: Notebook) -> None:
-    """It was made in another cell, of which only rank 0 was shown."""
+    """The widget was created in another cell that showed only rank 0."""
     made = notebook.begin(
         "%%dip\nimport ipywidgets\nslider = ipywidgets.IntSlider(3)\nbox = ipywidgets.VBox([slider])\n"
         "slider.value = 5\n"
@@ -158,11 +162,13 @@ def test_callbacks_print_next_to_their_widget(notebook: Notebook) -> None:
     shown = notebook.finish(cell)
     opened = {c["comm_id"]: c["data"]["state"] for kind, c in shown.messages if kind == "comm_open"}
     sliders = [name for name, state in opened.items() if state["_model_name"] == "IntSliderModel"]
-    assert len(sliders) == 2 and {opened[name]["value"] for name in sliders} == {5}  # the page knows rank 0's already
+    assert len(sliders) == 2 and {opened[name]["value"] for name in sliders} == {
+        5
+    }  # the page already has rank 0's widget
     for number, slider in enumerate(sliders):
-        move(notebook, slider, 8 + number)
+        move_slider(notebook, slider, 8 + number)
         assert re.search(rf"── rank \d ──\nnow {8 + number} on \d", notebook.late(cell, f"now {8 + number}"))
-    update = notebook.ok("%%dip\nslider.value = 6").messages  # one cell, and the page knows all of them
+    update = notebook.ok("%%dip\nslider.value = 6").messages  # one cell updates all of them
     assert len({content["comm_id"] for kind, content in update if kind == "comm_msg"}) == 3
 
 
@@ -222,7 +228,7 @@ def test_plotly_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
     first = IN_TURN.replace("SHOW", f"{figure}.show('plotly_mimetype+notebook')").replace("NAME", "first")
     second = f"{figure.replace('NAME', 'second')}.show('plotly_mimetype')"
     shown = notebook.ok(f"%%dip -S all\n{first}\nprint('text')\n{second}")
-    # the first brings Plotly along
+    # the first plot includes Plotly's script
     lines = [[f"[rank {rank}]", "script", f"{rank} first", f"{rank} second"] for rank in range(3)]
     assert page_of(shown) == ["tabs", "tabs", *sum(lines, [])]
 
@@ -231,7 +237,7 @@ def test_plotly_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
 def test_bokeh_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
     code = "import torch.distributed as dist\nimport bokeh.io\nfrom bokeh.plotting import figure, show"
     loaded = notebook.ok(f"%%dip -S all\n{code}\nbokeh.io.output_notebook(hide_banner=True)")
-    assert page_of(loaded) == ["script"] * 3  # what loads Bokeh is not seen
+    assert page_of(loaded) == ["script"] * 3  # the script that loads Bokeh is invisible
     plot = "plot = figure(width=200, height=200)\nplot.line([1, 2], [rank, 3])"
     shown = notebook.ok(f"%%dip -S all\n{plot}\n{IN_TURN.replace('SHOW', 'show(plot)')}")
     assert page_of(shown) == [line for rank in range(3) for line in (f"[rank {rank}]", "place", "script")]
@@ -257,7 +263,7 @@ def test_ranks_outside_the_cell_are_not_shown_as_running(notebook: Notebook) -> 
         "display({'application/x-odd': 1, 'text/plain': 'odd'}, raw=True)\nwhile True: time.sleep(0.01)"
     )
     shown = notebook.finish(cell, until="odd")
-    if "── rank 1 ──" not in shown.text:  # the tabs are drawn with the next message, or when there is none
+    if "── rank 1 ──" not in shown.text:  # the tabs are redrawn with the next message, or after a pause
         drawn = notebook.finish(cell, until="── rank 1 ──")
         shown.messages, shown.data = shown.messages + drawn.messages, shown.data + drawn.data
     tabs = [bundle["text/html"] for bundle in shown.data if 'class="ddip"' in bundle.get("text/html", "")]

@@ -1,4 +1,4 @@
-"""DDP wrappers when the group is rebuilt: they go on, or say why they do not."""
+"""DDP wrappers when the group is rebuilt: they continue, or say why they do not."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 import ddip
 from ddip.errors import RequestFailed
 
-from .leftovers import collections, wait_until
+from .leftovers import collection_counts, wait_until
 from .variants import few
 
-pytestmark = pytest.mark.native("sockets")  # the group is rebuilt since ranks waited in vain
+pytestmark = pytest.mark.native("sockets")  # the group is rebuilt because ranks were blocked
 CODE = """
 import copy, torch, torch.distributed as dist
 from torch import nn
@@ -40,12 +40,12 @@ REFUSES = "this DistributedDataParallel was made in a process group that has bee
 
 
 @pytest.fixture(autouse=True)
-def prepared(cells: ddip.Group) -> None:
+def define_training(cells: ddip.Group) -> None:
     cells.options.failure_grace = 0.1
     cells.run(CODE)
 
 
-def fails(group: ddip.Group, code: str = "if rank == 1: raise ValueError\ndist.barrier()") -> None:
+def fail_on_one_rank(group: ddip.Group, code: str = "if rank == 1: raise ValueError\ndist.barrier()") -> None:
     """Run a cell in which a rank fails while the other waits for it."""
     with pytest.raises(ddip.CellError):
         group.run(code)
@@ -63,7 +63,7 @@ def test_training_continues_after_each_fault_as_if_undisturbed(
     """)
     for batch in (2, 4):
         state = "kept = copy.deepcopy([wrapper.state_dict(), opt.state_dict()])\n"
-        fails(cells, f"{state}step(wrapper, opt, {batch}, raises=[1])")
+        fail_on_one_rank(cells, f"{state}step(wrapper, opt, {batch}, raises=[1])")
         cells.run(f"""
             wrapper.load_state_dict(kept[0]); opt.load_state_dict(kept[1])  # batch norm has seen the batch twice
             losses += [step(wrapper, opt, batch) for batch in range({batch}, {batch} + 2)]
@@ -75,16 +75,16 @@ def test_training_continues_after_each_fault_as_if_undisturbed(
 
 @pytest.mark.grid
 def test_loader_workers_left_by_a_failed_cell_delay_no_group(cells: ddip.Group) -> None:
-    """In a cycle; they look for the end of their loader once an hour."""
+    """The loader is in a reference cycle; its workers check only once per hour whether it still exists."""
     cells.run("""
         import gc
         from torch.utils.data import DataLoader, _utils
         wrapper, usual = DDP(network(0)), _utils.MP_STATUS_CHECK_INTERVAL
         _utils.MP_STATUS_CHECK_INTERVAL = 3600.0
-        gc.disable()  # within the cell it would wait as torch does
+        gc.disable()  # a collection within the cell would wait, as in plain torch
         class Bar: pass
     """)
-    fails(
+    fail_on_one_rank(
         cells,
         """
         bar = Bar()
@@ -99,14 +99,16 @@ def test_loader_workers_left_by_a_failed_cell_delay_no_group(cells: ddip.Group) 
 
 
 def test_a_step_taken_by_one_rank_leaves_no_difference(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody waits for anybody there."""
+    """No rank waits for another one here."""
     cells.run("wrapper = DDP(network(0)); opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 0)")
-    fails(cells, "opt.step = opt.step if rank == 0 else None\nstep(wrapper, opt, 1)")
+    fail_on_one_rank(cells, "opt.step = opt.step if rank == 0 else None\nstep(wrapper, opt, 1)")
     cells.run("assert same(wrapper)")
     assert GOES_ON in capsys.readouterr().err
-    fails(cells, "opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 1); raise ValueError")
+    fail_on_one_rank(
+        cells, "opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 1); raise ValueError"
+    )
     cells.run("assert same(wrapper)")
-    assert "rebuilt" not in capsys.readouterr().err  # they are at the same step
+    assert "rebuilt" not in capsys.readouterr().err  # both ranks are at the same step
 
 
 WAYS = {
@@ -140,7 +142,7 @@ getattr(inner, '_orig_mod', inner).load_state_dict(network(0).state_dict())
 """
     losses = f"{before}losses = [step(wrapper, opt, batch) for batch in range(4)]\nassert same(wrapper)"
     cells.run(f"{losses}\nexpected = losses")
-    fails(cells, "step(wrapper, opt, 0, raises=[0])")
+    fail_on_one_rank(cells, "step(wrapper, opt, 0, raises=[0])")
     cells.run(f"{losses}\nassert losses == expected, (losses, expected)")
 
 
@@ -154,7 +156,7 @@ def test_each_wrapper_gets_its_own_parameters_from_rank_0(
             for wrapper, value in ((first, 1.0), (second, 2.0)):
                 for parameter in wrapper.parameters(): parameter.fill_(value + 10 * rank)
     """)
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("""
         assert [{value.item() for value in next(one.parameters()).flatten()} for one in (first, second)] == [{1}, {2}]
         opt = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
@@ -166,19 +168,19 @@ def test_each_wrapper_gets_its_own_parameters_from_rank_0(
 
 def test_wrappers_match_even_if_a_rank_has_fewer(cells: ddip.Group) -> None:
     cells.run("first = DDP(network(0))")
-    fails(cells, "if rank == 1: raise ValueError\nsecond = DDP(network(1))")
+    fail_on_one_rank(cells, "if rank == 1: raise ValueError\nsecond = DDP(network(1))")
     cells.run("third = DDP(network(2))\nopt = torch.optim.SGD(third.parameters(), 0.1)")
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("step(third, opt, 0); first(torch.ones(2, 2))\nassert same(first, third)")
 
 
 @pytest.mark.grid
 def test_a_wrapper_that_failed_to_form_is_not_counted(cells: ddip.Group) -> None:
-    before = collections(cells)
-    fails(cells, "if rank == 1: raise ValueError\nDDP(network(1))")
-    wait_until(lambda: all(now > then for now, then in zip(collections(cells), before, strict=True)))
+    before = collection_counts(cells)
+    fail_on_one_rank(cells, "if rank == 1: raise ValueError\nDDP(network(1))")
+    wait_until(lambda: all(now > then for now, then in zip(collection_counts(cells), before, strict=True)))
     cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("step(wrapper, opt, 0)\nassert same(wrapper)")
 
 
@@ -189,7 +191,7 @@ def test_parameters_frozen_during_a_rebuild_are_averaged_later(cells: ddip.Group
         first.requires_grad_(False)  # all of one, and a part of the other
         second.module[0].requires_grad_(False)
     """)
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("""
         assert [parameter.requires_grad for parameter in second.parameters()] == 2 * [False] + 4 * [True]
         first.requires_grad_(True); second.requires_grad_(True)
@@ -199,13 +201,13 @@ def test_parameters_frozen_during_a_rebuild_are_averaged_later(cells: ddip.Group
 
 
 def test_wrappers_that_cannot_be_matched_do_not_continue(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 has made one without the others, which none of the ranks waits for."""
+    """Rank 0 creates a wrapper without the others, and no rank waits for it."""
     cells.run("""
         alone = DDP(network(0), init_sync=False) if rank == 0 else None
         twins, other = [DDP(network(seed)) for seed in (1, 2)], DDP(nn.Linear(2, 1))
         before = [parameter.tolist() for twin in twins for parameter in twin.parameters()]
     """)
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("""
         other(torch.ones(1, 2)).sum().backward()
         assert before == [parameter.tolist() for twin in twins for parameter in twin.parameters()]
@@ -224,11 +226,11 @@ def test_an_optimizer_with_a_different_step_count_is_named(
         opt = torch.optim.Adam(wrapper.parameters())
         step(wrapper, opt, 0)
     """)
-    fails(cells, "if rank == 1: raise ValueError\nopt.step(); dist.barrier()")
+    fail_on_one_rank(cells, "if rank == 1: raise ValueError\nopt.step(); dist.barrier()")
     cells.run("state = [opt.state_dict()]\ndist.broadcast_object_list(state)\nopt.load_state_dict(state[0])")
     said = capsys.readouterr().err
     assert "opt: state (" in said and "%dipsync copies rank 0's values" in said
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("step(wrapper, opt, 1)\nassert same(wrapper)")
     assert "differs" not in capsys.readouterr().err
 
@@ -250,7 +252,7 @@ def test_a_wrapper_that_cannot_continue_must_be_recreated(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells.run(REFUSED[kind])
-    fails(cells)
+    fail_on_one_rank(cells)
     with pytest.raises(ddip.CellError, match=f"RuntimeError: {REFUSES}"):
         cells.run("wrapper(torch.ones(2, 2))")
     said = capsys.readouterr().err
@@ -260,7 +262,7 @@ def test_a_wrapper_that_cannot_continue_must_be_recreated(
         step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)
         assert same(wrapper)
     """)
-    fails(cells)
+    fail_on_one_rank(cells)
     cells.run("step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)\nassert same(wrapper)")
 
 
@@ -282,7 +284,7 @@ def test_a_new_rank_has_no_wrappers_but_smaller_groups_continue(
 
 def test_an_interrupted_revival_is_repeated(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("wrappers = [DDP(network(seed)) for seed in (0, 1)]")
-    fails(
+    fail_on_one_rank(
         cells,
         """
         from ddip.rank.runtime import c10d
@@ -306,7 +308,7 @@ def test_an_interrupted_revival_is_repeated(cells: ddip.Group, capsys: pytest.Ca
 @pytest.mark.grid
 def test_an_error_in_a_revival_fails_one_cell_only(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("wrapper = DDP(network(0))\nopt = torch.optim.SGD(wrapper.parameters(), 0.1)")
-    fails(
+    fail_on_one_rank(
         cells,
         """
         from ddip.rank.runtime import c10d
@@ -335,7 +337,7 @@ def test_failed_revivals_do_not_stop_later_cells(cells: ddip.Group) -> None:
         wrappers.share_also = fails_at_once
         wrapper = DDP(network(0))
     """)
-    fails(cells)
+    fail_on_one_rank(cells)
     with pytest.raises(RequestFailed, match="planted"):
         cells.run("here = 1")
     cells.run("here = 1\nwrappers.share_also = None")

@@ -1,4 +1,4 @@
-"""A plain ipyparallel cluster that somebody else has started: one controller, and engines, each a process."""
+"""A plain ipyparallel cluster that ddip did not start: one controller and several engines, each a process."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 import ipyparallel
 import psutil
 
-from .leftovers import lives, wait_until
+from .leftovers import is_alive, wait_until
 
 QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 Line = Callable[[Sequence[str]], list[str]]
 
 
-def as_it_is(words: Sequence[str]) -> list[str]:
-    """A process on this machine."""
+def local_command(words: Sequence[str]) -> list[str]:
+    """Return the command unchanged: a process on this machine."""
     return list(words)
 
 
 class Theirs:
-    """`ip` is where its controller listens."""
+    """An ipyparallel cluster whose controller listens on `ip`."""
 
     def __init__(self, id: str, ip: str = "127.0.0.1") -> None:
         self.id = id
         self.file = Path(os.environ["IPYTHONDIR"]) / "profile_default" / "security" / f"ipcontroller-{id}-client.json"
         self.engines: list[subprocess.Popen[bytes]] = []
-        self.controller = self._start("controller", [f"--ip={ip}"], as_it_is)
+        self.controller = self._start("controller", [f"--ip={ip}"], local_command)
         wait_until(self.file.exists, 30, "the controller's file")
         self.client = ipyparallel.Client(str(self.file), timeout=30)
 
@@ -38,31 +38,31 @@ class Theirs:
         words = [sys.executable, "-m", f"ipyparallel.{what}", f"--cluster-id={self.id}", *options]
         return subprocess.Popen(line(words), **QUIET)  # type: ignore[call-overload,no-any-return]
 
-    def add(self, count: int = 1, options: Sequence[str] = (), line: Line = as_it_is) -> None:
-        """Start engines, and wait for them."""
-        there = len(self.client.ids)
-        for number in range(there, there + count):
+    def add(self, count: int = 1, options: Sequence[str] = (), line: Line = local_command) -> None:
+        """Start engines, and wait until they have registered."""
+        registered = len(self.client.ids)
+        for number in range(registered, registered + count):
             self.engines.append(self._start("engine", options, line))
             wait_until(lambda number=number: len(self.client.ids) > number, 30, "an engine")
 
     def values(self, name: str) -> list[object]:
-        """That variable of every engine."""
+        """Return the variable `name` of every engine."""
         view = self.client[:]
         return list(view.pull(name, block=True))
 
-    def held(self) -> list[object]:
-        """The threads and descriptors of every engine, and what its control channel knows."""
-        return list(self.client[:].apply_sync(_held))
+    def resources(self) -> list[object]:
+        """Return the threads and descriptors of every engine, and the handlers of its control channel."""
+        return list(self.client[:].apply_sync(_list_resources))
 
     def kill_controller(self) -> None:
-        """With its schedulers, which are processes of their own."""
+        """Kill the controller and its schedulers, which are separate processes."""
         for process in [*psutil.Process(self.controller.pid).children(recursive=True), self.controller]:
             process.kill()
 
     def close(self) -> None:
-        """End it."""
+        """End the cluster."""
         self.client.close(linger=0)
-        engines = [_itself(engine.pid) for engine in self.engines if lives(engine.pid)]
+        engines = [_behind_nsenter(engine.pid) for engine in self.engines if is_alive(engine.pid)]
         helpers = [helper for engine in engines for helper in engine.children()]
         for engine in engines:
             engine.terminate()
@@ -76,13 +76,13 @@ class Theirs:
         self.file.unlink(missing_ok=True)
 
 
-def _itself(pid: int) -> psutil.Process:
-    """The process that `pid` is, or waits for so as to have started it in another host."""
+def _behind_nsenter(pid: int) -> psutil.Process:
+    """Return the process `pid`; if it is nsenter, the process that it started in another namespace."""
     process = psutil.Process(pid)
-    return _itself(process.children()[0].pid) if process.name() == "nsenter" else process
+    return _behind_nsenter(process.children()[0].pid) if process.name() == "nsenter" else process
 
 
-def _held() -> tuple[list[str], int, list[str]]:
+def _list_resources() -> tuple[list[str], int, list[str]]:
     import os
     import threading
 
@@ -93,8 +93,8 @@ def _held() -> tuple[list[str], int, list[str]]:
 
 
 @contextlib.contextmanager
-def theirs(id: str, engines: int) -> Iterator[Theirs]:
-    """Such a cluster on this machine, whose engines have the variable ``kept``."""
+def foreign_cluster(id: str, engines: int) -> Iterator[Theirs]:
+    """Start a cluster on this machine whose engines have the variable ``kept``."""
     cluster = Theirs(id)
     try:
         cluster.add(engines)

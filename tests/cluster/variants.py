@@ -1,4 +1,4 @@
-"""Of many cases of a kind, the few that run on each change."""
+"""Select the few of many similar cases that run on each change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from _pytest.mark import ParameterSet
 
 
 def few(cases: Iterable[str], *kept: str) -> list[ParameterSet]:
-    """All run with the grids, and those that are `kept` by default."""
+    """Mark all `cases` as grid, but for those in `kept`, which run by default."""
     cases = list(cases)
     assert set(kept) <= set(cases)
     return [pytest.param(case, id=case, marks=[] if case in kept else pytest.mark.grid) for case in cases]

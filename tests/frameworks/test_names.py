@@ -13,7 +13,7 @@ from ddip.apps import compat_fastai, compat_hf, compat_lightning
 from ddip.errors import GroupError
 from ddip.protocol import compat
 
-from ..cluster.test_compat import rename
+from ..cluster.test_compat import rename_in_sources
 from ..unit.test_compat import delete
 
 TABLES = [compat_fastai.FASTAI, compat_fastai.FASTCORE, *compat_hf.BY_MODULE.values(), *compat_lightning.TABLES]
@@ -43,7 +43,7 @@ def test_missing_names_in_the_core_refuse_only_the_app(
     app: str, library: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(library)
-    rename([name], b"", tmp_path, monkeypatch, (library,))
+    rename_in_sources([name], b"", tmp_path, monkeypatch, (library,))
     refused = re.escape(f"has no {name}, which ddip needs; install {library}")
     with ddip.Group(2, spawn=True, timeout=120) as group:
         with pytest.raises(GroupError, match=f"ImportError: {library} [0-9.]+ {refused} [0-9.]+; the group runs"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.notebook import Notebook
-from tests.cluster.test_notebooks import FRAMEWORKS, run
+from tests.cluster.test_notebooks import FRAMEWORKS, run_notebook
 from tests.cluster.test_pages import WITH_CODE, name_of, needs_extra, run_blocks
 
 
@@ -24,6 +24,6 @@ def test_the_blocks_of_a_page_run_as_they_are_pasted(page: Path, tmp_path: Path)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", FRAMEWORKS, ids=[path.stem for path in FRAMEWORKS])
 def test_the_notebook_trains_on_all_ranks(path: Path, tmp_path: Path) -> None:
-    shown = [out for cell in run(path, tmp_path).cells for out in cell.get("outputs", [])]
+    shown = [out for cell in run_notebook(path, tmp_path).cells for out in cell.get("outputs", [])]
     text = "".join(out.get("text", "") for out in shown)
     assert "parameters identical on all ranks: True" in text

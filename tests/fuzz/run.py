@@ -85,7 +85,7 @@ class Run:
         folder = FOLDER.name
         os.environ["IPYTHONDIR"], os.environ["TMPDIR"] = f"{folder}/ipython", f"{folder}/tmp"
         os.environ.pop("XDG_RUNTIME_DIR", None)
-        with leftovers.same_shared_memory():
+        with leftovers.no_shared_memory_left():
             Path(os.environ["TMPDIR"]).mkdir()
             tempfile.tempdir = None
             try:

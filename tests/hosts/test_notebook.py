@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from ..cluster.notebook import Notebook
-from ..cluster.test_notebooks import HOSTS, run
+from ..cluster.test_notebooks import HOSTS, run_notebook
 
 EPOCHS = "range(8)"
 DIGEST = """
@@ -20,7 +20,7 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.par
 
 @pytest.mark.timeout(600)
 def test_the_notebook_runs_over_two_hosts(tmp_path: Path) -> None:
-    notebook = run(HOSTS, tmp_path)
+    notebook = run_notebook(HOSTS, tmp_path)
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     shown = "".join(out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in outputs)
     assert "parameters identical on both hosts: True" in shown

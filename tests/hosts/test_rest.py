@@ -20,8 +20,8 @@ import pytest
 import ddip
 
 from ..cluster.notebook import Notebook
-from ..cluster.test_display import until_it_answers
-from ..cluster.test_widgets import captured, click, widgets
+from ..cluster.test_display import ask_until_answered
+from ..cluster.test_widgets import captured_texts, click_button, widgets_of_model
 from .network import Network
 from .test_ssh import of_all
 
@@ -75,9 +75,9 @@ def test_stacks_stops_and_timeouts_reach_all_hosts(book: Notebook) -> None:
 
 def test_tab_knows_the_names_of_the_ranks(book: Notebook) -> None:
     book.ok("%%dip\nclass There:\n    def method(self): 'Does it.'\nthing = There()")
-    assert until_it_answers(book, "complete", "%%dip -S all\nthing.me")["matches"] in ([".method"], ["thing.method"])
+    assert ask_until_answered(book, "complete", "%%dip -S all\nthing.me")["matches"] in ([".method"], ["thing.method"])
     book.ok("%autodip on")
-    assert until_it_answers(book, "complete", "x = thing.me")["matches"] in ([".method"], ["thing.method"])
+    assert ask_until_answered(book, "complete", "x = thing.me")["matches"] in ([".method"], ["thing.method"])
     book.ok("%autodip off")
 
 
@@ -92,10 +92,10 @@ def test_a_button_of_a_rank_on_the_other_host_works(book: Notebook) -> None:
         display(button, out)
     """)
     shown = book.finish(cell)
-    (button,) = widgets(shown, "ButtonModel")
-    click(book, button)
-    late = book.late_messages(cell, lambda messages: "clicked" in "".join(captured(messages).values()))
-    assert "clicked on h2\n" in captured(late).values()
+    (button,) = widgets_of_model(shown, "ButtonModel")
+    click_button(book, button)
+    late = book.late_messages(cell, lambda messages: "clicked" in "".join(captured_texts(messages).values()))
+    assert "clicked on h2\n" in captured_texts(late).values()
 
 
 def test_objects_and_functions_of_the_notebook_survive_a_round_trip(book: Notebook) -> None:

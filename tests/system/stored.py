@@ -18,7 +18,7 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from tests.cluster.test_notebooks import FOLDER, HOSTS, NO_HOSTS, NOTEBOOKS, checksum, run
+from tests.cluster.test_notebooks import FOLDER, HOSTS, NO_HOSTS, NOTEBOOKS, checksum_of_code, run_notebook
 
 ROOT = FOLDER.parent
 KEPT = ("text/html", "image/png", "image/jpeg", "image/svg+xml", "text/markdown", "text/latex", "text/plain")
@@ -27,12 +27,12 @@ KEPT = ("text/html", "image/png", "image/jpeg", "image/svg+xml", "text/markdown"
 
 def store(path: Path, folder: Path) -> None:
     """Run the notebook at `path` in `folder`, and store what its cells show."""
-    notebook, ran = nbformat.read(path, as_version=4), run(path, folder)
+    notebook, ran = nbformat.read(path, as_version=4), run_notebook(path, folder)
     for cell, done in zip(notebook.cells, ran.cells, strict=True):
         if cell.cell_type == "code":
             cell.execution_count = done.execution_count
             cell.outputs = [_of_any_machine(output, folder) for output in _joined(done.outputs)]
-    notebook.metadata["ddip"] = {"cells": checksum(notebook)}
+    notebook.metadata["ddip"] = {"cells": checksum_of_code(notebook)}
     nbformat.write(notebook, path)
 
 

@@ -11,7 +11,7 @@ import pytest
 import ddip
 from ddip.cluster.processes import preload_client
 
-from ..cluster.doors import NOBODY, descriptors, knock, listeners
+from ..cluster.doors import NOBODY, count_descriptors, find_listeners, send_random_messages
 from ..cluster.leftovers import family_of, wait_until
 
 pytestmark = [
@@ -30,18 +30,18 @@ def test_many_random_messages_of_another_user_break_nothing(monkeypatch: pytest.
         group.run("steps = 0")
         group.run(STEP)
         processes = family_of(os.getpid())
-        doors = listeners(processes)
+        doors = find_listeners(processes)
         assert len(doors) >= 18 + 2 and {door.role for door in doors} == {"controller", "rank"}
         assert preload_client.begin().asleep.wait(60)  # it has files open while it imports
-        before = descriptors(processes)
-        outcomes = [knock(doors, 20_000, NOBODY, seed=1)]
+        before = count_descriptors(processes)
+        outcomes = [send_random_messages(doors, 20_000, NOBODY, seed=1)]
         cells = 1
-        during = stranger.submit(knock, doors, 60_000, NOBODY, 2, 200)
+        during = stranger.submit(send_random_messages, doors, 60_000, NOBODY, 2, 200)
         while not during.done():
             group.run(STEP)
             cells += 1
         outcomes.append(during.result())
-        outcomes.append(knock(doors, 20_000, NOBODY, seed=3))
+        outcomes.append(send_random_messages(doors, 20_000, NOBODY, seed=3))
         for _ in range(20):
             group.run(STEP)
         assert group.pull(["steps"]) == {"steps": cells + 20}
@@ -49,5 +49,5 @@ def test_many_random_messages_of_another_user_break_nothing(monkeypatch: pytest.
         assert group.repair() == []
         assert [sum(outcome.values()) for outcome in outcomes] == [20_000, 60_000, 20_000]
         assert {what for outcome in outcomes for what in outcome} == {"refused", "unanswered"}
-        wait_until(lambda: descriptors(processes) == before)
+        wait_until(lambda: count_descriptors(processes) == before)
         print(f"100000 messages to {len(doors)} listeners, {cells} cells meanwhile: {outcomes}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.notebook import Notebook
-from tests.cluster.test_notebooks import FOLDER, LESSONS, run
+from tests.cluster.test_notebooks import FOLDER, LESSONS, run_notebook
 from tests.cluster.test_pages import WITH_CODE, name_of, needs_data, run_blocks
 
 LOSS = re.compile(r"^(.+): loss ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
@@ -43,7 +43,7 @@ def test_the_lesson_trains_on_all_ranks(
 ) -> None:
     monkeypatch.setenv("FASTAI_HOME", str(small_data))
     monkeypatch.setenv("TORCH_HOME", str(small_data / "torch"))
-    notebook = run(path, tmp_path)
+    notebook = run_notebook(path, tmp_path)
     text = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
     losses = LOSS.findall(text)
     assert len(losses) == MODELS[path.stem.removeprefix("fastai_")], text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..cluster.changes import stopped_changes
+from ..cluster.changes import prove_stopped_changes
 
 MOMENTS = 60
 
@@ -13,4 +13,4 @@ MOMENTS = 60
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a generator's end
 def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
-    stopped_changes(4, size, [moment / MOMENTS for moment in range(MOMENTS)])
+    prove_stopped_changes(4, size, [moment / MOMENTS for moment in range(MOMENTS)])
