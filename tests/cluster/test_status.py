@@ -14,7 +14,7 @@ import pytest
 import ddip
 from ddip.protocol.status_types import CELL_MIME
 
-from ..unit.test_status import fits
+from ..unit.test_status import assert_fits_schema
 from .leftovers import wait_until
 from .meanwhile import suspended
 from .notebook import Notebook, Shown
@@ -26,7 +26,7 @@ def test_status_shows_running_suspended_and_ended_ranks(cells: ddip.Group) -> No
     cell = cells.start("import time\nprint('begun')\nwhile True: time.sleep(0.01)", show_ranks=[0, 1])
     wait_until(lambda: str(list(cell.recording.messages())).count("begun") == 2)
     told = cells.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert [(rank["state"], rank["cell"]) for rank in told["ranks"]] == [("busy", cell.number)] * 2
     assert all(rank["memory"] and rank["memory"] > 1_000_000 for rank in told["ranks"])
     assert told["cells"][-1]["state"] == "running"
@@ -34,13 +34,13 @@ def test_status_shows_running_suspended_and_ended_ranks(cells: ddip.Group) -> No
     pid = cells.members[1].pid
     with suspended([pid]):
         told = cells.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert [rank["state"] for rank in told["ranks"]] == ["busy", "stopped"]
 
     os.kill(pid, signal.SIGKILL)
     cell.stop()
     told = cells.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert [rank["state"] for rank in told["ranks"]] == ["idle", "ended"]
     assert told["group"] is not None and not told["group"]["healthy"]
     assert told["errors"]["1"]["name"] == "RankEnded"
@@ -53,7 +53,7 @@ def data_of(shown: Shown) -> list[Any]:
     """Return the data for programs in the outputs; each must match its schema, and come with HTML."""
     bundles = [bundle for bundle in shown.outputs if CELL_MIME in bundle]
     for bundle in bundles:
-        fits("cell", bundle[CELL_MIME])
+        assert_fits_schema("cell", bundle[CELL_MIME])
         assert bundle["text/html"]
     return [bundle[CELL_MIME] for bundle in bundles]
 
@@ -94,7 +94,7 @@ def test_summaries_of_cells_carry_data_by_rank(notebook: Notebook, tmp_path: Pat
     go.touch()
     messages = notebook.late_messages(begun, lambda messages: any(CELL_MIME in c.get("data", {}) for _, c in messages))
     (data,) = [content["data"][CELL_MIME] for _, content in messages if CELL_MIME in content.get("data", {})]
-    fits("cell", data)
+    assert_fits_schema("cell", data)
     assert (data["outcome"], data["ranks"]["2"]["text"]) == ("ok", "later 2")
     (again,) = data_of(notebook.ok(f"%dipcell {data['number']}"))
     assert again == data
@@ -103,7 +103,7 @@ def test_summaries_of_cells_carry_data_by_rank(notebook: Notebook, tmp_path: Pat
 def test_the_magic_prints_json_or_a_readable_table(notebook: Notebook) -> None:
     notebook.fails("%%dip -r 1\n1 / 0")
     told = json.loads(notebook.ok("%dipstatus --json").stdout)
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert told["group"]["size"] == 3 and told["errors"]["1"]["name"] == "ZeroDivisionError"
     text = notebook.ok("%dipstatus").stdout
     assert text.startswith("3 ranks on the CPU, gloo\nrank")

@@ -14,7 +14,7 @@ from ddip.errors import GroupError
 from ddip.protocol import compat
 
 from ..cluster.test_compat import rename_in_sources
-from ..unit.test_compat import delete
+from ..unit.test_compat import delete_name
 
 TABLES = [compat_fastai.FASTAI, compat_fastai.FASTCORE, *compat_hf.BY_MODULE.values(), *compat_lightning.TABLES]
 ALL = [(names, name) for names in TABLES for name in names.core]
@@ -28,7 +28,7 @@ def test_missing_names_that_an_app_needs_are_reported(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own
         assert names.find_refusal() == ""
-        delete(name, monkeypatch)
+        delete_name(name, monkeypatch)
         assert f"has no {name}, which ddip needs; install {names.library}" in names.find_refusal()
 
 

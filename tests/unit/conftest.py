@@ -16,21 +16,21 @@ from ddip.group.cells import cell_state, cells, running
 from ddip.group.members import members, ranks, watch
 from ddip.group.process_group import fitness, process_group
 
-from .scripted import Script, ScriptedGroup, nothing
+from .scripted import Script, ScriptedGroup, do_nothing
 
 NewGroup = Callable[..., ScriptedGroup]
 
 
 @pytest.fixture(autouse=True)
 def no_shell() -> Iterator[None]:
-    """What is displayed where there is no shell makes IPython have one, whose profile later groups would take."""
+    """Remove the IPython shell that a display creates: later groups would use its profile."""
     yield
     InteractiveShell.clear_instance()
 
 
 @pytest.fixture(scope="module")
 def ipython_of_the_module() -> Iterator[InteractiveShell]:
-    """An IPython without history."""
+    """Create an IPython shell without history."""
     shell = InteractiveShell()
     shell.history_manager.enabled = False
     yield shell
@@ -40,25 +40,25 @@ def ipython_of_the_module() -> Iterator[InteractiveShell]:
 
 @pytest.fixture
 def shell(ipython_of_the_module: InteractiveShell) -> Iterator[InteractiveShell]:
-    """The same one for each test, as if it were new: it takes a while to make."""
+    """Return the module's shell, reset for each test because a new one takes a while to create."""
     shell = ipython_of_the_module
     magics = {kind: set(named) for kind, named in shell.magics_manager.magics.items()}
     callbacks = {event: list(called) for event, called in shell.events.callbacks.items()}
     transformers = list(shell.input_transformers_cleanup)
     yield shell
     for kind, named in shell.magics_manager.magics.items():
-        for name in set(named) - magics[kind]:  # those that were there may have been loaded meanwhile
+        for name in set(named) - magics[kind]:  # former magics may have been loaded since
             del named[name]
     shell.events.callbacks.update(callbacks)
     shell.input_transformers_cleanup[:] = transformers
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda *_: 0)  # of all that the process has, once a test
+        patch.setattr(gc, "collect", lambda *_: 0)  # would collect all garbage of the process in each test
         shell.reset(new_session=False)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is waited for that does not come: what scripted engines do, they do at once."""
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten all waits: scripted engines do at once whatever they do."""
     for module, name, seconds in [
         (cell_state, "PATIENCE_SECONDS", 0.02),
         (cell_state, "STOP_GRACE_SECONDS", 0.01),
@@ -86,20 +86,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that do not stop are given up at once."""
+    """Give up immediately on ranks that do not stop."""
     monkeypatch.setattr(cell_state, "STOP_SECONDS", 0.05)
     monkeypatch.setattr(ranks, "STOP_SECONDS", 0.02)
 
 
 @pytest.fixture
-def new_group(quick: None) -> Iterator[NewGroup]:
-    """Makes groups of scripted engines, of which a failed cell waits a hundredth of a second for the others."""
-    made: list[ScriptedGroup] = []
+def new_group(short_waits: None) -> Iterator[NewGroup]:
+    """Yield a function that creates scripted groups with a failure grace of 0.01 s."""
+    groups: list[ScriptedGroup] = []
 
-    def make(n: int | None = 2, script: Script = nothing, **options: Any) -> ScriptedGroup:
-        made.append(ScriptedGroup(n, script, **{"failure_grace": 0.01, **options}))
-        return made[-1]
+    def make_group(n: int | None = 2, script: Script = do_nothing, **options: Any) -> ScriptedGroup:
+        groups.append(ScriptedGroup(n, script, **{"failure_grace": 0.01, **options}))
+        return groups[-1]
 
-    yield make
-    for group in made:
+    yield make_group
+    for group in groups:
         group.shutdown()

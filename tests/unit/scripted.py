@@ -1,10 +1,10 @@
-"""A cluster whose engines are scripts: the third implementation of the seam, which fails on command and in no time.
+"""A cluster of scripted engines, which fail on command, in no time: an implementation of ``ClusterApi``.
 
     group = ScriptedGroup(3)
     group.run("0: raise ValueError the cause\n1: wait\n2: sleep")
 
-No process is started and no thread: an engine answers before ``execute`` has returned, or when something is done to it
-that ends what it does, such as a release. What torch, ipyparallel and IPython do is shown by ``tests/cluster``.
+No process and no thread is started. An engine answers before ``execute`` returns, or when an event such as an abort
+ends its work. ``tests/cluster`` shows what torch, ipyparallel and IPython do.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Going, GroupUse, Hello, IterationReport, Packed, Paths, Peeked, Place
 
 FIRST_PID = 1 << 28
-"""No process has such a number."""
+"""Larger than any real PID."""
 Answer = Callable[..., Any]
 
 
-def use(collectives: int, messages: dict[str, int] | None = None) -> GroupUse:
-    """What a rank reports of a group that only its main thread uses."""
+def group_use(collectives: int, messages: dict[str, int] | None = None) -> GroupUse:
+    """Return a rank's report on a group that only its main thread uses."""
     return {
         "collectives": collectives,
         "messages": messages or {},
@@ -50,19 +50,19 @@ def use(collectives: int, messages: dict[str, int] | None = None) -> GroupUse:
 
 
 class EngineEnds(BaseException):
-    """Raised by an answer of a script: the engine ends instead of answering."""
+    """Raised by a scripted answer: the engine ends instead of answering."""
 
 
 class Silence(BaseException):
-    """Raised by an answer of a script: the engine does not answer, until it is interrupted."""
+    """Raised by a scripted answer: the engine does not answer until it is interrupted."""
 
 
 class Deafness(BaseException):
-    """Raised by an answer of a script: the engine does not answer, whatever is done to it."""
+    """Raised by a scripted answer: the engine never answers."""
 
 
 class ScriptedEngine:
-    """One engine: what it has, and what it answers."""
+    """One engine: its state and its scripted answers."""
 
     def __init__(self, number: int, environment: Mapping[str, str], also: Sequence[str]) -> None:
         self.number = number
@@ -71,13 +71,13 @@ class ScriptedEngine:
         self.names: dict[str, Any] = {}
         self.calls: list[str] = []
         """Targets of all calls so far."""
-        self.begun = {"default cpu": use(0)}
+        self.begun = {"default cpu": group_use(0)}
         self.released = self.computes = False
         self.gpu_lost = ""
         self.iteration: IterationReport | None = None
         self.rank, self.size, self.groups = 0, 1, 1
         self.running: tuple[Request, str, Listener] | None = None
-        """A request that has not been answered, and what ends it: ``wait``, ``sleep``, ``deaf``."""
+        """The pending request, and how it ends: ``wait``, ``sleep``, ``deaf``."""
         self.hello: Hello = {
             "version": on_rank.VERSION,
             "pid": FIRST_PID + number,
@@ -139,13 +139,13 @@ class ScriptedEngine:
             on_rank.set_groups_made.target: lambda count: None,
             on_rank.has_name.target: lambda name: name in self.names,
         }
-        """What it does when it is called, by the target of the call."""
+        """Functions that answer calls, by target."""
         self._before: tuple[int, dict[str, Any]] = 0, {}
-        self._came: dict[int, Any] = {}
+        self._received: dict[int, Any] = {}
         self._began = 0.0
 
     def answer(self, call: RemoteCall[Any]) -> dict[str, Any]:
-        """As ``ddip.protocol.remote.call`` does on a rank."""
+        """Answer a call as ``ddip.protocol.remote.call`` does on a rank."""
         self.calls.append(call.target)
         try:
             return {"ok": self.answers[call.target](*call.args)}
@@ -154,19 +154,19 @@ class ScriptedEngine:
 
     def _join(self, spec: Any) -> tuple[list[Any], list[int]]:
         self.rank, self.size, self.groups = spec.rank, spec.world_size, spec.groups
-        self.released, self.begun = False, {"default cpu": use(0)}
+        self.released, self.begun = False, {"default cpu": group_use(0)}
         return [], []
 
     def _leave(self) -> Going:
         return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
     def _add(self, load: int, part: bytes, first: bool, share: bool) -> str:
-        self._came[load] = bytearray(part) if first else self._came[load] + part
+        self._received[load] = bytearray(part) if first else self._received[load] + part
         return ""
 
     def _attach(self, load: int, path: str, size: int) -> bool:
-        self._came[load] = shared.view(path)
-        return len(self._came[load]) == size
+        self._received[load] = shared.view(path)
+        return len(self._received[load]) == size
 
     def _put(
         self,
@@ -178,7 +178,7 @@ class ScriptedEngine:
     ) -> dict[str, Any]:
         if not all(self._attach(load, path, size) for load, (path, size) in (paths or {}).items()):
             return {"errors": {}, "unread": True, "replaces": False}
-        errors, values, came = {}, {}, {0: bytearray(small)} if small else self._came
+        errors, values, came = {}, {}, {0: bytearray(small)} if small else self._received
         pickled = {name: Pickled.of(came[load], sizes, begin) for name, load, begin, sizes in places}
         loader = Loader(pickled)
         for name in pickled:
@@ -250,21 +250,24 @@ class ScriptedEngine:
     # -- cells
 
     def run(self, request: Request, word: str, rest: str, listener: Listener) -> None:
-        """Do one line of a cell: ``pass``, ``print TEXT``, ``raise NAME TEXT``, ``begin N`` collectives, ``die``,
-        ``wait`` for others, ``compute`` on the GPU what needs others, ``lose`` the GPU, ``sleep``, or be ``deaf``."""
+        """Run one line of a cell.
+
+        The line is ``pass``, ``print TEXT``, ``raise NAME TEXT``, ``begin N`` collectives, ``die``, ``wait`` for other
+        ranks, ``compute`` on the GPU with other ranks, ``lose`` the GPU, ``sleep``, or be ``deaf``.
+        """
         self._began = time.time()
         self.running = request, word, listener
         match word:
             case "pass":
                 self.end()
             case "print":
-                listener(stream(rest))
+                listener(stream_message(rest))
                 self.end()
             case "raise":
                 name, _, text = rest.partition(" ")
                 self.end(name, text)
             case "begin":
-                self.begun = {"default cpu": use(self.begun["default cpu"]["collectives"] + int(rest))}
+                self.begun = {"default cpu": group_use(self.begun["default cpu"]["collectives"] + int(rest))}
                 self.end()
             case "catch":
                 name, _, text = rest.partition(" ")
@@ -284,13 +287,13 @@ class ScriptedEngine:
                 raise AssertionError(f"{word} is no word of a script")
 
     def take_over_settings(self, changed: dict[str, bytes]) -> list[tuple[str, str]]:
-        """Settings of the process come from another rank."""
+        """Take over process settings from another rank."""
         return []
 
     def end(
         self, name: str = "", text: str = "", waited: str = "", caught: Any = None, payload: Sequence[Any] = ()
     ) -> None:
-        """The cell ends, with an error of that `name`, or well."""
+        """End the cell, with an error `name` or well."""
         assert self.running is not None
         (request, _, _), self.running = self.running, None
         report: CellReport = {
@@ -320,7 +323,7 @@ class ScriptedEngine:
         request.output.set_result(None)
 
     def interrupt(self, msg_id: str | None) -> None:
-        """A KeyboardInterrupt, in what sleeps."""
+        """Raise KeyboardInterrupt in a cell or call that sleeps."""
         if self.running is None or msg_id not in (None, self.running[0].msg_id):
             return
         if self.running[1] == "sleep":
@@ -330,16 +333,16 @@ class ScriptedEngine:
             request.set_result(Reply({"error": "KeyboardInterrupt", "message": "", "traceback": ""}))
 
 
-def stream(text: str, name: str = "stdout") -> Message:
-    """What a cell writes."""
+def stream_message(text: str, name: str = "stdout") -> Message:
+    """Return the message of written text."""
     return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": f"{text}\n"}}
 
 
 Script = Callable[[ScriptedEngine], None]
 
 
-def nothing(engine: ScriptedEngine) -> None:
-    """A script that changes nothing."""
+def do_nothing(engine: ScriptedEngine) -> None:
+    """Do nothing: the default script of an engine."""
 
 
 def _request_to_ended() -> Request:
@@ -351,7 +354,7 @@ def _request_to_ended() -> Request:
 
 
 class ScriptedCluster:
-    """Engines that are objects of this process."""
+    """A cluster whose engines are objects of this process."""
 
     def __init__(self, on_start: Script) -> None:
         self._on_start = on_start
@@ -366,7 +369,7 @@ class ScriptedCluster:
         self.controller_ended = False
         self.listeners: dict[str, Listener] = {}
         self.interrupted: list[int] = []
-        """Engines, each time that one was interrupted."""
+        """Engine numbers, one per interrupt."""
         self._requests = 0
 
     @property
@@ -415,7 +418,7 @@ class ScriptedCluster:
         self._folder.cleanup()
 
     def end_engine(self, number: int, code: int) -> None:
-        """The process of `number` ends; what it was asked comes back without an answer."""
+        """End the process of engine `number`: its pending request returns without an answer."""
         self.exits[number] = code
         engine = self.engines[number]
         if engine.running is not None:
@@ -433,12 +436,14 @@ class ScriptedCluster:
     def _execute(self, engine: int, code: str, listener: Listener) -> Request:
         if engine not in self.live:
             return _request_to_ended()
-        request, here = self._request(), self.engines[engine]
+        request, scripted_engine = self._request(), self.engines[engine]
         self.listeners[request.msg_id] = listener
         lines = dict(line.split(": ", 1) for line in code.splitlines() if ": " in line)
-        word, _, rest = lines.get(str(here.rank), "pass" if lines or code.startswith("assert") else code).partition(" ")
+        word, _, rest = lines.get(
+            str(scripted_engine.rank), "pass" if lines or code.startswith("assert") else code
+        ).partition(" ")
         try:
-            here.run(request, word, rest, listener)
+            scripted_engine.run(request, word, rest, listener)
         except EngineEnds:
             self.end_engine(engine, -int(rest or signal.SIGKILL))
         return request
@@ -446,13 +451,13 @@ class ScriptedCluster:
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
         if engine not in self.live:
             return _request_to_ended()
-        request, here = self._request(), self.engines[engine]
+        request, scripted_engine = self._request(), self.engines[engine]
         try:
-            request.set_result(Reply(here.answer(call)))
+            request.set_result(Reply(scripted_engine.answer(call)))
         except Silence:
-            here.running = request, "a call", lambda message: None
+            scripted_engine.running = request, "a call", lambda message: None
         except Deafness:
-            here.running = request, "deaf", lambda message: None
+            scripted_engine.running = request, "deaf", lambda message: None
         except EngineEnds:
             self.exits[engine] = -signal.SIGKILL
             request.set_result(Reply(ended=True))
@@ -489,9 +494,9 @@ class ScriptedCluster:
 
 
 class ScriptedGroup(Group):
-    """A group of scripted engines; `script` is called with each engine when it starts, and may raise."""
+    """A group of scripted engines; `script` is called with each new engine, and may raise."""
 
-    def __init__(self, n: int | None = 2, script: Script = nothing, **options: Any) -> None:
+    def __init__(self, n: int | None = 2, script: Script = do_nothing, **options: Any) -> None:
         self.script = script
         super().__init__(n, **options)
 
@@ -500,15 +505,15 @@ class ScriptedGroup(Group):
 
     @property
     def scripted(self) -> ScriptedCluster:
-        """The cluster."""
+        """Return the scripted cluster."""
         assert isinstance(self.cluster, ScriptedCluster)
         return self.cluster
 
     def engine(self, rank: int) -> ScriptedEngine:
-        """That `rank` lives in."""
+        """Return the engine that `rank` runs in."""
         return self.scripted.engines[self.members[rank].engine]
 
 
 def press_stop() -> None:
-    """The stop button, now."""
+    """Press the stop button."""
     os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Apps by name."""
+"""Apps, found by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a script shows leaves its ``__main__`` alone; in a process of its own, which has no shell of IPython."""
+"""Output of a script leaves its ``__main__`` alone.
+
+The script runs in a separate process, which has no IPython shell.
+"""
 
 from __future__ import annotations
 

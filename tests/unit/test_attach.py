@@ -1,4 +1,4 @@
-"""Attaching to clusters of others: which cluster is meant, how many ranks a host has, and what the page shows."""
+"""Attaching to foreign clusters: which cluster is meant, how many ranks a host gets, what the page shows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "attach.md"
 
 @pytest.fixture
 def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of IPython's with the files of two clusters that do not run."""
+    """Create an IPython folder with the files of two clusters that do not run."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for profile, name in (("default", "ipcontroller-client.json"), ("big", "ipcontroller-one-two-client.json")):
         folder = tmp_path / f"profile_{profile}" / "security"
         folder.mkdir(parents=True)
-        told = {"interface": "tcp://127.0.0.1", "registration": 1, "location": "here"}
-        (folder / name).write_text(json.dumps(told))
+        connection = {"interface": "tcp://127.0.0.1", "registration": 1, "location": "here"}
+        (folder / name).write_text(json.dumps(connection))
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""Which cells %autodip takes."""
+"""The cells that %autodip takes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BOTH = [
 
 @pytest.fixture(autouse=True)
 def added(shell: InteractiveShell) -> None:
-    """What an extension would have added."""
+    """Register magics, as an extension would."""
     shell.register_magic_function(lambda line: None, "line", "added")
     shell.register_magic_function(lambda line, cell: None, "cell", "added")
 

@@ -1,4 +1,4 @@
-"""Cells in the background, on engines that do what a script says."""
+"""Background cells on scripted engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddip.group.cells.history import KEPT, History
 from ddip.output.cells.router import CellOutput
 
 from .conftest import NewGroup
-from .scripted import use
+from .scripted import group_use
 
 
-def ended(cell: Cell) -> Cell:
-    """The cell, when it has ended, however it has."""
+def wait_for_end(cell: Cell) -> Cell:
+    """Wait until a cell has ended in any way, and return it."""
     cell.done.result(timeout=10)
     return cell
 
@@ -81,10 +81,10 @@ def test_a_queued_cell_is_skipped_after_a_stopped_one(new_group: NewGroup) -> No
     other = group.start("pass", queue=True)
     assert second.state == other.state == "queued"
     first.press_stop()
-    assert [ended(cell).outcome for cell in (first, second, other)] == ["interrupted", "not_run", "not_run"]
+    assert [wait_for_end(cell).outcome for cell in (first, second, other)] == ["interrupted", "not_run", "not_run"]
     with pytest.raises(GroupError, match="cell 1, for which cell 2 waited, was stopped; cell 2 did not run"):
         second.wait()
-    assert ended(group.start("pass", queue=True)).outcome == "ok"
+    assert wait_for_end(group.start("pass", queue=True)).outcome == "ok"
 
 
 def test_a_queued_cell_runs_after_a_good_one(new_group: NewGroup) -> None:
@@ -93,7 +93,7 @@ def test_a_queued_cell_runs_after_a_good_one(new_group: NewGroup) -> None:
     second = group.start("pass", queue=True)
     for rank in range(2):
         group.engine(rank).end()
-    assert ended(first).outcome == ended(second).outcome == "ok"
+    assert wait_for_end(first).outcome == wait_for_end(second).outcome == "ok"
 
 
 def test_a_queued_cell_is_stopped_before_it_begins(new_group: NewGroup) -> None:
@@ -114,7 +114,7 @@ def test_a_failure_unblocks_only_the_ranks_of_its_cell(new_group: NewGroup) -> N
         group.run("pass", ranks=[0, 1])
     for rank in (2, 3):
         group.engine(rank).end()
-    assert ended(cell).outcome == "ok"
+    assert wait_for_end(cell).outcome == "ok"
     group.run("pass")
 
 
@@ -125,9 +125,9 @@ def test_steps_are_compared_after_the_last_running_cell_ends(
     cell = group.start("sleep", ranks=[1])
     group.run("begin 1", ranks=[0])
     assert "different numbers" not in capsys.readouterr().err
-    group.engine(1).begun = {"default cpu": use(1)}
+    group.engine(1).begun = {"default cpu": group_use(1)}
     group.engine(1).end()
-    ended(cell)
+    wait_for_end(cell)
     group.run("pass")
     assert "different numbers" not in capsys.readouterr().err
 
@@ -137,7 +137,7 @@ def test_a_dead_rank_ends_its_cell_before_a_repair_starts(new_group: NewGroup) -
     cell = group.start("0: wait\n1: wait")
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
     assert group.repair() == [1]
-    assert (ended(cell).outcome, cell.errors[0].waited) == ("rank_died", "all_reduce")
+    assert (wait_for_end(cell).outcome, cell.errors[0].waited) == ("rank_died", "all_reduce")
     group.run("pass")
 
 
@@ -162,7 +162,7 @@ def test_the_end_of_the_group_ends_its_cells(new_group: NewGroup) -> None:
     group.shutdown()
     with pytest.raises(GroupError, match="the cell ended with its group"):
         running.wait()
-    assert (running.outcome, ended(queued).outcome) == ("rank_died", "not_run")
+    assert (running.outcome, wait_for_end(queued).outcome) == ("rank_died", "not_run")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ddip cell")]
 
 
@@ -216,13 +216,13 @@ def test_the_history_keeps_cells_of_former_groups(new_group: NewGroup) -> None:
 def test_a_queued_cell_is_skipped_if_the_previous_cell_failed(new_group: NewGroup) -> None:
     group = new_group(2)
     first = group.start("sleep")
-    threading.settrace(lambda *_: first.done.result(timeout=10))  # called first in each new thread
+    threading.settrace(lambda *_: first.done.result(timeout=10))  # the first call of each new thread
     try:
         queued = group.start("pass", queue=True)
     finally:
         threading.settrace(None)  # type: ignore[arg-type]
     first.stop()
-    assert ended(queued).outcome == "not_run"
+    assert wait_for_end(queued).outcome == "not_run"
 
 
 def test_a_running_cell_stays_in_the_history_despite_many_others(new_group: NewGroup) -> None:
@@ -236,7 +236,7 @@ def test_a_running_cell_stays_in_the_history_despite_many_others(new_group: NewG
 
 
 def ended_cell() -> Cell:
-    """Of which nothing is known but that it has ended."""
+    """Return a cell of which only its end is known."""
     cell = Cell(-1, (0,), "pass", CellOutput([0]))
     cell.end(None)
     cell.done.set_result(None)
@@ -244,7 +244,7 @@ def ended_cell() -> Cell:
 
 
 def test_a_stop_ends_a_cell_immediately_after_its_registration(new_group: NewGroup) -> None:
-    """Between the moment in which ranks are busy with it and that in which it is waited for."""
+    """Press stop after the ranks are busy with the cell and before anyone waits for it."""
     group = new_group(2)
 
     class PressesStop(History):
@@ -255,7 +255,7 @@ def test_a_stop_ends_a_cell_immediately_after_its_registration(new_group: NewGro
     group.history = group.lifecycle.parts.cells.history = PressesStop()
     with pytest.raises(CellInterrupted):
         group.run("sleep")
-    ended(group.start("sleep"))
+    wait_for_end(group.start("sleep"))
     group.lifecycle.parts.cells.history = History()
     group.run("pass")
 
@@ -263,8 +263,8 @@ def test_a_stop_ends_a_cell_immediately_after_its_registration(new_group: NewGro
 def test_a_cell_number_used_twice_finds_the_running_cell(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep", ranks=[0])
-    other = ended(group.start("pass", ranks=[1]))
-    other.number = cell.number  # as if both were of one cell of the notebook
+    other = wait_for_end(group.start("pass", ranks=[1]))
+    other.number = cell.number  # as if one cell of the notebook had started both
     assert group.cell(cell.number) is cell
     cell.stop()
     assert group.cell(cell.number) is other

@@ -1,4 +1,4 @@
-"""What becomes of a cell: decisions without a process, also over random orders of what can happen."""
+"""Decisions of the cell state machine, without processes, also over random orders of events."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ CUT = RankError("RuntimeError", "connection closed", "trace", waited="all_reduce
 ENDED = RankError(RANK_ENDED, "killed", "", at=1.5)
 
 
-def cell(ranks: int = 3, **limits: float) -> CellState:
+def new_state(ranks: int = 3, **limits: float) -> CellState:
     return CellState(range(ranks), Limits(**limits), began=0.0)
 
 
-def end(state: CellState, rank: int, now: float, error: RankError | None = None) -> list[ShowEnded]:
-    """Both ends of a rank come; how its end is shown."""
+def end_rank(state: CellState, rank: int, now: float, error: RankError | None = None) -> list[ShowEnded]:
+    """Deliver a rank's reply and the end of its output; return how its end is shown."""
     actions = [*state.step(Replied(rank, error), now), *state.step(OutputEnded(rank), now)]
     return [action for action in actions if isinstance(action, ShowEnded)]
 
 
-def wait(state: CellState, begin: float, until: float) -> list[tuple[float, Action]]:
-    """Time passes, and nobody answers a question: what is decided, and when."""
+def pass_time(state: CellState, begin: float, until: float) -> list[tuple[float, Action]]:
+    """Let time pass while nothing answers; return each decision and its time."""
     found, now = [], begin
     while now <= until and not state.is_over:
         found += [(round(now, 2), action) for action in state.step(TimePassed(), now)]
@@ -50,12 +50,12 @@ def wait(state: CellState, begin: float, until: float) -> list[tuple[float, Acti
     return found
 
 
-def first(found: list[tuple[float, Action]], action: Action) -> float:
+def time_of_first(found: list[tuple[float, Action]], action: Action) -> float:
     return next(now for now, one in found if one == action)
 
 
 def test_a_cell_ends_when_every_rank_replied_and_ended_output() -> None:
-    state = cell(2)
+    state = new_state(2)
     state.step(OutputEnded(0), 0.1)
     assert state.step(Replied(0), 0.1) == [ShowEnded(0, failed=False)]
     state.step(Replied(1), 0.2)
@@ -65,67 +65,67 @@ def test_a_cell_ends_when_every_rank_replied_and_ended_output() -> None:
 
 
 def test_the_controller_is_checked_while_only_messages_are_missing() -> None:
-    """They come by way of it: a cell whose ranks had answered waited for ever when it had ended."""
-    state = cell(1)
+    """The controller forwards these messages: without the check, a cell waited forever after its end."""
+    state = new_state(1)
     state.step(Replied(0), 0.1)
-    assert {action for _, action in wait(state, 0.1, 1.0)} == {Do.CHECK}
+    assert {action for _, action in pass_time(state, 0.1, 1.0)} == {Do.CHECK}
 
 
 def test_a_failure_gives_other_ranks_grace_and_then_aborts_once() -> None:
-    state = cell(failure_grace=1.0)
-    assert end(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
-    found = wait(state, 5.0, 20.0)
-    assert first(found, Do.ABORT) == pytest.approx(6.0, abs=0.06)
+    state = new_state(failure_grace=1.0)
+    assert end_rank(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
+    found = pass_time(state, 5.0, 20.0)
+    assert time_of_first(found, Do.ABORT) == pytest.approx(6.0, abs=0.06)
     assert [action for _, action in found].count(Do.ABORT) == 1
     assert Do.INTERRUPT not in [action for _, action in found]
-    assert first(found, Do.REPORT_RUNNING) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
+    assert time_of_first(found, Do.REPORT_RUNNING) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
     assert [action for _, action in found].count(Do.REPORT_RUNNING) == 1
     for rank in (0, 2):
-        end(state, rank, 21.0, CUT)
+        end_rank(state, rank, 21.0, CUT)
     assert state.ending() == "failed" and state.reportable_errors() == {1: WRONG, 0: CUT, 2: CUT}
 
 
 def test_a_connection_broken_before_the_abort_counts_as_an_error() -> None:
-    state = cell(2, failure_grace=1.0)
-    assert end(state, 0, 1.0, CUT) == [ShowEnded(0, failed=True)]
-    assert end(state, 1, 1.1, WRONG) == [ShowEnded(1, failed=True)]
+    state = new_state(2, failure_grace=1.0)
+    assert end_rank(state, 0, 1.0, CUT) == [ShowEnded(0, failed=True)]
+    assert end_rank(state, 1, 1.1, WRONG) == [ShowEnded(1, failed=True)]
     assert [error.waited for error in state.reportable_errors().values()] == ["", ""]
 
 
 def test_losing_an_ended_rank_counts_as_a_wait() -> None:
-    state = cell(2)
-    end(state, 0, 1.0, CUT)
-    end(state, 1, 1.1, ENDED)
+    state = new_state(2)
+    end_rank(state, 0, 1.0, CUT)
+    end_rank(state, 1, 1.1, ENDED)
     assert state.reportable_errors() == {0: CUT, 1: ENDED}
 
 
 def test_stop_interrupts_then_aborts_then_abandons_ranks_that_stay_still() -> None:
-    state = cell()
+    state = new_state()
     assert Do.INTERRUPT in state.step(StopPressed(), 10.0)
-    found = wait(state, 10.0, 30.0)
-    assert first(found, Do.ABORT) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
-    assert first(found, Ask.WHO_MOVES) >= 10.0 + cell_state.ASK_SECONDS
+    found = pass_time(state, 10.0, 30.0)
+    assert time_of_first(found, Do.ABORT) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
+    assert time_of_first(found, Ask.WHO_MOVES) >= 10.0 + cell_state.ASK_SECONDS
     assert state.is_abandoned and found[-1][0] <= 10.0 + cell_state.STOP_SECONDS
     assert state.ending() == "stopped" and state.running == [0, 1, 2]
 
 
 def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop() -> None:
-    state, now = cell(2), 1.0
+    state, now = new_state(2), 1.0
     assert state.step(StopPressed(), now)[:2] == [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
     assert state.step(CannotStop([1]), now) == [] and not state.is_over
-    end(state, 0, now + 0.1, CUT)
+    end_rank(state, 0, now + 0.1, CUT)
     state.step(TimePassed(), now + 0.1)
     assert state.is_abandoned and state.running == [1] and now + 0.1 < 1.0 + cell_state.STOP_SECONDS
 
 
 def test_a_second_stop_aborts_at_once() -> None:
-    state = cell()
+    state = new_state()
     state.step(StopPressed(), 10.0)
     assert state.step(StopPressed(), 10.1)[:2] == [Do.INTERRUPT, Do.ABORT]
 
 
 def test_a_stop_waits_for_ranks_that_approach_their_end() -> None:
-    state = cell(1)
+    state = new_state(1)
     state.step(StopPressed(), 0.0)
     state.step(Moving([0]), 2.0)
     for now in (2.5, 5.0, 60.0):
@@ -136,35 +136,35 @@ def test_a_stop_waits_for_ranks_that_approach_their_end() -> None:
 
 
 def test_a_timeout_records_places_before_it_stops_the_ranks() -> None:
-    state = cell(timeout=3.0)
-    found = wait(state, 0.0, 30.0)
+    state = new_state(timeout=3.0)
+    found = pass_time(state, 0.0, 30.0)
     places = [action for _, action in found].index(Do.RECORD_PLACES)
     assert [action for _, action in found][places + 1] == Do.INTERRUPT
-    assert first(found, Do.RECORD_PLACES) == pytest.approx(3.0, abs=0.11)
+    assert time_of_first(found, Do.RECORD_PLACES) == pytest.approx(3.0, abs=0.11)
     assert state.ending() == "timed out" and state.is_abandoned
 
 
 def test_a_stall_is_reported_once() -> None:
-    state = cell()
-    assert Ask.STALL in [action for _, action in wait(state, 0.0, 1.0)]
+    state = new_state()
+    assert Ask.STALL in [action for _, action in pass_time(state, 0.0, 1.0)]
     assert state.step(StandStill(), 1.0) == [Do.REPORT_STALL]
-    assert Ask.STALL not in [action for _, action in wait(state, 1.1, 60.0)]
+    assert Ask.STALL not in [action for _, action in pass_time(state, 1.1, 60.0)]
     assert not state.is_over
 
 
 def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked() -> None:
-    state = cell(2)
+    state = new_state(2)
     state.step(Replied(0, caught=WRONG), 1.0)
     state.step(OutputEnded(0), 1.0)
     assert Ask.STALL_AFTER_CAUGHT in state.step(TimePassed(), 1.1)
     assert state.step(StandStill(after_caught=True), 3.1) == [Do.ABORT]
     assert state.step(StandStill(after_caught=True), 3.2) == []
-    end(state, 1, 3.2, CUT)
+    end_rank(state, 1, 3.2, CUT)
     assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {0: WRONG, 1: CUT}
 
 
 def test_a_stopped_cell_waits_for_messages_only_a_limited_time() -> None:
-    state = cell(1)
+    state = new_state(1)
     state.step(StopPressed(), 0.0)
     state.step(Replied(0), 0.1)
     assert not state.is_over
@@ -172,9 +172,9 @@ def test_a_stopped_cell_waits_for_messages_only_a_limited_time() -> None:
     assert state.is_over and state.running == []
 
 
-def story(draw: random.Random, state: CellState) -> list[tuple[float, Event, list[Action]]]:
-    """What can happen to a cell, in any order and at any time; its questions are answered at random."""
-    told, now = [], 0.0
+def play_random_events(draw: random.Random, state: CellState) -> list[tuple[float, Event, list[Action]]]:
+    """Deliver random events in any order and at any time, and answer the cell's questions at random."""
+    steps, now = [], 0.0
     ends: list[Event] = [OutputEnded(rank) for rank in state.ranks]
     for rank in state.ranks:
         error = draw.choice([None, None, WRONG, CUT, ENDED])
@@ -193,7 +193,7 @@ def story(draw: random.Random, state: CellState) -> list[tuple[float, Event, lis
         while waiting and not state.is_over:
             event = waiting.pop(0)
             actions = state.step(event, now)
-            told.append((now, event, actions))
+            steps.append((now, event, actions))
             for action in actions:
                 if action is Ask.WHO_MOVES:
                     waiting.append(Moving([rank for rank in state.running if draw.random() < 0.5]))
@@ -201,7 +201,7 @@ def story(draw: random.Random, state: CellState) -> list[tuple[float, Event, lis
                     waiting.append(CannotStop([rank for rank in state.running if draw.random() < 0.5]))
                 elif action in (Ask.STALL, Ask.STALL_AFTER_CAUGHT) and draw.random() < 0.1:
                     waiting.append(StandStill(action is Ask.STALL_AFTER_CAUGHT))
-    return told
+    return steps
 
 
 @pytest.mark.parametrize("seed", range(400))
@@ -209,70 +209,70 @@ def test_any_order_of_events_keeps_the_promises(seed: int) -> None:
     draw = random.Random(seed)
     limits = Limits(draw.choice([0.1, 1.0]), 10.0, draw.choice([None, 2.0]))
     state = CellState(range(draw.choice([1, 2, 5])), limits, 0.0)
-    told = story(draw, state)
-    events = [event for _, event, _ in told]
-    actions = [(now, action) for now, _, found in told for action in found]
+    steps = play_random_events(draw, state)
+    events = [event for _, event, _ in steps]
+    actions = [(now, action) for now, _, found in steps for action in found]
     replied = {event.rank for event in events if isinstance(event, Replied)}
     silent = {event.rank for event in events if isinstance(event, OutputEnded)}
 
-    # it is over when all ends have come, or it was stopped; nobody is given up who was not
+    # a cell is over when all ranks have ended, or when it was stopped and abandoned
     assert state.is_over == (replied == silent == set(state.ranks)) or state.is_abandoned
     assert not state.is_abandoned or state.stopped_at is not None
     if state.is_abandoned:
         assert state.stopped_at is not None
         cannot = {rank for event in events if isinstance(event, CannotStop) for rank in event.ranks}
-        assert told[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS or cannot >= set(state.running)
-    # no error is lost, and each rank that came to its end is shown once
+        assert steps[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS or cannot >= set(state.running)
+    # no error is lost, and each rank that has ended is shown once
     assert set(state.errors) == {event.rank for event in events if isinstance(event, Replied) and event.error}
     assert set(state.errors) <= set(state.reportable_errors())
     shown = [action.rank for _, action in actions if isinstance(action, ShowEnded)]
     assert sorted(shown) == sorted(replied & silent)
-    # interrupts: one for each press, and one at the timeout
+    # one interrupt per press, and one at the timeout
     stops = events.count(StopPressed())
     interrupts = [now for now, action in actions if action is Do.INTERRUPT]
     assert len(interrupts) == stops + (state.ending() == "timed out")
-    # who waits is released in time, and not before, and not twice but by the stop button
+    # waiting ranks are aborted in time, not too early, and again only by the stop button
     releases = [now for now, action in actions if action is Do.ABORT]
-    failed = [now for now, event, _ in told if isinstance(event, Replied) and event.error]
+    failed = [now for now, event, _ in steps if isinstance(event, Replied) and event.error]
     caught = any(isinstance(event, Replied) and event.caught for event in events)
     if releases and state.stopped_at is None and not caught:
         assert releases[0] >= failed[0] + limits.failure_grace
-    if failed and state.running and told[-1][0] > failed[0] + limits.failure_grace + 1:
+    if failed and state.running and steps[-1][0] > failed[0] + limits.failure_grace + 1:
         assert releases and releases[0] <= max(failed[0] + limits.failure_grace, 0) + 0.31
     assert len(releases) <= 1 + stops
-    # each thing is said once, and none of it of a cell that was stopped before
-    for said in (Do.REPORT_RUNNING, Do.REPORT_STALL, Do.RECORD_PLACES):
-        assert [action for _, action in actions].count(said) <= 1
+    # each report is made once, and never after a stop
+    for report in (Do.REPORT_RUNNING, Do.REPORT_STALL, Do.RECORD_PLACES):
+        assert [action for _, action in actions].count(report) <= 1
 
 
 def test_after_a_failure_ranks_without_unblocking_are_interrupted_and_abandoned() -> None:
-    state = cell(2, can_unblock=False)
-    end(state, 1, 0.0, WRONG)
-    found = wait(state, 0.1, 60)
+    state = new_state(2, can_unblock=False)
+    end_rank(state, 1, 0.0, WRONG)
+    found = pass_time(state, 0.1, 60)
     assert state.is_over and state.ending() == "failed"
-    assert first(found, Do.ABORT) < first(found, Do.INTERRUPT) < first(found, Ask.WHO_MOVES)
+    assert time_of_first(found, Do.ABORT) < time_of_first(found, Do.INTERRUPT) < time_of_first(found, Ask.WHO_MOVES)
 
 
 def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
-    state = cell(2, can_unblock=False, failure_grace=0.1)
-    end(state, 1, 0.0, WRONG)
-    wait(state, 0.1, 1)
-    end(state, 0, 1.0, RankError("KeyboardInterrupt", "", ""))
+    state = new_state(2, can_unblock=False, failure_grace=0.1)
+    end_rank(state, 1, 0.0, WRONG)
+    pass_time(state, 0.1, 1)
+    end_rank(state, 0, 1.0, RankError("KeyboardInterrupt", "", ""))
     errors = state.reportable_errors()
     assert errors[0].message == INTERRUPTED and errors[1] == WRONG
 
 
 def test_endless_waits_for_a_rank_that_caught_its_error_fail() -> None:
-    """Else the notebook waited for its answer for ever."""
-    state = cell(2, can_unblock=False)
+    """Otherwise the notebook waited for its answer forever."""
+    state = new_state(2, can_unblock=False)
     state.step(Replied(1, caught=WRONG), 0.0)
     state.step(OutputEnded(1), 0.0)
     state.step(StandStill(after_caught=True), 2.0)
-    wait(state, 2.0, 60)
+    pass_time(state, 2.0, 60)
     assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {1: WRONG}
 
 
 def test_a_stop_interrupts_ranks_that_cannot_be_unblocked_once() -> None:
-    state = cell(2, can_unblock=False)
-    found = [*state.step(StopPressed(), 0.0), *(action for _, action in wait(state, 0.1, 60))]
+    state = new_state(2, can_unblock=False)
+    found = [*state.step(StopPressed(), 0.0), *(action for _, action in pass_time(state, 0.1, 60))]
     assert found.count(Do.INTERRUPT) == found.count(Do.ABORT) == 1 and state.is_over

@@ -1,4 +1,4 @@
-"""What is made of an engine's answer, in the words of the seam."""
+"""Conversion of an engine's answer to the types of the cluster interface."""
 
 from __future__ import annotations
 

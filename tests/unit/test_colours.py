@@ -1,4 +1,4 @@
-"""The colours of a terminal as HTML: what they are, and that they can be read."""
+"""Terminal colours as HTML: their values, and their contrast."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CODES = [f"38;5;{number}" for number in range(256)] + [*map(str, range(30, 38)),
 CODES += ["38;2;255;255;255", "38;2;0;0;0", "38;2;255;255;0", "38;2;300;0;0"]
 
 
-def parts(colour: str) -> list[float]:
+def rgb_of(colour: str) -> list[float]:
     if colour.startswith("#"):
         digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
         return [int(digits[at : at + 2], 16) for at in (0, 2, 4)]
     return [min(255, int(part)) for part in colour[4:-1].split(",")]
 
 
-def contrast(one: list[float], other: list[float]) -> float:
-    def light(colour: list[float]) -> float:
+def contrast_ratio(first: list[float], second: list[float]) -> float:
+    def luminance(colour: list[float]) -> float:
         linear = [c / 3294.6 if c <= 10.31 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
 
-    return max(light(one), light(other)) / min(light(one), light(other))
+    return max(luminance(first), luminance(second)) / min(luminance(first), luminance(second))
 
 
 def test_colours_become_html() -> None:
@@ -60,8 +60,8 @@ def test_every_colour_can_be_read_on_every_page(page: str) -> None:
         found = re.search(r"color-mix\(in srgb,(.*) (\d+)%,currentColor\)", to_html(f"\x1b[{code};2mx"))
         assert found is not None and "opacity" not in found.string
         share = int(found[2]) / 100
-        seen = [share * new + (1 - share) * own for new, own in zip(parts(found[1]), text, strict=True)]
-        assert contrast(seen, list(behind)) > 4.45, code
+        seen = [share * new + (1 - share) * own for new, own in zip(rgb_of(found[1]), text, strict=True)]
+        assert contrast_ratio(seen, list(behind)) > 4.45, code
 
 
 def test_faint_text_can_be_read() -> None:

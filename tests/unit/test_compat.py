@@ -1,4 +1,4 @@
-"""Private names that a release of a library lacks: what is off then, and what is said."""
+"""Private names that a library release lacks: the features that are off, and the messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .scripted import ScriptedEngine
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 APPS = {"fastai", "fastcore", "accelerate", "transformers", "lightning", "pytorch_lightning", "torchmetrics"}
-"""Libraries that take seconds to import: ``tests/frameworks/test_names.py``."""
+"""Libraries that take seconds to import; ``tests/frameworks/test_names.py`` tests them."""
 TABLES = [compat_torch.NAMES, *(names for names in private_names.tables() if names.library not in APPS)]
 OLD = {compat_ipython.COMPLETION} if IPython.version_info < (8, 6) else set()
 """Features that the installed versions lack."""
@@ -42,7 +42,7 @@ FEATURES = [
 CORES = [(names, name) for names in TABLES for name in names.core]
 
 
-def delete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def delete_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for alternative in name.split(" or "):
         delete_one(alternative, monkeypatch)
 
@@ -63,7 +63,7 @@ def test_the_installed_versions_have_all_names() -> None:
 def test_a_missing_name_turns_off_its_feature(
     names: Names, feature: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete(name, monkeypatch)
+    delete_name(name, monkeypatch)
     off = names.find_off()
     assert {missing: off[missing] for missing in off.keys() - OLD} == {feature: [name]}
 
@@ -72,7 +72,7 @@ def test_a_missing_name_turns_off_its_feature(
 def test_missing_names_that_every_group_needs_are_reported(
     names: Names, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete(name, monkeypatch)
+    delete_name(name, monkeypatch)
     refusal = compat.find_refusal(names)
     version = re.escape(f"{names.library} {names.version}")
     assert re.fullmatch(f"{version} has no {name}, which ddip needs; install {names.library} {names.tested}", refusal)
@@ -122,7 +122,7 @@ def test_a_process_without_a_required_name_logs_its_absence(log: str) -> None:
 
 
 def test_a_missing_name_in_the_notebook_prevents_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    delete("ipyparallel.client.client.Client._update_engines", monkeypatch)
+    delete_name("ipyparallel.client.client.Client._update_engines", monkeypatch)
     with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ has no ipyparallel\.client\.\S+\._update_engines, "):
         own_cluster.OwnCluster(logging.getLogger(), False)
 

@@ -1,4 +1,4 @@
-"""The controller's sockets are files, and their names are what engines and clients ask for."""
+"""The controller's sockets are files with the names that engines and clients expect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_two_sockets_have_one_name() -> None:
 
 
 def test_a_zap_domain_refuses_a_peer_without_a_handshake(tmp_path: Path) -> None:
-    """What ``Controller.initialize`` relies on in libzmq."""
+    """Check a property of libzmq that ``Controller.initialize`` relies on."""
     for number, (domain, arrives) in enumerate([(b"", True), (b"ddip", False)]):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.setsockopt(zmq.ZAP_DOMAIN, domain)
@@ -45,7 +45,7 @@ def test_a_zap_domain_refuses_a_peer_without_a_handshake(tmp_path: Path) -> None
 
 
 def _send_without_handshake(address: Path) -> None:
-    """A frame of ZeroMQ 2, as anybody who can connect may send it."""
+    """Send a ZeroMQ 2 frame, as anyone who can connect may do."""
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(address))
         stranger.send(b"\x01\x00\x05\x00junk")

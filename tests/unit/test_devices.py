@@ -1,4 +1,4 @@
-"""Which GPUs the notebook sees."""
+"""The GPUs that the notebook sees."""
 
 from __future__ import annotations
 

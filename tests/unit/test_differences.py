@@ -1,4 +1,4 @@
-"""Which paths a fault has broken, as a decision: no process."""
+"""The decision which paths a fault has broken, without processes."""
 
 from __future__ import annotations
 
@@ -22,41 +22,57 @@ PATH, OTHER = 11, 12
 WITHIN = IterationReport(forward=True, unfinished=False, backwards=0, steps=0, in_thread=False)
 
 
-def packed(rows: dict[int, tuple[int, int]]) -> bytes:
+def pack_rows(rows: dict[int, tuple[int, int]]) -> bytes:
     numbers = array("Q")
     for path, (value, version) in rows.items():
         numbers.extend((path, value, version))
     return numbers.tobytes()
 
 
-def report(now: tuple[int, int] | None, good: tuple[int, int] | None, former: tuple[int, int] | None) -> Compared:
-    """State of one rank with one path, that no other has besides `OTHER`; None: it was not there."""
+def compared(now: tuple[int, int] | None, good: tuple[int, int] | None, former: tuple[int, int] | None) -> Compared:
+    """Return the state of one rank with one path besides `OTHER`; None if the path did not exist."""
     rows = [{OTHER: (1, 0)} | ({} if row is None else {PATH: row}) for row in (now, good, former)]
     return {
-        "now": packed(rows[0]),
-        "good": packed(rows[1]),
-        "former": packed(rows[2]),
+        "now": pack_rows(rows[0]),
+        "good": pack_rows(rows[1]),
+        "former": pack_rows(rows[2]),
         "has_history": True,
         "at_rest": [],
         "is_cut": False,
     }
 
 
-def value(number: int) -> tuple[int, int]:
-    """A number: it has no version."""
+def number_entry(number: int) -> tuple[int, int]:
+    """Return the entry of a plain number, which has no version."""
     return number, 0
 
 
 BROKEN = {
-    "a counter": ([value(3), value(2)], [value(2), value(2)], [value(1), value(1)]),
+    "a counter": (
+        [number_entry(3), number_entry(2)],
+        [number_entry(2), number_entry(2)],
+        [number_entry(1), number_entry(1)],
+    ),
     "a tensor's values": ([(5, 3), (4, 3)], [(2, 2), (2, 2)], [(1, 1), (1, 1)]),
     "a tensor whose values were not known, written to once less": ([(5, 3), (4, 2)], [(0, 2), (0, 2)], None),
     "a shard, written to once less": ([(5, 3), (4, 2)], [(7, 2), (8, 2)], [(7, 1), (8, 1)]),
-    "what one rank has lost": ([value(3), None], [value(2), value(2)], [value(2), value(2)]),
+    "what one rank has lost": (
+        [number_entry(3), None],
+        [number_entry(2), number_entry(2)],
+        [number_entry(2), number_entry(2)],
+    ),
 }
 BY_DESIGN = {
-    "equal": ([value(3), value(3)], [value(2), value(2)], [value(1), value(1)]),
-    "different after the last good cell": ([value(3), value(2)], [value(2), value(1)], [value(1), value(1)]),
+    "equal": (
+        [number_entry(3), number_entry(3)],
+        [number_entry(2), number_entry(2)],
+        [number_entry(1), number_entry(1)],
+    ),
+    "different after the last good cell": (
+        [number_entry(3), number_entry(2)],
+        [number_entry(2), number_entry(1)],
+        [number_entry(1), number_entry(1)],
+    ),
     "a shard, written to equally often": ([(5, 3), (4, 3)], [(7, 2), (8, 2)], [(7, 1), (8, 1)]),
     "a tensor whose values were not known": ([(5, 3), (4, 3)], [(0, 2), (0, 2)], [(0, 1), (0, 1)]),
     "one whose values are equal again": ([(5, 3), (5, 2)], [(2, 2), (2, 2)], [(1, 1), (1, 1)]),
@@ -66,25 +82,29 @@ BY_DESIGN = {
 @pytest.mark.parametrize("kind", [*BROKEN, *BY_DESIGN])
 def test_a_new_difference_counts_as_broken(kind: str) -> None:
     now, good, former = {**BROKEN, **BY_DESIGN}[kind]
-    reports = [report(now[rank], good[rank], None if former is None else former[rank]) for rank in (0, 1)]
+    reports = [compared(now[rank], good[rank], None if former is None else former[rank]) for rank in (0, 1)]
     broken, _, first = broken_paths(reports)
     assert (broken, first) == ([PATH] if kind in BROKEN else [], False)
 
 
 def test_a_value_no_good_cell_had_counts_as_new() -> None:
-    reports = [report(value(3 + rank), None, None) for rank in (0, 1)]
+    reports = [compared(number_entry(3 + rank), None, None) for rank in (0, 1)]
     assert broken_paths(reports)[:2] == ([], {PATH: "new"})
 
 
 def test_values_only_equal_after_the_last_cell_are_listed_separately() -> None:
-    """A counter is evidence then; a loss may have been equal by chance."""
-    reports = [report(value(3 + rank), value(2), value(rank)) for rank in (0, 1)]
+    """Equality after one good cell is evidence for a counter; a loss may be equal by chance."""
+    reports = [compared(number_entry(3 + rank), number_entry(2), number_entry(rank)) for rank in (0, 1)]
     assert broken_paths(reports)[:2] == ([], {PATH: "settled"})
 
 
 def test_a_new_rank_does_not_break_values_by_lacking_them() -> None:
-    new = report(None, None, None) | {"good": b"", "former": b"", "has_history": False}
-    reports = [report(value(3), value(2), value(1)), report(value(3), value(2), value(1)), new]
+    new = compared(None, None, None) | {"good": b"", "former": b"", "has_history": False}
+    reports = [
+        compared(number_entry(3), number_entry(2), number_entry(1)),
+        compared(number_entry(3), number_entry(2), number_entry(1)),
+        new,
+    ]
     assert broken_paths(reports) == ([], {}, False)  # type: ignore[comparison-overlap]
 
 
@@ -112,16 +132,16 @@ def test_a_line_names_an_object_and_its_clearest_value() -> None:
 def test_a_rank_that_does_not_answer_hangs_no_cell(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such as one in a finalizer that waits for a lock; it is interrupted, and the next cell runs."""
+    """Interrupt a rank that does not answer, such as in a finalizer; the next cell runs."""
     monkeypatch.setattr(ranks, "ASK_SECONDS", 0.05)
     group = new_group(2)
     usual = group.engine(1).answers[on_rank.compare.target]
 
-    def is_held_up(*_: object) -> None:
+    def stay_silent_once(*_: object) -> None:
         group.engine(1).answers[on_rank.compare.target] = usual
         raise Silence
 
-    group.engine(1).answers[on_rank.compare.target] = is_held_up
+    group.engine(1).answers[on_rank.compare.target] = stay_silent_once
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.run("pass")
@@ -131,7 +151,7 @@ def test_a_rank_that_does_not_answer_hangs_no_cell(
 def test_a_rank_that_cannot_reset_its_iteration_fails_in_time(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked again before the next cell, which runs."""
+    """Ask the rank again before the next cell, which runs."""
     monkeypatch.setattr(ranks, "ASK_SECONDS", 0.05)
     group = new_group(2)
     for rank in range(2):
@@ -142,21 +162,21 @@ def test_a_rank_that_cannot_reset_its_iteration_fails_in_time(
         group.engine(rank).iteration = None
     usual, asked = group.engine(1).answers[on_rank.iteration_facts.target], []
 
-    def is_held_up(*_: object) -> Any:
+    def stay_silent_once(*_: object) -> Any:
         asked.append(1)
         if len(asked) > 1:
             return usual()
         raise Silence
 
-    group.engine(1).answers[on_rank.iteration_facts.target] = is_held_up
+    group.engine(1).answers[on_rank.iteration_facts.target] = stay_silent_once
     with pytest.raises(GroupError, match="rank 1 did not finish looking at the training state within 0.05 s"):
         group.run("pass")
     group.run("pass")
     assert len(asked) == 2
 
 
-def changes_reports(group: Any, change: Callable[[Any], None]) -> None:
-    """Have the ranks change their replies to cells, before anyone sees them."""
+def change_reports(group: Any, change: Callable[[Any], None]) -> None:
+    """Change the ranks' replies to cells before the group reads them."""
     for rank in range(group.world_size):
         engine = group.engine(rank)
 
@@ -168,16 +188,16 @@ def changes_reports(group: Any, change: Callable[[Any], None]) -> None:
 
 
 def test_live_ranks_that_cannot_report_are_reset(new_group: NewGroup) -> None:
-    """Such as when no memory is left for the report."""
+    """A rank may lack the memory for its report."""
     group, resets = new_group(2), list[bool]()
 
-    def reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
+    def record_reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
         resets.append(broken)
         return []
 
     for rank in range(2):
-        group.engine(rank).answers[on_rank.reset_iteration.target] = reset
-    changes_reports(group, lambda reply: setattr(reply, "report", None))
+        group.engine(rank).answers[on_rank.reset_iteration.target] = record_reset
+    change_reports(group, lambda reply: setattr(reply, "report", None))
     with pytest.raises(CellError):
         group.run("raise MemoryError")
     group.run("pass")
@@ -187,11 +207,11 @@ def test_live_ranks_that_cannot_report_are_reset(new_group: NewGroup) -> None:
 def test_a_line_that_cannot_be_printed_hides_no_fault(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group = new_group(2)
 
-    def fails(*_: object) -> None:
+    def raise_once(*_: object) -> None:
         monkeypatch.undo()
         raise BrokenPipeError
 
-    monkeypatch.setattr(cells, "tell_aborted", fails)
+    monkeypatch.setattr(cells, "tell_aborted", raise_once)
     before = group.engine(0).calls.count(on_rank.join.target)
     group.engine(0).released = True
     with pytest.raises(CellError):
@@ -219,15 +239,15 @@ def test_a_training_fault_before_any_recorded_state_says_so(
 def test_a_reset_that_fails_in_an_idle_notebook_is_reported(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After its cell, a notebook has the ranks compared; it is not done again before the next cell."""
+    """Compare after the cell, as a notebook does: the reset is not repeated before the next cell."""
     group = new_group(2)
 
-    def fails() -> None:
+    def raise_once() -> None:
         raise ValueError("no")
 
     for rank in range(2):
         group.engine(rank).iteration = WITHIN
-        group.engine(rank).answers[on_rank.iteration_facts.target] = fails
+        group.engine(rank).answers[on_rank.iteration_facts.target] = raise_once
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.report_faults()

@@ -1,4 +1,4 @@
-"""What the doctor concludes from what it has read: no processes, no GPUs."""
+"""The doctor's conclusions from given figures: no processes, no GPUs."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def test_the_keys_of_the_json_object_stay() -> None:
 
 
 def test_a_check_that_raises_fails_and_other_checks_still_run() -> None:
-    def missing() -> Check:
+    def raise_missing_module() -> Check:
         raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
 
-    def two() -> Iterator[Check]:
+    def fail_after_one_check() -> Iterator[Check]:
         yield ok("a", "")
         raise OSError(5, "Input/output error")
 
-    (one,) = command.guarded("memory", missing)
+    (one,) = command.guarded("memory", raise_missing_module)
     assert (
         one.status == "failed"
         and "No module named 'psutil'" in one.found
         and one.advice.startswith("install psutil again")
     )
-    first, second = command.guarded("b", two)
+    first, second = command.guarded("b", fail_after_one_check)
     assert (first.status, second.status, second.name) == ("ok", "failed", "b") and "Input/output" in second.found
 
 
@@ -195,10 +195,10 @@ def test_the_doctor_checks_limits() -> None:
 def test_the_doctor_checks_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_loopback().status == "ok"
 
-    def refuse(*args: object) -> None:
+    def refuse_connection(*args: object) -> None:
         raise ConnectionRefusedError("refused")
 
-    monkeypatch.setattr(machine.socket, "create_connection", refuse)
+    monkeypatch.setattr(machine.socket, "create_connection", refuse_connection)
     assert machine.check_loopback().status == "failed"
     monkeypatch.setattr(machine.psutil, "net_if_stats", dict)
     assert "is missing" in machine.check_loopback().found
@@ -214,7 +214,7 @@ def test_runs_of_notebooks_that_ended_are_listed() -> None:
 # -- control groups
 
 
-def write(folder: Path, **files: object) -> None:
+def write_files(folder: Path, **files: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
@@ -223,8 +223,8 @@ def write(folder: Path, **files: object) -> None:
 def test_the_tightest_limit_of_all_groups_around_the_process_counts(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("0::/outer/inner\n")
-    write(root / "outer" / "inner", memory__max="max", pids__max=300, pids__current=7)
-    write(root / "outer", memory__max=1000, memory__current=700, memory__stat="anon 1\ninactive_file 200")
+    write_files(root / "outer" / "inner", memory__max="max", pids__max=300, pids__current=7)
+    write_files(root / "outer", memory__max=1000, memory__current=700, memory__stat="anon 1\ninactive_file 200")
     assert machine.control_group("memory", root, membership) == (1000, 500)
     assert machine.control_group("pids", root, membership) == (300, 7)
     assert machine.control_group("memory", root, tmp_path / "missing") == (0, 0)
@@ -233,7 +233,7 @@ def test_the_tightest_limit_of_all_groups_around_the_process_counts(tmp_path: Pa
 def test_a_container_reads_its_limits_from_the_root_control_group(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("0::/docker/abc\n")
-    write(root, memory__max=1000, memory__current=100, memory__stat="inactive_file 0")
+    write_files(root, memory__max=1000, memory__current=100, memory__stat="inactive_file 0")
     assert machine.control_group("memory", root, membership) == (1000, 100)
 
 
@@ -295,9 +295,9 @@ def test_nvidia_smi_may_fail_or_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_gpus_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
-    write(tmp_path / "0000:01:00.0", vendor="0x10de", **{"class": "0x030200"})
-    write(tmp_path / "0000:01:00.1", vendor="0x10de", **{"class": "0x040300"})  # its sound
-    write(tmp_path / "0000:02:00.0", vendor="0x8086", **{"class": "0x030000"})
+    write_files(tmp_path / "0000:01:00.0", vendor="0x10de", **{"class": "0x030200"})
+    write_files(tmp_path / "0000:01:00.1", vendor="0x10de", **{"class": "0x040300"})  # the GPU's audio device
+    write_files(tmp_path / "0000:02:00.0", vendor="0x8086", **{"class": "0x030000"})
     (tmp_path / "broken").mkdir()
     assert gpus.built_in(tmp_path) == 1
     assert gpus.built_in(tmp_path / "none") == 0
@@ -306,12 +306,12 @@ def test_gpus_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
 # -- torch
 
 
-def names(**changes: object) -> NamesReport:
+def names_report(**changes: object) -> NamesReport:
     base = {"library": "torch", "version": "2.15.0", "tested": "2.4 to 2.15", "lacks": [], "off": {}}
     return {**base, **changes}  # type: ignore[typeddict-item, return-value]
 
 
-def facts(**changes: object) -> Facts:
+def torch_facts(**changes: object) -> Facts:
     base = {
         "version": "2.15.0+cu132",
         "cuda": "13.2",
@@ -320,7 +320,7 @@ def facts(**changes: object) -> Facts:
         "gpus": 0,
         "why_no_gpu": "",
         "warnings": [],
-        "names": names(),
+        "names": names_report(),
     }
     return {**base, **changes}  # type: ignore[typeddict-item, return-value]
 
@@ -335,28 +335,30 @@ def facts(**changes: object) -> Facts:
         ({"why_no_gpu": "the driver is too old"}, 2, ["failed", "ok", "ok"], "the driver is too old"),
         ({"gpus": 1, "warnings": ["sm_120 is not compatible"]}, 1, ["warning", "ok", "ok"], "sm_120 is not compatible"),
         ({"backends": []}, 0, ["ok", "failed", "ok"], "missing: gloo"),
-        ({"names": names(lacks=["torch.x"])}, 0, ["ok", "ok", "failed"], "torch 2.15.0: missing: torch.x"),
-        ({"names": names(off={"no y": ["torch.y"]})}, 0, ["ok", "ok", "warning"], "no y (missing: torch.y)"),
-        ({"names": names(version="2.99.1")}, 0, ["ok", "ok", "warning"], "torch 2.99.1: newer than 2.15"),
+        ({"names": names_report(lacks=["torch.x"])}, 0, ["ok", "ok", "failed"], "torch 2.15.0: missing: torch.x"),
+        ({"names": names_report(off={"no y": ["torch.y"]})}, 0, ["ok", "ok", "warning"], "no y (missing: torch.y)"),
+        ({"names": names_report(version="2.99.1")}, 0, ["ok", "ok", "warning"], "torch 2.99.1: newer than 2.15"),
     ],
 )
 def test_the_doctor_checks_the_build_of_torch(
     changes: dict[str, object], count: int, statuses: list[str], said: str
 ) -> None:
-    checks = torch_build.judge_torch(facts(**changes), "", count)
+    checks = torch_build.judge_torch(torch_facts(**changes), "", count)
     assert [check.name for check in checks] == ["torch", "backends", "torch-names"]
     assert [check.status for check in checks] == statuses
     assert said in "\n".join(map(str, checks))
 
 
 def test_names_of_several_libraries_are_one_check() -> None:
-    kernel = names(library="ipykernel", version="8.0", tested="7.4", off={"no x": ["ipykernel.x"]})
-    check = private_names.judge_names("names", [names(), kernel, kernel, names(version="2.16")])
+    kernel = names_report(library="ipykernel", version="8.0", tested="7.4", off={"no x": ["ipykernel.x"]})
+    check = private_names.judge_names("names", [names_report(), kernel, kernel, names_report(version="2.16")])
     assert check.status == "warning" and check.advice == "ddip is tested with ipykernel 7.4, torch 2.4 to 2.15"
     assert check.found == (
         "ipykernel 8.0: no x (missing: ipykernel.x)\ntorch 2.16: newer than 2.15, and has all private names"
     )
-    fine = private_names.judge_names("names", [names(), names(library="fastai", version="2.8.12", tested="2.8")])
+    fine = private_names.judge_names(
+        "names", [names_report(), names_report(library="fastai", version="2.8.12", tested="2.8")]
+    )
     assert (fine.status, fine.found) == ("ok", "torch, fastai: all private names that ddip uses are there")
 
 

@@ -1,4 +1,4 @@
-"""What errors say."""
+"""Texts of errors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ddip import errors
 from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, RankError, ranks_text
 
 
-def exceptions() -> list[type[BaseException]]:
+def ddip_exceptions() -> list[type[BaseException]]:
     return [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.DdipError)]
 
 
 def test_all_exceptions_have_one_base_and_are_public() -> None:
     made_here = [one for one in vars(errors).values() if getattr(one, "__module__", "") == errors.__name__]
-    assert [one for one in made_here if isinstance(one, type) and issubclass(one, BaseException)] == exceptions()
-    assert [one for one in exceptions() if getattr(ddip, one.__name__) is not one] == []
-    assert {one.__name__ for one in exceptions()} | {"RankError"} == set(errors.__all__)
+    assert [one for one in made_here if isinstance(one, type) and issubclass(one, BaseException)] == ddip_exceptions()
+    assert [one for one in ddip_exceptions() if getattr(ddip, one.__name__) is not one] == []
+    assert {one.__name__ for one in ddip_exceptions()} | {"RankError"} == set(errors.__all__)
     assert set(errors.__all__) < set(ddip.__all__)
 
 
 def test_except_exception_does_not_catch_the_stop_button() -> None:
-    stops = {one for one in exceptions() if not issubclass(one, Exception)} - {errors.DdipError}
-    assert stops == {one for one in exceptions() if issubclass(one, KeyboardInterrupt)}
+    stops = {one for one in ddip_exceptions() if not issubclass(one, Exception)} - {errors.DdipError}
+    assert stops == {one for one in ddip_exceptions() if issubclass(one, KeyboardInterrupt)}
     assert stops == {errors.CellInterrupted, errors.RequestInterrupted}
 
 
@@ -43,8 +43,8 @@ def test_equal_errors_are_shown_once_with_their_ranks() -> None:
 def test_ranks_that_ended_alike_are_shown_once_with_their_pids() -> None:
     gone = {rank: RankError("RankEnded", f"pid {rank} ended (exit code 3)", "", pid=rank) for rank in (4, 5)}
     error = CellError(gone | {6: RankError("RankEnded", "pid 6 ended (SIGKILL)", "", pid=6)})
-    told = "ranks 4, 5: RankEnded: pids 4, 5 ended (exit code 3); rank 6: RankEnded: pid 6 ended (SIGKILL); "
-    assert str(error) == told + errors.REPAIR
+    traceback_lines = "ranks 4, 5: RankEnded: pids 4, 5 ended (exit code 3); rank 6: RankEnded: pid 6 ended (SIGKILL); "
+    assert str(error) == traceback_lines + errors.REPAIR
 
 
 def test_an_error_without_a_message_shows_its_name() -> None:
@@ -83,7 +83,7 @@ def test_exceptions_from_an_interrupt_are_not_shown_as_errors() -> None:
 
 def test_every_user_mistake_is_a_usage_error_of_one_line() -> None:
     of_code = {CellError, CellTimeout, errors.LocalCellFailed}
-    for kind in exceptions():
+    for kind in ddip_exceptions():
         if issubclass(kind, Exception) and kind not in of_code:
             assert issubclass(kind, UsageError)
     assert BadInput("-n 0: type more")._render_traceback_() == ["UsageError: -n 0: type more"]
@@ -91,7 +91,7 @@ def test_every_user_mistake_is_a_usage_error_of_one_line() -> None:
 
 def test_only_the_first_traceback_in_the_tabs_is_repeated() -> None:
     error = CellError({rank: RankError("E", str(rank), f"traceback {rank}", at=float(rank)) for rank in range(3)})
-    told = lambda: [line for line in error._render_traceback_() if line.startswith("traceback")]  # noqa: E731
-    assert told() == ["traceback 0", "traceback 1", "traceback 2"]
+    traceback_lines = lambda: [line for line in error._render_traceback_() if line.startswith("traceback")]  # noqa: E731
+    assert traceback_lines() == ["traceback 0", "traceback 1", "traceback 2"]
     error.in_tabs = (0, 1)
-    assert told() == ["traceback 0", "traceback 2"]
+    assert traceback_lines() == ["traceback 0", "traceback 2"]

@@ -1,4 +1,4 @@
-"""Why a process ended."""
+"""Causes of a process's end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_log_lines_from_before_the_last_cell_are_left_out(tmp_path: Path) -> Non
     logs.closed(0, log.read_text())
     log.unlink()
     assert logs.tail(0) == ["this cell's"]
-    log.write_text("anew\n")  # as one that has become too long
+    log.write_text("anew\n")  # as when a log that grew too long starts over
     assert logs.tail(0) == ["anew"]
 
 

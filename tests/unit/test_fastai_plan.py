@@ -1,4 +1,4 @@
-"""Whose batch is whose."""
+"""The assignment of batches to ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import ddip
 
-PATH = Path(ddip.__file__).parent / "apps" / "fastai" / "distribution" / "plan.py"  # a room of its own, without fastai
+PATH = Path(ddip.__file__).parent / "apps" / "fastai" / "distribution" / "plan.py"  # loaded by path, without fastai
 spec = importlib.util.spec_from_file_location("plan_of_fastai", PATH)
 assert spec is not None and spec.loader is not None
 plan = importlib.util.module_from_spec(spec)

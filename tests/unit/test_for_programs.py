@@ -1,4 +1,4 @@
-"""What programs ask a kernel, and what they are told; who may ask, and which notebook is meant."""
+"""Requests of programs to a kernel and their answers; who may ask, and which notebook is meant."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ddip.server.kernels import KernelBusy, KernelError, answer_in
 # -- in the kernel
 
 
-def told(name: str, before: float | None = None, **arguments: Any) -> dict[str, Any]:
-    """What the kernel answers."""
+def answer_of(name: str, before: float | None = None, **arguments: Any) -> dict[str, Any]:
+    """Return the kernel's answer."""
     answer: dict[str, Any] = json.loads(call(name, json.dumps(arguments), before)._repr_mimebundle_()[ANSWER_MIME])
     return answer
 
 
 def test_without_ddip_status_shows_no_group_and_loads_nothing(shell: InteractiveShell) -> None:
     nothing = {"schema": 1, "group": None, "ranks": [], "devices": [], "cells": [], "errors": {}}
-    assert told("status", time.time() + 60) == {"ok": nothing}
-    assert told("shutdown") == {"ok": None}
+    assert answer_of("status", time.time() + 60) == {"ok": nothing}
+    assert answer_of("shutdown") == {"ok": None}
 
 
 def test_a_request_without_a_waiting_client_does_nothing() -> None:
-    assert told("start", before=time.time() - 1)["error"] == "TooLate"
+    assert answer_of("start", before=time.time() - 1)["error"] == "TooLate"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_request_without_a_waiting_client_does_nothing() -> None:
     ],
 )
 def test_an_impossible_request_returns_an_error(name: str, arguments: Any, error: str, message: str) -> None:
-    answer = told(name, **arguments)
+    answer = answer_of(name, **arguments)
     assert answer["error"] == error and message in answer["message"]
 
 
@@ -58,7 +58,7 @@ class Odd:
     [
         (None, {"type": "NoneType", "json": None}),
         ([1, 2.5, "a", {"b": None}], {"type": "list", "json": [1, 2.5, "a", {"b": None}]}),
-        ({1: 2}, {"type": "dict", "text": "{1: 2}", "truncated": False}),  # JSON would make the key a string
+        ({1: 2}, {"type": "dict", "text": "{1: 2}", "truncated": False}),  # JSON would turn the key into a string
         ((1, 2), {"type": "tuple", "text": "(1, 2)", "truncated": False}),
         (float("nan"), {"type": "float", "text": "nan", "truncated": False}),
         (np.float64(0.5), {"type": "numpy.float64", "shape": [], "dtype": "float64", "json": 0.5}),
@@ -115,7 +115,7 @@ def test_a_token_in_the_url_gives_access() -> None:
     assert tokens.why_not("secret", "", "secret") == ""
 
 
-def session(path: str) -> dict[str, Any]:
+def server_session(path: str) -> dict[str, Any]:
     return {"path": path, "kernel": {"id": f"id of {path}", "execution_state": "idle"}}
 
 
@@ -129,7 +129,7 @@ def session(path: str) -> dict[str, Any]:
     ],
 )
 def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> None:
-    assert notebooks.chosen([session("a.ipynb"), session("work/b.ipynb")], typed)["notebook"] == found
+    assert notebooks.chosen([server_session("a.ipynb"), server_session("work/b.ipynb")], typed)["notebook"] == found
 
 
 @pytest.mark.parametrize(
@@ -143,25 +143,25 @@ def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> N
 )
 def test_an_ambiguous_choice_of_a_notebook_lists_the_candidates(paths: list[str], typed: str, why: str) -> None:
     with pytest.raises(KernelError) as raised:
-        notebooks.chosen([session(path) for path in paths], typed)
+        notebooks.chosen([server_session(path) for path in paths], typed)
     assert why in str(raised.value)
 
 
 def test_a_single_notebook_is_chosen_without_its_name() -> None:
-    assert notebooks.chosen([session("a")], "") == {"notebook": "a", "kernel": "id of a", "state": "idle"}
+    assert notebooks.chosen([server_session("a")], "") == {"notebook": "a", "kernel": "id of a", "state": "idle"}
 
 
-def reply(**answer: Any) -> dict[str, Any]:
+def kernel_reply(**answer: Any) -> dict[str, Any]:
     data = {ANSWER_MIME: json.dumps(answer)}
     return {"status": "ok", "user_expressions": {kernels.KEY: {"status": "ok", "data": data}}}
 
 
 def test_the_reply_of_the_kernel_is_the_answer() -> None:
-    assert answer_in(reply(ok={"number": 7})) == {"number": 7}
+    assert answer_in(kernel_reply(ok={"number": 7})) == {"number": 7}
     with pytest.raises(KernelError, match="^BadInput: type this$"):
-        answer_in(reply(error="BadInput", message="type this"))
+        answer_in(kernel_reply(error="BadInput", message="type this"))
     with pytest.raises(KernelBusy, match="nothing was done"):
-        answer_in(reply(error="TooLate", message=""))
+        answer_in(kernel_reply(error="TooLate", message=""))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a rank makes of its GPU: decisions, on a GPU that does as it is told."""
+"""Decisions of a rank about its GPU, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ddip.rank.runtime import gpu as module
 from ddip.rank.runtime.gpu import Gpu
 
 
-class ToldGpu(Gpu):
-    """A GPU of which a test says how far it is, each time that it is waited for: done or not, or an error."""
+class SimulatedGpu(Gpu):
+    """A GPU whose progress a test dictates, wait by wait: finished, not finished, or an error."""
 
     def __init__(self, *looks: bool | RuntimeError) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ToldGpu(Gpu):
 
 
 class Backend:
-    """Of an accelerator, as torch has it: it counts, and it can be aborted, as soon as it may."""
+    """An accelerator backend as in torch: it counts, and it can be aborted once `may_end` is set."""
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.may_end = log, threading.Event()
@@ -57,7 +57,7 @@ class Backend:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What a rank does to its group, in order."""
+    """Return the actions of a rank on its group, in order."""
     log: list[str] = []
     monkeypatch.setattr(membership, "_store", "the store")
     monkeypatch.setattr(sockets, "shut_down", lambda *_: log.append("cut"))
@@ -70,14 +70,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def backend(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """The one backend of an accelerator that this process has."""
+    """Give this process one accelerator backend."""
     backend = Backend(log)
     monkeypatch.setattr(c10d, "_device_backends", lambda: [backend])
     return backend
 
 
-def released(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
-    """Release the rank, and wait until all of it is done; was work cut off?"""
+def release_rank(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
+    """Release the rank, wait until that is complete, and return True if work was cut off."""
     monkeypatch.setattr(membership, "gpu", gpu)
     cut_off = membership.release("the store", [])
     for thread in threading.enumerate():
@@ -87,17 +87,17 @@ def released(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
 
 
 def test_a_rank_on_the_cpu_is_unblocked_at_once(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert released(monkeypatch, Gpu()) is False
+    assert release_rank(monkeypatch, Gpu()) is False
     assert log == ["cut"] and not c10d._aborts
 
 
 def test_a_blocked_rank_is_interrupted_then_aborted_then_cut_off(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = ToldGpu(False)
+    gpu = SimulatedGpu(False)
     gpu.begin_cell()
     gpu.count = 1
-    assert released(monkeypatch, gpu) is True
+    assert release_rank(monkeypatch, gpu) is True
     assert log == ["interrupt", "abort", "aborted", "cut"]
 
 
@@ -105,26 +105,26 @@ def test_a_blocked_rank_is_interrupted_then_aborted_then_cut_off(
 def test_a_rank_without_a_running_collective_is_not_interrupted(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch, count: int, look: bool
 ) -> None:
-    gpu = ToldGpu(look)
+    gpu = SimulatedGpu(look)
     gpu.begin_cell()
     gpu.count = count
-    assert released(monkeypatch, gpu) is False
+    assert release_rank(monkeypatch, gpu) is False
     assert log == ["abort", "aborted", "cut"]
 
 
 def test_a_collective_that_begins_beside_the_abort_is_noticed(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = ToldGpu(False)
+    gpu = SimulatedGpu(False)
     gpu.begin_cell()
     begin_aborts = c10d.abort
 
-    def abort() -> None:
+    def begin_abort() -> None:
         gpu.count += 1
         begin_aborts()
 
-    monkeypatch.setattr(c10d, "abort", abort)
-    assert released(monkeypatch, gpu) is True
+    monkeypatch.setattr(c10d, "abort", begin_abort)
+    assert release_rank(monkeypatch, gpu) is True
     assert "interrupt" in log
 
 
@@ -134,7 +134,7 @@ def test_an_endless_abort_delays_no_connections_but_prevents_leaving(
     monkeypatch.setattr(membership, "ABORT_FIRST_SECONDS", 0.01)
     monkeypatch.setattr(membership, "ABORT_SECONDS", 0.01)
     backend.may_end.clear()
-    released(monkeypatch, ToldGpu(True))
+    release_rank(monkeypatch, SimulatedGpu(True))
     assert log == ["abort", "cut"]
     with pytest.raises(RuntimeError, match="^the GPU still works on what was aborted: a kernel"):
         membership.leave()
@@ -144,9 +144,9 @@ def test_an_endless_abort_delays_no_connections_but_prevents_leaving(
 
 
 def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = ToldGpu(True)
+    gpu = SimulatedGpu(True)
     for _ in range(2):
-        released(monkeypatch, gpu)
+        release_rank(monkeypatch, gpu)
     assert log == ["abort", "aborted", "cut", "cut"]
 
 
@@ -172,13 +172,13 @@ def test_after_a_cell_gpus_are_done_or_busy_or_lost(
     monkeypatch: pytest.MonkeyPatch, looks: list[Any], state: str, lost: str
 ) -> None:
     monkeypatch.setattr(module, "FAILED_SECONDS", 0.02)
-    gpu = ToldGpu(*looks)
+    gpu = SimulatedGpu(*looks)
     gpu.begin_cell()
     assert (gpu.settle(), gpu.lost, gpu.figures is not None) == (state, lost, state == "done")
 
 
 def test_after_a_good_cell_the_gpu_is_not_checked_twice() -> None:
-    gpu = ToldGpu(True, RuntimeError("not asked"))
+    gpu = SimulatedGpu(True, RuntimeError("not asked"))
     gpu.begin_cell()
     gpu.finish()
     assert (gpu.settle(), gpu.state) == ("done", "done")
@@ -187,16 +187,16 @@ def test_after_a_good_cell_the_gpu_is_not_checked_twice() -> None:
 def test_aborting_requests_of_ddip_reports_no_damage(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = ToldGpu(True, False)
+    gpu = SimulatedGpu(True, False)
     gpu.begin_cell()
     gpu.finish()
     gpu.count = 1
-    assert released(monkeypatch, gpu) is False
+    assert release_rank(monkeypatch, gpu) is False
     assert log == ["interrupt", "abort", "aborted", "cut"]
 
 
 def test_sends_and_receives_count_although_torch_omits_them() -> None:
-    class Counting(ToldGpu):
+    class Counting(SimulatedGpu):
         begun = Gpu.begun
 
     gpu = Counting(False)
@@ -207,7 +207,7 @@ def test_sends_and_receives_count_although_torch_omits_them() -> None:
 
 
 def test_work_on_a_lost_gpu_counts_as_running() -> None:
-    gpu = ToldGpu(ALWAYS)
+    gpu = SimulatedGpu(ALWAYS)
     gpu.begin_cell()
     gpu.count = 1
     assert gpu.is_under_way()

@@ -1,4 +1,4 @@
-"""Until an engine that was started can be used: it may end before."""
+"""Until a started engine is usable, it may end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddip.errors import GroupError
 
 
 def test_the_check_names_an_engine_that_ends_while_greeted() -> None:
-    """The client has heard of its end, and knows no engine of that number any more."""
+    """The client has been notified of the engine's end, and no longer knows it."""
     loop = SimpleNamespace(add_callback=lambda *_: None)
     client: Any = SimpleNamespace(_engines={}, _closed=False, session=Session(), _io_loop=loop)
     client._send = client._control_stream = client.send_cells = None

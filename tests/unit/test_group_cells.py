@@ -1,4 +1,4 @@
-"""A cell on ranks, from its first message to its last, on engines that do what a script says."""
+"""Cells on scripted engines, from the first message to the last."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
-from .scripted import press_stop, stream, use
+from .scripted import group_use, press_stop, stream_message
 
 
-def cell(*lines: str) -> str:
-    """A cell that does another thing on each rank."""
+def cell_by_rank(*lines: str) -> str:
+    """Return a cell with one line per rank."""
     return "\n".join(f"{rank}: {line}" for rank, line in enumerate(lines))
 
 
@@ -31,7 +31,7 @@ def test_a_good_cell_shows_the_output_of_the_visible_ranks(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(3)
-    group.run(cell("print one", "print two", "print three"), show_ranks=[1])
+    group.run(cell_by_rank("print one", "print two", "print three"), show_ranks=[1])
     assert capsys.readouterr().out == "two\n"
 
 
@@ -47,7 +47,7 @@ def test_a_cell_with_a_summary_says_where_it_ran(new_group: NewGroup, capsys: py
 
 def test_errors_of_all_ranks_are_shown_earliest_first(new_group: NewGroup) -> None:
     with pytest.raises(CellError, match="^rank 1: KeyError: 'a'; rank 2: ValueError: no") as error:
-        new_group(3).run(cell("pass", "raise KeyError 'a'", "raise ValueError no"))
+        new_group(3).run(cell_by_rank("pass", "raise KeyError 'a'", "raise ValueError no"))
     assert {rank: found.name for rank, found in error.value.by_rank.items()} == {1: "KeyError", 2: "ValueError"}
 
 
@@ -56,7 +56,7 @@ def test_a_failed_rank_unblocks_waiting_ranks_and_causes_a_rebuild(
 ) -> None:
     group = new_group(3)
     with pytest.raises(CellError, match="^rank 1: ValueError: no; ranks 0, 2 .*blocked in all_reduce") as error:
-        group.run(cell("wait", "raise ValueError no", "wait"))
+        group.run(cell_by_rank("wait", "raise ValueError no", "wait"))
     assert error.value.by_rank[0].waited == "all_reduce"
     before = group.engine(0).calls.count(on_rank.join.target)
     group.run("print again")
@@ -68,7 +68,7 @@ def test_ranks_that_still_run_after_an_error_are_named(new_group: NewGroup, caps
     group = new_group(2)
     group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"cell": 7, "line": 3, "source": "loop()"})
     with pytest.raises(CellInterrupted):
-        group.run(cell("raise ValueError no", "sleep"))
+        group.run(cell_by_rank("raise ValueError no", "sleep"))
     said = capsys.readouterr().err
     assert "rank 0: ValueError: no; rank 1 still runs, outside of collectives:" in said
     assert "rank 1: cell [7] line 3: loop()" in said
@@ -83,7 +83,7 @@ def test_the_stop_button_ends_sleeping_and_waiting_ranks(new_group: NewGroup) ->
     group = new_group(3)
     group.engine(2).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0-2$") as error:
-        group.run(cell("wait", "sleep", "sleep"), show_ranks=[0, 1, 2])
+        group.run(cell_by_rank("wait", "sleep", "sleep"), show_ranks=[0, 1, 2])
     assert error.value.by_rank[0].waited == "all_reduce" and error.value.by_rank[1].name == "KeyboardInterrupt"
     group.run("pass")
 
@@ -104,11 +104,11 @@ def test_a_stop_at_the_end_is_not_lost(new_group: NewGroup) -> None:
 def test_a_cell_that_never_began_on_one_rank_fails(new_group: NewGroup, caplog: pytest.LogCaptureFixture) -> None:
     group = new_group(2)
 
-    def abort(request: Any, *_: Any) -> None:
+    def reply_aborted(request: Any, *_: Any) -> None:
         request.set_result(cell_reply({"status": "aborted", "silent": True}))
         request.output.set_result(None)
 
-    group.engine(1).run = abort  # type: ignore[method-assign]
+    group.engine(1).run = reply_aborted  # type: ignore[method-assign]
     with pytest.raises(CellError, match="^rank 1: KeyboardInterrupt: before the cell began"):
         group.run("pass")
     assert caplog.text == ""
@@ -118,13 +118,13 @@ def test_a_finished_rank_is_not_reported_as_interrupted(new_group: NewGroup, imp
     group = new_group(2)
     group.engine(1).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on rank 1\nrank 1 did not stop:"):
-        group.run(cell("pass", "deaf"))
+        group.run(cell_by_rank("pass", "deaf"))
 
 
 def test_a_rank_that_does_not_stop_is_named_until_repaired(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:
-        group.run(cell("pass", "deaf"), timeout=0.01)
+        group.run(cell_by_rank("pass", "deaf"), timeout=0.01)
     assert "rank 1 did not stop:" in str(error.value) and "%makedip --repair" in str(error.value)
     with pytest.raises(GroupError, match="(?s)^rank 1 is still running the interrupted cell:.*--repair"):
         group.run("pass")
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_stop_is_named_until_repaired(new_group: NewGroup, 
 def test_a_rank_that_stops_late_runs_the_next_cell(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout):
-        group.run(cell("pass", "deaf"), timeout=0.01)
+        group.run(cell_by_rank("pass", "deaf"), timeout=0.01)
     group.engine(1).end("KeyboardInterrupt")
     group.run("pass")
 
@@ -144,7 +144,7 @@ def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: 
     group = new_group(2, stall_timeout=0.02)
     group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"function": "all_reduce", "cell": 1, "line": 2})
     with pytest.raises(CellInterrupted):
-        group.run(cell("pass", "wait"))
+        group.run(cell_by_rank("pass", "wait"))
     said = capsys.readouterr().err
     assert "no rank has made progress for 0.02 s:\n  rank 0: finished\n  rank 1: all_reduce, cell [1] line 2" in said
 
@@ -152,21 +152,21 @@ def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: 
 def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked(new_group: NewGroup) -> None:
     group = new_group(2)
     with pytest.raises(CellError, match="rank 0: ValueError: caught"):
-        group.run(cell("catch ValueError caught", "wait"))
+        group.run(cell_by_rank("catch ValueError caught", "wait"))
 
 
 def test_a_rank_that_cannot_be_unblocked_is_named(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     group.ranks.can_unblock = False
     with pytest.raises(CellError, match="^rank 0: ValueError: caught\nrank 1 did not stop:"):
-        group.run(cell("catch ValueError caught", "deaf"))
+        group.run(cell_by_rank("catch ValueError caught", "deaf"))
 
 
 def test_a_dead_rank_shows_its_log_and_can_be_repaired(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(0).names["kept"] = 1
     with pytest.raises(CellError, match=r"^rank 1: RankEnded: pid \d+ ended \(SIGKILL\)") as error:
-        group.run(cell("wait", "die"))
+        group.run(cell_by_rank("wait", "die"))
     assert "last words of engine 1" in error.value.by_rank[1].traceback
     with pytest.raises(GroupError, match=r"^rank 1: pid .*%makedip --repair"):
         group.run("pass")
@@ -178,7 +178,7 @@ def test_when_all_ranks_die_no_variables_are_said_to_remain(new_group: NewGroup)
     group = new_group(3)
     left = "; no rank is left, nor any variable: %makedip --repair starts new processes$"
     with pytest.raises(CellError, match=left):
-        group.run(cell("die", "die", "die"))
+        group.run(cell_by_rank("die", "die", "die"))
     wanted: list[Callable[[], object]] = [
         lambda: group.run("pass"),
         lambda: group.change(Request(n=2)),
@@ -197,7 +197,7 @@ def test_when_all_ranks_die_no_variables_are_said_to_remain(new_group: NewGroup)
 def test_after_two_deaths_the_third_rank_keeps_its_variables(new_group: NewGroup) -> None:
     group = new_group(3)
     with pytest.raises(CellError, match="; the other ranks keep their variables$"):
-        group.run(cell("die", "pass", "die"))
+        group.run(cell_by_rank("die", "pass", "die"))
 
 
 def test_messages_without_an_end_do_not_hold_up_a_stop(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_messages_without_an_end_do_not_hold_up_a_stop(new_group: NewGroup, monk
 
     def begin_and_print(*args: Any) -> None:
         begin(*args)
-        args[-1](stream("first"))
+        args[-1](stream_message("first"))
 
     def show_while_another_comes(self: CellOutput, rank: int, message: Message) -> None:
         nonlocal shown
@@ -250,11 +250,11 @@ def test_unequal_collectives_name_the_line_and_cause_a_rebuild(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(2)
-    group.run(cell("begin 1", "begin 2"))
+    group.run(cell_by_rank("begin 1", "begin 2"))
     said = capsys.readouterr().err
     assert "the ranks have begun different numbers of collectives" in said and "cell [1] line 2" in said
-    group.run(cell("begin 1", "begin 1"))
-    group.run(cell("begin 1", "begin 2"), unmatched=True)
+    group.run(cell_by_rank("begin 1", "begin 1"))
+    group.run(cell_by_rank("begin 1", "begin 2"), unmatched=True)
     group.run("pass")
     assert capsys.readouterr().err == ""
 
@@ -263,7 +263,7 @@ def test_unequal_collectives_name_the_line_and_cause_a_rebuild(
 def test_after_a_failure_only_threads_excuse_ranks_out_of_step(new_group: NewGroup, by_threads: bool) -> None:
     group = new_group(2)
     for rank, number in enumerate((2, 1)):
-        used = use(number)
+        used = group_use(number)
         used.update(by_main=False, may_begin="maybe", by_threads=by_threads)
         group.engine(rank).begun = {"default cpu": used}
     before = group.engine(0).calls.count(on_rank.join.target)
@@ -277,11 +277,11 @@ def test_an_incomplete_report_of_a_rank_is_mentioned(new_group: NewGroup, capsys
     group = new_group(1)
     run = group.engine(0).run
 
-    def with_a_fault(request: Any, *args: Any) -> None:
+    def run_with_fault(request: Any, *args: Any) -> None:
         request.add_done_callback(lambda done: done.result().report.update(fault="OSError: no"))
         run(request, *args)
 
-    group.engine(0).run = with_a_fault  # type: ignore[method-assign]
+    group.engine(0).run = run_with_fault  # type: ignore[method-assign]
     group.run("pass")
     assert "rank 0 cannot tell how its group is, which is rebuilt before the next cell: OSError: no" in (
         capsys.readouterr().err
@@ -289,11 +289,11 @@ def test_an_incomplete_report_of_a_rank_is_mentioned(new_group: NewGroup, capsys
 
 
 def test_help_requested_by_a_cell_is_shown_once(new_group: NewGroup) -> None:
-    new_group(2).run("help of a model")  # there is no notebook here to show it
+    new_group(2).run("help of a model")  # no notebook shows it here
 
 
-def shown_by_now(capsys: pytest.CaptureFixture[str], text: str) -> bool:
-    """Wait until `text` has been shown, and nothing else."""
+def wait_until_shown(capsys: pytest.CaptureFixture[str], text: str) -> bool:
+    """Wait until exactly `text` has been shown."""
     shown = ""
     end = time.monotonic() + 60
     while len(shown) < len(text) and time.monotonic() < end:
@@ -308,38 +308,38 @@ def test_late_output_is_shown_only_for_recent_cells(new_group: NewGroup, capsys:
         group.run("pass")
     listeners = list(group.scripted.listeners.values())
     assert len(listeners) == 20
-    listeners[-1](stream("late"))
-    assert shown_by_now(capsys, "late\n")
+    listeners[-1](stream_message("late"))
+    assert wait_until_shown(capsys, "late\n")
 
 
 def test_a_slow_page_does_not_block_the_message_thread(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A terminal whose reader has paused, for example: replies of all ranks come on that thread, too."""
-    group, finish, held_up = new_group(1), CellOutput.finish, list[bool]()
+    """A terminal may have paused its reader: replies of all ranks arrive on the same thread."""
+    group, finish, still_blocked = new_group(1), CellOutput.finish, list[bool]()
 
     def finish_while_another_comes(self: CellOutput, *args: Any) -> frozenset[int]:
         listener = list(group.scripted.listeners.values())[-1]
-        thread = threading.Thread(target=listener, args=(stream("meanwhile"),))
+        thread = threading.Thread(target=listener, args=(stream_message("meanwhile"),))
         thread.start()
         thread.join(60)
-        held_up.append(thread.is_alive())
+        still_blocked.append(thread.is_alive())
         return finish(self, *args)
 
     monkeypatch.setattr(CellOutput, "finish", finish_while_another_comes)
     group.run("print first")
-    assert held_up == [False]
-    assert shown_by_now(capsys, "first\nmeanwhile\n")
+    assert still_blocked == [False]
+    assert wait_until_shown(capsys, "first\nmeanwhile\n")
 
 
 def test_a_cell_whose_thread_cannot_start_has_ended(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group = new_group(2)
 
-    def start(self: threading.Thread) -> None:
+    def refuse_thread(self: threading.Thread) -> None:
         raise RuntimeError("no more threads")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no more threads"):
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "start", refuse_thread)
         group.start("print x")
     assert [one.state for one in group.history] == ["ended"]
     group.run("pass")

@@ -1,4 +1,4 @@
-"""What a group says and does of GPUs that are cut off or lost, on engines that do what a script says."""
+"""Messages and actions of a group about GPUs that are cut off or lost, on scripted engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASSERT = "CUDA error: device-side assert triggered"
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them, as far as the notebook can see."""
+    """Simulate a notebook that sees three GPUs."""
     monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1", "2"])
 
 

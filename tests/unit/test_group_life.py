@@ -1,4 +1,4 @@
-"""Start, change, repair and end of a group, on engines that do what a script says."""
+"""Start, change, repair and end of a group of scripted engines."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .conftest import NewGroup
 from .scripted import Deafness, EngineEnds, ScriptedEngine, ScriptedGroup, Silence, press_stop
 
 
-def joins(group: ScriptedGroup) -> list[int]:
-    """How often each rank's process has joined a group."""
+def join_counts(group: ScriptedGroup) -> list[int]:
+    """Return how often each rank's process has joined a group."""
     return [group.engine(rank).calls.count(on_rank.join.target) for rank in range(group.world_size)]
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    """An answer of a rank."""
+def raise_error(error: BaseException) -> Callable[..., Any]:
+    """Return an answer function that raises `error`."""
 
     def answer(*_: Any) -> None:
         raise error
@@ -36,8 +36,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return answer
 
 
-def pressing(answer: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-    """The same, after the stop button has been pressed."""
+def press_stop_and_answer(answer: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """Return an answer function that presses the stop button first."""
 
     def press(*args: Any) -> Any:
         press_stop()
@@ -48,13 +48,13 @@ def pressing(answer: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them, as far as the notebook can see."""
+    """Simulate a notebook that sees two GPUs."""
     monkeypatch.setattr(devices, "gpu_names", lambda: ["0", "1"])
 
 
 @pytest.fixture
 def an_app(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is called ``frame``."""
+    """Install an app ``frame``."""
     monkeypatch.setattr(apps, "find", lambda name: "frame.app" if name else "")
 
 
@@ -107,7 +107,7 @@ def test_ranks_on_several_slices_of_gpus_are_refused(new_group: NewGroup, monkey
     assert new_group(None, gpus=[1]).engine(0).environment["CUDA_VISIBLE_DEVICES"] == "MIG-2"
 
 
-def _hello(**facts: Any) -> Callable[[ScriptedEngine], None]:
+def _with_hello(**facts: Any) -> Callable[[ScriptedEngine], None]:
     return lambda engine: engine.hello.update(facts)  # type: ignore[typeddict-item]
 
 
@@ -123,7 +123,7 @@ def test_engines_without_a_needed_ability_are_refused(
     new_group: NewGroup, gpus: None, facts: dict[str, Any], options: dict[str, Any], kind: Any, text: str
 ) -> None:
     with pytest.raises(kind, match=text):
-        new_group(script=_hello(**facts), **options)
+        new_group(script=_with_hello(**facts), **options)
 
 
 def test_a_stopped_start_says_that_there_is_no_group(new_group: NewGroup) -> None:
@@ -134,7 +134,7 @@ def test_a_stopped_start_says_that_there_is_no_group(new_group: NewGroup) -> Non
 def test_a_rank_that_cannot_join_fails_the_start(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         if engine.number == 1:
-            engine.answers[on_rank.join.target] = raising(OSError("no interface"))
+            engine.answers[on_rank.join.target] = raise_error(OSError("no interface"))
 
     with pytest.raises(GroupError, match="^forming the group failed: rank 1: OSError: no interface"):
         new_group(2, script=script)
@@ -144,13 +144,13 @@ def test_a_group_that_fails_to_form_gets_another_attempt(new_group: NewGroup) ->
     def script(engine: ScriptedEngine) -> None:
         join = engine.answers[on_rank.join.target]
 
-        def fails_once(spec: Any) -> Any:
+        def join_fails_once(spec: Any) -> Any:
             engine.answers[on_rank.join.target] = join
             raise RuntimeError("a stranger has connected")
 
-        engine.answers[on_rank.join.target] = fails_once
+        engine.answers[on_rank.join.target] = join_fails_once
 
-    assert joins(new_group(2, script=script)) == [2, 2]
+    assert join_counts(new_group(2, script=script)) == [2, 2]
 
 
 def test_an_unknown_connection_during_the_start_is_noticed(new_group: NewGroup) -> None:
@@ -164,7 +164,7 @@ def test_an_unknown_connection_during_the_start_is_noticed(new_group: NewGroup) 
 def test_a_rank_that_misses_the_start_timeout_is_named(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         if engine.number == 1:
-            engine.answers[on_rank.join.target] = raising(Silence())
+            engine.answers[on_rank.join.target] = raise_error(Silence())
 
     with pytest.raises(
         RequestFailed, match="^rank 1 did not finish forming the group in time; -t SECONDS waits longer"
@@ -184,7 +184,7 @@ def test_a_stopped_end_still_frees_all_resources(new_group: NewGroup, monkeypatc
     group, given_back = new_group(), list[bool]()
     monkeypatch.setattr(Place, "give_back", lambda _: given_back.append(True))
     stop = group.cluster.stop
-    monkeypatch.setattr(group.cluster, "stop", pressing(stop))
+    monkeypatch.setattr(group.cluster, "stop", press_stop_and_answer(stop))
     with pytest.raises((KeyboardInterrupt, RequestInterrupted)):
         group.shutdown()
     assert given_back == [True]
@@ -204,7 +204,7 @@ def test_a_group_that_grows_keeps_its_ranks(new_group: NewGroup) -> None:
 
 def test_a_change_whose_new_rank_is_missing_keeps_the_group(new_group: NewGroup) -> None:
     group = new_group(2)
-    group.script = raising(GroupError("timed out"))
+    group.script = raise_error(GroupError("timed out"))
     with pytest.raises(GroupError, match="timed out"):
         group.change(Request(n=3))
     assert group.world_size == 2 and group.scripted.live == {0, 1}
@@ -218,7 +218,7 @@ def test_a_stopped_change_describes_the_resulting_group(new_group: NewGroup) -> 
         group.change(Request(n=3))
     group.script = lambda engine: None
     leave = group.engine(0).answers[on_rank.leave.target]
-    group.engine(0).answers[on_rank.leave.target] = pressing(leave)
+    group.engine(0).answers[on_rank.leave.target] = press_stop_and_answer(leave)
     with pytest.raises(RequestInterrupted, match=r"\(3 ranks on the CPU, gloo\)|\(2 ranks"):
         group.change(Request(n=3))
     group.engine(0).answers[on_rank.leave.target] = leave
@@ -251,7 +251,7 @@ def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: py
 def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 1, "meshes": 0, "subgroups": 0, "rpc": False}
-    group.engine(1).answers[on_rank.revive.target] = raising(MemoryError("too little"))
+    group.engine(1).answers[on_rank.revive.target] = raise_error(MemoryError("too little"))
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
     with pytest.raises(GroupError, match="rank 1: MemoryError: too little"):
@@ -262,7 +262,7 @@ def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -
 
 def test_a_change_that_cannot_form_the_group_names_the_rank(new_group: NewGroup) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
+    group.engine(1).answers[on_rank.join.target] = raise_error(OSError("no interface"))
     with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError: no interface; %makedip --repair"):
         group.change(Request(n=3))
     assert group.repair() == [1]
@@ -298,7 +298,7 @@ def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
 
 def test_a_rank_that_fails_every_group_is_replaced(new_group: NewGroup) -> None:
     group = new_group(3)
-    group.engine(1).answers[on_rank.join.target] = raising(OSError("no interface"))
+    group.engine(1).answers[on_rank.join.target] = raise_error(OSError("no interface"))
     group.lifecycle.parts.manager.healthy = False
     with pytest.raises(GroupError, match="could not be rebuilt: rank 1: OSError: no interface; %makedip --repair"):
         group.run("pass")
@@ -311,12 +311,12 @@ def test_a_helper_reveals_a_rank_that_spoils_every_group(new_group: NewGroup) ->
     engine = group.engine(2)
     join = engine.answers[on_rank.join.target]
 
-    def only_alone(spec: Any) -> Any:
+    def join_only_alone(spec: Any) -> Any:
         if spec.world_size > 1:
             raise OSError("not with others")
         return join(spec)
 
-    engine.answers[on_rank.join.target] = only_alone
+    engine.answers[on_rank.join.target] = join_only_alone
     group.lifecycle.parts.manager.healthy = False
     assert group.repair() == [2]
     group.run("pass")
@@ -349,10 +349,10 @@ def test_a_rank_on_which_every_cell_fails_is_replaced(new_group: NewGroup) -> No
     group = new_group(2)
     run = group.engine(1).run
 
-    def fails(request: Any, word: str, rest: str, listener: Any) -> None:
+    def run_fails(request: Any, word: str, rest: str, listener: Any) -> None:
         run(request, "raise", "NameError __import__", listener)
 
-    group.engine(1).run = fails  # type: ignore[method-assign]
+    group.engine(1).run = run_fails  # type: ignore[method-assign]
     assert group.repair() == [1]
 
 
@@ -366,7 +366,7 @@ def test_a_stopped_repair_replaces_no_rank(new_group: NewGroup) -> None:
     assert group.repair() == [1]
 
 
-@pytest.mark.timeout(20)  # it took as long as a group may take to form
+@pytest.mark.timeout(20)  # without the check, it took as long as a group may take to form
 def test_a_repair_ends_when_the_controller_does(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitness, "CELL", "deaf")
     group = new_group(2)
@@ -403,7 +403,7 @@ def test_a_command_needs_an_app(new_group: NewGroup) -> None:
 def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2)
     for rank in range(2):
-        group.engine(rank).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
+        group.engine(rank).answers[on_rank.prepare_app.target] = raise_error(ImportError("no frame"))
     with pytest.raises(GroupError, match="ImportError: no frame; the group runs without the app"):
         group.change(Request(app="frame"))
     group.run("pass")
@@ -411,7 +411,7 @@ def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, an_app:
 
 def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.prepare_app.target] = raising(ImportError("no frame"))
+    group.engine(1).answers[on_rank.prepare_app.target] = raise_error(ImportError("no frame"))
     with pytest.raises(GroupError, match="rank 1: ImportError: no frame.*%makedip --repair"):
         group.change(Request(app="frame"))
     assert group.repair() == [1]
@@ -420,12 +420,12 @@ def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, an
 
 def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(1).answers[on_rank.command_app.target] = raising(ValueError("odd"))
-    before = joins(group)
+    group.engine(1).answers[on_rank.command_app.target] = raise_error(ValueError("odd"))
+    before = join_counts(group)
     with pytest.raises(RequestFailed, match="^the app's command failed: rank 1: ValueError: odd"):
         group.command("status")
     group.run("pass")
-    assert joins(group) == [count + 1 for count in before]
+    assert join_counts(group) == [count + 1 for count in before]
 
 
 # -- what ddip asks of ranks
@@ -433,8 +433,8 @@ def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGro
 
 def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(0).answers[on_rank.command_app.target] = pressing()
-    group.engine(1).answers[on_rank.command_app.target] = raising(Silence())
+    group.engine(0).answers[on_rank.command_app.target] = press_stop_and_answer()
+    group.engine(1).answers[on_rank.command_app.target] = raise_error(Silence())
     with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on rank 1$"):
         group.command("status")
     group.run("pass")
@@ -442,8 +442,8 @@ def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, an_app: None) ->
 
 def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, impatient: None, an_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(0).answers[on_rank.command_app.target] = pressing()
-    group.engine(1).answers[on_rank.command_app.target] = raising(Deafness())
+    group.engine(0).answers[on_rank.command_app.target] = press_stop_and_answer()
+    group.engine(1).answers[on_rank.command_app.target] = raise_error(Deafness())
     with pytest.raises(RequestInterrupted, match="(?s)interrupted on rank 1\nrank 1 did not stop:.*--repair"):
         group.command("status")
     with pytest.raises(GroupError, match="^rank 1 is still the app's command, which was interrupted:"):
@@ -456,18 +456,18 @@ def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, imp
 def test_an_answer_just_after_the_timeout_counts_as_late(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """Its answer may come at any moment, on another thread."""
+    """The answer may arrive at any moment, on another thread."""
     group = new_group(2)
-    group.engine(1).answers[on_rank.check.target] = raising(Silence())
+    group.engine(1).answers[on_rank.check.target] = raise_error(Silence())
     problems = group.ranks._errors_of
 
-    def problems_and_then_it_answers(requests: Any) -> Any:
+    def read_errors_then_answer(requests: Any) -> Any:
         found = problems(requests)
         if group.engine(1).running is not None:
             group.scripted.end_engine(1, 1) if ends else group.engine(1).interrupt(None)
         return found
 
-    monkeypatch.setattr(group.ranks, "_errors_of", problems_and_then_it_answers)
+    monkeypatch.setattr(group.ranks, "_errors_of", read_errors_then_answer)
     monkeypatch.setattr(group.ranks, "_wait_for_all", lambda *_: None)
     with pytest.raises(RequestFailed, match="^rank 1 did not finish using the group in time"):
         group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
@@ -475,7 +475,7 @@ def test_an_answer_just_after_the_timeout_counts_as_late(
 
 def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, an_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(1).answers[on_rank.command_app.target] = raising(EngineEnds())
+    group.engine(1).answers[on_rank.command_app.target] = raise_error(EngineEnds())
     with pytest.raises(RequestFailed, match=r"^the app's command failed: rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
         group.command("status")
     with pytest.raises(GroupError, match="rank 1: pid"):
@@ -486,7 +486,7 @@ def test_an_interrupted_completion_is_not_waited_for(new_group: NewGroup) -> Non
     group = new_group(1)
     group.engine(0).names["model"] = 1
     assert group.try_call(on_rank.complete("mo", 2), 0.01) == {"matches": ["model"]}
-    group.engine(0).answers[on_rank.complete.target] = raising(Silence())
+    group.engine(0).answers[on_rank.complete.target] = raise_error(Silence())
     assert group.try_call(on_rank.complete("mo", 2), 0.01) is None
     group.run("pass")
     assert group.scripted.interrupted == [0]
@@ -505,7 +505,7 @@ def test_a_rank_that_lost_its_heartbeat_is_reported(new_group: NewGroup) -> None
 def test_the_table_of_ranks_shows_busy_and_ended_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
     group.scripted.end_engine(2, 1)
-    group.engine(1).answers[on_rank.figures.target] = raising(Silence())
+    group.engine(1).answers[on_rank.figures.target] = raise_error(Silence())
     infos = group.info()
     assert [info.state for info in infos] == ["idle", "no answer", "ended"]
     assert infos[0].memory == 1000 and infos[0].seconds == 0.5
@@ -514,7 +514,7 @@ def test_the_table_of_ranks_shows_busy_and_ended_ranks(new_group: NewGroup) -> N
 def test_the_group_collects_stacks_of_all_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
     group.scripted.end_engine(2, 1)
-    group.engine(1).answers[on_rank.whole_stack.target] = raising(Silence())
+    group.engine(1).answers[on_rank.whole_stack.target] = raise_error(Silence())
     stacks = group.stacks()
     assert stacks[0] is not None and stacks[0].threads == {"main": "a stack"}
     assert stacks[1] is None

@@ -1,4 +1,4 @@
-"""Objects to ranks and back, and widgets, on engines that do what a script says."""
+"""Transfers of objects, and widgets, on scripted engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .scripted import press_stop
 
 
 class CannotLeave:
-    """Cannot be pickled."""
+    """An object that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise ValueError("stays")
@@ -33,16 +33,16 @@ class CannotLeave:
 NEEDS_COMM = pytest.mark.skipif(find_spec("comm") is None, reason="no kernel, and no package comm (Colab)")
 
 
-def fails(text: str) -> None:
-    """What an object does when it arrives."""
+def raise_on_arrival(text: str) -> None:
+    """Raise when an object is unpickled."""
     raise ValueError(text)
 
 
 class CannotArrive:
-    """Cannot be unpickled."""
+    """An object that cannot be unpickled."""
 
     def __reduce__(self) -> Any:
-        return fails, ("not here",)
+        return raise_on_arrival, ("not here",)
 
 
 def test_pushed_names_reach_all_ranks_and_can_be_pulled(new_group: NewGroup) -> None:
@@ -60,15 +60,15 @@ def test_large_objects_travel_in_parts(new_group: NewGroup, monkeypatch: pytest.
         monkeypatch.setattr(module, "LARGE_BESIDE", 100)
     monkeypatch.setattr(delivery, "LARGE", 100)
     group = new_group(2)
-    told: list[tuple[str, float | None]] = []
+    shares: list[tuple[str, float | None]] = []
     text = "x" * 1000
-    group.push({"text": text, "n": 1}, progress=lambda text, share=None: told.append((text, share)))
-    assert group.pull(["text", "n"], 1, progress=lambda text, share=None: told.append((text, share))) == {
+    group.push({"text": text, "n": 1}, progress=lambda text, share=None: shares.append((text, share)))
+    assert group.pull(["text", "n"], 1, progress=lambda text, share=None: shares.append((text, share))) == {
         "text": text,
         "n": 1,
     }
-    pushed = [share for text, share in told if text.startswith("ddip: pushing text")]
-    pulled = [share for text, share in told if text.startswith("ddip: pulling text from rank 1")]
+    pushed = [share for text, share in shares if text.startswith("ddip: pushing text")]
+    pulled = [share for text, share in shares if text.startswith("ddip: pulling text from rank 1")]
     assert len(pushed) == len(pulled) == 11 and 0 <= (pushed[0] or 0) < (pushed[-1] or 0) < 1
     assert group.engine(1).calls.count(on_rank.drop.target) == 1
 
@@ -98,20 +98,20 @@ def test_ranks_on_this_host_read_one_shared_copy(new_group: NewGroup, small_part
 def test_ranks_that_cannot_read_the_copy_get_parts(new_group: NewGroup, small_parts: None) -> None:
     group = new_group(3)
     group.engine(1)._attach = lambda load, path, size: False  # type: ignore[method-assign]
-    told: list[float] = []
-    group.push({"text": "x" * 1000}, progress=lambda text, share=None: told.append(share or 0.0))
+    shares: list[float] = []
+    group.push({"text": "x" * 1000}, progress=lambda text, share=None: shares.append(share or 0.0))
     assert [values["text"] for values in group.pull_all(["text"], range(3))[0]] == ["x" * 1000] * 3
     assert [group.engine(rank).calls.count(on_rank.add.target) for rank in range(3)] == [0, 11, 0]
-    assert all(0 <= share < 1 for share in told)
+    assert all(0 <= share < 1 for share in shares)
 
 
 def test_without_memory_for_a_copy_all_ranks_get_parts(
     new_group: NewGroup, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: SharedBytes, portion: list[bytes]) -> None:
+    def raise_disk_full(self: SharedBytes, portion: list[bytes]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SharedBytes, "write", full)
+    monkeypatch.setattr(SharedBytes, "write", raise_disk_full)
     group = new_group(2)
     group.push({"text": "x" * 1000})
     assert [values["text"] for values in group.pull_all(["text"], range(2))[0]] == ["x" * 1000] * 2
@@ -160,11 +160,11 @@ def test_a_transfer_that_is_stopped_changes_nothing(new_group: NewGroup, target:
     group.push({"x": 1})
     answer = group.engine(0).answers[target]
 
-    def press(*args: Any) -> Any:
+    def press_stop_and_answer(*args: Any) -> Any:
         press_stop()
         return answer(*args)
 
-    group.engine(0).answers[target] = press
+    group.engine(0).answers[target] = press_stop_and_answer
     with pytest.raises(RequestInterrupted):
         group.push({"x": 2}) if target == on_rank.put.target else group.pull(["x"])
     group.engine(0).answers[target] = answer
@@ -183,7 +183,7 @@ def test_ranks_and_names_are_checked(new_group: NewGroup) -> None:
 
 
 class Page(CellOutputArea):
-    """A page that shows HTML, and notes what is sent to it."""
+    """A page that shows HTML, and records the messages sent to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Page(CellOutputArea):
         self.sent.append(message)
 
     def show(self, *shown: Any, **options: Any) -> None:
-        """Tabs, which are none of these tests'."""
+        """Ignore tabs, which these tests do not check."""
 
     def write(self, stream: str, text: str) -> None:
         self.sent.append({"header": {"msg_type": "stream"}, "content": {"text": text}})
@@ -209,28 +209,28 @@ class Page(CellOutputArea):
 
     @property
     def captures(self) -> list[str]:
-        """What was written, and which widget captures what follows."""
-        said = []
+        """Return written texts, and the starts and ends of captures by widgets."""
+        entries = []
         for message in self.sent:
             content = message["content"]
             if "text" in content:
-                said.append(content["text"])
+                entries.append(content["text"])
             elif "msg_id" in content["data"].get("state", {}):
-                said.append(f"{content['comm_id']}:{content['data']['state']['msg_id']}")
-        return said
+                entries.append(f"{content['comm_id']}:{content['data']['state']['msg_id']}")
+        return entries
 
 
 class Cell(CellOutput):
-    """A cell that shows ranks on such a page; notes what comes when it has ended."""
+    """A cell that shows ranks on such a page, and records messages that arrive after its end."""
 
     def __init__(self, group: Group, *ranks: int) -> None:
         super().__init__(ranks, DisplayOptions(), comms=group.comms)
         self.page: Page = Page()
         self._view = self._new_view()
-        self.came: list[tuple[int, dict[str, Any]]] = []
+        self.late_messages: list[tuple[int, dict[str, Any]]] = []
 
     def late(self, rank: int, message: dict[str, Any]) -> None:
-        self.came.append((rank, message))
+        self.late_messages.append((rank, message))
         self.receive(rank, message)
 
     def tab(self, rank: int) -> str:
@@ -246,16 +246,16 @@ def comm_message(kind: str, name: str, **state: Any) -> dict[str, Any]:
     }
 
 
-def shown(name: str) -> dict[str, Any]:
+def widget_display(name: str) -> dict[str, Any]:
     return {"header": {"msg_type": "display_data"}, "content": {"data": {WIDGET: {"model_id": name}}}}
 
 
-def stream(text: str) -> dict[str, Any]:
+def stream_message(text: str) -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": text}}
 
 
-def touch(name: str) -> None:
-    """What a person does with it on the page."""
+def update_from_page(name: str) -> None:
+    """Send a widget update, as a person's action on the page would."""
     message = {"header": {"msg_type": "comm_msg"}, "content": {"comm_id": name, "data": {"method": "update"}}}
     comms._find_comms()[0].comms[name].handle_msg(message)
 
@@ -265,10 +265,10 @@ def test_a_widget_of_a_rank_is_opened_answered_and_closed(new_group: NewGroup) -
     group = new_group(1)
     cell = Cell(group, 0)
     cell.receive(0, comm_message("comm_open", "w1"))
-    touch("w1")
+    update_from_page("w1")
     (listener,) = group.scripted.listeners.values()
-    listener(stream("late"))
-    assert cell.came == [(0, stream("late"))]
+    listener(stream_message("late"))
+    assert cell.late_messages == [(0, stream_message("late"))]
     cell.receive(0, comm_message("comm_close", "w1"))
     assert "w1" not in comms._find_comms()[0].comms
     assert cell.page.kinds == ["comm_open", "stream", "comm_close"]
@@ -279,7 +279,7 @@ def test_actions_on_a_widget_of_an_ended_rank_do_nothing(new_group: NewGroup) ->
     group = new_group(1)
     Cell(group, 0).receive(0, comm_message("comm_open", "w2"))
     group.scripted.end_engine(0, 1)
-    touch("w2")
+    update_from_page("w2")
     comms._find_comms()[0].comms["w2"].close()
 
 
@@ -288,22 +288,22 @@ def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
     cell = Cell(new_group(2), 0, 1)
     cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel"))
     cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
-    cell.receive(0, stream("before"))
+    cell.receive(0, stream_message("before"))
     cell.receive(0, comm_message("comm_msg", "out", msg_id=""))
     assert cell.keeps(0, "out") and cell.page.kinds == ["comm_open"] and cell.tab(0) == ""
-    cell.receive(0, shown("out"))
+    cell.receive(0, widget_display("out"))
     assert cell.tab(0) == "before"
     cell.receive(0, comm_message("comm_open", "box", children=["IPY_MODEL_out"]))
     assert not cell.keeps(0, "out")
-    assert cell.page.captures == ["out:m", "before", "out:"]  # the page has what it missed
+    assert cell.page.captures == ["out:m", "before", "out:"]  # the page gets what it missed
     cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
-    cell.receive(0, stream("inside"))
-    cell.receive(1, stream("of another rank"))
+    cell.receive(0, stream_message("inside"))
+    cell.receive(1, stream_message("of another rank"))
     assert cell.page.captures[3:] == ["out:m", "inside", "out:"] and cell.tab(1) == "of another rank"
 
 
 def test_the_page_also_receives_later_children_of_a_widget(new_group: NewGroup) -> None:
-    """As those of ``interact``."""
+    """Add children later, as ``interact`` does."""
     cell = Cell(new_group(2), 0, 1)
     for rank in (0, 1):
         cell.receive(rank, comm_message("comm_open", f"box{rank}", children=[]))
@@ -311,7 +311,7 @@ def test_the_page_also_receives_later_children_of_a_widget(new_group: NewGroup) 
         cell.receive(rank, comm_message("comm_msg", f"box{rank}", children=[f"IPY_MODEL_out{rank}"]))
         cell.receive(rank, comm_message("comm_msg", f"out{rank}", msg_id="of the rank"))
     for rank in (0, 1, 0):
-        cell.receive(rank, stream(f"{rank}"))
+        cell.receive(rank, stream_message(f"{rank}"))
     cell.finish()
     assert cell.page.captures == ["out0:m", "0", "out0:", "out1:m", "1", "out1:", "out0:m", "0", "out0:"]
 
@@ -321,12 +321,12 @@ def test_output_captured_by_an_earlier_cell_appears_in_its_tab(new_group: NewGro
     group = new_group(2)
     first, second = Cell(group, 0, 1), Cell(group, 0)
     first.receive(0, comm_message("comm_open", "out", _model_name="OutputModel"))
-    first.receive(0, shown("out"))
+    first.receive(0, widget_display("out"))
     first.finish()
     second.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
-    second.receive(0, stream("inside\n"))
+    second.receive(0, stream_message("inside\n"))
     second.receive(0, comm_message("comm_msg", "out", msg_id=""))
-    second.receive(0, stream("outside\n"))
+    second.receive(0, stream_message("outside\n"))
     assert first.tab(0) == "inside" and second.page.captures == ["outside\n"]
 
 
@@ -337,12 +337,12 @@ def test_callback_output_belongs_to_the_cell_showing_the_widget(new_group: NewGr
     made.receive(1, comm_message("comm_open", "button"))
     made.receive(1, comm_message("comm_open", "box", children=["IPY_MODEL_button"]))
     made.finish()
-    seen.receive(1, shown("box"))
+    seen.receive(1, widget_display("box"))
     seen.finish()
-    touch("button")
+    update_from_page("button")
     (listener,) = group.scripted.listeners.values()
-    listener(stream("clicked"))
-    assert seen.tab(1) == "clicked" and made.came == []
+    listener(stream_message("clicked"))
+    assert seen.tab(1) == "clicked" and made.late_messages == []
 
 
 @NEEDS_COMM
@@ -353,10 +353,10 @@ def test_an_unseen_widget_can_be_shown_later(new_group: NewGroup) -> None:
     made.receive(1, comm_message("comm_open", "slider", value=3, layout="IPY_MODEL_layout"))
     made.receive(1, comm_message("comm_msg", "slider", value=5))
     assert made.page.sent == [] and "slider" not in comms._find_comms()[0].comms
-    seen.receive(1, shown("slider"))
+    seen.receive(1, widget_display("slider"))
     assert [message["content"]["comm_id"] for message in seen.page.sent] == ["layout", "slider"]
     assert seen.page.sent[1]["content"]["data"]["state"]["value"] == 5
-    after.receive(1, comm_message("comm_msg", "slider", value=7))  # the page goes on knowing it
+    after.receive(1, comm_message("comm_msg", "slider", value=7))  # the page still knows the widget
     assert after.page.kinds == ["comm_msg"]
     seen.finish()
     after.receive(1, comm_message("comm_close", "slider"))

@@ -1,4 +1,4 @@
-"""Threads that watch ranks: random bytes and raising callbacks end none of them."""
+"""Threads that watch ranks survive random bytes and raising callbacks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ SEED = 7
 MESSAGES = 40
 
 
-def rubbish() -> list[bytes]:
-    """Messages that nobody would send; none is empty, since that ends no connection either."""
+def malformed_messages() -> list[bytes]:
+    """Return malformed messages; none is empty, so that none ends a connection."""
     chance = random.Random(SEED)
     return [b"\x00", b"{", b"[]", b'{"answer": 1}', *(chance.randbytes(chance.randint(1, 60)) for _ in range(MESSAGES))]
 
 
-def raises(*_: object) -> None:
+def raise_exit(*_: object) -> None:
     raise SystemExit("a faulty callback")
 
 
@@ -83,19 +83,19 @@ def test_an_exception_whose_text_raises_is_reported(shown: list[str]) -> None:
     assert shown == ["it failed: Odd: its text cannot be shown"]
 
 
-def launcher_of(process: Any, told: list[Any]) -> Any:
+def launcher_of(process: Any, exits: list[Any]) -> Any:
     one = Launcher()
     one.process, one.pid, one.loop = process, 1, IOLoop(make_current=False)
     one.cmd_and_args = ["engine"]
-    one.on_stop(raises)
-    one.on_stop(told.append)
+    one.on_stop(raise_exit)
+    one.on_stop(exits.append)
     one.notify_start(1)
     return one
 
 
 @pytest.mark.parametrize("log", [b"\xff\xfe", random.Random(SEED).randbytes(5000)], ids=["FFFE", "random"])
 def test_a_launcher_notices_that_a_process_ended_despite_odd_logs(log: bytes, tmp_path: Path) -> None:
-    told: list[Any] = []
+    exits: list[Any] = []
     failures = [OSError(9, "bad descriptor"), ValueError("odd"), psutil.NoSuchProcess(1)]
 
     def wait(timeout: float) -> int:
@@ -103,25 +103,25 @@ def test_a_launcher_notices_that_a_process_ended_despite_odd_logs(log: bytes, tm
             raise failures.pop()
         return -9
 
-    one = launcher_of(SimpleNamespace(wait=wait), told)
+    one = launcher_of(SimpleNamespace(wait=wait), exits)
     one.output_file = str(tmp_path / "log")
     Path(one.output_file).write_bytes(log)
     one._start_waiting()
     one._wait_thread.join(SECONDS)
     one.loop.run_sync(lambda: asyncio.sleep(0))
     one.loop.close()
-    assert [data["exit_code"] for data in told] == [-9]
+    assert [data["exit_code"] for data in exits] == [-9]
     assert one.get_output() == log.decode(errors="replace") and log_text(one.output_file) == ""
 
 
 def test_a_set_of_engines_notifies_all_listeners_of_its_end() -> None:
-    told: list[Any] = []
+    exits: list[Any] = []
     engines = EngineSetLauncher()
-    engines.on_stop(raises)
-    engines.on_stop(told.append)
+    engines.on_stop(raise_exit)
+    engines.on_stop(exits.append)
     engines.notify_start([])
     engines.notify_stop({"exit_code": 1})
-    assert told == [{"exit_code": 1}]
+    assert exits == [{"exit_code": 1}]
 
 
 def test_the_reader_of_the_preload_process_survives_odd_messages() -> None:
@@ -132,12 +132,12 @@ def test_the_reader_of_the_preload_process_survives_odd_messages() -> None:
     warm._log = cast(Any, Path(os.devnull).open("rb"))  # noqa: SIM115 - the reader closes it
     warm._children = Children(lambda **_: None, lambda pid: None)
     child = warm._children.ask()
-    child.pid.add_done_callback(raises)
-    child.exit.add_done_callback(raises)
+    child.pid.add_done_callback(raise_exit)
+    child.exit.add_done_callback(raise_exit)
     reader = threading.Thread(target=warm._read)
     reader.start()
     with Connection(theirs.detach()) as far:
-        for message in rubbish():
+        for message in malformed_messages():
             far.send_bytes(message)
         far.send({"forked": 0, "pid": "x"})
         far.send({"forked": 0, "pid": "twice"})
@@ -151,12 +151,12 @@ AGENT = """
 import json, sys
 from multiprocessing.connection import Connection
 from ddip.cluster.hosts.agent import MARKER
-from tests.unit.test_guard import rubbish
+from tests.unit.test_guard import malformed_messages
 sys.stderr.buffer.write(b"\\xff\\xfe\\n")
 sys.stdout.buffer.write(b"\\xff noise" + MARKER)
 sys.stdout.buffer.flush()
 say = Connection(1, readable=False)
-for message in rubbish():
+for message in malformed_messages():
     say.send_bytes(message)
 say.send_bytes(json.dumps({"facts": {"run_folder": "/tmp", "address": "", "missing": "", "cores": 3}}).encode())
 sys.stdin.read()
@@ -177,13 +177,13 @@ def test_an_agent_answers_after_odd_messages(monkeypatch: pytest.MonkeyPatch) ->
     one = agent.Agent.__new__(agent.Agent)
     one._near, one._far, one._guard = near, Sender(far, "sender"), Guard("odd")
     one._relay = Relay(one._far.send_frame, "relay")
-    one._watch = cast(Any, SimpleNamespace(heard=lambda: None, is_lost=lambda: raises()))
+    one._watch = cast(Any, SimpleNamespace(heard=lambda: None, is_lost=lambda: raise_exit()))
     one._children, one._logs, one._marks, one.run_folder, one.missing = {}, {}, {}, Path("/tmp"), ""
     monkeypatch.setattr(agent.Agent, "leave", lambda self: None)
     monkeypatch.setattr(agent, "LOOK_SECONDS", 0.01)
     serving = threading.Thread(target=one.serve, daemon=True)
     serving.start()
-    for message in rubbish():
+    for message in malformed_messages():
         to_agent.send_bytes(message)
     to_agent.send_bytes(json.dumps({"ask": 1, "function": "cores", "args": []}).encode())
     answer: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def test_a_relay_serves_after_odd_frames(tmp_path: Path) -> None:
         came.set()
 
     relay = Relay(send, "relay")
-    for frame in rubbish():
+    for frame in malformed_messages():
         relay.heard(frame)
     relay.listen([str(tmp_path / "socket")])
     for _ in range(2):
@@ -233,7 +233,7 @@ def test_a_relay_serves_after_odd_frames(tmp_path: Path) -> None:
 
 def test_an_event_loop_continues_after_an_exit() -> None:
     loop = Loop("test")
-    loop._loop.call_soon_threadsafe(raises)
+    loop._loop.call_soon_threadsafe(raise_exit)
     assert loop.run(asyncio.sleep(0, "done"), SECONDS) == "done"
     loop.close()
 
@@ -246,7 +246,7 @@ def test_the_client_receives_the_next_message_after_an_odd_one() -> None:
         heard.append(frames[0])
         raise SystemExit
 
-    came = [[message] for message in rubbish()]
+    came = [[message] for message in malformed_messages()]
     expected = [b"first", *(frames[0] for frames in came)]
     stub: Any = SimpleNamespace(
         socket=SimpleNamespace(get=lambda _: 1 if came else 0, recv_multipart=lambda *_, **__: came.pop(0))
@@ -278,11 +278,11 @@ def test_a_link_receives_the_next_message_after_an_exception() -> None:
 def test_a_profile_continues_after_a_failed_sample() -> None:
     looked = threading.Semaphore(0)
 
-    def look() -> None:
+    def look_and_raise() -> None:
         looked.release()
-        raises()
+        raise_exit()
 
-    sampler = Sampler(look)
+    sampler = Sampler(look_and_raise)
     sampler.start()
     assert looked.acquire(timeout=SECONDS) and looked.acquire(timeout=SECONDS)
     assert sampler._thread.is_alive()
@@ -290,28 +290,28 @@ def test_a_profile_continues_after_a_failed_sample() -> None:
 
 
 def test_the_end_of_a_job_is_followed_despite_failed_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
+    exits = threading.Event()
     seconds = iter([time_left.WARN_SECONDS[0] + 0.05])
 
-    def left(job: int) -> float:
+    def seconds_left(job: int) -> float:
         found = next(seconds, None)
         if found is None:
-            told.set()
+            exits.set()
             raise ValueError("Slurm says something odd")
         return found
 
-    monkeypatch.setattr(time_left.slurm, "seconds_left", left)
+    monkeypatch.setattr(time_left.slurm, "seconds_left", seconds_left)
     follower = time_left.TimeLeft()
     follower.follow([17])
-    assert told.wait(SECONDS)
+    assert exits.wait(SECONDS)
 
 
 def test_records_of_forked_processes_are_read_after_odd_bytes() -> None:
     records = Records()
-    for message in rubbish():
+    for message in malformed_messages():
         os.write(records.writes, message)
         records.take()
-    while records._unread:  # what looks like the beginning of a record waits for its end
+    while records._unread:  # bytes that look like the start of a record wait for its end
         os.write(records.writes, b"\x00" * 60_000)
         records.take()
     records.write(1, 5, "first", "text")
@@ -323,13 +323,13 @@ def test_records_of_forked_processes_are_read_after_odd_bytes() -> None:
 def test_a_request_to_a_rank_that_exits_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     import ddip.rank.streams.pipes
 
-    monkeypatch.setattr(ddip.rank.streams.pipes, "odd", raises, raising=False)
+    monkeypatch.setattr(ddip.rank.streams.pipes, "odd", raise_exit, raising=False)
     assert remote.call("streams.pipes.odd")["error"] == "SystemExit"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_processes_are_distinguished_even_with_odd_names() -> None:
-    """``_started_by`` looks at every process of the machine."""
+    """``_started_by`` inspects every process of the machine."""
     PR_SET_NAME = 15
     code = f"import ctypes; ctypes.CDLL(None).prctl({PR_SET_NAME}, b'\\xff) (\\xfe'); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
@@ -340,7 +340,7 @@ def test_processes_are_distinguished_even_with_odd_names() -> None:
 
 
 def test_no_reader_of_a_process_decodes_strictly() -> None:
-    """All files in which a process of a user's may write are read as bytes, or with a rule for what is no UTF-8."""
+    """Read files that a user's process may write as bytes, or with an ``errors=`` rule."""
     root = Path(guard.__file__).parent
     strict = []
     for path in root.rglob("*.py"):
@@ -365,4 +365,4 @@ KNOWN = {
     "rank/profiling/profile_sampler.py",
     "rank/process_group/rank_vitals.py",
 }
-"""Files that read what ddip, ipyparallel or the kernel has written: numbers, JSON, ASCII."""
+"""Files that read numbers, JSON or ASCII written by ddip, ipyparallel or the kernel."""

@@ -1,4 +1,4 @@
-"""What is said of a name that the ranks do not know."""
+"""Hints about a name that the ranks do not know."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def group() -> Iterator[ScriptedGroup]:
         yield group
 
 
-def said(
+def hint_for(
     shell: InteractiveShell, group: ScriptedGroup, ranks: list[int], name: str = "NameError", of: str = "x"
 ) -> str:
-    """What is added to the error of `ranks` that do not know `of`."""
+    """Return the text that is added to the error of `ranks` which do not know `of`."""
     message = f"name '{of}' is not defined" if name == "NameError" else ""
     error = CellError({rank: RankError(name, message, "") for rank in ranks})
     before = str(error)
@@ -38,47 +38,47 @@ def said(
 
 def test_a_variable_of_the_notebook_is_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
     shell.user_ns["x"] = 1
-    assert said(shell, group, [0, 1, 2]) == "; x is a variable of the notebook; %dipush x copies it to every rank"
+    assert hint_for(shell, group, [0, 1, 2]) == "; x is a variable of the notebook; %dipush x copies it to every rank"
 
 
 def test_a_module_is_imported_and_not_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
-    assert said(shell, group, [0, 1, 2], of="torch") == "; type import torch in a %%dip cell"
-    assert said(shell, group, [0, 1, 2], of="plt") == "; type import matplotlib.pyplot as plt in a %%dip cell"
+    assert hint_for(shell, group, [0, 1, 2], of="torch") == "; type import torch in a %%dip cell"
+    assert hint_for(shell, group, [0, 1, 2], of="plt") == "; type import matplotlib.pyplot as plt in a %%dip cell"
     shell.user_ns.update(math=math, m=math)
-    assert said(shell, group, [0, 1, 2], of="math") == "; type import math in a %%dip cell"
-    assert said(shell, group, [0, 1, 2], of="m") == "; type import math as m in a %%dip cell"
+    assert hint_for(shell, group, [0, 1, 2], of="math") == "; type import math in a %%dip cell"
+    assert hint_for(shell, group, [0, 1, 2], of="m") == "; type import math as m in a %%dip cell"
 
 
 def test_a_variable_named_like_a_module_is_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
     shell.user_ns["F"] = 1
-    assert said(shell, group, [0, 1, 2], of="F").startswith("; F is a variable of the notebook; %dipush F")
+    assert hint_for(shell, group, [0, 1, 2], of="F").startswith("; F is a variable of the notebook; %dipush F")
 
 
 def test_an_unknown_name_gets_no_hint(shell: InteractiveShell, group: ScriptedGroup) -> None:
-    assert said(shell, group, [0, 1, 2]) == ""
+    assert hint_for(shell, group, [0, 1, 2]) == ""
 
 
 def test_the_hint_mentions_that_later_ranks_are_new(shell: InteractiveShell, group: ScriptedGroup) -> None:
     group.scripted.end_engine(group.members[1].engine, -9)
     assert group.repair() == [1] == group.new_ranks
-    assert said(shell, group, [1]) == "; rank 1 is new and lacks what earlier cells have defined: run those again"
-    assert said(shell, group, [0, 1, 2]) == ""
+    assert hint_for(shell, group, [1]) == "; rank 1 is new and lacks what earlier cells have defined: run those again"
+    assert hint_for(shell, group, [0, 1, 2]) == ""
     group.change(type(group.request)(n=4))
     assert group.new_ranks == [1, 3]
-    assert "ranks 1, 3 are new and lack what earlier cells have defined" in said(shell, group, [1, 3])
+    assert "ranks 1, 3 are new and lack what earlier cells have defined" in hint_for(shell, group, [1, 3])
     group.restart()
     assert group.new_ranks == []
 
 
 def test_an_exit_ends_no_rank(shell: InteractiveShell, group: ScriptedGroup) -> None:
     assert (
-        said(shell, group, [0], "SystemExit")
+        hint_for(shell, group, [0], "SystemExit")
         == "; exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those"
     )
 
 
 def test_a_killed_worker_gets_no_hint_about_missing_classes(shell: InteractiveShell, group: ScriptedGroup) -> None:
-    def explained(traceback: str) -> str:
+    def explanation_of(traceback: str) -> str:
         error = CellError({0: RankError("RuntimeError", "DataLoader worker (pid(s) 7) exited unexpectedly", traceback)})
         hints = Hints(shell, lambda: group, Autodip(shell))
         try:
@@ -87,5 +87,5 @@ def test_a_killed_worker_gets_no_hint_about_missing_classes(shell: InteractiveSh
             hints.close()
         return str(error)
 
-    assert "a worker that is spawned cannot find a class of a cell" in explained("exited with exit code 1")
-    assert "spawned" not in explained("DataLoader worker (pid 7) is killed by signal: Killed.")
+    assert "a worker that is spawned cannot find a class of a cell" in explanation_of("exited with exit code 1")
+    assert "spawned" not in explanation_of("DataLoader worker (pid 7) is killed by signal: Killed.")

@@ -1,4 +1,4 @@
-"""What a rank does between cells: when."""
+"""The times of a rank's housekeeping between cells."""
 
 from __future__ import annotations
 

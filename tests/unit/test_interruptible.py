@@ -1,4 +1,4 @@
-"""Where an interrupt may end the code of a cell."""
+"""Places where an interrupt may end the code of a cell."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddip.rank.runtime import current, stacks
 
 
 def run_code(inner: Callable[[], bool]) -> bool:
-    """What IPython runs a cell in, by its name."""
+    """Call `inner` from a function named like the one in which IPython runs a cell."""
     return inner()
 
 
-def named(name: str) -> Callable[[], bool]:
-    """Return a function of that name, which tells whether it may be interrupted."""
+def function_named(name: str) -> Callable[[], bool]:
+    """Return a function with this name, which reports whether it may be interrupted."""
     names: dict[str, Any] = {"sys": sys, "stacks": stacks}
     exec(f"def {name}(): return stacks.may_interrupt(sys._getframe())", names)
     return names[name]  # type: ignore[no-any-return]
@@ -32,13 +32,13 @@ def test_the_code_of_a_cell_may_be_interrupted() -> None:
 
 
 def test_code_that_swallows_exceptions_is_not_interrupted() -> None:
-    assert run_code(named("other"))
-    assert not run_code(named("__del__"))
-    assert not run_code(stacks.never_interrupted(named("other")))
+    assert run_code(function_named("other"))
+    assert not run_code(function_named("__del__"))
+    assert not run_code(stacks.never_interrupted(function_named("other")))
 
 
 def test_an_app_is_interrupted_like_a_cell() -> None:
-    assert stacks.calls_users_code(named("hook"))()
+    assert stacks.calls_users_code(function_named("hook"))()
 
 
 def test_code_of_ddip_around_a_cell_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_code_of_ddip_around_a_cell_is_not_interrupted(monkeypatch: pytest.Monke
     "function",
     [
         shell.RankShell.showtraceback,
-        kernel.RankKernel._retry_swallowed_interrupt,  # Python's hook swallows it: the cell went on for ever
+        kernel.RankKernel._retry_swallowed_interrupt,  # Python's hook swallows it: the cell continued forever
         profiling._on_main_thread,
         profiling._Recording.finish,
     ],

@@ -1,4 +1,4 @@
-"""What a rank does when it joins its first group, and is interrupted there."""
+"""A rank that joins its first group and is interrupted while it does."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class AsFarAsItGoes(Exception):
 def test_the_next_join_completes_an_interrupted_first_join(monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[str] = []
 
-    def chdir(path: str) -> None:
+    def interrupted_chdir(path: str) -> None:
         visited.append(path)
         if len(visited) == 1:
             raise KeyboardInterrupt
 
-    def form(rank_spec: Any) -> None:
+    def stop_before_forming(rank_spec: Any) -> None:
         raise AsFarAsItGoes
 
     for target, name, value in [
-        (os, "chdir", chdir),
+        (os, "chdir", interrupted_chdir),
         (os, "environ", dict(os.environ)),
         (process_settings, "note_start", lambda: None),
         (sys, "argv", sys.argv[:]),
         (sys, "path", sys.path[:]),
-        (membership, "_form_group", form),
+        (membership, "_form_group", stop_before_forming),
         (membership, "_is_set_up", False),
         (membership, "_store", ""),
     ]:
@@ -68,19 +68,19 @@ def test_the_next_join_completes_an_interrupted_first_join(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         membership.join(SPEC)
     assert sys.path != ["/of/the/notebook"]
-    for _ in range(2):  # what belongs to the first join alone is done once
+    for _ in range(2):  # set-up that belongs to the first join is done once
         with pytest.raises(AsFarAsItGoes):
             membership.join(SPEC)
         assert visited == ["/the/notebook"] * 2 and sys.path == ["/of/the/notebook"]
 
 
 def test_forming_a_group_never_searches_packages_for_torch_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has done so in the preload process: that takes longer than all the rest, on every rank."""
+    """The preload process has already searched: on every rank it would take longer than all other work."""
 
-    def looks(*args: object, **kwargs: object) -> None:
+    def fail_on_search(*args: object, **kwargs: object) -> None:
         raise AssertionError("torch looks for a backend")
 
     assert needed
-    monkeypatch.setattr(importlib.metadata, "entry_points", looks)
+    monkeypatch.setattr(importlib.metadata, "entry_points", fail_on_search)
     for backend in ("gloo", "cpu:gloo,cuda:nccl"):
         dist.BackendConfig(dist.Backend(backend))

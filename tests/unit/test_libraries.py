@@ -1,4 +1,4 @@
-"""What an interrupt waits for: where an exception would leave something of a library's half done."""
+"""Code of libraries that an interrupt waits for, because an exception would leave it half done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddip.rank.runtime import libraries
 
 
 class Lock:
-    """Tells who enters and leaves it."""
+    """A lock that records who enters and leaves it."""
 
     def __init__(self) -> None:
         self.callers: list[FrameType | None] = []
@@ -42,8 +42,8 @@ def test_with_statements_count_in_libraries_but_not_in_user_code() -> None:
     assert [libraries.call_of_with(frame) for frame in lock.callers[2:]] == [None, None]
 
 
-def entering() -> FrameType:
-    """A call of a library's ``__enter__``."""
+def frame_in_enter() -> FrameType:
+    """Return the frame of a call of a library's ``__enter__``."""
     lock = Lock()
     with threading.Condition(lock):  # type: ignore[arg-type]
         pass
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
-    call, patience = entering(), libraries.Patience()
+    call, patience = frame_in_enter(), libraries.Patience()
     assert patience.wait(call) == libraries.WITH_AGAIN_SECONDS
     assert patience.wait(sys._getframe()) is None
     clock[0] += 2 * libraries.WITH_SECONDS
@@ -69,7 +69,7 @@ def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
 
 
 def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float]) -> None:
-    calls, patience = [entering(), entering()], libraries.Patience()
+    calls, patience = [frame_in_enter(), frame_in_enter()], libraries.Patience()
     for number in range(4):
         assert patience.wait(calls[number % 2]) == libraries.WITH_AGAIN_SECONDS
         clock[0] += 0.9 * libraries.WITH_SECONDS
@@ -79,19 +79,19 @@ def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float])
 
 
 def test_libraries_keep_no_reference_to_an_ended_cell() -> None:
-    patience, told = libraries.Patience(), list[object]()
+    patience, finalized = libraries.Patience(), list[object]()
 
     class Held:
         pass
 
     def cell() -> None:
         held = Held()
-        weakref.finalize(held, told.append, held.__class__)
-        patience.wait(entering())
+        weakref.finalize(held, finalized.append, held.__class__)
+        patience.wait(frame_in_enter())
 
     cell()
     gc.collect()
-    assert told == []
+    assert finalized == []
     patience.forget()
     gc.collect()
-    assert told == [Held]
+    assert finalized == [Held]

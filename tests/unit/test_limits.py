@@ -1,4 +1,4 @@
-"""Is there enough of everything for a group?"""
+"""Checks of the system's limits for a group."""
 
 from __future__ import annotations
 

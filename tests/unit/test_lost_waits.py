@@ -1,4 +1,4 @@
-"""Where gloo has not what ddip looks for: another system, another torch."""
+"""gloo without the internals that ddip looks for, as on another system or with another torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddip.rank.native import lost_waits
 
 
 @pytest.fixture(autouse=True)
-def looks_again() -> Iterator[None]:
+def clear_gloo_cache() -> Iterator[None]:
     lost_waits._find_gloo.cache_clear()
     yield
     lost_waits._find_gloo.cache_clear()

@@ -1,4 +1,4 @@
-"""Every magic of ddip's is the notebook's own business, on both sides."""
+"""Every ddip magic runs in the notebook, on both sides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a rank shows as HTML stays in its place, and is what it was.
+"""HTML of a rank stays in its place, and unchanged.
 
-``tests/system/test_lab.py`` puts the same sources before a browser.
+``tests/system/test_lab.py`` shows the same sources in a browser.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ NASTY = [
     "<a href='x'><a href='y'></a></a></a>",
     "<script>document.body.remove()",
 ]
-"""Each would end, cover or restyle the tabs if it stood between them as it is."""
+"""HTML that would end, cover or restyle the tabs if it were shown unchanged."""
 
 
 class Balance(HTMLParser):
-    """Is every element closed that is opened, and none else, but those that need no end?"""
+    """Check that every opened element is closed and no other, apart from those that need no end tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_every_opened_element_is_closed_and_no_other(source: str) -> None:
     assert balance.open == []
     assert page.startswith(BEGIN) and page.endswith(END)
     assert not re.search(r"<(/?body|base|meta|plaintext|script|!)", page)
-    assert contain_html(page).count("<") == page.count("<") + 4  # nothing more to mend
+    assert contain_html(page).count("<") == page.count("<") + 4  # nothing else to repair
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_well_formed_markup_stays_unchanged(source: str) -> None:
     ],
 )
 def test_an_element_that_browsers_end_is_ended_with_its_content(source: str, page: str) -> None:
-    """Else an end tag that is written for it would end something of the page."""
+    """Otherwise an end tag written for it would end an element of the page."""
     assert contain_html(source) == f"{BEGIN}{page}{END}"
 
 
@@ -129,7 +129,9 @@ def test_styles_apply_only_to_the_output_of_ranks() -> None:
     rules = ".dataframe th { color: red; }\n@media print { #T_1 > td { content: '}' } }"
     assert contain_html(f"<style scoped>{rules}</style>x") == (f"{BEGIN}<style>.ddip-html{{{rules}\n}}</style>x{END}")
     assert ".ddip-root{--color:red}" in contain_html("<style>:root{--color:red}</style>")
-    assert ".ddip-html{ a{--color:red} \n}" in contain_html("<style><!--a{--color:red}--></style>")  # as Word writes it
+    assert ".ddip-html{ a{--color:red} \n}" in contain_html(
+        "<style><!--a{--color:red}--></style>"
+    )  # as exported by Word
     for source in (
         "<style>} *{x:y} a{</style>",
         "<style>a{</style>",

@@ -1,4 +1,4 @@
-"""What is typed after a magic by mistake: the line to type instead is one that can be parsed, and keeps the rest."""
+"""Mistyped magics: the suggested line can be parsed, and keeps the rest of what was typed."""
 
 from __future__ import annotations
 

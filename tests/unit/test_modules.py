@@ -1,4 +1,4 @@
-"""Modules of the notebook's own: which can be sent, what is sent of them, and where it may be written."""
+"""The notebook's own modules: which can be sent, what is sent, and where it may be written."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .conftest import NewGroup
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the notebook is."""
-    there = tmp_path / "notebook"
-    there.mkdir()
-    monkeypatch.syspath_prepend(there)
+    """Create the notebook's folder."""
+    notebook_folder = tmp_path / "notebook"
+    notebook_folder.mkdir()
+    monkeypatch.syspath_prepend(notebook_folder)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    return there
+    return notebook_folder
 
 
-def put(folder: Path, files: dict[str, str]) -> None:
+def write_files(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def put(folder: Path, files: dict[str, str]) -> None:
 
 
 def test_a_module_is_sent_as_its_file(folder: Path) -> None:
-    put(folder, {"mine_a.py": "x = 1\n"})
+    write_files(folder, {"mine_a.py": "x = 1\n"})
     (source,) = modules.find(" mine_a, mine_a,")
     assert (source.name, source.files, source.size) == ("mine_a", {"mine_a.py": b"x = 1\n"}, 6)
 
@@ -43,7 +43,7 @@ def test_a_module_is_sent_as_its_file(folder: Path) -> None:
 def test_a_package_is_its_folder_without_caches_and_editor_files(folder: Path, init: str) -> None:
     kept = {f"mine_b/{init}": "", "mine_b/sub/deep.py": "y = 2", "mine_b/words.json": "{}"}
     left_out = ["mine_b/__pycache__/deep.pyc", "mine_b/.git/config", "mine_b/.hidden", "mine_b/sub/old.pyc"]
-    put(folder, kept | dict.fromkeys(left_out, "no"))
+    write_files(folder, kept | dict.fromkeys(left_out, "no"))
     (folder / "mine_b" / "sub" / "same.py").symlink_to(folder / "mine_b" / "sub" / "deep.py")
     os.mkfifo(folder / "mine_b" / "pipe")
     (source,) = modules.find(["mine_b"])
@@ -79,7 +79,7 @@ def test_modules_outside_the_notebooks_folder_are_refused(typed: str, text: str)
 
 
 def test_compiled_modules_are_refused(folder: Path) -> None:
-    put(
+    write_files(
         folder, {f"mine_c{modules.COMPILED[0]}": "", "mine_d/__init__.py": "", f"mine_d/fast{modules.COMPILED[-1]}": ""}
     )
     with pytest.raises(BadInput, match=r"mine_c is compiled \(mine_c.*\); install it on the hosts"):
@@ -90,14 +90,14 @@ def test_compiled_modules_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("target", ["secret.txt", "elsewhere", "mine_e/sub"])
 def test_links_out_of_a_package_and_to_folders_are_refused(folder: Path, target: str) -> None:
-    put(folder, {"mine_e/__init__.py": "", "mine_e/sub/a.py": "", "secret.txt": "key", "elsewhere/b.py": ""})
+    write_files(folder, {"mine_e/__init__.py": "", "mine_e/sub/a.py": "", "secret.txt": "key", "elsewhere/b.py": ""})
     (folder / "mine_e" / "link").symlink_to(folder / target)
     with pytest.raises(BadInput, match=f"mine_e/link is a link to .*/{target}; put what it needs into"):
         modules.find("mine_e")
 
 
 def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
-    put(folder, {"mine_n/__init__.py": ""})
+    write_files(folder, {"mine_n/__init__.py": ""})
     (folder / "mine_n" / "link").symlink_to("gone.py")
     with pytest.raises(BadInput, match="link is a link to .*gone.py, which is not there"):
         modules.find("mine_n")
@@ -106,7 +106,7 @@ def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
 def test_large_modules_are_refused_before_they_are_read_completely(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(folder, {"mine_f/__init__.py": "", "mine_f/data.bin": "", "mine_g.py": "x" * 200})
+    write_files(folder, {"mine_f/__init__.py": "", "mine_f/data.bin": "", "mine_g.py": "x" * 200})
     os.truncate(folder / "mine_f" / "data.bin", 1 << 40)
     with pytest.raises(BadInput, match="mine_f has more than 16 MB or 2000 files; keep data elsewhere"):
         modules.find("mine_f")
@@ -116,7 +116,7 @@ def test_large_modules_are_refused_before_they_are_read_completely(
 
 
 def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGroup) -> None:
-    put(folder, {"mine_h.py": ""})
+    write_files(folder, {"mine_h.py": ""})
     group = new_group(2)
     pushed = group.push_modules("mine_h")
     assert str(pushed) == "the ranks are beside the notebook, and import mine_h where it does; nothing was sent"
@@ -136,7 +136,7 @@ def test_a_push_prints_a_summary() -> None:
 # -- on a rank
 
 
-def written(folder: Path) -> dict[str, str]:
+def read_files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -145,9 +145,9 @@ def test_a_module_replaces_the_former_one_completely(tmp_path: Path) -> None:
     on_rank.write(str(there), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
     on_rank.write(str(there), "other", {"other.py": b"3"})
     on_rank.write(str(there), "m", {"m/__init__.py": b"4"})
-    assert written(there) == {"m/__init__.py": "4", "other.py": "3"}
+    assert read_files(there) == {"m/__init__.py": "4", "other.py": "3"}
     on_rank.write(str(there), "m", {"m.py": b"5"})
-    assert written(there) == {"m.py": "5", "other.py": "3"}
+    assert read_files(there) == {"m.py": "5", "other.py": "3"}
     assert there.stat().st_mode & 0o777 == 0o700
 
 
@@ -159,7 +159,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     on_rank.write(str(there), "m", {"m.py": b"before"})
     with pytest.raises(ValueError, match="is no path of a file of the module"):
         on_rank.write(str(there), "m", {"m/__init__.py": b"", path: b"bad"})
-    assert written(tmp_path) == {"modules/m.py": "before"}
+    assert read_files(tmp_path) == {"modules/m.py": "before"}
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "."])
@@ -173,7 +173,7 @@ def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "others"), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    put(tmp_path / "others", {"mine_k.py": "x = 'another'"})
+    write_files(tmp_path / "others", {"mine_k.py": "x = 'another'"})
     there = str(tmp_path / "modules")
     try:
         on_rank.write(there, "mine_k", {"mine_k.py": b"def f(): return 1"})
@@ -181,7 +181,7 @@ def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
         import mine_k  # type: ignore[import-not-found]
 
         former = mine_k.f
-        for number in (2, 3):  # of the same size, in the same second
+        for number in (2, 3):  # same size, written in the same second
             on_rank.write(there, "mine_k", {"mine_k.py": b"def f(): return %d" % number})
             assert on_rank.take(there, ["mine_k"], False) == {"mine_k": IMPORTED}
             assert mine_k.f() == (1 if number == 2 else 2)

@@ -1,4 +1,4 @@
-"""Random graphs of objects, through pickling and back in one process; `tests/object_graphs.py` says more."""
+"""Random object graphs, pickled and restored in one process; see `tests/object_graphs.py`."""
 
 from __future__ import annotations
 

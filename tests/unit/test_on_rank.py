@@ -25,9 +25,9 @@ TARGET = re.compile("|".join({f'"{re.escape(row.target.rpartition(".")[0])}[.]' 
 def test_a_row_has_the_types_of_its_function(name: str) -> None:
     row = ROWS[name]
     module, _, function = row.target.rpartition(".")
-    there = getattr(importlib.import_module(f"ddip.rank.{module}"), function)
-    assert list(inspect.signature(row.signature).parameters) == list(inspect.signature(there).parameters)
-    assert typing.get_type_hints(row.signature) == typing.get_type_hints(there)
+    target = getattr(importlib.import_module(f"ddip.rank.{module}"), function)
+    assert list(inspect.signature(row.signature).parameters) == list(inspect.signature(target).parameters)
+    assert typing.get_type_hints(row.signature) == typing.get_type_hints(target)
 
 
 def test_no_function_has_two_rows() -> None:
@@ -50,17 +50,17 @@ def test_a_call_travels_as_its_target_and_arguments() -> None:
 
 
 def test_an_engine_with_another_ddip_is_refused() -> None:
-    def hello(version: int) -> Hello:
+    def hello_with_version(version: int) -> Hello:
         torch = {"torch": "2", "cuda": False, "backends": [], "off": {}, "native_off": []}
         return {"version": version, "pid": 7, "host": "b", **torch}  # type: ignore[typeddict-item]
 
-    engines._check_version([hello(on_rank.VERSION)])
+    engines._check_version([hello_with_version(on_rank.VERSION)])
     with pytest.raises(
         GroupError,
         match=f"^pid 7 on b speaks version 0 of ddip's protocol, the notebook version {on_rank.VERSION}; inst",
     ):
-        engines._check_version([hello(on_rank.VERSION), hello(0)])
-    old = hello(0)
+        engines._check_version([hello_with_version(on_rank.VERSION), hello_with_version(0)])
+    old = hello_with_version(0)
     del old["version"]  # type: ignore[misc]
     with pytest.raises(GroupError, match="speaks version 0"):
         engines._check_version([old])

@@ -1,4 +1,4 @@
-"""The processes of a cluster on this host, before any of them has been started."""
+"""The processes of a cluster on this host, before any of them has started."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def test_hosts_that_cannot_be_reached_leave_no_folder(monkeypatch: pytest.Monkey
 
 
 def test_a_run_folder_removed_during_recording_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller whose parent has died removes it, and the notebook may be about to write."""
+    """A controller whose parent has died removes the folder while the notebook is about to write."""
     cluster = OwnCluster(logging.getLogger("test"), fork=False)
-    look = own_cluster.processes_of
+    processes_of = own_cluster.processes_of
 
-    def meanwhile(launchers: Any) -> Any:
+    def remove_folder_meanwhile(launchers: Any) -> Any:
         shutil.rmtree(cluster.run_folder)
-        return look(launchers)
+        return processes_of(launchers)
 
-    monkeypatch.setattr(own_cluster, "processes_of", meanwhile)
+    monkeypatch.setattr(own_cluster, "processes_of", remove_folder_meanwhile)
     cluster._record()
     monkeypatch.undo()
     cluster.stop()

@@ -1,4 +1,4 @@
-"""Records of who owns which process, and which of them are obeyed."""
+"""Records of process ownership, and which of them are trusted."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ NOBODY = 65534
 CLUSTER = "ddip-77-abc123"
 ME = Proc.of(os.getpid())
 DEAD = Proc(ME.pid, ME.started - 5)
-"""Its pid has another process now."""
+"""A dead process whose PID now belongs to another process."""
 
 
-def read(folder: Path) -> Record | None:
-    """The record in `folder`."""
+def read_record(folder: Path) -> Record | None:
+    """Read the record in `folder`."""
     with ownership._open_private(folder) as opened:
         return Record.read(opened)
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The only folder in which run folders are made and looked for; its path is short enough for sockets."""
+    """Provide the only folder for run folders, with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="place-", dir="/tmp") as folder:
         monkeypatch.setattr(ownership, "_candidate_folders", lambda: [Path(folder)])
         yield Path(folder)
@@ -44,12 +44,12 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def begin_marked(mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that carries `mark`; it leads a session."""
+    """Start a process that carries `mark` and leads a session."""
     command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"]
     environment = {**os.environ, processes.MARKED: mark}
     with subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # only now is its environment surely there to be read
+        process.stdout.readline()  # from now on its environment can be read
         try:
             yield process
         finally:
@@ -58,13 +58,13 @@ def begin_marked(mark: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that a record could have ended: it carries our mark."""
+    """Start a process that a record could end, because it carries our mark."""
     with begin_marked(processes.MARK) as process:
         yield process
 
 
 def run_folder(place: Path, of: Proc, name: str = "abcdefgh") -> Path:
-    """A run folder of the process `of`."""
+    """Create a run folder of the process `of`."""
     folder = place / f"{ownership._prefix()}{of.pid}-{of.started:.15g}-{name}"
     folder.mkdir(mode=0o700)
     return folder
@@ -74,7 +74,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = Record(ME, (Proc(1, 2.5), Proc(3, 4.5)), "/profile", CLUSTER)
     tmp_path.chmod(0o700)
     record.write(tmp_path)
-    assert read(tmp_path) == record
+    assert read_record(tmp_path) == record
     assert [path.name for path in tmp_path.iterdir()] == [ownership.RECORD]
 
 
@@ -87,7 +87,7 @@ def test_a_malformed_record_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / ownership.RECORD).write_text(text)
     (tmp_path / ownership.RECORD).chmod(0o600)
     tmp_path.chmod(0o700)
-    assert read(tmp_path) is None
+    assert read_record(tmp_path) is None
     assert not ownership.clear_up(tmp_path)
     assert tmp_path.exists()
 
@@ -101,7 +101,7 @@ def test_a_pid_that_is_now_another_process_is_not_found() -> None:
 def test_a_record_of_another_host_or_pid_namespace_is_ignored(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     Record(ME, (), "", "", place="elsewhere").write(tmp_path)
-    assert read(tmp_path) is None
+    assert read_record(tmp_path) is None
 
 
 def test_the_run_folder_is_private_and_named_after_its_owner() -> None:
@@ -117,7 +117,10 @@ def test_the_run_folder_is_private_and_named_after_its_owner() -> None:
 
 @pytest.mark.parametrize("name", ["line\nend", "tab\tx", "a#b", "a?b"])
 def test_a_folder_that_torch_cannot_find_is_skipped(monkeypatch: pytest.MonkeyPatch, place: Path, name: str) -> None:
-    """It takes the path of the group's store for an address: ``/tmp/a#b`` would be ``/tmp/a``, open to everybody."""
+    """Use a path that torch would parse as an address.
+
+    ``/tmp/a#b`` would become ``/tmp/a``, open to all users.
+    """
     (place / name).mkdir()
     monkeypatch.setattr(ownership, "_candidate_folders", lambda: [place / name, place])
     folder = ownership.make_run_folder()
@@ -190,13 +193,13 @@ def test_pattern_characters_in_a_folders_name_have_no_meaning(monkeypatch: pytes
 
 
 def test_run_folders_use_the_first_suitable_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of this user's session if it lasts, the one for temporary files, /tmp: the first that will do."""
+    """Use the session folder if it outlives the login, then the temporary folder, then /tmp."""
     runtime, temporary = tmp_path / "runtime", tmp_path / "tmp"
     runtime.mkdir(mode=0o700)
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    lasts = ownership._outlives_the_login(runtime)  # where systemd removes it with the login it does not
+    lasts = ownership._outlives_the_login(runtime)  # False if systemd removes it at logout
     assert ownership._candidate_folders() == [*([runtime] if lasts else []), temporary, Path("/tmp")]
     runtime.chmod(0o755)
     assert ownership._candidate_folders() == [temporary, Path("/tmp")]
@@ -283,7 +286,7 @@ def test_a_record_that_another_user_can_change_is_not_obeyed(
     folder = run_folder(place, DEAD)
     Record(DEAD, (Proc.of(victim.pid),), str(profile), CLUSTER).write(folder)
     forge(folder, good)
-    ownership.clear_up_orphans()  # a folder of ours whose owner is dead goes, whatever is in it
+    ownership.clear_up_orphans()  # our folder with a dead owner is removed, whatever it contains
     assert victim.poll() is None and kept.exists()
     if folder.is_symlink() or folder.exists():
         assert "folder" in forge.__name__
@@ -292,20 +295,20 @@ def test_a_record_that_another_user_can_change_is_not_obeyed(
 
 
 def test_a_record_exchanged_while_it_is_read_is_not_obeyed(place: Path, victim: subprocess.Popen[bytes]) -> None:
-    """Either of the two is seen, and it is seen to be a link or not by what is read then."""
+    """The reader sees one of the two records, and detects a link from what it has opened."""
     forged = place / "forged"
     Record(DEAD, (Proc.of(victim.pid),), "", "").write(place)
     (place / ownership.RECORD).rename(forged)
-    folder = run_folder(place, ME)  # it is there as long as the record is not obeyed
+    folder = run_folder(place, ME)  # exists as long as the record is not trusted
     over = threading.Event()
 
-    def exchange() -> None:
+    def exchange_record() -> None:
         while not over.is_set():
             Record(ME, (), "", "").write(folder)
             (folder / "link").symlink_to(forged)
             (folder / "link").rename(folder / ownership.RECORD)
 
-    thread = threading.Thread(target=exchange)
+    thread = threading.Thread(target=exchange_record)
     thread.start()
     try:
         for _ in range(3000):
@@ -317,7 +320,7 @@ def test_a_record_exchanged_while_it_is_read_is_not_obeyed(place: Path, victim: 
 
 
 def test_a_record_ends_only_processes_with_its_mark(place: Path, victim: subprocess.Popen[bytes]) -> None:
-    begin = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $! $$"]  # what a shell that has ended left in its session
+    begin = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $! $$"]  # an ended shell has left this in its session
     said = subprocess.run(begin, capture_output=True, text=True, start_new_session=True, check=True).stdout
     left, session = map(int, said.split())
     try:
@@ -350,7 +353,7 @@ def test_a_record_cannot_choose_files_to_remove(place: Path, cluster: str) -> No
     record = Record(DEAD, (), str(profile), cluster)
     folder = run_folder(place, DEAD)
     record.write(folder)
-    # what a record had until now
+    # the former content of a record
     (folder / ownership.RECORD).write_text(json.dumps({**asdict(record), "files": [str(kept[0]), f"{profile}/*/*"]}))
     assert ownership.clear_up_orphans() == 1
     assert all(file.exists() for file in kept)

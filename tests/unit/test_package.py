@@ -1,4 +1,4 @@
-"""What stands in the files that describe the package."""
+"""The files that describe the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_citation_is_whole_and_of_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text()
     fields = dict(re.findall(r"^([a-z-]+): *(.*)$", text, re.MULTILINE))
     assert fields["cff-version"] == "1.2.0"
-    assert {"message", "title", "authors"} <= fields.keys()  # the format asks for these
+    assert {"message", "title", "authors"} <= fields.keys()  # required by the format
     assert (fields["version"], fields["license"]) == (ddip.__version__, "Apache-2.0")
 
 

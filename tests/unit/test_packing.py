@@ -1,4 +1,4 @@
-"""What a call of in_torchddp carries, and what it leaves."""
+"""The contents of a call of in_torchddp, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddip.errors import TransferError
 from ddip.protocol.objects.calls import Call
 
 
-def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.CallPayload]:
-    """The call of the function ``fn`` that `code` defines in a notebook."""
+def pack_call(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.CallPayload]:
+    """Return the call of the function ``fn`` that `code` defines in a notebook."""
     variables: dict[str, Any] = {"__name__": "__main__"}
     exec(textwrap.dedent(code), variables)
     payload = packing.CallPayload(variables, {"__main__"})
@@ -24,14 +24,14 @@ def packed(code: str, *needed: str, imports: str = "") -> tuple[Call, packing.Ca
     return call, payload
 
 
-def values(call: Call) -> dict[str, Any]:
-    """What the function refers to, as it arrives."""
+def received_values(call: Call) -> dict[str, Any]:
+    """Return the received values of the names that the function uses."""
     unpickler = pickle.Unpickler(io.BytesIO(call.packed), buffers=call.buffers)
     return {name: unpickler.load() for name in call.values}
 
 
 def test_objects_that_functions_use_are_packed_recursively() -> None:
-    call, _ = packed(
+    call, _ = pack_call(
         """
         import math
         a, b, unused = 1, [2], 3
@@ -42,7 +42,7 @@ def test_objects_that_functions_use_are_packed_recursively() -> None:
         def fn(x): return [Shift()(y) for y in (lambda: b)()]
         """
     )
-    assert (sorted({*call.own}), sorted(values(call)), [*call.references], call.left) == (
+    assert (sorted({*call.own}), sorted(received_values(call)), [*call.references], call.left) == (
         ["Shift", "fn", "inner"],
         ["Shift", "a", "b", "fn", "inner"],
         ["math"],
@@ -51,8 +51,8 @@ def test_objects_that_functions_use_are_packed_recursively() -> None:
 
 
 def test_shared_objects_are_packed_once_and_attributes_are_not_names() -> None:
-    call, _ = packed("large, real = bytearray(2_000_000), 1\ndef fn(): return large, (3).real", "large")
-    assert (call.own, sorted(values(call)), call.references, call.left) == (["fn"], ["fn"], {}, {})
+    call, _ = pack_call("large, real = bytearray(2_000_000), 1\ndef fn(): return large, (3).real", "large")
+    assert (call.own, sorted(received_values(call)), call.references, call.left) == (["fn"], ["fn"], {}, {})
 
 
 @pytest.mark.parametrize(
@@ -65,21 +65,21 @@ def test_shared_objects_are_packed_once_and_attributes_are_not_names() -> None:
     ],
 )
 def test_large_or_unpicklable_objects_are_left_out(value: str, reason: str | None) -> None:
-    call, _ = packed(f"x = {value}\ndef fn(): return x")
+    call, _ = pack_call(f"x = {value}\ndef fn(): return x")
     assert call.left == ({} if reason is None else {"x": reason})
 
 
 def test_a_large_tensor_is_not_copied_to_learn_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copied(self: object, *args: object) -> None:
+    def fail_on_copy(self: object, *args: object) -> None:
         raise AssertionError("it was copied")
 
-    monkeypatch.setattr(torch.Tensor, "__reduce_ex__", copied)
-    call, _ = packed("import torch\nx = {'weight': torch.zeros(1_000_000)}\ndef fn(): return x")
+    monkeypatch.setattr(torch.Tensor, "__reduce_ex__", fail_on_copy)
+    call, _ = pack_call("import torch\nx = {'weight': torch.zeros(1_000_000)}\ndef fn(): return x")
     assert call.left == {"x": "it is larger than 1 MB; add x to need="}
 
 
 def test_used_packages_and_modules_are_recorded() -> None:
-    call, payload = packed(
+    call, payload = pack_call(
         """
         import xml.etree.ElementTree, torch
         from json import dumps
@@ -95,4 +95,4 @@ def test_used_packages_and_modules_are_recorded() -> None:
 def test_every_unpicklable_object_is_named() -> None:
     code = "import threading\nlock, fine = threading.Lock(), 1\ndef fn(x=lock): pass"
     with pytest.raises(TransferError, match="^in_torchddp: the function cannot .*; lock cannot be pickled: TypeError"):
-        packed(code, "fine", "lock")
+        pack_call(code, "fine", "lock")

@@ -1,4 +1,4 @@
-"""A look into a busy rank, on engines that do what a script says."""
+"""Snapshots of a busy rank's variables, on scripted engines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .scripted import ScriptedEngine, Silence, press_stop
 TAKE, PART, DROP = on_rank.take_peek.target, on_rank.part_of_peek.target, on_rank.drop_peek.target
 
 
-def silent(*args: Any) -> Any:
-    """An engine that does not answer."""
+def stay_silent(*args: Any) -> Any:
+    """Do not answer."""
     raise Silence
 
 
-def calls(engine: ScriptedEngine) -> list[str]:
-    """What it was asked of a peek."""
+def snapshot_calls(engine: ScriptedEngine) -> list[str]:
+    """Return the calls of the engine that belong to a snapshot."""
     return [target for target in engine.calls if target in (TAKE, PART, DROP)]
 
 
@@ -35,7 +35,7 @@ def test_ranks_are_asked_once_and_answers_contain_small_objects(new_group: NewGr
     group.push({"a": 5}, ranks=[1])
     assert group.peek(["a", "b"], 2) == {"a": 1, "b": [2]}
     assert group.peek_all(["a"], [1, 0]) == ([{"a": 5}, {"a": 1}], [])
-    assert [calls(group.engine(rank)) for rank in range(3)] == [[TAKE]] * 3
+    assert [snapshot_calls(group.engine(rank)) for rank in range(3)] == [[TAKE]] * 3
 
 
 def test_unreadable_large_objects_come_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_unreadable_large_objects_come_in_parts(new_group: NewGroup, monkeypatch
     told: list[float | None] = []
     values, _ = group.peek_all(["text", "n"], [1], progress=lambda text, share=None: told.append(share))
     assert values == [{"text": "x" * 1000, "n": 1}] and group.transferred.size > 1000
-    assert calls(group.engine(1)) == [TAKE, *[PART] * 11, DROP] and len(told) == 12
+    assert snapshot_calls(group.engine(1)) == [TAKE, *[PART] * 11, DROP] and len(told) == 12
     assert all(share is not None and 0 <= share < 1 for share in told[1:])
 
 
@@ -76,18 +76,18 @@ def test_a_late_rank_says_its_place_and_drops_the_request(
 ) -> None:
     group = new_group(2)
     group.push({"a": 1})
-    group.engine(1).answers.update({TAKE: silent, DROP: lambda number: place})
+    group.engine(1).answers.update({TAKE: stay_silent, DROP: lambda number: place})
     with pytest.raises(
         TransferError, match=rf"^nothing was pulled: rank 1 has not answered within 0.05 s: {text}; -t SECONDS waits"
     ):
         group.peek_all(["a"], [0, 1], seconds=0.05)
-    assert [calls(group.engine(rank)) for rank in (0, 1)] == [[TAKE, DROP]] * 2
+    assert [snapshot_calls(group.engine(rank)) for rank in (0, 1)] == [[TAKE, DROP]] * 2
 
 
 def test_a_silent_rank_is_reported_without_a_place(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group = new_group(2)
     monkeypatch.setattr(peek, "WHERE_SECONDS", 0.05)
-    group.engine(1).answers.update({TAKE: silent, DROP: silent})
+    group.engine(1).answers.update({TAKE: stay_silent, DROP: stay_silent})
     with pytest.raises(TransferError, match="rank 1 has not answered within 0.05 s: it does not even take a signal"):
         group.peek(["a"], 1, seconds=0.05)
 
@@ -96,13 +96,13 @@ def test_a_silent_rank_is_reported_without_a_place(new_group: NewGroup, monkeypa
 def test_a_rank_that_has_ended_is_named_at_once(new_group: NewGroup, when: str) -> None:
     group = new_group(2)
 
-    def ends(*args: Any) -> Any:
+    def end_engine(*args: Any) -> Any:
         group.scripted.end_engine(group.members[1].engine, -9)
         raise Silence
 
     if when == "before":
         group.scripted.end_engine(group.members[1].engine, -9)
-    group.engine(1).answers[TAKE] = ends
+    group.engine(1).answers[TAKE] = end_engine
     with pytest.raises(GroupError, match="^pulling failed: rank 1: RankEnded: .*SIGKILL.*%makedip --repair"):
         group.peek_all(["a"], [0, 1], seconds=60)
 
@@ -110,23 +110,23 @@ def test_a_rank_that_has_ended_is_named_at_once(new_group: NewGroup, when: str) 
 def test_the_stop_button_ends_a_snapshot(new_group: NewGroup) -> None:
     group = new_group(2)
 
-    def stops(*args: Any) -> Any:
+    def press_stop_silently(*args: Any) -> Any:
         press_stop()
         raise Silence
 
-    group.engine(0).answers[TAKE] = stops
+    group.engine(0).answers[TAKE] = press_stop_silently
     with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was interrupted$"):
         group.peek(["a"], seconds=60)
-    assert calls(group.engine(0)) == [TAKE, DROP]
+    assert snapshot_calls(group.engine(0)) == [TAKE, DROP]
 
 
 def test_a_refusal_of_a_rank_is_shown(new_group: NewGroup) -> None:
     group = new_group(2)
 
-    def refuses(*args: Any) -> Any:
+    def refuse_snapshot(*args: Any) -> Any:
         raise RuntimeError("8 former ones have not ended")
 
-    group.engine(1).answers[TAKE] = refuses
+    group.engine(1).answers[TAKE] = refuse_snapshot
     with pytest.raises(TransferError, match="^nothing was pulled: rank 1: RuntimeError: 8 former ones have not ended$"):
         group.peek(["a"], 1)
 

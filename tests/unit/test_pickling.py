@@ -1,4 +1,4 @@
-"""What is pickled, what stands beside the pickle, and how its failure is told."""
+"""Pickling: the pickle, its out-of-band buffers, and the message of a failure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ddip.protocol.objects.pickling import ALIGNED, INLINE, Pickled, Pickler, du
 LARGE = 2 * INLINE
 
 
-def sent(value: Any) -> Any:
-    """What arrives of it."""
+def round_trip(value: Any) -> Any:
+    """Pickle and unpickle a value."""
     pickled, _ = dump(value)
     memory = pickled.joined()
     assert len(memory) == pickled.room >= pickled.size
     return Pickled.of(memory, pickled.sizes).load()
 
 
-def address(obj: Any) -> int:
+def address_of(obj: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(obj))
 
 
 def test_code_keeps_the_name_of_its_file() -> None:
     names: dict[str, Any] = {}
     exec(compile("def outer():\n    return lambda: 0", "<a cell>", "exec"), names)
-    arrived = sent(names["outer"])
+    arrived = round_trip(names["outer"])
     assert [arrived.__code__.co_filename, arrived().__code__.co_filename] == ["<a cell>"] * 2
 
 
@@ -47,17 +47,17 @@ def test_every_unpicklable_object_is_named_and_nothing_is_packed() -> None:
 
 def test_tensors_keep_gradients_parameters_and_views() -> None:
     values = {"p": torch.nn.Parameter(torch.ones(2)), "g": torch.ones(2, requires_grad=True), "v": torch.arange(6)[::2]}
-    back, moved = {name: sent(value) for name, value in values.items()}, dump(values)[1]
+    back, moved = {name: round_trip(value) for name, value in values.items()}, dump(values)[1]
     assert not moved
     assert isinstance(back["p"], torch.nn.Parameter) and back["g"].requires_grad
     assert back["v"].tolist() == [0, 2, 4]
 
 
-class Named(torch.Tensor):
-    """A class of somebody's own."""
+class UserTensor(torch.Tensor):
+    """A user-defined class."""
 
 
-def marked() -> torch.Tensor:
+def marked_tensor() -> torch.Tensor:
     tensor = torch.ones(2)
     tensor.mark = "kept"  # type: ignore[attr-defined]
     return tensor
@@ -75,15 +75,15 @@ def marked() -> torch.Tensor:
         torch.tensor([1 + 2j]).conj(),
         torch.tensor([1 + 2j]).conj().imag,
         torch.ones(2).to_sparse(),
-        torch.ones(2).as_subclass(Named),
-        marked(),
+        torch.ones(2).as_subclass(UserTensor),
+        marked_tensor(),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("times", [1, LARGE])
 def test_a_tensor_arrives_as_if_torch_had_pickled_it(tensor: torch.Tensor, times: int) -> None:
     value = tensor if times == 1 or tensor.layout is not torch.strided else torch.stack([tensor.detach()] * times)
-    here, theirs = sent(value), pickle.loads(pickle.dumps(value))
+    here, theirs = round_trip(value), pickle.loads(pickle.dumps(value))
     assert type(here) is type(theirs) and here.dtype == theirs.dtype and here.layout == theirs.layout
     assert here.requires_grad == theirs.requires_grad and here.is_leaf == theirs.is_leaf
     assert vars(here).keys() == vars(theirs).keys() and here.is_conj() == theirs.is_conj()
@@ -97,7 +97,7 @@ def test_hooks_of_a_tensor_stay_and_torch_says_so() -> None:
     tensor = torch.ones(2, requires_grad=True)
     tensor.register_hook(lambda gradient: gradient)
     with pytest.warns(UserWarning, match="hooks"):
-        assert sent(tensor).requires_grad
+        assert round_trip(tensor).requires_grad
 
 
 def test_a_tensor_on_meta_stays_on_meta() -> None:
@@ -118,7 +118,7 @@ def test_storages_arrive() -> None:
     packed = dump_all({"s": torch.arange(3, dtype=torch.int16).untyped_storage()})
     assert (packed.errors, packed.moved) == ({}, [])
     assert packed.pickled["s"].load().tolist() == [0, 0, 1, 0, 2, 0]
-    assert sent(torch.UntypedStorage(0)).nbytes() == 0
+    assert round_trip(torch.UntypedStorage(0)).nbytes() == 0
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_storages_arrive() -> None:
     ids=["long", "bfloat16", "conjugated", "sparse", "parameter", "subclass", "empty"],
 )
 def test_tensors_of_all_kinds_arrive(value: torch.Tensor) -> None:
-    back = sent(value)
+    back = round_trip(value)
     assert type(back) is type(value) and back.dtype == value.dtype and back.requires_grad == value.requires_grad
     assert torch.equal(back.to_dense(), value.to_dense())
 
 
 @pytest.mark.parametrize("value", [np.ones(LARGE), np.asfortranarray(np.ones((300, 200))), np.ones((400, 400))[::2]])
 def test_arrays_arrive_and_can_be_written_to(value: np.ndarray) -> None:  # type: ignore[type-arg]
-    back = sent(value)
+    back = round_trip(value)
     assert (back == value).all() and back.flags.f_contiguous == value.flags.f_contiguous
     back[:] = 2
 
@@ -152,23 +152,23 @@ def test_memory_of_arrays_and_tensors_is_not_copied_for_pickling() -> None:
     frame = pd.DataFrame({"x": np.zeros(LARGE)})
     pickled, _ = dump({"array": array, "tensor": tensor, "frame": frame, "small": np.zeros(10)})
     assert pickled.sizes[1:] == [LARGE, LARGE, 8 * LARGE] and pickled.sizes[0] < LARGE
-    assert address(pickled.parts[1]) == address(array) and address(pickled.parts[2]) == tensor.data_ptr()
+    assert address_of(pickled.parts[1]) == address_of(array) and address_of(pickled.parts[2]) == tensor.data_ptr()
 
 
 def test_large_objects_use_the_loaded_memory_with_aligned_addresses() -> None:
     pickled, _ = dump([torch.zeros(LARGE), np.zeros(LARGE), "odd" * 7, torch.zeros(LARGE)])
     memory = bytearray(ALIGNED) + pickled.joined()
     first, second, _, third = Pickled.of(memory, pickled.sizes, begin=ALIGNED).load()
-    begin = address(memory)
+    begin = address_of(memory)
     places = [first.data_ptr() - begin, second.ctypes.data - begin, third.data_ptr() - begin]
     assert all(0 < place < len(memory) and place % ALIGNED == 0 for place in places)
 
 
 def test_large_tensors_cannot_be_resized_but_small_ones_can() -> None:
-    assert sent(torch.zeros(3)).resize_(LARGE).shape == (LARGE,)
+    assert round_trip(torch.zeros(3)).resize_(LARGE).shape == (LARGE,)
     with pytest.raises(RuntimeError, match="not resizable"):
-        sent(torch.zeros(LARGE)).resize_(2 * LARGE)
-    assert sent(torch.zeros(LARGE)).clone().resize_(2 * LARGE).shape == (2 * LARGE,)
+        round_trip(torch.zeros(LARGE)).resize_(2 * LARGE)
+    assert round_trip(torch.zeros(LARGE)).clone().resize_(2 * LARGE).shape == (2 * LARGE,)
 
 
 def test_tensors_that_share_memory_still_share_it_after_sending() -> None:
@@ -176,10 +176,10 @@ def test_tensors_that_share_memory_still_share_it_after_sending() -> None:
     tied = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
     tied[1].weight = tied[0].weight
     assert dump({"whole": whole, "part": whole[5:10], "row": whole.detach()})[0].size < 5 * LARGE
-    back = sent({"whole": whole, "part": whole[5:10]})
+    back = round_trip({"whole": whole, "part": whole[5:10]})
     back["whole"][5] = 7
     assert back["part"][0] == 7
-    there = sent(tied)
+    there = round_trip(tied)
     assert there[1].weight is there[0].weight and there[0].weight.requires_grad
 
 
@@ -188,7 +188,7 @@ def test_an_optimizer_arrives_with_its_model() -> None:
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 200)).sum().backward()
     optimizer.step()
-    there, its = sent((net, optimizer))
+    there, its = round_trip((net, optimizer))
     assert its.param_groups[0]["params"][0] is there.weight
     assert torch.equal(its.state[there.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
     there(torch.ones(1, 200)).sum().backward()

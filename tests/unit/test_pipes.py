@@ -1,4 +1,4 @@
-"""What comes from other processes by pipes: records are whole, and lines are put together."""
+"""Data from other processes by pipes: records are complete, and lines are assembled."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import pytest
 from ddip.rank.streams.pipes import HEAD, Lines, Records, Written
 
 
-def write(writer: int, text: str, stream: int = 1) -> Written:
+def record_of(writer: int, text: str, stream: int = 1) -> Written:
     return Written(writer, stream, "request", text)
 
 
 def test_a_line_written_in_parts_stays_whole_between_other_writers() -> None:
     lines = Lines()
-    came = [write(5, "a"), write(6, "b"), write(5, " line\n"), write(6, " line\nand")]
-    assert [whole for part in came for whole in lines.add(part)] == [write(5, "a line\n"), write(6, "b line\n")]
-    assert lines.rest() == [write(6, "and")] and lines.rest() == []
+    came = [record_of(5, "a"), record_of(6, "b"), record_of(5, " line\n"), record_of(6, " line\nand")]
+    assert [whole for part in came for whole in lines.add(part)] == [record_of(5, "a line\n"), record_of(6, "b line\n")]
+    assert lines.rest() == [record_of(6, "and")] and lines.rest() == []
 
 
 def test_text_begun_in_one_stream_precedes_the_other_stream() -> None:
     lines = Lines()
-    assert list(lines.add(write(5, "begun"))) == []
-    assert list(lines.add(write(5, "wrong\n", stream=2))) == [write(5, "begun"), write(5, "wrong\n", stream=2)]
+    assert list(lines.add(record_of(5, "begun"))) == []
+    assert list(lines.add(record_of(5, "wrong\n", stream=2))) == [
+        record_of(5, "begun"),
+        record_of(5, "wrong\n", stream=2),
+    ]
 
 
 @pytest.mark.parametrize("text", ["\r 50%\r 60%", "x" * 2_000])
 def test_bars_and_long_lines_pass_without_a_wait(text: str) -> None:
     lines = Lines()
-    assert "".join(part.text for part in lines.add(write(5, text))) in (text, "\r 50%\r")
+    assert "".join(part.text for part in lines.add(record_of(5, text))) in (text, "\r 50%\r")
 
 
 def test_records_are_written_whole_and_read_as_they_were_written() -> None:

@@ -24,21 +24,21 @@ from ddip.group.members.placement import (
 from ddip.notebook.arguments import parse_ranks
 
 
-def resolved(request: Request, gpus: int) -> GroupSpec:
-    """The group on a machine with that number of GPUs."""
+def resolve_request(request: Request, gpus: int) -> GroupSpec:
+    """Resolve a request on a machine with `gpus` GPUs."""
     return resolve(request, [HostHas("", gpus)])
 
 
 def on_cpu(count: int) -> GroupSpec:
-    return resolved(Request(n=count), 0)
+    return resolve_request(Request(n=count), 0)
 
 
 def on_gpus(*gpus: int) -> GroupSpec:
-    return resolved(Request(gpus=gpus), 8)
+    return resolve_request(Request(gpus=gpus), 8)
 
 
-def berths(made: GroupSpec) -> list[DeviceBinding]:
-    """The engines that a fresh group of this kind starts."""
+def new_bindings(made: GroupSpec) -> list[DeviceBinding]:
+    """Return the device bindings of the engines that a new group starts."""
     return [DeviceBinding(made.visible(), gpu) for gpu in made.gpus]
 
 
@@ -114,48 +114,48 @@ def test_a_group_of_one_has_only_rank_0() -> None:
 
 
 def test_the_default_is_all_gpus_or_two_cpu_ranks() -> None:
-    assert resolved(Request(), 3) == GroupSpec((0, 1, 2), "cpu:gloo,cuda:nccl")
-    assert resolved(Request(), 0) == GroupSpec((None, None), "gloo")
+    assert resolve_request(Request(), 3) == GroupSpec((0, 1, 2), "cpu:gloo,cuda:nccl")
+    assert resolve_request(Request(), 0) == GroupSpec((None, None), "gloo")
 
 
 def test_a_count_asks_for_the_cpu_even_with_gpus() -> None:
-    assert resolved(Request(n=3), 8).gpus == (None, None, None)
+    assert resolve_request(Request(n=3), 8).gpus == (None, None, None)
 
 
 def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
-    shared = resolved(Request(gpus=(0, 0)), 1)
+    shared = resolve_request(Request(gpus=(0, 0)), 1)
     assert shared.backend == "gloo"
     assert "two ranks share a GPU, which nccl does not do" in shared.notice
-    assert resolved(Request(gpus=(0, 1)), 2).notice == ""
+    assert resolve_request(Request(gpus=(0, 1)), 2).notice == ""
 
 
 def test_a_requested_backend_is_used() -> None:
-    assert resolved(Request(n=2, backend="mpi"), 0).backend == "mpi"
-    assert resolved(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
+    assert resolve_request(Request(n=2, backend="mpi"), 0).backend == "mpi"
+    assert resolve_request(Request(gpus=(0, 1), backend="nccl"), 2).backend == "nccl"
 
 
 def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
         with pytest.raises(BadInput, match=f"-b {backend}: nccl needs GPUs"):
-            resolved(Request(n=2, backend=backend), 2)
+            resolve_request(Request(n=2, backend=backend), 2)
         with pytest.raises(BadInput, match=f"-b {backend}: two ranks share a GPU"):
-            resolved(Request(gpus=(0, 0), backend=backend), 1)
+            resolve_request(Request(gpus=(0, 0), backend=backend), 1)
 
 
 def test_a_count_that_differs_from_the_gpus_is_refused() -> None:
     with pytest.raises(BadInput, match="-n 3 and -g with 2 GPUs: leave out -n"):
-        resolved(Request(n=3, gpus=(0, 1)), 4)
-    assert resolved(Request(n=2, gpus=(0, 1)), 4).size == 2
+        resolve_request(Request(n=3, gpus=(0, 1)), 4)
+    assert resolve_request(Request(n=2, gpus=(0, 1)), 4).size == 2
 
 
 def test_python_callers_are_checked_too() -> None:
     with pytest.raises(BadInput, match="-g 5: there is no GPU 5"):
-        resolved(Request(gpus=(5,)), 2)
+        resolve_request(Request(gpus=(5,)), 2)
     for n in (-1, 0):
         with pytest.raises(BadInput, match=f"-n {n}"):
-            resolved(Request(n=n), 0)
+            resolve_request(Request(n=n), 0)
     with pytest.raises(BadInput, match="type numbers"):
-        resolved(Request(gpus=()), 2)
+        resolve_request(Request(gpus=()), 2)
 
 
 def test_the_device_of_a_rank_is_numbered_by_local_rank() -> None:
@@ -171,22 +171,22 @@ def test_the_device_of_a_rank_is_numbered_by_local_rank() -> None:
 
 
 def test_engines_on_the_cpu_stay_in_rank_order() -> None:
-    assert keep(berths(on_cpu(2)), on_cpu(3)) == [0, 1, None]
-    assert keep(berths(on_cpu(3)), on_cpu(1)) == [0]
+    assert keep(new_bindings(on_cpu(2)), on_cpu(3)) == [0, 1, None]
+    assert keep(new_bindings(on_cpu(3)), on_cpu(1)) == [0]
 
 
 def test_engines_keep_their_gpu_only_as_their_local_rank() -> None:
-    assert keep(berths(on_gpus(0, 1)), on_gpus(0, 1, 2)) == [0, 1, None]
-    assert keep(berths(on_gpus(0, 1, 2)), on_gpus(0, 1)) == [0, 1]
-    assert keep(berths(on_gpus(0, 1)), on_gpus(1, 0)) == [None, None]
-    assert keep(berths(on_gpus(0, 2)), on_gpus(0, 3)) == [0, None]
-    assert keep(berths(on_gpus(0, 0)), on_gpus(0)) == [0]
-    assert keep(berths(on_gpus(0)), on_gpus(0, 0)) == [0, None]
+    assert keep(new_bindings(on_gpus(0, 1)), on_gpus(0, 1, 2)) == [0, 1, None]
+    assert keep(new_bindings(on_gpus(0, 1, 2)), on_gpus(0, 1)) == [0, 1]
+    assert keep(new_bindings(on_gpus(0, 1)), on_gpus(1, 0)) == [None, None]
+    assert keep(new_bindings(on_gpus(0, 2)), on_gpus(0, 3)) == [0, None]
+    assert keep(new_bindings(on_gpus(0, 0)), on_gpus(0)) == [0]
+    assert keep(new_bindings(on_gpus(0)), on_gpus(0, 0)) == [0, None]
 
 
 def test_engines_do_not_move_between_cpu_and_gpu() -> None:
-    assert keep(berths(on_cpu(2)), on_gpus(0, 1)) == [None, None]
-    assert keep(berths(on_gpus(0, 1)), on_cpu(2)) == [None, None]
+    assert keep(new_bindings(on_cpu(2)), on_gpus(0, 1)) == [None, None]
+    assert keep(new_bindings(on_gpus(0, 1)), on_cpu(2)) == [None, None]
 
 
 def test_options_that_are_not_given_stay_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""Where ranks are, in words."""
+"""Places of ranks, in words."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_a_place_outside_cells_is_a_line_of_a_file() -> None:
 
 
 def test_the_place_of_a_rank_omits_polling_of_the_store() -> None:
-    """It may be asked at that very moment: "rank 1: lexists", while the others were in ``new_group``."""
+    """A rank sampled at that moment was reported as "rank 1: lexists", the others in ``new_group``."""
 
-    def line(name: str, file: str) -> tuple[CodeType, int]:
+    def frame_entry(name: str, file: str) -> tuple[CodeType, int]:
         scope: dict[str, Any] = {}
         exec(compile(f"def {name}(): ...", file, "exec"), scope)
         return scope[name].__code__, 1
 
     stack = [
-        line("lexists", "genericpath.py"),
-        line("_has_keys", stores.__file__),
-        line("new_group", "distributed_c10d.py"),
+        frame_entry("lexists", "genericpath.py"),
+        frame_entry("_has_keys", stores.__file__),
+        frame_entry("new_group", "distributed_c10d.py"),
     ]
     assert stacks._locate_lines(stack).function == "new_group"
     assert stacks._locate_lines(stack[2:]).function == "new_group"

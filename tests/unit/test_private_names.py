@@ -1,4 +1,4 @@
-"""The private names of others that ddip uses: a release that changes one of them fails here first."""
+"""Private names of libraries that ddip uses: a release that changes one of them fails here first."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_links_find_the_ipyparallel_parts_that_they_replace() -> None:
 
 
 def test_the_client_closes_its_sockets_before_it_sets_their_linger() -> None:
-    """When this fails, ``RankClient.close`` may be needed no longer."""
+    """Check the fault that ``RankClient.close`` works around; a failure means it may be removed."""
     assert "self._io_loop.close(all_fds=True)" in inspect.getsource(ipyparallel.Client._io_main)
     close = inspect.getsource(ipyparallel.Client.close)
     assert close.index("self._stop_io_thread()") < close.index("socket.close(linger=linger)")
@@ -121,7 +121,7 @@ def test_the_client_keeps_ids_where_ddip_drops_them() -> None:
 def test_the_hub_reads_monitored_messages_by_topic() -> None:
     topics = {f"b'{name}'" for name in ("in", "out", "iopub", *(topic.decode() for topic in READ_BY_HUB))}
     handlers = inspect.getsource(Hub.__init__).partition("self.monitor_handlers = {")[2].partition("}")[0]
-    others = {"b'incontrol'", "b'outcontrol'"}  # it does nothing with these
+    others = {"b'incontrol'", "b'outcontrol'"}  # the Hub ignores these
     assert set(re.findall(r"b'\w+'", handlers)) == topics | others
     assert 'sub.setsockopt(zmq.SUBSCRIBE, b"")' in inspect.getsource(controller_app)
 
@@ -156,7 +156,7 @@ def test_the_hub_registers_engines_as_ddip_asks() -> None:
     assert "handler(idents, msg)" in inspect.getsource(Hub.dispatch_query)
     assert "self.incoming_registrations[heart] = EngineConnector(" in inspect.getsource(Hub.register_engine)
     assert list(inspect.signature(Hub.finish_registration).parameters) == ["self", "heart"]
-    hearts = inspect.getsource(Hub.handle_new_heart)  # a heart of an engine that is in already is ignored
+    hearts = inspect.getsource(Hub.handle_new_heart)  # the heart of a registered engine is ignored
     assert "if heart not in self.incoming_registrations:" in hearts
 
 
@@ -167,7 +167,7 @@ def test_the_controller_consists_of_the_parts_ddip_replaces() -> None:
     assert list(inspect.signature(IPController.next_port).parameters) == ["self", "pool_name"]
     assert source.count("select_random_ports") == 1
     assert controller_app.IPController.context.klass is zmq.Context and "zmq.Context.instance()" in source
-    own = inspect.getsource(IPController.construct_url)  # the day both agree, ddip's own can go
+    own = inspect.getsource(IPController.construct_url)  # once both agree, ddip's override can be removed
     assert "sep = '-' if" in own and 'return f"{interface}{sep}{port}"' in own
     assert """f"{info['interface']}:{info[key]}\"""" in inspect.getsource(app.IPEngine.complete_registration)
     assert """f"{cfg['interface']}:{cfg[key]}\"""" in inspect.getsource(ipyparallel.Client.__init__)
@@ -234,7 +234,7 @@ def test_the_kernel_runs_a_cell_between_the_calls_of_ddip() -> None:
 
 
 def test_ipykernel_still_asks_an_absent_shell_thread_for_its_parent() -> None:
-    """When this fails, ``_NoShellThread`` may be needed no longer."""
+    """Check the fault that ``_NoShellThread`` works around; a failure means it may be removed."""
     if hasattr(Kernel, "_supports_kernel_subshells"):
         assert "self.shell_channel_thread.parent_thread" in inspect.getsource(IPythonKernel.do_execute)
 
@@ -269,7 +269,7 @@ def test_torch_sets_up_groups_where_ddip_wraps_it() -> None:
 
 
 def test_torch_begins_collectives_through_the_methods_that_ddip_wraps() -> None:
-    """All but these begin a collective, a send or a receive, or a batch of them."""
+    """All methods except these begin a collective, a send or a receive, or a batch of them."""
     quiet = {"_add_ephemeral_timeout", "_enable_collectives_timing", "_get_backend", "_get_backend_name", "_has_hooks"}
     quiet |= {"_get_sequence_number_for_group", "_register_backend", "_register_on_completion_hook", "_set_group_desc"}
     quiet |= {"_set_default_backend", "_set_group_name", "_wait_for_pending_works", "_id", "_backend_id"}
@@ -296,7 +296,7 @@ def test_torch_waits_for_collectives_where_ddip_sees_their_failures() -> None:
 
 
 def test_the_flight_recorder_answers_the_requests_of_ddip() -> None:
-    """gloo's, in a group of this process alone."""
+    """Use gloo in a group of this process alone."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -306,7 +306,7 @@ def test_the_flight_recorder_answers_the_requests_of_ddip() -> None:
     finally:
         torch.distributed.destroy_process_group()
     if not flight_recorder.is_there():
-        return  # a release that records nccl only
+        return  # this release records only nccl
     found = [(each.number, each.op, each.shapes, each.dtypes) for each in flight_recorder.entries()[-3:]]
     assert found[:2] == [(1, "gloo:all_reduce", [[4]], ["float32"]), (2, "gloo:all_reduce", [[2, 3]], ["int64"])]
     assert found[2][:2] == (3, "gloo:barrier")
@@ -340,7 +340,7 @@ def test_a_wrapper_stores_its_reducer_under_the_expected_name() -> None:
 
 
 def test_a_wrapper_can_be_revived() -> None:
-    from torch._dynamo import eval_frame  # here: it takes a second, which each process of the tests would need
+    from torch._dynamo import eval_frame  # imported here because it takes a second in each test process
 
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
     assert source.index("self.process_group = _get_default_group()") < source.index("self.module = module")
@@ -361,12 +361,12 @@ def test_a_wrapper_can_be_revived() -> None:
 
 
 def test_a_reducer_can_be_replaced_in_place() -> None:
-    """By what ``DistributedDataParallel.__setstate__`` does, but for the group."""
-    again = inspect.getsource(DistributedDataParallel.__setstate__)
+    """Do what ``DistributedDataParallel.__setstate__`` does, except for the group."""
+    setstate_source = inspect.getsource(DistributedDataParallel.__setstate__)
     for name in ("_build_params_for_reducer()", "_build_debug_param_to_name_mapping(parameters)", "_ddp_init_helper("):
-        assert f"self.{name}" in again
+        assert f"self.{name}" in setstate_source
     for name in ("self.reducer._set_static_graph()", "self.logger._set_static_graph()"):
-        assert name in again
+        assert name in setstate_source
     names = ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"]
     assert list(inspect.signature(DistributedDataParallel._ddp_init_helper).parameters)[1:] == names
     assert callable(torch.distributed.Reducer._remove_autograd_hooks)
@@ -418,7 +418,7 @@ def test_sharded_models_keep_their_training_state_where_ddip_resets_it() -> None
 
 
 def test_a_device_mesh_knows_its_groups_by_their_names() -> None:
-    """The day meshes of another group are another's, ``rank/process_group/meshes.py`` may need to do less."""
+    """Check that meshes of different groups are equal; ``rank/process_group/meshes.py`` relies on it."""
     same = inspect.getsource(DeviceMesh.__eq__)
     assert "self._thread_id == other._thread_id" in same and "_group_names" not in same
     assert "self._hash = hash(" in inspect.getsource(DeviceMesh.__hash__)

@@ -1,4 +1,4 @@
-"""What becomes of a group after a cell: pure decisions."""
+"""The state of a process group after a cell: pure decisions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
 
-from .scripted import use
+from .scripted import group_use
 
 
 class _Ranks:
-    """What `ProcessGroupManager.update_health` asks of ranks."""
+    """A stand-in for the ranks that `ProcessGroupManager.update_health` asks."""
 
     members = [None, None]
     cluster = SimpleNamespace(hosts=[LocalHost(Path())])
@@ -33,13 +33,13 @@ class _Ranks:
         return dict.fromkeys(ranks, True if adopt else None)
 
 
-def report(
+def cell_report(
     state: str = "ours", released: bool = False, begun: int = 0, sends: int = 0, changes: int | None = None
 ) -> dict[str, Any]:
     return {
         "state": state,
         "released": released,
-        "begun": {"default cpu": use(begun, {"to 1": sends})},
+        "begun": {"default cpu": group_use(begun, {"to 1": sends})},
         "groups": 1,
         "changes": {} if changes is None else {"model": changes},
         "rank": 0,
@@ -47,32 +47,32 @@ def report(
     }
 
 
-OTHER = [report("other"), {**report("other"), "rank": 1}]
+OTHER = [cell_report("other"), {**cell_report("other"), "rank": 1}]
 
 
 @pytest.mark.parametrize(
     ("reports", "failed", "healthy", "adopted"),
     [
-        ([report(), report()], False, True, False),
-        ([report(), report()], True, True, False),
-        ([report(begun=1), report(begun=2)], True, False, False),
-        ([report(begun=1), report(begun=2)], False, False, False),
-        ([report(begun=1)], False, False, False),
-        ([report(sends=1), report()], True, False, False),
-        ([report(sends=1), report()], False, True, False),
-        ([report(sends=1)], True, False, False),
-        ([report(changes=4), report(changes=8)], True, False, False),
-        ([report(changes=4), report(changes=8)], False, True, False),
-        ([report(changes=4), report()], True, True, False),  # gone from one rank
-        ([report(changes=4)], True, True, False),
-        ([report(), report(released=True)], True, False, False),
-        ([report(), None], True, False, False),
-        ([report("none"), report("none")], False, False, False),
-        ([report("none"), report()], False, False, False),
+        ([cell_report(), cell_report()], False, True, False),
+        ([cell_report(), cell_report()], True, True, False),
+        ([cell_report(begun=1), cell_report(begun=2)], True, False, False),
+        ([cell_report(begun=1), cell_report(begun=2)], False, False, False),
+        ([cell_report(begun=1)], False, False, False),
+        ([cell_report(sends=1), cell_report()], True, False, False),
+        ([cell_report(sends=1), cell_report()], False, True, False),
+        ([cell_report(sends=1)], True, False, False),
+        ([cell_report(changes=4), cell_report(changes=8)], True, False, False),
+        ([cell_report(changes=4), cell_report(changes=8)], False, True, False),
+        ([cell_report(changes=4), cell_report()], True, True, False),  # missing on one rank
+        ([cell_report(changes=4)], True, True, False),
+        ([cell_report(), cell_report(released=True)], True, False, False),
+        ([cell_report(), None], True, False, False),
+        ([cell_report("none"), cell_report("none")], False, False, False),
+        ([cell_report("none"), cell_report()], False, False, False),
         (OTHER, False, True, True),
         (OTHER[::-1], False, False, False),
-        ([OTHER[0], report()], False, False, False),
-        ([{**report("other"), "size": 1}], False, False, False),
+        ([OTHER[0], cell_report()], False, False, False),
+        ([{**cell_report("other"), "size": 1}], False, False, False),
     ],
 )
 def test_the_group_is_kept_adopted_or_rebuilt(
@@ -87,7 +87,7 @@ def test_the_group_is_kept_adopted_or_rebuilt(
 
 def test_a_good_cell_does_not_repair_an_aborted_group() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
-    manager.update_health({0: report(), 1: report()}, False)
+    manager.update_health({0: cell_report(), 1: cell_report()}, False)
     assert not manager.healthy
 
 
@@ -101,11 +101,11 @@ def test_a_group_without_reports_is_not_healthy() -> None:
 def test_accepted_differences_keep_the_group_healthy_until_ranks_begin_more() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
     manager.healthy = True
-    manager.update_health({0: report(begun=1)}, False, unmatched=True)
-    manager.update_health({0: report(begun=1), 1: report()}, False)
-    manager.update_health({0: report(begun=1), 1: report()}, True)
+    manager.update_health({0: cell_report(begun=1)}, False, unmatched=True)
+    manager.update_health({0: cell_report(begun=1), 1: cell_report()}, False)
+    manager.update_health({0: cell_report(begun=1), 1: cell_report()}, True)
     assert manager.healthy
-    manager.update_health({0: report(begun=2), 1: report(begun=1)}, False)
+    manager.update_health({0: cell_report(begun=2), 1: cell_report(begun=1)}, False)
     assert not manager.healthy
 
 
@@ -113,7 +113,7 @@ def test_connections_between_ranks_have_a_rank_at_both_ends() -> None:
     here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     others = ("127.0.0.1", 3, "127.0.0.1", 4)
     assert between_ranks({0: [here, others], 1: [there]}) == {0: [here], 1: [there]}
-    assert between_ranks({0: [here, there], 1: [others]}) == {0: [], 1: []}  # of a rank to itself
+    assert between_ranks({0: [here, there], 1: [others]}) == {0: [], 1: []}  # a connection of a rank to itself
 
 
 def test_a_connection_from_an_unknown_process_spoils_the_group() -> None:

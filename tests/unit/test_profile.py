@@ -1,4 +1,4 @@
-"""Where the time of a profiled cell went, and who kept whom waiting: as pure functions."""
+"""The division of a profiled cell's time, and the ranks that kept others waiting, as pure functions."""
 
 from __future__ import annotations
 
@@ -24,70 +24,75 @@ from ddip.rank.profiling.timeline import Divided, Layers
 S = 1_000_000_000
 
 
-def ns(*seconds: float) -> Any:
+def nanoseconds(*seconds: float) -> Any:
     return tuple(round(each * S) for each in seconds)
 
 
-def layers(**which: Any) -> Layers:
-    return Layers(0, 10 * S, **{name: [ns(*moment) for moment in moments] for name, moments in which.items()})
+def layers_of(**which: Any) -> Layers:
+    return Layers(0, 10 * S, **{name: [nanoseconds(*moment) for moment in moments] for name, moments in which.items()})
 
 
-def communication(divided: Divided) -> float:
+def communication_seconds(divided: Divided) -> float:
     return sum((b - a) * share for a, b, share in divided.communication) / S
 
 
-def whole(divided: Divided) -> float:
-    return divided.compute + divided.loading + divided.idle + communication(divided)
+def total_seconds(divided: Divided) -> float:
+    return divided.compute + divided.loading + divided.idle + communication_seconds(divided)
 
 
 def test_a_blocked_thread_waits_for_gloo_or_data_or_nothing() -> None:
-    """It is blocked from 2 s on; from 2 to 5 gloo works, from 6 to 8 the loader does."""
+    """Block the thread from 2 s on; gloo works from 2 to 5 s, the loader from 6 to 8 s."""
     samples = [(0, 0), (2, 2), (10, 2)]
-    divided = timeline.divide(layers(ops=[(0, 1)], transfers=[(2, 5)], loading=[(6, 8)], samples=samples))
+    divided = timeline.divide(layers_of(ops=[(0, 1)], transfers=[(2, 5)], loading=[(6, 8)], samples=samples))
     assert divided == Divided(
         compute=pytest.approx(2),
         python=pytest.approx(1),
         loading=2,
         idle=pytest.approx(3),
-        communication=[ns(2, 5, 0)[:2] + (1.0,)],
+        communication=[nanoseconds(2, 5, 0)[:2] + (1.0,)],
     )
 
 
 def test_gloo_costs_nothing_beside_a_computing_thread() -> None:
-    divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(1, 9)], samples=[(0, 0), (10, 10)]))
-    assert (divided.compute, divided.python, divided.idle, communication(divided)) == (10, 6, 0, 0)
+    divided = timeline.divide(layers_of(ops=[(0, 4)], transfers=[(1, 9)], samples=[(0, 0), (10, 10)]))
+    assert (divided.compute, divided.python, divided.idle, communication_seconds(divided)) == (10, 6, 0, 0)
 
 
 def test_between_samples_a_thread_is_blocked_where_it_can_be() -> None:
-    """Half of the time: in the collective, of which three of five seconds count then, and one was hidden by Python."""
-    divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(4, 9)], samples=[(0, 0), (10, 7)]))
-    assert communication(divided) == pytest.approx(3)
+    """Attribute half of the time to the collective: 3 of 5 s count, and Python code hid one."""
+    divided = timeline.divide(layers_of(ops=[(0, 4)], transfers=[(4, 9)], samples=[(0, 0), (10, 7)]))
+    assert communication_seconds(divided) == pytest.approx(3)
     assert (divided.compute, divided.idle) == (pytest.approx(7), pytest.approx(0))
-    assert whole(divided) == pytest.approx(10)
+    assert total_seconds(divided) == pytest.approx(10)
 
 
 def test_a_wait_for_a_core_counts_as_late() -> None:
-    """From 2 to 6 s; the sample at 6 s says so of all of it, and that it has run since 5."""
-    divided = timeline.divide(layers(transfers=[(0, 10)], samples=[(0, 0), (2, 2), (4, 2), (6, 6), (10, 6)]))
-    assert (divided.python, communication(divided)) == (pytest.approx(6), pytest.approx(4))
+    """Wait for a core from 2 to 6 s.
+
+    The sample at 6 s reports all of it, and that the thread has run since 5 s.
+    """
+    divided = timeline.divide(layers_of(transfers=[(0, 10)], samples=[(0, 0), (2, 2), (4, 2), (6, 6), (10, 6)]))
+    assert (divided.python, communication_seconds(divided)) == (pytest.approx(6), pytest.approx(4))
 
 
 def test_without_samples_a_thread_is_blocked_outside_operations() -> None:
-    divided = timeline.divide(layers(ops=[(0, 4)], transfers=[(3, 6)]))
-    assert (divided.compute, communication(divided), divided.idle) == (4, 2, 4)
+    divided = timeline.divide(layers_of(ops=[(0, 4)], transfers=[(3, 6)]))
+    assert (divided.compute, communication_seconds(divided), divided.idle) == (4, 2, 4)
 
 
 def test_gpu_kernels_hide_everything_and_nccl_kernels_are_communication() -> None:
-    divided = timeline.divide(layers(kernels=[(1, 4)], network=[(3, 6)], loading=[(5, 8)], samples=[(0, 0), (10, 10)]))
-    assert (communication(divided), divided.loading, divided.compute) == (2, 2, pytest.approx(6))
-    assert whole(divided) == pytest.approx(10)
+    divided = timeline.divide(
+        layers_of(kernels=[(1, 4)], network=[(3, 6)], loading=[(5, 8)], samples=[(0, 0), (10, 10)])
+    )
+    assert (communication_seconds(divided), divided.loading, divided.compute) == (2, 2, pytest.approx(6))
+    assert total_seconds(divided) == pytest.approx(10)
 
 
 class Event:
-    """As Kineto's are."""
+    """A profiler event like Kineto's."""
 
     def __init__(self, name: str, begin: float, end: float, thread: int = 1, kind: str = "cpu_op") -> None:
-        self._name, self._moment, self._thread, self._activity = name, ns(begin, end), thread, kind
+        self._name, self._moment, self._thread, self._activity = name, nanoseconds(begin, end), thread, kind
 
     def __getattr__(self, name: str) -> Any:
         values = {
@@ -124,16 +129,16 @@ def test_events_belong_to_layers_by_their_names_and_threads() -> None:
         recorded,
     )
     its = recorded.layers
-    assert its.ops == [ns(0, 1), ns(5, 6)]
-    assert its.loading == [ns(1, 2)]
-    assert its.network == [ns(2, 3), ns(6, 7)]
-    assert its.transfers == recorded.work["gloo:all_reduce"] == [ns(2, 5)]
-    assert its.kernels == [ns(7, 8)]
+    assert its.ops == [nanoseconds(0, 1), nanoseconds(5, 6)]
+    assert its.loading == [nanoseconds(1, 2)]
+    assert its.network == [nanoseconds(2, 3), nanoseconds(6, 7)]
+    assert its.transfers == recorded.work["gloo:all_reduce"] == [nanoseconds(2, 5)]
+    assert its.kernels == [nanoseconds(7, 8)]
 
 
 def test_recorded_collectives_are_matched_with_work_of_their_backend() -> None:
     recorded = Recorded(Layers(1 * S, 10 * S))
-    recorded.work["gloo:all_reduce"] = [ns(4, 6), ns(2, 3), ns(0.2, 0.5)]
+    recorded.work["gloo:all_reduce"] = [nanoseconds(4, 6), nanoseconds(2, 3), nanoseconds(0.2, 0.5)]
     of = {"formed": 0, "number": 0, "shapes": [[4]], "dtypes": ["float32"], "is_done": True}
     entries = [
         flight_recorder.Entry("0", op="gloo:all_reduce", begun=round(at * S), record=(0, i), **{**of, "number": i})
@@ -143,24 +148,28 @@ def test_recorded_collectives_are_matched_with_work_of_their_backend() -> None:
     assert [(row[2], row[3], row[6] / S, row[7] / S) for row in rows] == [
         (5, "all_reduce", 1.9, 3),
         (6, "all_reduce", 3.9, 6),
-        (7, "all_reduce", 7, 10),  # it has not ended
+        (7, "all_reduce", 7, 10),  # has not ended
     ]
 
 
 def test_without_a_flight_recorder_calls_count_in_their_order() -> None:
-    recorded = Recorded(Layers(0, 10 * S), calls=[(*ns(5, 6), "c10d::barrier"), (*ns(1, 2), "c10d::allreduce_")])
+    recorded = Recorded(
+        Layers(0, 10 * S), calls=[(*nanoseconds(5, 6), "c10d::barrier"), (*nanoseconds(1, 2), "c10d::allreduce_")]
+    )
     rows = profile_events.collectives(recorded, [], {}, [0, 1])
     assert [(row[0], row[2], row[3]) for row in rows] == [("?", 1, "allreduce"), ("?", 2, "barrier")]
 
 
-def row(number: int, begin: float, end: float, group: str = "0", ranks: tuple[int, ...] = (0, 1)) -> CollectiveRow:
-    return (group, list(ranks), number, "all_reduce", [[4]], ["float32"], *ns(begin, end))
+def collective_row(
+    number: int, begin: float, end: float, group: str = "0", ranks: tuple[int, ...] = (0, 1)
+) -> CollectiveRow:
+    return (group, list(ranks), number, "all_reduce", [[4]], ["float32"], *nanoseconds(begin, end))
 
 
-def report(
+def report_of_ten_seconds(
     collectives: list[CollectiveRow], exposed: list[tuple[float, float]], ahead: float = 0, **more: Any
 ) -> ProfileReport:
-    """Of ten seconds on a clock that is `ahead` of the notebook's."""
+    """Return the report of a cell of ten seconds, on a clock that is `ahead` of the notebook's."""
     rest = 10 - sum(b - a for a, b in exposed) - sum(more.values())
     base: dict[str, Any] = {"compute": rest, "python": 0.0, "loading": 0.0, "idle": 0.0, **more}
     shift = round(ahead * S)
@@ -170,7 +179,7 @@ def report(
         "note": "",
         "begin": shift,
         "end": 10 * S + shift,
-        "communication": [(a + shift, b + shift, 1.0) for a, b in (ns(*moment) for moment in exposed)],
+        "communication": [(a + shift, b + shift, 1.0) for a, b in (nanoseconds(*moment) for moment in exposed)],
         "collectives": [(*each[:6], each[6] + shift, each[7] + shift) for each in collectives],
         "events": 0,
         "size": 0,
@@ -185,8 +194,8 @@ def profile_of(reports: dict[int, ProfileReport], ahead: dict[int, float] | None
 
 @pytest.mark.parametrize("ahead", [0, 3600, -5], ids=["one clock", "an hour ahead", "behind"])
 def test_a_rank_waits_for_the_last_one_despite_different_clocks(ahead: float) -> None:
-    waits = report([row(1, 1, 4.5)], [(1, 4.5)])
-    late = report([row(1, 4, 4.5)], [(4, 4.5)], ahead, idle=3)
+    waits = report_of_ten_seconds([collective_row(1, 1, 4.5)], [(1, 4.5)])
+    late = report_of_ten_seconds([collective_row(1, 4, 4.5)], [(4, 4.5)], ahead, idle=3)
     profile = profile_of({0: waits, 1: late}, {1: ahead})
     assert (profile.ranks[0].waiting, profile.ranks[0].communication) == (pytest.approx(3), pytest.approx(0.5))
     assert (profile.ranks[1].waiting, profile.ranks[1].communication) == (0, pytest.approx(0.5))
@@ -200,9 +209,11 @@ def test_a_rank_waits_for_the_last_one_despite_different_clocks(ahead: float) ->
 
 
 def test_time_in_simultaneous_collectives_counts_once() -> None:
-    """As DDP's buckets are."""
-    first = report([row(1, 1, 5), row(2, 2, 5), row(3, 3, 5)], [(3, 5)])
-    second = report([row(1, 4, 5), row(2, 4, 5), row(3, 4.5, 5)], [(4.5, 5)])
+    """Overlap collectives, as DDP's buckets do."""
+    first = report_of_ten_seconds([collective_row(1, 1, 5), collective_row(2, 2, 5), collective_row(3, 3, 5)], [(3, 5)])
+    second = report_of_ten_seconds(
+        [collective_row(1, 4, 5), collective_row(2, 4, 5), collective_row(3, 4.5, 5)], [(4.5, 5)]
+    )
     profile = profile_of({0: first, 1: second})
     assert profile.ranks[0].waiting == pytest.approx(1.5)
     assert profile.waited_for[1] == pytest.approx(1.5)
@@ -210,32 +221,41 @@ def test_time_in_simultaneous_collectives_counts_once() -> None:
 
 
 def test_a_missing_rank_is_waited_for_until_the_end() -> None:
-    profile = profile_of({0: report([row(1, 2, 10)], [(2, 10)]), 1: report([], [])})
+    profile = profile_of(
+        {0: report_of_ten_seconds([collective_row(1, 2, 10)], [(2, 10)]), 1: report_of_ten_seconds([], [])}
+    )
     assert profile.ranks[0].waiting == pytest.approx(8) and profile.slowest_rank == 1
     assert "waiting for ranks that never came" in str(profile_report.remarks(profile))
 
 
 def test_ranks_do_not_wait_for_a_rank_with_missing_events() -> None:
-    short = report([], [])
+    short = report_of_ten_seconds([], [])
     short["note"] = "too many events"
-    profile = profile_of({0: report([row(1, 2, 10)], [(2, 10)]), 1: short})
+    profile = profile_of({0: report_of_ten_seconds([collective_row(1, 2, 10)], [(2, 10)]), 1: short})
     assert (profile.ranks[0].waiting, profile.ranks[0].communication) == (0, pytest.approx(8))
 
 
 def test_ranks_that_begin_different_operations_are_not_compared() -> None:
-    other = (*row(1, 4, 5)[:3], "barrier", *row(1, 4, 5)[4:])
-    profile = profile_of({0: report([row(1, 2, 5)], [(2, 5)]), 1: report([other], [])})  # type: ignore[list-item]
+    other = (*collective_row(1, 4, 5)[:3], "barrier", *collective_row(1, 4, 5)[4:])
+    profile = profile_of(
+        {0: report_of_ten_seconds([collective_row(1, 2, 5)], [(2, 5)]), 1: report_of_ten_seconds([other], [])}
+    )  # type: ignore[list-item]
     assert profile.ranks[0].waiting == 0
 
 
 def test_ranks_that_wait_for_each_other_have_no_slowest() -> None:
-    first = report([row(1, 1, 3), row(2, 6, 6)], [(1, 3)])
-    second = report([row(1, 3, 3), row(2, 4.1, 6)], [(4.1, 6)])
+    first = report_of_ten_seconds([collective_row(1, 1, 3), collective_row(2, 6, 6)], [(1, 3)])
+    second = report_of_ten_seconds([collective_row(1, 3, 3), collective_row(2, 4.1, 6)], [(4.1, 6)])
     assert "no rank is slow all along" in str(profile_report.remarks(profile_of({0: first, 1: second})))
 
 
 def test_the_report_lists_shares_slow_ranks_and_missing_data() -> None:
-    found = profile_of({0: report([row(1, 1, 4)], [(1, 4)], loading=1), 1: report([row(1, 4, 4)], [], loading=5)})
+    found = profile_of(
+        {
+            0: report_of_ten_seconds([collective_row(1, 1, 4)], [(1, 4)], loading=1),
+            1: report_of_ten_seconds([collective_row(1, 4, 4)], [], loading=5),
+        }
+    )
     profile = Profile(found.ranks, found.collectives, found.waited_for, {2: "its process has <ended>"}, Path("out"))
     bundle = profile._repr_mimebundle_()
     text = bundle["text/plain"]
@@ -271,7 +291,7 @@ def test_traces_merge_with_a_process_per_rank_and_one_clock(tmp_path: Path, monk
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {1: "rank 0", 3: "rank 2"}
     ops = {event["pid"]: event["ts"] for event in events if event["name"] == "aten::mm"}
-    assert ops == {1: 1_000_000.5, 3: 1_000_000.5}  # both at one second after the begin
+    assert ops == {1: 1_000_000.5, 3: 1_000_000.5}  # both one second after the beginning
     assert {event["id"] for event in events if event["name"] == "fwdbwd"} == {"0.3", "2.3"}
     assert [event["tid"] for event in events if event["name"] == "gemm"] == [10_000_007]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gz", "all", "b.gz"]

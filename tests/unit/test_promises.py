@@ -1,4 +1,4 @@
-"""The page "What is promised": each promise names a test that there is."""
+"""The page "What is promised": each promise names an existing test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_page_contains_promises() -> None:
 
 @functools.cache
 def names_in(path: str) -> set[str]:
-    """Names of the functions of a test file."""
+    """Return the names of the functions of a test file."""
     tree = ast.parse((ROOT / "tests" / path).read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
@@ -37,7 +37,10 @@ def test_each_promise_names_existing_tests() -> None:
 
 
 def find_native() -> dict[tuple[str, str], set[str]]:
-    """The mechanisms that tests are marked to need, by their file and name; no name if the whole file is marked."""
+    """Return the mechanisms that tests are marked to need, by file and test name.
+
+    The name is empty if the whole file is marked.
+    """
     found: dict[tuple[str, str], set[str]] = {}
     for path in sorted((ROOT / "tests").glob("*/test_*.py")):
         for node in ast.parse(path.read_text()).body:

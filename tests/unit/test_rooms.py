@@ -1,4 +1,4 @@
-"""The house: who imports whom. The contracts are in ``pyproject.toml``."""
+"""Rules for imports between packages. The contracts are in ``pyproject.toml``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_module_names_in_strings_form_no_import_cycle() -> None:
-    """Contracts see imports; calls on a rank, and starts of processes, name modules in strings. ``on_rank.py`` is the
-    declared table of the functions that the notebook calls, and is left out."""
+    """Add imports for module names in strings: calls on a rank, and starts of processes.
+
+    ``on_rank.py``, the declared table of functions that the notebook calls, is excluded.
+    """
     graph = grimp.build_graph("ddip")
     packages = set()
     for module in graph.modules:

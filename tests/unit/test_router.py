@@ -1,4 +1,4 @@
-"""How messages of ranks become lines of the notebook."""
+"""Conversion of the messages of ranks to lines of the notebook."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from ddip.output.transcript import Display
 from ddip.rank.streams.limiter import Chunk, OutputLimiter
 
 
-def stream(text: str, name: str = "stdout") -> dict[str, Any]:
+def stream_message(text: str, name: str = "stdout") -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": name, "text": text}}
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_output_of_a_single_rank_is_shown_unchanged(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput([rank])
-    show.receive(rank, stream("half"))
-    show.receive(1, stream("not seen\n"))
-    show.receive(rank, stream("\rwhole\n"))
-    show.receive(rank, stream("bad\n", "stderr"))
+    show.receive(rank, stream_message("half"))
+    show.receive(1, stream_message("not seen\n"))
+    show.receive(rank, stream_message("\rwhole\n"))
+    show.receive(rank, stream_message("bad\n", "stderr"))
     show.finish()
     assert tuple(capsys.readouterr()) == ("half\rwhole\n", "bad\n")
 
 
 def test_lines_of_several_ranks_are_not_torn(capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput([0, 1])
-    show.receive(0, stream("a"))
-    show.receive(1, stream("b\nc"))
-    show.receive(0, stream("a\n"))
+    show.receive(0, stream_message("a"))
+    show.receive(1, stream_message("b\nc"))
+    show.receive(0, stream_message("a\n"))
     show.finish()
     assert capsys.readouterr().out == "[rank 1] b\n[rank 0] aa\n[rank 1] c\n"
 
 
 def test_quiet_keeps_all_output_until_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput([0, 1], quiet=True)
-    show.receive(1, stream("b\n"))
-    show.receive(0, stream("a"))
+    show.receive(1, stream_message("b\n"))
+    show.receive(0, stream_message("a"))
     assert capsys.readouterr().out == ""
     show.finish()
     assert capsys.readouterr().out == "[rank 0] a\n[rank 1] b\n"
@@ -55,21 +55,21 @@ def test_long_output_loses_its_middle(capsys: pytest.CaptureFixture[str]) -> Non
     for show_ranks in ([0], [0, 1]):
         label = "[rank 0] " if len(show_ranks) > 1 else ""
         show = CellOutput(show_ranks)
-        show.receive(0, stream("line 0\n"))
+        show.receive(0, stream_message("line 0\n"))
         show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "7\n", "line": 7}})
         show.receive(0, {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": "9\n", "line": 9}})
         show.finish()
         assert capsys.readouterr().out == f"{label}line 0\n{label}… 8 lines left out …\n{label}9\n"
 
 
-def sent(limit: int, *texts: str) -> list[dict[str, Any]]:
-    """What a rank sends of `texts`, as messages."""
+def limited_messages(limit: int, *texts: str) -> list[dict[str, Any]]:
+    """Return the messages in which a rank sends `texts`."""
     limiter = OutputLimiter(limit)
     messages = []
     for chunk in [*map(limiter.take, texts), limiter.rest()]:
         if chunk is not None:
             for piece in [Chunk("\n")] * chunk.breaks + [chunk] * bool(chunk.text):
-                messages.append(stream(piece.text))
+                messages.append(stream_message(piece.text))
                 if piece.line is not None:
                     messages[-1]["content"].update(line=piece.line, cut=piece.cut)
     return messages
@@ -85,7 +85,7 @@ def test_a_line_above_the_limit_loses_its_middle(
     show = CellOutput(
         [0] if style == "one rank" else [0, 1], DisplayOptions("auto" if style == "one rank" else style, 1000)
     )
-    for message in sent(1000, f"{before}{'b' * 1500}{after}"):
+    for message in limited_messages(1000, f"{before}{'b' * 1500}{after}"):
         show.receive(0, message)
         if draws:
             show.draw()
@@ -109,7 +109,7 @@ def test_omitted_output_is_counted_in_english() -> None:
 def test_output_just_above_the_limit_is_shown_whole(show_ranks: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput(show_ranks, DisplayOptions("labels", 1000))
     texts = [f"line {number}\n" for number in range(130)]
-    for message in sent(1000, *texts):
+    for message in limited_messages(1000, *texts):
         show.receive(0, message)
     show.finish()
     assert capsys.readouterr().out.replace("[rank 0] ", "") == "".join(texts)
@@ -118,10 +118,10 @@ def test_output_just_above_the_limit_is_shown_whole(show_ranks: list[int], capsy
 def test_bars_of_several_ranks_leave_their_last_state(capsys: pytest.CaptureFixture[str]) -> None:
     show = CellOutput([0, 1])
     for rank in (0, 1):
-        show.receive(rank, stream("\r 50%", "stderr"))
+        show.receive(rank, stream_message("\r 50%", "stderr"))
     show.draw()
-    show.receive(1, stream("\r100%\nafter\n", "stderr"))
-    show.receive(0, stream("\r 75%", "stderr"))
+    show.receive(1, stream_message("\r100%\nafter\n", "stderr"))
+    show.receive(0, stream_message("\r 75%", "stderr"))
     show.finish()
     assert capsys.readouterr().err == "[rank 1] 100%\n[rank 1] after\n[rank 0]  75%\n"
 
@@ -157,7 +157,7 @@ def test_the_table_has_gpu_columns_only_with_gpus() -> None:
 def test_a_terminal_shows_all_bars_at_the_bottom(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Screen(10_000)
 
-    def seen() -> list[str]:
+    def terminal_lines() -> list[str]:
         show.draw()
         terminal.write(capsys.readouterr().out)
         return plain(terminal.text).splitlines()
@@ -165,21 +165,21 @@ def test_a_terminal_shows_all_bars_at_the_bottom(capsys: pytest.CaptureFixture[s
     show = CellOutput([0, 1])
     show.page.terminal = True
     for rank in (0, 1):
-        show.receive(rank, stream("\r 10%"))
-    assert seen() == ["[rank 0]  10%", "[rank 1]  10%"]
-    show.receive(0, stream("\r 20%"))
-    show.receive(1, stream("\r100%"))
-    assert seen() == ["[rank 0]  20%", "[rank 1] 100%"]
-    show.receive(1, stream("\nsaid\n"))
-    assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0]  20%"]
-    show.receive(0, stream("\r100%\n"))
+        show.receive(rank, stream_message("\r 10%"))
+    assert terminal_lines() == ["[rank 0]  10%", "[rank 1]  10%"]
+    show.receive(0, stream_message("\r 20%"))
+    show.receive(1, stream_message("\r100%"))
+    assert terminal_lines() == ["[rank 0]  20%", "[rank 1] 100%"]
+    show.receive(1, stream_message("\nsaid\n"))
+    assert terminal_lines() == ["[rank 1] 100%", "[rank 1] said", "[rank 0]  20%"]
+    show.receive(0, stream_message("\r100%\n"))
     show.finish()
-    assert seen() == ["[rank 1] 100%", "[rank 1] said", "[rank 0] 100%"]
+    assert terminal_lines() == ["[rank 1] 100%", "[rank 1] said", "[rank 0] 100%"]
 
 
 def test_a_closed_page_ends_no_cell(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     show = CellOutput([0, 1])
-    show.receive(0, stream("half a line"))
+    show.receive(0, stream_message("half a line"))
     with Path(os.devnull).open("w") as closed:
         pass
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Bytes that processes of one host have in memory once."""
+"""Bytes that the processes of one host share in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddip.protocol.objects.shared import SharedBytes
 
 @pytest.fixture(params=["memory", "file"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a system that has memory without a name, or has not."""
+    """Simulate a system with or without anonymous memory files."""
     if request.param == "file":
         monkeypatch.delattr(os, "memfd_create")
     return tmp_path

@@ -1,4 +1,4 @@
-"""What `--slurm` submits, and where `--here` looks; no Slurm is needed for it."""
+"""What `--slurm` submits, and how `--here` finds its job; runs without Slurm."""
 
 from __future__ import annotations
 

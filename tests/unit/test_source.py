@@ -1,4 +1,4 @@
-"""Rules for ddip's own source that ruff does not know."""
+"""Rules for ddip's source that ruff does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group and its cells as plain data: what programs are told, and the schemas of it."""
+"""A group and its cells as plain data for programs, and the schemas of the data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SCHEMAS = {
 }
 
 
-def fits(name: str, data: Any) -> None:
-    """Fails unless `data`, as JSON, is what the schema `name` describes."""
+def assert_fits_schema(name: str, data: Any) -> None:
+    """Fail unless `data`, as JSON, matches the schema `name`."""
     jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(json.dumps(data, allow_nan=False)))
 
 
@@ -65,17 +65,17 @@ def test_the_schemas_describe_every_key_and_no_other(name: str, place: str | Non
 
 
 def test_the_schemas_know_every_state_and_outcome() -> None:
-    of = lambda name, place, key: SCHEMAS[name]["$defs"][place]["properties"][key]["enum"]  # noqa: E731
-    assert of("status", "rank", "state") == list(typing.get_args(status_types.RankState))
-    assert of("cell", "part", "state") == list(typing.get_args(status_types.PartState))
+    enum_of = lambda name, place, key: SCHEMAS[name]["$defs"][place]["properties"][key]["enum"]  # noqa: E731
+    assert enum_of("status", "rank", "state") == list(typing.get_args(status_types.RankState))
+    assert enum_of("cell", "part", "state") == list(typing.get_args(status_types.PartState))
     outcomes = [*typing.get_args(status_types.CellOutcome), None]
-    assert of("status", "cell", "outcome") == SCHEMAS["cell"]["properties"]["outcome"]["enum"] == outcomes
+    assert enum_of("status", "cell", "outcome") == SCHEMAS["cell"]["properties"]["outcome"]["enum"] == outcomes
 
 
 # -- a cell, by rank
 
 
-def stream(text: str, **where: int) -> dict[str, Any]:
+def stream_message(text: str, **where: int) -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": text, **where}}
 
 
@@ -84,8 +84,8 @@ def test_output_is_plain_text_with_bars_in_their_last_state() -> None:
     changed = {**shown, "data": {"text/plain": "another plot"}}
     result = {"data": {"text/plain": "3"}, "metadata": {}, "execution_count": 7}
     messages = [
-        (0, stream("\x1b[31mred\x1b[0m\n 10 %\r100 %\n")),
-        (1, stream("of rank 1")),
+        (0, stream_message("\x1b[31mred\x1b[0m\n 10 %\r100 %\n")),
+        (1, stream_message("of rank 1")),
         (0, {"header": {"msg_type": "display_data"}, "content": shown}),
         (0, {"header": {"msg_type": "update_display_data"}, "content": changed}),
         (0, {"header": {"msg_type": "execute_result"}, "content": result}),
@@ -94,14 +94,14 @@ def test_output_is_plain_text_with_bars_in_their_last_state() -> None:
 
 
 def test_long_text_keeps_its_end_even_within_a_character() -> None:
-    messages = [(0, stream("x" * 50 + "\udcff" + "y" * 9))]
+    messages = [(0, stream_message("x" * 50 + "\udcff" + "y" * 9))]
     assert texts(messages, [0, 1], 1000, most=12) == {0: ("cff" + "y" * 9, True), 1: ("", False)}
 
 
 def test_text_shared_by_ranks_appears_once() -> None:
     parts = {rank: Part("ok", 0.5, None, text) for rank, text in enumerate(["same", "other", "same", ""])}
     data = cell_data(7, "ok", 1.23456, {**parts, 4: Part("ok", None, None, ""), 5: Part("ok")})
-    fits("cell", data)
+    assert_fits_schema("cell", data)
     assert [(part.get("text"), part.get("same_text_as")) for part in data["ranks"].values()] == [
         ("same", None),
         ("other", None),
@@ -143,9 +143,9 @@ def test_an_error_has_no_colours_and_keeps_its_end() -> None:
 
 
 def by_rank(cell: Cell) -> list[tuple[str, str | None]]:
-    """State and text, by rank; the data fits its schema."""
+    """Return state and text by rank, after checking the schema."""
     data = data_of(cell)
-    fits("cell", data)
+    assert_fits_schema("cell", data)
     return [(part["state"], part.get("text")) for part in data["ranks"].values()]
 
 
@@ -169,7 +169,7 @@ def test_an_unfinished_cell_has_a_state_per_rank(new_group: NewGroup) -> None:
     second.done.result(timeout=10)
     assert by_rank(first) == [("ok", "hello"), ("interrupted", None)]
     assert by_rank(second) == [("not_run", ""), ("not_run", None)]
-    fits("status", group.status())
+    assert_fits_schema("status", group.status())
     assert [cell["outcome"] for cell in group.status()["cells"]] == ["interrupted", "not_run"]
 
 
@@ -201,7 +201,7 @@ def test_the_status_of_a_group_always_fits_its_schema(new_group: NewGroup) -> No
         group.run("2: raise ValueError no")
     cell = group.start("sleep", ranks=[1])
     told = group.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert told["group"] == {"size": 3, "backend": "gloo", "healthy": True, "app": None, "hosts": ["here"]}
     assert [(rank["state"], rank["cell"]) for rank in told["ranks"]] == [("idle", None), ("busy", 2), ("idle", None)]
     assert told["devices"] == [{"device": "cpu", "host": "here", "ranks": [0, 1, 2], "memory_total": None}]
@@ -214,7 +214,7 @@ def test_status_reports_ranks_that_ended_or_do_not_answer(new_group: NewGroup) -
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
     del group.engine(2).answers["runtime.housekeeping.figures"]
     told = group.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert [rank["state"] for rank in told["ranks"]] == ["idle", "ended", "no_answer"]
     assert told["group"] is not None and told["group"]["healthy"] is False
     assert told["ranks"][1]["memory"] is None
@@ -235,10 +235,10 @@ def test_status_of_an_ended_group_is_none(new_group: NewGroup) -> None:
     group.run("pass")
     group.shutdown()
     told = group.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert (told["group"], told["ranks"], told["devices"]) == (None, [], [])
     assert [cell["outcome"] for cell in told["cells"]] == ["ok"]
-    fits("status", cell_magics.status_now(None, History()))
+    assert_fits_schema("status", cell_magics.status_now(None, History()))
     assert cell_magics.status_text(None, History()) == "there is no group"
 
 
@@ -254,7 +254,7 @@ def test_status_lists_gpus_as_devices(new_group: NewGroup, monkeypatch: pytest.M
             "gpu": figures,
         }
     told = group.status()
-    fits("status", told)
+    assert_fits_schema("status", told)
     assert [(device["device"], device["ranks"]) for device in told["devices"]] == [("GPU 0", [0, 1]), ("GPU 1", [2])]
     assert told["devices"][1]["memory_total"] == 102
     assert told["ranks"][1]["gpu"] == {"allocated": 1, "reserved": 10, "total": 101}

@@ -1,4 +1,4 @@
-"""Who has begun more collectives than others: pure decisions."""
+"""Which ranks have begun more collectives than others: pure decisions."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from . import scripted
 ALL, PAIR = "default cpu", "1 cpu"
 
 
-def use(collectives: int = 0, ranks: list[int] | None = None, **more: Any) -> GroupUse:
+def group_use(collectives: int = 0, ranks: list[int] | None = None, **more: Any) -> GroupUse:
     """Return what a rank reports of a group."""
-    report: Any = {**scripted.use(collectives), "ranks": ranks, **more}
+    report: Any = {**scripted.group_use(collectives), "ranks": ranks, **more}
     return report  # type: ignore[no-any-return]
 
 
 def test_ranks_are_in_step_if_counts_match_in_every_group() -> None:
     steps = Steps()
-    steps.update({0: {ALL: use(2), PAIR: use(1, [0, 2])}, 1: {ALL: use(2, messages={"to 2": 5})}})
+    steps.update({0: {ALL: group_use(2), PAIR: group_use(1, [0, 2])}, 1: {ALL: group_use(2, messages={"to 2": 5})}})
     assert steps.uneven(2) == [Uneven(PAIR, {0: 1, 2: 0})]
-    steps.update({2: {ALL: use(1), PAIR: use(1, [0, 2])}})
+    steps.update({2: {ALL: group_use(1), PAIR: group_use(1, [0, 2])}})
     assert steps.uneven(3) == [Uneven(ALL, {0: 2, 1: 2, 2: 1})]
-    steps.update({2: {ALL: use(2), PAIR: use(1, [0, 2])}})
+    steps.update({2: {ALL: group_use(2), PAIR: group_use(1, [0, 2])}})
     assert steps.uneven(3) == []
 
 
 def test_a_rank_that_left_a_group_is_not_behind() -> None:
     steps = Steps()
-    steps.update({0: {PAIR: use(3, [0, 1])}, 1: {}})
+    steps.update({0: {PAIR: group_use(3, [0, 1])}, 1: {}})
     assert steps.uneven(2) == []
 
 
 def test_an_accepted_difference_is_reported_after_further_collectives() -> None:
     steps = Steps()
-    steps.update({0: {ALL: use(1)}, 1: {ALL: use(0)}})
+    steps.update({0: {ALL: group_use(1)}, 1: {ALL: group_use(0)}})
     steps.accept(steps.uneven(2))
     assert steps.uneven(2) == []
-    steps.update({0: {ALL: use(2)}, 1: {ALL: use(1)}})
+    steps.update({0: {ALL: group_use(2)}, 1: {ALL: group_use(1)}})
     assert steps.uneven(2) == [Uneven(ALL, {0: 2, 1: 1})]
     steps.forget()
     assert steps.uneven(2) == []
@@ -49,23 +49,23 @@ def test_an_accepted_difference_is_reported_after_further_collectives() -> None:
 
 def test_messages_are_compared_by_direction_since_the_last_report() -> None:
     steps = Steps()
-    sent, received = {ALL: use(messages={"to 1": 1})}, {ALL: use(messages={"from 0": 1})}
+    sent, received = {ALL: group_use(messages={"to 1": 1})}, {ALL: group_use(messages={"from 0": 1})}
     assert steps.are_messages_uneven({0: sent}, 2)
     assert not steps.are_messages_uneven({0: sent, 1: received}, 2)
-    assert steps.are_messages_uneven({0: sent, 1: {ALL: use(messages={"to 0": 1})}}, 2)
-    assert not steps.are_messages_uneven({0: sent, 1: {ALL: use(messages={"from any": 1})}}, 2)
+    assert steps.are_messages_uneven({0: sent, 1: {ALL: group_use(messages={"to 0": 1})}}, 2)
+    assert not steps.are_messages_uneven({0: sent, 1: {ALL: group_use(messages={"from any": 1})}}, 2)
     steps.update({0: sent})
     assert not steps.are_messages_uneven({0: sent}, 2)
-    assert not steps.are_messages_uneven({0: {ALL: use(messages={"to 1": 2})}, 1: received}, 2)
+    assert not steps.are_messages_uneven({0: {ALL: group_use(messages={"to 1": 2})}, 1: received}, 2)
 
 
 def test_messages_of_a_pipeline_may_differ_in_number_between_ranks() -> None:
     steps = Steps()
-    middle = use(messages={"from 0": 1, "to 2": 1}, ranks=[1, 3, 5])
+    middle = group_use(messages={"from 0": 1, "to 2": 1}, ranks=[1, 3, 5])
     reports = {
-        1: {PAIR: use(messages={"to 1": 1}, ranks=[1, 3, 5])},
+        1: {PAIR: group_use(messages={"to 1": 1}, ranks=[1, 3, 5])},
         3: {PAIR: middle},
-        5: {PAIR: use(messages={"from 1": 1}, ranks=[1, 3, 5])},
+        5: {PAIR: group_use(messages={"from 1": 1}, ranks=[1, 3, 5])},
     }
     assert not steps.are_messages_uneven(reports, 6)
     del reports[5]
@@ -90,14 +90,14 @@ def test_a_difference_is_certain_if_no_thread_can_resolve_it(
     ahead: dict[str, Any], behind: dict[str, Any], is_sure: bool
 ) -> None:
     steps = Steps()
-    steps.update({0: {ALL: use(2, **ahead)}, 1: {ALL: use(1, **behind)}})
+    steps.update({0: {ALL: group_use(2, **ahead)}, 1: {ALL: group_use(1, **behind)}})
     assert [one.is_sure for one in steps.uneven(2)] == [is_sure]
     assert not any(one.by_threads for one in steps.uneven(2))
 
 
 def test_groups_with_equal_names_and_different_ranks_are_different_groups() -> None:
     steps = Steps()
-    steps.update({0: {PAIR: use(1, [0])}, 1: {PAIR: use(2, [1])}})
+    steps.update({0: {PAIR: group_use(1, [0])}, 1: {PAIR: group_use(2, [1])}})
     assert steps.uneven(2) == []
 
 

@@ -1,4 +1,4 @@
-"""How much of what a cell writes leaves the rank."""
+"""How much of a cell's output leaves the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_flood_is_sampled_and_its_end_sent_last() -> None:
     budget = OutputLimiter(1000)
     lines = [f"{number:09}\n" for number in range(100_000)]
     texts = ["".join(lines[begin : begin + 10]) for begin in range(0, len(lines), 10)]
-    budget._last_tick += 3600  # however long this takes, it is not time for a piece of the end
+    budget._last_tick += 3600  # no piece of the end is due, even if this takes long
     pieces = [budget.take(text) for text in texts[:11]]
     budget._last_tick -= 3600
     pieces += [budget.take(text) for text in texts[11:]]

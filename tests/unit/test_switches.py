@@ -1,4 +1,4 @@
-"""Mechanisms below public interfaces: what turns them off, and whether they work here."""
+"""Native mechanisms: what turns them off, and whether they work here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .scripted import ScriptedEngine
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests turn off what they need to be off, also with ``--no-native``."""
+def all_mechanisms_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn all mechanisms on, even with ``--no-native``; the tests turn off what they need."""
     monkeypatch.delenv("DDIP_NATIVE", raising=False)
 
 

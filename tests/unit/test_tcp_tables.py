@@ -42,7 +42,7 @@ def test_ipv4_addresses_on_ipv6_sockets_are_shown_as_ipv4() -> None:
 
 
 def test_a_shared_socket_is_found_with_each_process() -> None:
-    """As with the workers of a data loader, which have the sockets of their rank."""
+    """Share a socket, as the workers of a data loader share those of their rank."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

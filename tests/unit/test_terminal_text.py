@@ -9,7 +9,7 @@ import pytest
 from ddip.output.terminal_text import Screen, moves_cursor
 
 
-def shown(*texts: str, limit: int = 10_000) -> str:
+def text_on_screen(*texts: str, limit: int = 10_000) -> str:
     screen = Screen(limit)
     for text in texts:
         screen.write(text)
@@ -36,8 +36,8 @@ def shown(*texts: str, limit: int = 10_000) -> str:
     ],
 )
 def test_cursor_movements_are_applied(written: str, seen: str) -> None:
-    assert shown(written) == seen
-    assert shown(*re.findall("\x1b\\[[0-9;]*[A-Za-z]|(?s:.)", written)) == seen  # also a character at a time
+    assert text_on_screen(written) == seen
+    assert text_on_screen(*re.findall("\x1b\\[[0-9;]*[A-Za-z]|(?s:.)", written)) == seen  # also one character at a time
 
 
 def test_a_tqdm_bar_is_one_line_ending_at_100_percent() -> None:

@@ -1,4 +1,4 @@
-"""An exception that is raised in another thread; in a process of its own, which may hang."""
+"""Exceptions raised in another thread; runs in a separate process, which may hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which group in_torchddp takes, and for which app."""
+"""The group that in_torchddp uses, and for which app."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_an_installed_package_selects_its_app(monkeypatch: pytest.MonkeyPatch) -
     assert torchddp._app_for({"torch"}) is None
     assert torchddp._app_for({"torch", "fastai"}) == "fastai"
 
-    def none(name: str) -> str:
+    def no_app(name: str) -> str:
         raise BadInput("there is no app")
 
-    monkeypatch.setattr(torchddp.apps, "find", none)
+    monkeypatch.setattr(torchddp.apps, "find", no_app)
     assert torchddp._app_for({"fastai"}) is None
 
 

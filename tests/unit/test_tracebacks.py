@@ -1,4 +1,4 @@
-"""What is told of an exception: all of it where that is possible, and always something, soon."""
+"""Reports of exceptions: complete if possible, never empty, and in bounded time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ddip.rank.runtime import tracebacks
 from ddip.rank.runtime.tracebacks import CHARACTERS, Told, tell
 
 
-def raised(code: str, **names: Any) -> BaseException:
-    """What `code` raises."""
+def exception_of(code: str, **names: Any) -> BaseException:
+    """Return the exception that `code` raises."""
     try:
         exec(code, names)
     except BaseException as error:
@@ -23,22 +23,22 @@ def raised(code: str, **names: Any) -> BaseException:
     raise AssertionError("it raised nothing")
 
 
-def in_time(error: BaseException, rich: Any = None) -> Told:
+def tell_in_time(error: BaseException, rich: Any = None) -> Told:
     began = time.process_time(), time.monotonic()
     told = tell(error, rich)
     assert time.process_time() < began[0] + 3 * tracebacks.SECONDS
-    assert time.monotonic() < began[1] + 20  # ten times what a calm machine needs
+    assert time.monotonic() < began[1] + 20  # ten times what an idle machine needs
     assert sum(map(len, told.traceback)) <= CHARACTERS
     return told
 
 
 def test_the_rich_traceback_is_used_if_available() -> None:
-    assert tell(raised("1 / 0"), lambda: ["rich"]) == Told("ZeroDivisionError", "division by zero", ["rich"])
+    assert tell(exception_of("1 / 0"), lambda: ["rich"]) == Told("ZeroDivisionError", "division by zero", ["rich"])
 
 
 def test_python_tracebacks_omit_the_frames_ipython_tracebacks_omit() -> None:
     code = "def between():\n    __tracebackhide__ = True\n    inner()\ndef inner():\n    1 / 0\nbetween()"
-    ours, users = (tell(raised(code, __name__=name), None).traceback for name in ("ddip.apps.toy", "toy"))
+    ours, users = (tell(exception_of(code, __name__=name), None).traceback for name in ("ddip.apps.toy", "toy"))
     assert "in between" not in "".join(ours) and "in inner" in "".join(ours)
     assert "in between" in "".join(users)
 
@@ -50,7 +50,7 @@ def test_python_tracebacks_omit_the_frames_ipython_tracebacks_omit() -> None:
 )
 def test_the_python_traceback_replaces_a_missing_ipython_traceback(rich: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
-    told = in_time(raised("def f():\n    raise ValueError('why')\nf()"), rich)
+    told = tell_in_time(exception_of("def f():\n    raise ValueError('why')\nf()"), rich)
     if rich is None or "3" not in str(told.traceback):
         assert told.traceback[1].split() == ["ValueError", "Traceback", "(most", "recent", "call", "last)"]
         assert any("line 2, in f" in line for line in told.traceback) and told.traceback[-1] == "ValueError: why"
@@ -58,7 +58,7 @@ def test_the_python_traceback_replaces_a_missing_ipython_traceback(rich: Any, mo
 
 
 def test_a_traceback_that_takes_cpu_time_is_abandoned() -> None:
-    assert in_time(raised("1 / 0"), lambda: sum(i for i in range(10**12))).traceback[-1] == (
+    assert tell_in_time(exception_of("1 / 0"), lambda: sum(i for i in range(10**12))).traceback[-1] == (
         "ZeroDivisionError: division by zero"
     )
 
@@ -66,18 +66,18 @@ def test_a_traceback_that_takes_cpu_time_is_abandoned() -> None:
 @pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
 def test_a_slow_error_text_is_not_waited_for(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
-    error = raised(f"class Odd(Exception):\n    def __str__(self):\n        {body}\nraise Odd", time=time)
-    told = in_time(error, lambda: ["never asked"])
+    error = exception_of(f"class Odd(Exception):\n    def __str__(self):\n        {body}\nraise Odd", time=time)
+    told = tell_in_time(error, lambda: ["never asked"])
     assert told.traceback[-1] == "Odd: (no text: its __str__ takes too long)" and not told.whole
 
 
 def test_an_error_whose_text_raises_says_so() -> None:
-    told = tell(raised("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
+    told = tell(exception_of("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
     assert told.message == "(it has no text: its __str__ raised TypeError)"
 
 
 def test_a_text_of_a_gigabyte_is_cut() -> None:
-    told = in_time(ValueError("x" * 10**9))
+    told = tell_in_time(ValueError("x" * 10**9))
     assert told.message.endswith("(1,000,000,000 characters)") and len(told.message) < 11_000 and not told.whole
 
 
@@ -88,7 +88,7 @@ def test_a_long_chain_shows_both_ends() -> None:
         link.__cause__ = error
         error = link
     assert error is not None
-    lines = "\n".join(in_time(error, lambda: ["never asked"]).traceback)
+    lines = "\n".join(tell_in_time(error, lambda: ["never asked"]).traceback)
     assert [number for number in (0, 1, 2, 3, 19_995, 19_996, 19_999) if f"ValueError: {number}\n" in lines + "\n"] == [
         *(0, 1, 2),
         *(19_996, 19_999),
@@ -99,45 +99,45 @@ def test_a_long_chain_shows_both_ends() -> None:
 def test_a_chain_in_a_circle_ends() -> None:
     one, two = ValueError("one"), KeyError("two")
     one.__cause__, two.__cause__ = two, one
-    lines = in_time(one).traceback
+    lines = tell_in_time(one).traceback
     assert lines.count("ValueError: one") == lines.count("KeyError: 'two'") == 1
     assert any("direct cause" in line for line in lines)
 
 
 def test_a_suppressed_context_is_not_shown() -> None:
     code = "try: {}[1]\nexcept KeyError: raise ValueError"
-    assert "KeyError" not in "".join(tell(raised(f"{code} from None"), None).traceback)
-    assert "During handling" in "".join(tell(raised(code), None).traceback)
+    assert "KeyError" not in "".join(tell(exception_of(f"{code} from None"), None).traceback)
+    assert "During handling" in "".join(tell(exception_of(code), None).traceback)
 
 
 @pytest.mark.parametrize(
     "code", ["def f(n): f(n + 1)\nf(0)", "def f(n): g(n)\ndef g(n): f(n)\nf(0)"], ids=["of one", "of two"]
 )
 def test_a_recursion_shows_each_line_a_few_times(code: str) -> None:
-    told = in_time(raised(code))
+    told = tell_in_time(exception_of(code))
     assert len(told.traceback) < 15 and any("frames are left out ...]" in line for line in told.traceback)
 
 
 def test_many_frames_show_both_ends() -> None:
     code = "".join(f"def f{i}(): f{i + 1}()\n" for i in range(200)) + "def f200(): 1 / 0\nf0()"
-    told = in_time(raised(code))
+    told = tell_in_time(exception_of(code))
     assert 40 < len(told.traceback) < 60 and "in f200" in told.traceback[-2]
 
 
 def test_an_exception_group_shows_some_members() -> None:
-    error = raised("raise ExceptionGroup('many', [ValueError(i) for i in range(5000)])")
-    lines = in_time(error, lambda: ["never asked"]).traceback
+    error = exception_of("raise ExceptionGroup('many', [ValueError(i) for i in range(5000)])")
+    lines = tell_in_time(error, lambda: ["never asked"]).traceback
     assert "  ValueError: 4" in lines and "  ValueError: 5" not in lines and "  [... 4,995 more ...]" in lines
 
 
 def test_a_line_of_megabytes_is_cut() -> None:
-    assert in_time(raised("1 / 0\n" + "#" * 5_000_000)).traceback
-    syntax = in_time(raised("x = '" + "y" * 5_000_000))
+    assert tell_in_time(exception_of("1 / 0\n" + "#" * 5_000_000)).traceback
+    syntax = tell_in_time(exception_of("x = '" + "y" * 5_000_000))
     assert len("".join(syntax.traceback)) < 20_000 and syntax.name == "SyntaxError"
 
 
 def test_notes_are_shown_even_if_odd() -> None:
-    error = raised("1 / 0")
+    error = exception_of("1 / 0")
     error.__notes__ = ["a note"] * 1000  # type: ignore[attr-defined]
     assert tell(error, None).traceback.count("a note") == tracebacks.NOTES
     error.__notes__ = 3  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ def test_a_traceback_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("_thread.start_new_thread", fail)
-    assert tell(raised("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
+    assert tell(exception_of("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_sources_parsed_for_ipython_tracebacks_can_be_freed() -> None:
@@ -166,9 +166,9 @@ def test_sources_parsed_for_ipython_tracebacks_can_be_freed() -> None:
         except RuntimeError as error:
             tb.structured_traceback(type(error), error, error.__traceback__)
 
-    fail(VerboseTB())  # what is imported for it stays
+    fail(VerboseTB())  # imports happen once
     tracebacks.forget_sources()
-    gc.freeze()  # the collector looks at what follows only
+    gc.freeze()  # the collector then looks only at new objects
     try:
         fail(VerboseTB())
         assert count() > 10_000

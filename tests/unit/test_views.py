@@ -1,4 +1,4 @@
-"""What the views make of the output of ranks, on a page that notes what it is shown."""
+"""What the views make of the output of ranks, on a page that records what it is shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICTURE = {"image/png": "aaaa", "text/plain": "<Figure>"}
 
 
 class Page:
-    """Takes the place of a ``CellOutputArea``."""
+    """A stand-in for ``CellOutputArea``."""
 
     rich = True
     terminal = False
@@ -30,7 +30,7 @@ class Page:
         self.beside: dict[str, Any] = {}
         self.written: list[tuple[str, str]] = []
         self.shown: list[dict[str, Any]] = []
-        """One for each display; an update takes the place of what had its id."""
+        """One entry per display; an update replaces the entry with its ID."""
         self.ids: list[str | None] = []
         self.sent = 0
         self.cleared: list[bool] = []
@@ -65,20 +65,20 @@ def page() -> Page:
     return Page()
 
 
-def tabs(page: Page, count: int = 2) -> Tabs:
+def new_tabs(page: Page, count: int = 2) -> Tabs:
     return Tabs(page, range(count), LIMIT)  # type: ignore[arg-type]
 
 
-def grouped(page: Page, count: int = 2) -> Grouped:
+def new_grouped(page: Page, count: int = 2) -> Grouped:
     return Grouped(page, range(count), LIMIT)  # type: ignore[arg-type]
 
 
-def plain(page: Page, limit: int = LIMIT) -> Plain:
+def new_plain(page: Page, limit: int = LIMIT) -> Plain:
     return Plain(page, limit)  # type: ignore[arg-type]
 
 
-def write(view: View, *texts: str, stream: str = "stdout") -> None:
-    """One text for each rank."""
+def write_texts(view: View, *texts: str, stream: str = "stdout") -> None:
+    """Write one text per rank."""
     for rank, text in enumerate(texts):
         view.text(rank, stream, text, None)
 
@@ -87,8 +87,8 @@ def write(view: View, *texts: str, stream: str = "stdout") -> None:
 
 
 def test_running_ranks_have_tabs_and_equal_ranks_share_one_afterwards(page: Page) -> None:
-    view = tabs(page, 3)
-    write(view, "a\n", "a\n", "b\n")
+    view = new_tabs(page, 3)
+    write_texts(view, "a\n", "a\n", "b\n")
     view.draw()
     buttons, shown = page.shown
     assert buttons["text/html"].count("<input") == 3 and "checked" not in buttons["text/html"]
@@ -100,17 +100,17 @@ def test_running_ranks_have_tabs_and_equal_ranks_share_one_afterwards(page: Page
 
 
 def test_the_buttons_are_sent_once(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     for number in range(5):
-        write(view, f"{number}\n")
+        write_texts(view, f"{number}\n")
         view._next = 0.0
         view.draw()
     assert len(page.shown) == 2 and page.sent == 6
 
 
 def test_tabs_that_have_not_changed_are_not_sent_again(page: Page) -> None:
-    view = tabs(page)
-    write(view, "a")
+    view = new_tabs(page)
+    write_texts(view, "a")
     for _ in range(5):
         view._next = 0.0
         view.draw()
@@ -118,15 +118,15 @@ def test_tabs_that_have_not_changed_are_not_sent_again(page: Page) -> None:
 
 
 def test_a_view_without_output_draws_nothing(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.ended(0, False)
     view.draw()
     assert not view.close({}, "12 s") and page.shown == []
 
 
 def test_an_error_appears_in_the_tab_of_its_rank(page: Page) -> None:
-    view = tabs(page, 3)
-    write(view, "a\n")
+    view = new_tabs(page, 3)
+    write_texts(view, "a\n")
     view.ended(1, True)
     view.draw()
     assert page.plain[1].splitlines()[2] == "── rank 1 ✗ ──"
@@ -144,7 +144,7 @@ def test_an_error_appears_in_the_tab_of_its_rank(page: Page) -> None:
 
 
 def test_displays_without_html_appear_below_with_their_rank(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.display(1, {WIDGET: {"model_id": "m"}, "text/plain": "a widget"}, {}, "x")
     view.display(0, {"text/html": "<script>alert()</script>"}, {}, None)
     assert page.plain[2:4] == ["[rank 0]", ""] and "alert" in page.shown[3]["text/html"]
@@ -156,41 +156,41 @@ def test_displays_without_html_appear_below_with_their_rank(page: Page) -> None:
     assert page.shown[0]["text/html"].count("<input") == 2 and "above" in page.plain[1]
 
 
-def seen(page: Page) -> list[str]:
-    """The texts of all outputs in which there is anything."""
+def visible_texts(page: Page) -> list[str]:
+    """Return the texts of all outputs that are not empty."""
     return [text for text in page.plain if text]
 
 
-def widget(name: str) -> dict[str, Any]:
+def widget_data(name: str) -> dict[str, Any]:
     return {WIDGET: {"model_id": name}, "text/plain": name}
 
 
 def test_displays_below_tabs_are_ordered_and_labelled_by_rank(page: Page) -> None:
-    view = tabs(page, 3)
+    view = new_tabs(page, 3)
     for rank in (2, 0, 1, 2, 0):
-        view.display(rank, widget(f"bar of {rank}"), {}, None)
-    assert seen(page) == [
+        view.display(rank, widget_data(f"bar of {rank}"), {}, None)
+    assert visible_texts(page) == [
         *("[rank 0]", "bar of 0", "bar of 0"),
         *("[rank 1]", "bar of 1"),
         *("[rank 2]", "bar of 2", "bar of 2"),
     ]
 
 
-def script(text: str) -> dict[str, Any]:
+def script_data(text: str) -> dict[str, Any]:
     return {"application/javascript": "run()", "text/html": f"<div>{text}</div>", "text/plain": text}
 
 
 def test_a_widget_does_not_replace_another_that_is_shown(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JupyterLab would hide it when the other one closes."""
-    view, show = tabs(page), page.show
+    """JupyterLab would hide the widget when the other one closes."""
+    view, show = new_tabs(page), page.show
     followed: list[tuple[Any, Any]] = []
 
-    def notes(data: Any, metadata: Any = None, display_id: str | None = None, update: bool = False) -> None:
+    def record_update(data: Any, metadata: Any = None, display_id: str | None = None, update: bool = False) -> None:
         if update:
             followed.append((page.shown[page.ids.index(display_id)].get(WIDGET), data.get(WIDGET)))
         show(data, metadata, display_id, update)
 
-    monkeypatch.setattr(page, "show", notes)
+    monkeypatch.setattr(page, "show", record_update)
     for rank, text in ((1, "0 %"), (0, "0 %")):
         view.display(rank, {WIDGET: {"model_id": f"of {rank}"}, "text/plain": text}, {}, "bar")
     view.update(0, {WIDGET: {"model_id": "of 0"}, "text/plain": "100 %"}, {}, "bar")
@@ -200,84 +200,86 @@ def test_a_widget_does_not_replace_another_that_is_shown(page: Page, monkeypatch
 
 
 def test_a_script_is_shown_once_and_stays_in_place(page: Page) -> None:
-    view = tabs(page, 3)
-    view.display(2, script("plot of 2"), {}, None)
-    view.display(2, widget("bar of 2"), {}, None)
-    view.display(0, script("plot of 0"), {}, None)
-    view.display(1, script("plot of 1"), {}, None)
-    assert seen(page) == ["[rank 0]", "plot of 0", "[rank 2]", "bar of 2"]
+    view = new_tabs(page, 3)
+    view.display(2, script_data("plot of 2"), {}, None)
+    view.display(2, widget_data("bar of 2"), {}, None)
+    view.display(0, script_data("plot of 0"), {}, None)
+    view.display(1, script_data("plot of 1"), {}, None)
+    assert visible_texts(page) == ["[rank 0]", "plot of 0", "[rank 2]", "bar of 2"]
     view.ended(1, False)
     assert "plot of 1" not in page.plain  # rank 0 may show more
     view.ended(0, False)
-    view.display(2, script("another of 2"), {}, None)
+    view.display(2, script_data("another of 2"), {}, None)
     view.close({}, "")
-    assert seen(page) == [
+    assert visible_texts(page) == [
         *("[rank 0]", "plot of 0"),
         *("[rank 1]", "plot of 1"),
         *("[rank 2]", "plot of 2", "bar of 2", "another of 2"),
     ]
-    view.display(0, script("late"), {}, None)
-    assert seen(page)[-2:] == ["[rank 0]", "late"]  # the plots of others cannot move
-    view.display(0, script("later"), {}, None)
-    assert seen(page)[-3:] == ["[rank 0]", "late", "later"]
+    view.display(0, script_data("late"), {}, None)
+    assert visible_texts(page)[-2:] == ["[rank 0]", "late"]  # the plots of other ranks cannot move
+    view.display(0, script_data("later"), {}, None)
+    assert visible_texts(page)[-3:] == ["[rank 0]", "late", "later"]
 
 
 def test_a_label_disappears_with_its_display(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     for rank in (0, 1):
-        view.display(rank, widget("outer"), {}, None)
+        view.display(rank, widget_data("outer"), {}, None)
     for number in range(3):
-        view.display(0, widget(f"inner {number}"), {}, None)
-        assert seen(page) == ["[rank 0]", "outer", f"inner {number}", "[rank 1]", "outer"]
+        view.display(0, widget_data(f"inner {number}"), {}, None)
+        assert visible_texts(page) == ["[rank 0]", "outer", f"inner {number}", "[rank 1]", "outer"]
         view.widget_closed(0, f"inner {number}")
-        assert seen(page) == ["[rank 0]", "outer", "[rank 1]", "outer"]
+        assert visible_texts(page) == ["[rank 0]", "outer", "[rank 1]", "outer"]
     view.clear(0, wait=False)
-    assert seen(page) == ["[rank 1]", "outer"]
+    assert visible_texts(page) == ["[rank 1]", "outer"]
     view.clear(1, wait=True)
-    view.display(1, script("plot"), {}, None)
+    view.display(1, script_data("plot"), {}, None)
     view.ended(0, False)
-    assert seen(page) == ["[rank 1]", "plot"]
+    assert visible_texts(page) == ["[rank 1]", "plot"]
     view.clear(1, wait=False)
     view.close({}, "")
-    assert seen(page) == []
+    assert visible_texts(page) == []
 
 
 def test_a_display_that_only_loads_a_library_has_no_label(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.display(0, {"application/javascript": "load()", "application/vnd.bokehjs_load.v0+json": "load()"}, {}, None)
     view.display(
         0, {"text/html": "<script>window.PlotlyConfig = '<b>'</script> <script src='plotly'></script>"}, {}, None
     )
-    assert seen(page) == []
-    view.display(0, {"text/html": '<div id="plot"></div>'}, {}, None)  # which the next fills
+    assert visible_texts(page) == []
+    view.display(0, {"text/html": '<div id="plot"></div>'}, {}, None)  # filled by the next display
     view.display(0, {"application/javascript": "fill()"}, {}, None)
-    assert seen(page) == ["[rank 0]"] and [data for data in page.shown if 'id="plot"' in str(data)] == [page.shown[-2]]
+    assert visible_texts(page) == ["[rank 0]"] and [data for data in page.shown if 'id="plot"' in str(data)] == [
+        page.shown[-2]
+    ]
 
 
 @pytest.mark.parametrize("html", ['<b id="a">1</b>', '<p id="a"><img src="x"></p>', "<div></div>"])
 def test_html_that_shows_something_is_in_its_tab(page: Page, html: str) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.display(0, {"text/html": html}, {}, None)
     view.close({}, "")
     assert len(page.shown) == 2 and html.split(">")[0] in page.shown[1]["text/html"]
 
 
 def test_a_bar_that_wipes_itself_out_leaves_no_tabs(page: Page) -> None:
-    view = tabs(page)
-    write(view, "\r 50%", "\r 50%", stream="stderr")
+    view = new_tabs(page)
+    write_texts(view, "\r 50%", "\r 50%", stream="stderr")
     view.draw()
-    assert len(seen(page)) == 1
-    write(view, "\r     \r", "\r     \r", stream="stderr")
+    assert len(visible_texts(page)) == 1
+    write_texts(view, "\r     \r", "\r     \r", stream="stderr")
     assert not view.close({}, "12 s")
-    assert seen(page) == []
-    write(view, "late\n")
+    assert visible_texts(page) == []
+    write_texts(view, "late\n")
     view._next = 0.0
     view.draw()
-    assert seen(page) == ["── rank 0 ──\nlate\n── rank 1 ──\n"]
+    assert visible_texts(page) == ["── rank 0 ──\nlate\n── rank 1 ──\n"]
 
 
 def test_displays_and_results_go_into_the_tab(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.display(0, PICTURE, {}, "p")
     view.display(0, {"text/latex": "$x<1$"}, {}, None)
     view.display(0, {"text/html": "<b>bold</b>"}, {}, None)
@@ -294,8 +296,8 @@ def test_displays_and_results_go_into_the_tab(page: Page) -> None:
 
 
 def test_long_text_shows_its_last_rows_until_the_end(page: Page) -> None:
-    view = tabs(page)
-    write(view, "first\n" + "x" * 99 + "\n" + ("y" * 99 + "\n") * (LIVE_CHARACTERS // 100) + "last\n")
+    view = new_tabs(page)
+    write_texts(view, "first\n" + "x" * 99 + "\n" + ("y" * 99 + "\n") * (LIVE_CHARACTERS // 100) + "last\n")
     view.draw()
     assert "last" in page.plain[1] and "first" not in page.plain[1]
     view.close({}, "")
@@ -318,10 +320,10 @@ REPR = {"text/plain": "<IPython.core.display.Thing object>"}
     ],
     ids=["Markdown", "JSON", "JSON of another type", "picture", "what is not seen", "odd", "below the tabs"],
 )
-@pytest.mark.parametrize("style", [tabs, grouped])
+@pytest.mark.parametrize("style", [new_tabs, new_grouped])
 def test_different_displays_never_count_as_the_same(page: Page, style: Any, one: Any, other: Any) -> None:
     view = style(page, 3)
-    write(view, "text\n", "text\n", "text\n")
+    write_texts(view, "text\n", "text\n", "text\n")
     for rank, data in enumerate((one, other, one)):
         view.display(rank, {**data, **REPR}, {}, None)
     view.close({}, "")
@@ -329,7 +331,7 @@ def test_different_displays_never_count_as_the_same(page: Page, style: Any, one:
     assert "── ranks 0, 2 ──" in shown and "── rank 1 ──" in shown
 
 
-@pytest.mark.parametrize("style", [tabs, grouped])
+@pytest.mark.parametrize("style", [new_tabs, new_grouped])
 def test_displays_with_different_metadata_differ(page: Page, style: Any) -> None:
     view = style(page)
     view.display(0, PICTURE, {"image/png": {"width": 3}}, "x")
@@ -339,7 +341,7 @@ def test_displays_with_different_metadata_differ(page: Page, style: Any) -> None
 
 
 def test_omitted_output_never_counts_as_the_same(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     for rank in (0, 1):
         view.text(rank, "stdout", "first\n", None)
         view.text(rank, "stdout", "last\n", 5000)
@@ -348,7 +350,7 @@ def test_omitted_output_never_counts_as_the_same(page: Page) -> None:
 
 
 def test_markdown_and_json_are_shown_as_their_source(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.display(0, {"text/markdown": "# <title>", **REPR}, {}, None)
     view.display(0, {"application/json": {"é": [1]}, **REPR}, {}, None)
     view.close({}, "")
@@ -357,7 +359,7 @@ def test_markdown_and_json_are_shown_as_their_source(page: Page) -> None:
 
 
 def test_a_bar_is_not_marked_as_a_warning(page: Page) -> None:
-    view = tabs(page)
+    view = new_tabs(page)
     view.text(0, "stderr", "\r 50%", None)
     view.text(0, "stderr", "\r100%\n", None)
     view.text(1, "stderr", "warned\n", None)
@@ -366,40 +368,40 @@ def test_a_bar_is_not_marked_as_a_warning(page: Page) -> None:
     assert '<pre class="ddip-stdout">100%' in html and '<pre class="ddip-stderr">warned' in html
 
 
-def opened(page: Page) -> str:
-    """Number of the tab that is shown until a person has chosen."""
+def opened_tab(page: Page) -> str:
+    """Return the number of the tab that is shown until a person chooses one."""
     found = re.search(r":checked\)\) #\S+ #\S+-s(\d+)\{display:block\}", page.shown[1]["text/html"])
     assert found is not None
     return found[1]
 
 
 def test_the_first_failed_tab_opens_or_the_first_with_output(page: Page) -> None:
-    view = tabs(page, 4)
-    for rank in (1, 2):  # as %%dip -S all -r 1,2
+    view = new_tabs(page, 4)
+    for rank in (1, 2):  # as with %%dip -S all -r 1,2
         view.text(rank, "stdout", f"{rank}\n", None)
     view.draw()
-    assert opened(page) == "1"
+    assert opened_tab(page) == "1"
     view.ended(2, True)
     view._next = 0.0
     view.draw()
-    assert opened(page) == "2"
+    assert opened_tab(page) == "2"
     view.close({2: RankError("ValueError", "no", "traceback"), 1: RankError("E", "", "", waited="barrier")}, "")
-    assert opened(page) == "2" and "── rank 2 ✗ ──" in page.plain[1]
+    assert opened_tab(page) == "2" and "── rank 2 ✗ ──" in page.plain[1]
 
 
 def test_ranks_without_output_are_not_open(page: Page) -> None:
-    view = tabs(page, 3)
+    view = new_tabs(page, 3)
     view.text(1, "stdout", "a\n", None)
     view.close({}, "")
-    assert opened(page) == "1" and "── ranks 0, 2 ──" in page.plain[1]
+    assert opened_tab(page) == "1" and "── ranks 0, 2 ──" in page.plain[1]
 
 
 # -- grouped
 
 
 def test_ranks_with_equal_output_are_grouped_at_the_end(page: Page) -> None:
-    view = grouped(page, 4)
-    write(view, "a\n", "b", "a\n")
+    view = new_grouped(page, 4)
+    write_texts(view, "a\n", "b", "a\n")
     view.result(1, 3, {"text/plain": "7"}, {})
     view.draw()
     assert not page.written
@@ -409,8 +411,8 @@ def test_ranks_with_equal_output_are_grouped_at_the_end(page: Page) -> None:
 
 
 def test_late_output_forms_its_own_group(page: Page) -> None:
-    view = grouped(page)
-    write(view, "a\n")
+    view = new_grouped(page)
+    write_texts(view, "a\n")
     view.close({}, "")
     view.text(1, "stderr", "late\n", None)
     view.draw()
@@ -419,7 +421,7 @@ def test_late_output_forms_its_own_group(page: Page) -> None:
 
 
 def test_a_grouped_display_is_changed_before_it_is_shown(page: Page) -> None:
-    view = grouped(page)
+    view = new_grouped(page)
     view.display(0, {"text/plain": "old"}, {}, "d")
     view.update(0, {"text/plain": "new"}, {}, "d")
     view.text(1, "stdout", "gone", None)
@@ -435,10 +437,10 @@ def test_a_grouped_display_is_changed_before_it_is_shown(page: Page) -> None:
 
 
 def test_equal_widgets_belong_to_their_own_ranks(page: Page) -> None:
-    view = grouped(page)
+    view = new_grouped(page)
     for rank in (0, 1):
         view.display(rank, {WIDGET: {"model_id": f"slider {rank}"}, "text/plain": "a slider"}, {}, None)
-        view.display(rank, widget(f"bar {rank}"), {}, None)
+        view.display(rank, widget_data(f"bar {rank}"), {}, None)
         view.widget_closed(rank, f"bar {rank}")
     view.close({}, "")
     assert page.text == "── rank 0 ──\n── rank 1 ──\n"
@@ -449,7 +451,7 @@ def test_equal_widgets_belong_to_their_own_ranks(page: Page) -> None:
 
 
 def test_a_bar_is_one_display_ending_at_ordinary_text(page: Page) -> None:
-    view = plain(page)
+    view = new_plain(page)
     view.text(0, "stderr", "before\n\r  0%", None)
     view.text(0, "stderr", "\r 50%", None)
     view.text(0, "stderr", "\r100%\n", None)
@@ -459,7 +461,7 @@ def test_a_bar_is_one_display_ending_at_ordinary_text(page: Page) -> None:
 
 
 def test_a_changing_bar_is_drawn_rarely_until_the_end(page: Page) -> None:
-    view = plain(page)
+    view = new_plain(page)
     for percent in range(100):
         view.text(0, "stderr", f"\r{percent}%", None)
         view.draw()
@@ -471,7 +473,7 @@ def test_a_changing_bar_is_drawn_rarely_until_the_end(page: Page) -> None:
 @pytest.mark.parametrize("rich", [True, False])
 def test_long_output_loses_its_middle(page: Page, rich: bool) -> None:
     page.rich = rich
-    view = plain(page, limit=1000)
+    view = new_plain(page, limit=1000)
     view.text(0, "stdout", "first\n", None)
     view.text(0, "stdout", "row 5000\n", 5000)
     view.text(0, "stdout", "row 5001\n", None)
@@ -484,7 +486,7 @@ def test_long_output_loses_its_middle(page: Page, rich: bool) -> None:
 
 
 def test_a_long_line_loses_its_middle_in_a_page(page: Page) -> None:
-    view, first, last = plain(page, limit=1000), "a" * 500, "b" * 500
+    view, first, last = new_plain(page, limit=1000), "a" * 500, "b" * 500
     for text, line, cut in ((first, None, 0), ("\n", None, 0), (last, 1, 4000)):
         view.text(0, "stdout", text, line, cut)
         view.draw()
@@ -508,7 +510,7 @@ def test_a_long_line_loses_its_middle_in_tabs(page: Page) -> None:
 
 
 def test_clearing_ends_a_bar(page: Page) -> None:
-    view = plain(page)
+    view = new_plain(page)
     view.text(0, "stderr", "\r 50%", None)
     view.clear(0, True)
     view.text(0, "stderr", "\r 10%", None)
@@ -516,7 +518,7 @@ def test_clearing_ends_a_bar(page: Page) -> None:
 
 
 def test_displays_of_one_rank_keep_their_order(page: Page) -> None:
-    view = plain(page)
+    view = new_plain(page)
     view.display(0, PICTURE, {}, "x")
     view.update(0, {"text/plain": "changed"}, {}, "x")
     view.result(0, 4, {"text/plain": "5"}, {})
@@ -565,7 +567,7 @@ def test_an_output_widget_captures_until_capturing_is_switched_off() -> None:
     shown.text("stdout", "outside\n", None)
     assert plain_of(shown.items) == "outside"
     shown.display({WIDGET: {"model_id": "w"}})
-    shown.display({WIDGET: {"model_id": "w"}})  # it is shown once
+    shown.display({WIDGET: {"model_id": "w"}})  # shown once
     assert plain_of(shown.items) == "outside\ninside\nd"
     assert shown.update({"text/plain": "e"}, {}, "id") and plain_of(shown.items).endswith("e")
     assert not shown.update({}, {}, "nobody's")
@@ -580,11 +582,11 @@ def test_an_output_widget_captures_until_capturing_is_switched_off() -> None:
 
 def test_labelled_bars_of_several_ranks_are_one_display(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
-    write(view, "\r 10%", "\r 20%", stream="stderr")
+    write_texts(view, "\r 10%", "\r 20%", stream="stderr")
     view.draw()
     assert page.plain == ["[rank 0]  10%\n[rank 1]  20%"]
-    write(view, "\r100%\n", "\r 90%", stream="stderr")
-    write(view, "done\n", stream="stderr")
+    write_texts(view, "\r100%\n", "\r 90%", stream="stderr")
+    write_texts(view, "done\n", stream="stderr")
     view.ended(1, False)
     view.close({}, "")
     assert "[rank 0] 100%" in "\n".join(page.plain) + page.text
@@ -643,7 +645,7 @@ def test_labelled_values_appear_at_the_end_in_rank_order(page: Page) -> None:
     view.result(0, 5, {"text/plain": "a"}, {})
     view.draw()
     assert page.plain == []
-    view.result(0, 5, {"text/plain": "more"}, {})  # each line of a cell may be shown
+    view.result(0, 5, {"text/plain": "more"}, {})  # each line of a cell may show a result
     assert page.plain == ["Out[0:5]: a"]
     view.close({}, "")
     assert page.plain == ["Out[0:5]: a", "Out[0:5]: more", "Out[1:5]: b"]
@@ -653,16 +655,16 @@ def test_labelled_values_appear_at_the_end_in_rank_order(page: Page) -> None:
 
 def test_a_labelled_bar_that_wipes_itself_out_leaves_no_label(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
-    write(view, "\r 10%", "\r 20%", stream="stderr")
+    write_texts(view, "\r 10%", "\r 20%", stream="stderr")
     view.draw()
-    write(view, "\r    \r", "\r    \r", stream="stderr")
+    write_texts(view, "\r    \r", "\r    \r", stream="stderr")
     view.close({}, "")
-    assert seen(page) == [] and page.text == ""
+    assert visible_texts(page) == [] and page.text == ""
 
 
 def test_the_label_of_a_widget_disappears_with_it(page: Page) -> None:
     view = Labels(page, LIMIT)  # type: ignore[arg-type]
-    view.display(1, widget("bar"), {}, None)
-    assert seen(page) == ["[rank 1]", "bar"]
+    view.display(1, widget_data("bar"), {}, None)
+    assert visible_texts(page) == ["[rank 1]", "bar"]
     view.widget_closed(1, "bar")
-    assert seen(page) == []
+    assert visible_texts(page) == []

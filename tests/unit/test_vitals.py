@@ -1,4 +1,4 @@
-"""``%dipwatch`` without processes: rates, who is the straggler, the table, and ranks that do not answer."""
+"""``%dipwatch`` without processes: rates, the straggler, the table, and ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ddip.rank.streams.streams import RankStream
 from .scripted import Deafness, ScriptedGroup
 
 
-def answer(at: float, busy_for: float | None = None, **known: Any) -> Vitals:
-    """What a rank tells at a time; `busy_for` seconds it has run a cell."""
+def vitals_at(at: float, busy_for: float | None = None, **known: Any) -> Vitals:
+    """Return a rank's answer at a time; `busy_for` is the time since its cell began."""
     vitals: dict[str, Any] = {
         "memory": 5_000_000,
         "gpu": None,
@@ -48,8 +48,8 @@ def answer(at: float, busy_for: float | None = None, **known: Any) -> Vitals:
     return {**vitals, **known}  # type: ignore[typeddict-item]
 
 
-def rank(number: int, waited: float | None = None, **known: Any) -> RankVitals:
-    """One that is busy."""
+def busy_rank(number: int, waited: float | None = None, **known: Any) -> RankVitals:
+    """Return the vitals of a busy rank."""
     return RankVitals(number, "here", 7 + number, "cpu", **{"state": "busy", "cell": 4, "waited": waited, **known})
 
 
@@ -57,34 +57,34 @@ def rank(number: int, waited: float | None = None, **known: Any) -> RankVitals:
 
 
 def test_a_rate_is_the_change_in_the_cells_last_seconds() -> None:
-    first = answer(100, 2, steps=50, collectives=200, cpu=10, waited=1.0, looked=2.0)
-    now = answer(104, 6, steps=90, collectives=400, cpu=16, waited=4.0, looked=6.0)
+    first = vitals_at(100, 2, steps=50, collectives=200, cpu=10, waited=1.0, looked=2.0)
+    now = vitals_at(104, 6, steps=90, collectives=400, cpu=16, waited=4.0, looked=6.0)
     assert rates([first, now]) == Rates(steps=10, collectives=50, waited=0.75, cores=1.5)
-    assert rates([answer(80, 1, steps=0), first, now]) == rates([first, now])  # more than ten seconds ago
+    assert rates([vitals_at(80, 1, steps=0), first, now]) == rates([first, now])  # ignored: more than ten seconds ago
 
 
 def test_work_before_the_cell_does_not_count_in_its_rate() -> None:
-    before = answer(100, 7, steps=50, cpu=10)
-    assert rates([before, answer(104, 1.5, steps=90, cpu=12)]) == Rates(cores=0.5)
-    assert rates([answer(100, None, cpu=10), answer(104, 1.5, cpu=12)]) == Rates(cores=0.5)
+    before = vitals_at(100, 7, steps=50, cpu=10)
+    assert rates([before, vitals_at(104, 1.5, steps=90, cpu=12)]) == Rates(cores=0.5)
+    assert rates([vitals_at(100, None, cpu=10), vitals_at(104, 1.5, cpu=12)]) == Rates(cores=0.5)
 
 
 def test_one_answer_or_two_simultaneous_answers_give_no_rate() -> None:
-    assert rates([answer(100, 5)]) == Rates()
-    assert rates([answer(100, 5), answer(100.2, 5.2)]).steps is None
+    assert rates([vitals_at(100, 5)]) == Rates()
+    assert rates([vitals_at(100, 5), vitals_at(100.2, 5.2)]).steps is None
 
 
 def test_after_a_rest_cpu_time_counts_since_the_last_look() -> None:
-    assert rates([answer(0, None, cpu=0), answer(50, None, cpu=10), answer(70, None, cpu=30)]).cores == 1.0
+    assert rates([vitals_at(0, None, cpu=0), vitals_at(50, None, cpu=10), vitals_at(70, None, cpu=30)]).cores == 1.0
 
 
 def test_a_share_that_is_rarely_sampled_or_unknown_is_hidden() -> None:
-    assert rates([answer(0, 1), answer(4, 5, looked=0.1, waited=0.1)]).waited is None
-    assert rates([answer(0, 1, waited=None), answer(4, 5, looked=4, waited=None)]).waited is None
+    assert rates([vitals_at(0, 1), vitals_at(4, 5, looked=0.1, waited=0.1)]).waited is None
+    assert rates([vitals_at(0, 1, waited=None), vitals_at(4, 5, looked=4, waited=None)]).waited is None
 
 
 def test_leaving_a_process_group_gives_no_negative_rate() -> None:
-    assert rates([answer(0, 1, collectives=100), answer(4, 5, collectives=0)]).collectives == 0
+    assert rates([vitals_at(0, 1, collectives=100), vitals_at(4, 5, collectives=0)]).collectives == 0
 
 
 def test_many_ranks_are_sampled_less_often() -> None:
@@ -100,23 +100,29 @@ def test_many_ranks_are_sampled_less_often() -> None:
         ([0.8, 0.03], [1]),
         ([0.03, 0.8, 0.7, 0.9], [0]),
         ([0.9, 0.05, 0.9, 0.1], [1, 3]),  # two on a slow host
-        ([0.5, 0.55, 0.45, 0.5], []),  # for the network
-        ([0.05, 0.02, 0.1, 0.0], []),  # nobody waits
+        ([0.5, 0.55, 0.45, 0.5], []),  # all wait for the network
+        ([0.05, 0.02, 0.1, 0.0], []),  # no rank waits
         ([0.3, 0.15], []),
-        ([0.1, 0.05, 0.1, 0.9], []),  # one waits for the others: they are the most
+        ([0.1, 0.05, 0.1, 0.9], []),  # one rank waits for the majority
         ([0.9], []),
         ([None, None], []),
         ([], []),
     ],
 )
 def test_the_straggler_waits_least_while_the_others_wait_long(waited: list[float | None], slow: list[int]) -> None:
-    assert stragglers([rank(number, share) for number, share in enumerate(waited)]) == slow
+    assert stragglers([busy_rank(number, share) for number, share in enumerate(waited)]) == slow
 
 
 def test_ranks_of_other_cells_are_compared_among_themselves() -> None:
-    ranks = [rank(0, 0.8), rank(1, 0.0), rank(2, 0.0, cell=5), rank(3, 0.0, cell=5), rank(4, 0.9, state="idle")]
+    ranks = [
+        busy_rank(0, 0.8),
+        busy_rank(1, 0.0),
+        busy_rank(2, 0.0, cell=5),
+        busy_rank(3, 0.0, cell=5),
+        busy_rank(4, 0.9, state="idle"),
+    ]
     assert stragglers(ranks) == [1]
-    assert stragglers([rank(0, 0.8), rank(1, 0.0, doing="pushing")]) == []
+    assert stragglers([busy_rank(0, 0.8), busy_rank(1, 0.0, doing="pushing")]) == []
 
 
 # -- the table
@@ -125,12 +131,12 @@ PLACE = StackLocation("backward", 4, 2, "loss.backward()")
 
 
 def test_the_table_has_only_columns_with_known_values() -> None:
-    assert table_text([rank(0, state="idle", cell=None), rank(1, state="ended", cell=None)]) == (
+    assert table_text([busy_rank(0, state="idle", cell=None), busy_rank(1, state="ended", cell=None)]) == (
         "rank  state\n   0  idle\n   1  ended"
     )
     ranks = [
-        rank(0, 0.81, seconds=75, place=PLACE, steps_per_second=41.23, bars=((3, 10), (63, 100)), cores=1.02),
-        rank(1, 0.02, seconds=75, place=PLACE, steps_per_second=41.23, memory=512_000_000),
+        busy_rank(0, 0.81, seconds=75, place=PLACE, steps_per_second=41.23, bars=((3, 10), (63, 100)), cores=1.02),
+        busy_rank(1, 0.02, seconds=75, place=PLACE, steps_per_second=41.23, memory=512_000_000),
     ]
     head, first, second, note = table_text(ranks).splitlines()
     assert head.split() == ["rank", "state", "cell", "time", "rate", "bar", "waits", "CPU", "memory", "where"]
@@ -143,7 +149,7 @@ def test_the_table_has_only_columns_with_known_values() -> None:
 
 
 def test_several_stragglers_and_several_others_are_named_together() -> None:
-    text = table_text([rank(0, 0.9), rank(1, 0.04), rank(2, 0.85), rank(3, 0.02)])
+    text = table_text([busy_rank(0, 0.9), busy_rank(1, 0.04), busy_rank(2, 0.85), busy_rank(3, 0.02)])
     assert text.endswith(
         "ranks 1, 3 are the stragglers: they wait 4 % or less of the time in collectives, the others 85 % or more"
     )
@@ -151,37 +157,37 @@ def test_several_stragglers_and_several_others_are_named_together() -> None:
 
 def test_gpus_have_columns_and_ranks_without_steps_show_collectives() -> None:
     gpu = {"gpu_use": 0.97, "gpu_memory": 12_300_000_000, "gpu_memory_total": 80_000_000_000, "gpu_temperature": 61}
-    head, row = table_text([rank(0, collectives_per_second=240.4, **gpu)]).splitlines()
+    head, row = table_text([busy_rank(0, collectives_per_second=240.4, **gpu)]).splitlines()
     assert head.split() == ["rank", "state", "cell", "rate", "GPU", "GPU", "memory", "°C"]
     assert row.split("  ")[-3:] == ["97 %", "12.3 GB of 80.0 GB", "61"] and "240 collectives/s" in row
 
 
 def test_a_function_of_another_cell_is_named_with_that_cell() -> None:
     place = dataclasses.replace(PLACE, cell=2)
-    assert table_text([rank(0, place=place)]).endswith("  backward, cell [2] line 2: loss.backward()")
+    assert table_text([busy_rank(0, place=place)]).endswith("  backward, cell [2] line 2: loss.backward()")
 
 
 def test_long_lines_are_cut_in_text_but_not_html() -> None:
     place = dataclasses.replace(PLACE, source="x = " + " + ".join(["y"] * 40))
-    assert re.search(r"x = y \+.*…$", table_text([rank(0, place=place)]))
-    assert place.source in table_html([rank(0, place=place)])
+    assert re.search(r"x = y \+.*…$", table_text([busy_rank(0, place=place)]))
+    assert place.source in table_html([busy_rank(0, place=place)])
 
 
 def test_the_page_escapes_code_and_marks_the_straggler() -> None:
     place = dataclasses.replace(PLACE, source="if a < b: f('<script>')")
-    page = table_html([rank(0, 0.8, place=place), rank(1, 0.0, place=place)])
+    page = table_html([busy_rank(0, 0.8, place=place), busy_rank(1, 0.0, place=place)])
     assert "<script" not in page and "&lt;script&gt;" in page
     assert page.count('class="ddip-slow"') == 1 and "rank 1 is the straggler" in page
     assert 'style="--share:80"' in page and 'style="--share:0"' in page
 
 
 def test_a_bar_within_a_bar_fills_a_part_of_it() -> None:
-    assert 'style="--share:36"' in table_html([rank(0, bars=((3, 10), (63, 100)))])
-    assert "--share:" not in table_html([rank(0, bars=((3, None),))]).partition("<table>")[2]
+    assert 'style="--share:36"' in table_html([busy_rank(0, bars=((3, 10), (63, 100)))])
+    assert "--share:" not in table_html([busy_rank(0, bars=((3, None),))]).partition("<table>")[2]
 
 
 def test_the_table_says_how_to_continue_a_suspended_rank() -> None:
-    text = table_text([rank(0, state="stopped", doing="stopped (SIGSTOP); kill -CONT 7 continues it", cell=None)])
+    text = table_text([busy_rank(0, state="stopped", doing="stopped (SIGSTOP); kill -CONT 7 continues it", cell=None)])
     assert text == "rank  state\n   0  stopped\nrank 0: stopped (SIGSTOP); kill -CONT 7 continues it"
 
 
@@ -212,10 +218,10 @@ def test_a_silent_rank_is_asked_once_until_it_answers() -> None:
         engine = group.engine(1)
         ordinary = engine.answers["process_group.rank_vitals.now"]
 
-        def deaf(every: float, keep: float) -> None:
+        def raise_deafness(every: float, keep: float) -> None:
             raise Deafness
 
-        engine.answers["process_group.rank_vitals.now"] = deaf
+        engine.answers["process_group.rank_vitals.now"] = raise_deafness
         for _ in range(3):
             assert [one.state for one in sampler.look()] == ["idle", "no answer"]
         assert engine.calls.count("process_group.rank_vitals.now") == 1
@@ -240,10 +246,10 @@ def test_the_last_answer_stands_in_for_a_slightly_late_one(monkeypatch: pytest.M
         sampler = Sampler(group.lifecycle)
         sampler.look()
 
-        def deaf(every: float, keep: float) -> None:
+        def raise_deafness(every: float, keep: float) -> None:
             raise Deafness
 
-        group.engine(0).answers["process_group.rank_vitals.now"] = deaf
+        group.engine(0).answers["process_group.rank_vitals.now"] = raise_deafness
         assert [one.state for one in sampler.look()] == ["idle"]
         monkeypatch.setattr(vitals, "LATE_SECONDS", 0.0)
         assert [one.state for one in sampler.look()] == ["no answer"]
@@ -262,9 +268,9 @@ def test_a_watch_follows_restarts_changes_and_the_end() -> None:
 
 
 def test_an_idle_rank_with_a_computing_thread_shows_its_use() -> None:
-    known = with_answer(rank(0), answer(1), Rates(cores=0.9), "idle")
+    known = with_answer(busy_rank(0), vitals_at(1), Rates(cores=0.9), "idle")
     assert (known.state, known.cores) == ("idle", 0.9)
-    assert with_answer(rank(0), answer(1), Rates(cores=0.02), "GPU lost").cores is None
+    assert with_answer(busy_rank(0), vitals_at(1), Rates(cores=0.02), "GPU lost").cores is None
 
 
 # -- the rank's side
@@ -287,8 +293,8 @@ def test_the_driver_is_asked_for_the_gpu_that_cuda_means(
     assert nvml.device_name(uuid, visible, index) == name
 
 
-class ToldDriver:
-    """What the functions of ``pynvml`` return here."""
+class SimulatedDriver:
+    """A stand-in for ``pynvml`` with given values."""
 
     NVML_TEMPERATURE_GPU = 0
     NVMLError = KeyError
@@ -309,8 +315,8 @@ class ToldDriver:
 @pytest.mark.parametrize("temperature", [61, None])
 def test_the_answer_of_the_driver_is_read(temperature: int | None) -> None:
     wanted: DeviceFigures = {"use": 0.87, "memory": 12, "total": 80, "temperature": temperature}
-    assert nvml.read(ToldDriver(temperature), "a handle") == wanted
-    known = with_answer(rank(0), answer(1, device=wanted), Rates(), "idle")
+    assert nvml.read(SimulatedDriver(temperature), "a handle") == wanted
+    known = with_answer(busy_rank(0), vitals_at(1, device=wanted), Rates(), "idle")
     assert (known.gpu_use, known.gpu_memory, known.gpu_memory_total) == (0.87, 12, 80)
     assert known.gpu_temperature == temperature
 

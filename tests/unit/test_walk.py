@@ -1,4 +1,4 @@
-"""The walk over variables, on objects that are large."""
+"""The walk over variables, on large objects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_state_of_an_optimizer_is_compared() -> None:
 
 
 def test_a_number_without_a_text_has_a_sum() -> None:
-    """Python does not write an int of so many digits."""
+    """Python refuses to convert an int with this many digits to text."""
     values = Walk({"a": 10**5000, "b": -(10**5000), "c": 10**5000}, process_wide=False).finish().values
     assert len({repr(value) for value in values.values()}) == 2
 
@@ -115,15 +115,19 @@ def test_the_sum_of_a_long_dictionary_has_no_order() -> None:
     one, other = dict.fromkeys(keys, 0.5), dict.fromkeys(reversed(keys), 0.5)
     pairs = [(key, float(key)) for key in keys]
 
-    def sums() -> list[object]:
+    def checksums_of_items() -> list[object]:
         variables = {"one": one, "other": other, "pairs": pairs}
         values = Walk(variables, checksums=True, process_wide=False).finish().values
         return [values[f"{name}#items"] for name in variables]
 
-    first = sums()
+    first = checksums_of_items()
     assert first[0] == first[1]
     other[3000], pairs[3000] = 0.25, (1, 0.0)
-    assert sums()[0] == first[0] and sums()[1] != first[1] and sums()[2] != first[2]
+    assert (
+        checksums_of_items()[0] == first[0]
+        and checksums_of_items()[1] != first[1]
+        and checksums_of_items()[2] != first[2]
+    )
 
 
 def test_a_path_has_no_caches() -> None:

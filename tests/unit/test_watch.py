@@ -1,4 +1,4 @@
-"""Do ranks move? Decided from what they answer and what the system says of their processes."""
+"""Whether ranks make progress, decided from their answers and from system figures of their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddip.protocol.on_rank import RemoteCall
 
 
 class Ranks:
-    """What a watch asks of ranks: each answers what `answers` has for it."""
+    """A stand-in for the ranks: each answers with its entry in `answers`."""
 
     def __init__(self, pids: Sequence[int], answers: dict[int, Any]) -> None:
         self.members = [SimpleNamespace(pid=pid) for pid in pids]
@@ -36,7 +36,7 @@ class Ranks:
 
 
 class Clock:
-    """What a watch takes the time from."""
+    """The clock that a watch reads."""
 
     now = 100.0
 
@@ -51,16 +51,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def process(code: str) -> subprocess.Popen[bytes]:
+def start_process(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 @pytest.fixture
 def sleeper() -> Iterator[int]:
-    """A process that waits."""
-    child = process("print(flush=True); input()")
+    """Start a process that waits."""
+    child = start_process("print(flush=True); input()")
     assert child.stdout is not None
-    child.stdout.readline()  # it has started, and computes no more
+    child.stdout.readline()  # the process has started, and is idle from now on
     while psutil.Process(child.pid).status() != psutil.STATUS_SLEEPING:
         pass
     yield child.pid
@@ -69,8 +69,8 @@ def sleeper() -> Iterator[int]:
 
 @pytest.fixture
 def worker() -> Iterator[int]:
-    """A process that computes."""
-    child = process("while True: pass")
+    """Start a process that computes."""
+    child = start_process("while True: pass")
     yield child.pid
     child.kill()
     child.communicate()
@@ -79,40 +79,40 @@ def worker() -> Iterator[int]:
 # -- a cell that runs
 
 
-def stands_still(clock: Clock, ranks: Ranks, *moves: dict[int, Any], seconds: float = 1.0) -> list[bool]:
-    """What a watch with a patience of 3 s says each time, `seconds` apart."""
+def stall_decisions(clock: Clock, ranks: Ranks, *moves: dict[int, Any], seconds: float = 1.0) -> list[bool]:
+    """Return the decisions of a watch with a patience of 3 s, made every `seconds`."""
     one = Watch(ranks, 3.0)  # type: ignore[arg-type]
-    said = []
+    decisions = []
     for answers in moves:
         clock.now += seconds
         ranks.answers = answers
-        said.append(one.has_stalled(sorted(answers), clock.now))
-    return said
+        decisions.append(one.has_stalled(sorted(answers), clock.now))
+    return decisions
 
 
 def test_ranks_that_do_not_move_stand_still_after_a_while(clock: Clock) -> None:
     here = {0: (7, 0.0), 1: (8, 0.0)}
-    assert stands_still(clock, Ranks([1, 2], {}), *[here] * 5) == [False, False, False, True, True]
+    assert stall_decisions(clock, Ranks([1, 2], {}), *[here] * 5) == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("moved", [{0: (9, 0.0), 1: (8, 0.0)}, {0: (7, 1.0), 1: (8, 0.0)}], ids=["a step", "CPU time"])
 def test_one_moving_rank_counts_as_progress(clock: Clock, moved: dict[int, Any]) -> None:
     here = {0: (7, 0.0), 1: (8, 0.0)}
-    assert stands_still(clock, Ranks([1, 2], {}), here, here, here, moved, moved, moved) == [False] * 6
+    assert stall_decisions(clock, Ranks([1, 2], {}), here, here, here, moved, moved, moved) == [False] * 6
 
 
 def test_a_little_cpu_time_is_no_movement(clock: Clock) -> None:
     answers = [{0: (7, 0.01 * second)} for second in range(5)]
-    assert stands_still(clock, Ranks([1], {}), *answers)[-1]
+    assert stall_decisions(clock, Ranks([1], {}), *answers)[-1]
 
 
 def test_a_rank_that_does_not_answer_does_not_move(clock: Clock) -> None:
-    assert stands_still(clock, Ranks([1], {}), *[{0: None}] * 4)[-1]
+    assert stall_decisions(clock, Ranks([1], {}), *[{0: None}] * 4)[-1]
 
 
 def test_ranks_are_not_asked_all_the_time(clock: Clock) -> None:
     ranks = Ranks([1], {})
-    stands_still(clock, ranks, *[{0: (7, 0.0)}] * 30, seconds=0.1)
+    stall_decisions(clock, ranks, *[{0: (7, 0.0)}] * 30, seconds=0.1)
     assert 1 < len(ranks.asked) < 6 and set(ranks.asked) == {on_rank.pulse()}
 
 
@@ -127,44 +127,46 @@ def test_a_message_counts_as_progress(clock: Clock) -> None:
 # -- a cell that was told to stop
 
 
-def moving(clock: Clock, pid: int, *phases: str | None, asleep: float = 0.0, seconds: float = 0.25) -> list[bool]:
-    """Whether the rank is on its way to its end, each time that it is looked at."""
+def ending_decisions(
+    clock: Clock, pid: int, *phases: str | None, asleep: float = 0.0, seconds: float = 0.25
+) -> list[bool]:
+    """Return at each look whether the rank is making progress to its end."""
     ranks = Ranks([pid], {})
     ending = Ending(ranks, [0], asleep)  # type: ignore[arg-type]
-    said = []
+    decisions = []
     for phase in phases:
         clock.now += seconds
         ranks.answers = {0: phase}
-        said.append(ending.find_moving([0]) == [0])
-    return said
+        decisions.append(ending.find_moving([0]) == [0])
+    return decisions
 
 
 def test_ranks_waiting_in_user_code_are_omitted_at_second_look(clock: Clock, sleeper: int) -> None:
-    assert moving(clock, sleeper, "code", "code", "code")[-1] is False
+    assert ending_decisions(clock, sleeper, "code", "code", "code")[-1] is False
 
 
 def test_an_idle_rank_counts_as_moving(clock: Clock, sleeper: int) -> None:
-    assert moving(clock, sleeper, "idle", "idle", "idle") == [True] * 3
+    assert ending_decisions(clock, sleeper, "idle", "idle", "idle") == [True] * 3
 
 
 def test_a_rank_that_computes_after_user_code_may_take_time(clock: Clock, worker: int) -> None:
-    assert moving(clock, worker, *["ending"] * 40) == [True] * 40
+    assert ending_decisions(clock, worker, *["ending"] * 40) == [True] * 40
 
 
 def test_no_rank_may_take_longer_than_half_a_minute(clock: Clock, worker: int) -> None:
-    assert moving(clock, worker, "ending", "ending", seconds=20.0) == [True, False]
+    assert ending_decisions(clock, worker, "ending", "ending", seconds=20.0) == [True, False]
 
 
 def test_a_rank_may_sleep_after_user_code_if_allowed(clock: Clock, sleeper: int) -> None:
-    assert moving(clock, sleeper, *["ending"] * 3, asleep=6.0, seconds=1.0) == [True] * 3
-    assert moving(clock, sleeper, *["ending"] * 9, asleep=6.0, seconds=1.0)[-1] is False
+    assert ending_decisions(clock, sleeper, *["ending"] * 3, asleep=6.0, seconds=1.0) == [True] * 3
+    assert ending_decisions(clock, sleeper, *["ending"] * 9, asleep=6.0, seconds=1.0)[-1] is False
 
 
 def test_a_silent_rank_counts_as_running_user_code(clock: Clock, sleeper: int) -> None:
-    assert moving(clock, sleeper, *[None] * 4)[-1] is False
+    assert ending_decisions(clock, sleeper, *[None] * 4)[-1] is False
 
 
 def test_a_rank_that_has_ended_does_not_move(clock: Clock) -> None:
-    child = process("pass")
+    child = start_process("pass")
     child.communicate()
-    assert moving(clock, child.pid, "code", "code") == [False, False]
+    assert ending_decisions(clock, child.pid, "code", "code") == [False, False]

@@ -1,4 +1,4 @@
-"""The text of bars that are widgets, from the messages of widgets."""
+"""The text of bars that are widgets, derived from widget messages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ddip.output.transcript import WIDGET
 from ddip.output.widgets import WidgetBars
 
 
-def view(model: str, text: str = "0%") -> dict[str, Any]:
+def widget_view(model: str, text: str = "0%") -> dict[str, Any]:
     return {WIDGET: {"model_id": model}, "text/plain": text}
 
 
 def new_bar(bars: WidgetBars, name: str, **state: Any) -> str | None:
-    """As tqdm makes and displays one; returns the id of the display."""
+    """Create and display a bar as tqdm does; return the display ID."""
     bars.open(f"{name}-left", {"_model_name": "HTMLModel", "value": ""})
     bars.open(f"{name}-bar", {"_model_name": "FloatProgressModel", "min": 0.0, "max": 10.0, "value": 0.0, **state})
     bars.open(f"{name}-right", {"_model_name": "HTMLModel", "value": ""})
     children = [f"IPY_MODEL_{name}-{part}" for part in ("left", "bar", "right")]
     bars.open(name, {"_model_name": "HBoxModel", "children": children})
-    return bars.display(None, 0, view(name), {})
+    return bars.display(None, 0, widget_view(name), {})
 
 
 def test_the_text_matches_the_widgets() -> None:
@@ -33,9 +33,9 @@ def test_the_text_matches_the_widgets() -> None:
     bars.change("b-bar", {"value": 4.5})
     bars.change("b-right", {"value": "\u20074/10"})
     (bar,) = bars.moved()
-    assert bar.display_id == display_id and bar.data == view("b", " a < 45%|████▌     | 4/10")
+    assert bar.display_id == display_id and bar.data == widget_view("b", " a < 45%|████▌     | 4/10")
     bars.change("b-bar", {"value": 4.51, "bar_style": "danger"})
-    assert bars.moved() == []  # as text it is the same
+    assert bars.moved() == []  # the text has not changed
 
 
 def test_a_closed_bar_is_neither_text_nor_widget() -> None:
@@ -61,7 +61,7 @@ def test_odd_widget_states_are_accepted(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [{}, {WIDGET: {}}, {WIDGET: None}, {WIDGET: {"model_id": 1}}, view("slider"), view("mixed")]
+    "data", [{}, {WIDGET: {}}, {WIDGET: None}, {WIDGET: {"model_id": 1}}, widget_view("slider"), widget_view("mixed")]
 )
 def test_a_widget_that_is_not_a_bar_stays_unchanged(data: dict[str, Any]) -> None:
     bars = WidgetBars()
@@ -78,7 +78,7 @@ def test_several_bars_in_one_box_become_lines() -> None:
     for name, text in (("a", "first"), ("b", "")):
         bars.open(name, {"_model_name": "IntProgressModel", "max": 4, "value": 1, "description": text})
     bars.open("box", {"_model_name": "VBoxModel", "children": ["IPY_MODEL_a", "IPY_MODEL_b"]})
-    assert bars.display(None, 0, view("box"), {}) == bars.display(None, 0, view("box"), {})
+    assert bars.display(None, 0, widget_view("box"), {}) == bars.display(None, 0, widget_view("box"), {})
     bars.change("b", {"value": 4})
     assert bars.moved()[0].data["text/plain"] == "first |██▌       |\n|██████████|"
 
