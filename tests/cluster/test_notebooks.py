@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 from ddip.cluster.processes import preload_client
 
-from ..hosts.network import not_here
+from ..hosts.network import why_not_on_nb
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -27,9 +27,9 @@ FRAMEWORKS = [path for path in NOTEBOOKS if path.stem.startswith(("hf_", "course
 """Notebooks that need packages which ``make test`` does not install; ``tests/frameworks`` runs them."""
 HOSTS = FOLDER / "several_hosts.ipynb"
 """A notebook that ``tests/hosts`` runs."""
-NO_HOSTS = not_here()
+NO_HOSTS = why_not_on_nb()
 PLATFORMS = FOLDER / "kaggle_colab.ipynb"
-"""``make test-platform`` runs it with the packages that Kaggle and Colab pin."""
+"""A notebook that ``make test-platform`` runs with the packages that Kaggle and Colab pin."""
 OTHERS = [
     pytest.param(
         path,

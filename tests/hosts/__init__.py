@@ -1,1 +1,1 @@
-"""Several hosts, on one machine: their network, and what ddip does in it."""
+"""Several hosts as network namespaces of one machine, and tests of ddip on them."""

@@ -1,4 +1,4 @@
-"""The hosts, for tests that run in nb, and the proof that nothing is left on any of them."""
+"""The hosts, for tests that run on nb, and the proof that nothing is left on any of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from ..cluster.conftest import own_ipython_folder, warmed_up  # noqa: F401
 from ..cluster.leftovers import assert_nothing_left, family_of, wait_until
-from .network import Network, not_here
+from .network import Network, why_not_on_nb
 from .slurm import Slurm
 
 
 @pytest.fixture(scope="session", autouse=True)
 def network(request: pytest.FixtureRequest) -> Iterator[Network]:
-    """All hosts, plain and up. Without them there is nothing to be tested here."""
-    if reason := not_here():
+    """Yield the running hosts, with default options; skip the tests if there are none."""
+    if reason := why_not_on_nb():
         pytest.skip(reason)
     request.getfixturevalue("own_ipython_folder")
     network = Network()
@@ -27,22 +27,24 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_of_the_module(network: Network) -> Iterator[None]:
-    """For groups that the tests of a module share."""
+    """Prove that nothing is left of the groups that the tests of a module share."""
     with _nothing_left(network):
         yield
 
 
 @pytest.fixture(autouse=True)
 def hosts(network: Network) -> Iterator[Network]:
-    """`hosts["h1"]` and the others. After the test their links are mended, they are up, and nothing is left on them
-    that was not there before; a host that has booted meanwhile has new folders."""
+    """Yield the hosts, such as `hosts["h1"]`, and prove that a test leaves nothing on them.
+
+    After the test all links work and all hosts are up. A host that has booted meanwhile has new folders.
+    """
     with _nothing_left(network):
         yield network
 
 
 @pytest.fixture
 def slurm(hosts: Network) -> Iterator[Slurm]:
-    """Slurm on h1 and h2, which boot anew when it stops."""
+    """Run Slurm on h1 and h2, which boot again when it stops."""
     slurm = Slurm(hosts)
     try:
         slurm.start()
@@ -53,7 +55,7 @@ def slurm(hosts: Network) -> Iterator[Slurm]:
 
 @pytest.fixture
 def three_nodes(hosts: Network) -> Iterator[Slurm]:
-    """The same on h1, h2 and h3."""
+    """Run Slurm on h1, h2 and h3."""
     slurm = Slurm(hosts, ("h1", "h2", "h3"))
     try:
         slurm.start()
@@ -66,20 +68,22 @@ def three_nodes(hosts: Network) -> Iterator[Slurm]:
 def _nothing_left(network: Network) -> Iterator[None]:
     before = network.contents()
     yield
-    left: dict[tuple[str, object], str] = {}
+    leftovers: dict[tuple[str, object], str] = {}
 
-    def none() -> bool:
-        left.clear()
-        left.update({key: text for key, text in network.contents().items() if key not in before})
-        for process in family_of(os.getpid()):  # it may keep its preload process: assert_nothing_left
-            left.pop(("nb", process.pid), None)
-        return not left
+    def is_clean() -> bool:
+        leftovers.clear()
+        leftovers.update({key: text for key, text in network.contents().items() if key not in before})
+        for process in family_of(
+            os.getpid()
+        ):  # this process may keep its preload process; assert_nothing_left checks the others
+            leftovers.pop(("nb", process.pid), None)
+        return not leftovers
 
-    network.reset()
+    network.restore_hosts()
     try:
-        wait_until(none, 15, "the end of all that was started on the hosts")
+        wait_until(is_clean, 15, "the end of all that was started on the hosts")
     except AssertionError:
-        for name in network.keys() - {"nb"}:  # the next test has no part in it
+        for name in network.keys() - {"nb"}:  # do not fail the next test as well
             network[name].boot()
-        pytest.fail("left on the hosts:\n" + "\n".join(left.values()))
+        pytest.fail("left on the hosts:\n" + "\n".join(leftovers.values()))
     assert_nothing_left(os.getpid())

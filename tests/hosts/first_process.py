@@ -1,5 +1,8 @@
-"""The first process of a host: read from top to bottom. It has been started in the host's own namespaces, gives the
-host folders, names and interfaces of its own, and becomes its sshd. What it needs comes as JSON on stdin."""
+"""The first process of a host: a program that reads from top to bottom.
+
+It starts in the host's namespaces, creates the host's folders, names and interfaces, and becomes its sshd. Its
+configuration comes as JSON on stdin.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ Subsystem sftp internal-sftp
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2): the command would follow the links of /proc/self/fd, which lead to what is hidden by now."""
+    """Call mount(2), because mount(8) would resolve links of /proc/self/fd that are hidden by now."""
     if ctypes.CDLL(None, use_errno=True).mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()):
         raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}: mount of {source} at {target}")
 
 
-def bind(source: str, target: str) -> None:
+def bind_mount(source: str, target: str) -> None:
     mount(source, target, flags=MS_BIND | MS_REC)
 
 
@@ -47,19 +50,22 @@ def write(path: str, text: str, mode: int = 0o600) -> None:
 
 
 def own_folders(kept: list[str]) -> None:
-    """Empty folders, which end with the host; `kept`, the Python environment and this checkout, are seen in them."""
+    """Mount empty folders, which end with the host.
+
+    The folders in `kept`, the Python environment and this checkout, stay visible in them.
+    """
     hidden = [path for path in kept if any(Path(path).is_relative_to(folder) for folder in PRIVATE)]
     descriptors = {path: os.open(path, os.O_PATH) for path in hidden}
     for folder, mode in PRIVATE.items():
         mount("tmpfs", folder, "tmpfs", data=f"mode={mode}")
     for path, descriptor in descriptors.items():
         Path(path).mkdir(parents=True, exist_ok=True)
-        bind(f"/proc/self/fd/{descriptor}", path)
-    # Another network, other interfaces in /sys; the limits of this machine stay.
+        bind_mount(f"/proc/self/fd/{descriptor}", path)
+    # /sys must show the interfaces of the new network namespace; the limits of this machine stay.
     Path("/run/cgroup").mkdir()
-    bind("/sys/fs/cgroup", "/run/cgroup")
+    bind_mount("/sys/fs/cgroup", "/run/cgroup")
     mount("sysfs", "/sys", "sysfs")
-    bind("/run/cgroup", "/sys/fs/cgroup")
+    bind_mount("/run/cgroup", "/sys/fs/cgroup")
 
 
 def own_names(hostname: str, hosts: str) -> None:
@@ -69,22 +75,22 @@ def own_names(hostname: str, hosts: str) -> None:
     for path, text, mode in [
         ("/etc/hosts", hosts, 0o644),
         ("/etc/hostname", hostname + "\n", 0o644),
-        ("/etc/resolv.conf", "", 0o644),  # nobody else is asked for names
-        ("/etc/shadow", "\n".join(shadow) + "\n", 0o600),  # sshd lets nobody in whose account is locked
+        ("/etc/resolv.conf", "", 0o644),  # no DNS server
+        ("/etc/shadow", "\n".join(shadow) + "\n", 0o600),  # sshd refuses locked accounts
     ]:
         if Path(path).exists():
             write("/run" + path, text, mode)
-            bind("/run" + path, path)
+            bind_mount("/run" + path, path)
 
 
 def main() -> None:
-    print("ready", flush=True)  # in its namespaces, into which its links can be put now
+    print("ready", flush=True)  # its namespaces exist, so links can be moved into them
     config = json.load(sys.stdin)
     own_folders(config["kept"])
     own_names(config["hostname"], config["hosts"])
     for path, text in config["files"].items():
         write(path.replace("~", HOME), text)
-    bare = Path("/run/bare/bin")  # an environment in which nothing is installed
+    bare = Path("/run/bare/bin")  # an environment without installed packages
     bare.mkdir(parents=True)
     write("/run/bare/pyvenv.cfg", f"home = {config['base_python']}\n")
     for name in ("python", "python3"):

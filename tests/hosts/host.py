@@ -1,4 +1,4 @@
-"""One host: namespaces of its own, in which its sshd is the first process, and links to the bridges of the network.
+"""One host: its own namespaces, with sshd as first process, and links to the bridges of the network.
 
 network's first process (pid 1), in the namespaces of the switch: br0, br1, and each host's end of its links
 |-- unshare -> h1's sshd, pid 1 there: own pid, mount, uts, ipc and net namespaces
@@ -26,16 +26,16 @@ from . import first_process
 
 REPO = Path(__file__).parents[2]
 FIRST = 1
-"""The pid of the network's first process, as the tests see it."""
+"""PID of the network's first process, as the tests see it."""
 PATH = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
-BARE = "/run/bare/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # its python has neither torch nor ddip
+BARE = "/run/bare/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # this Python has neither torch nor ddip
 NUMBERS = {"nb": 10, "h1": 11, "h2": 12, "h3": 13}
-OTHERS = ("/tmp/pytest-of-", "/tmp/torchinductor_", f"{first_process.HOME}/.ipython")
-"""What pytest, torch and IPython keep for a user."""
+PER_USER_FILES = ("/tmp/pytest-of-", "/tmp/torchinductor_", f"{first_process.HOME}/.ipython")
+"""Per-user files of pytest, torch and IPython."""
 
 
 def seen_by(pid: int, path: str) -> str:
-    """What a process has at `path`, as a path for this one."""
+    """Return the path by which this process reaches `path` of the process `pid`."""
     return f"/proc/{pid}/root{path}"
 
 
@@ -45,10 +45,10 @@ SWITCH = ("nsenter", f"--target={FIRST}", "--net", "--mount", "--uts", "--ipc", 
 
 @dataclass(frozen=True)
 class Interface:
-    """One more link of a host; without a bridge it leads nowhere, as that of Docker does."""
+    """An additional link of a host; without a bridge it leads nowhere, like Docker's."""
 
     name: str
-    address: str  # with its prefix: 10.79.0.11/24
+    address: str  # with prefix length: 10.79.0.11/24
     bridge: str | None = None
 
 
@@ -57,17 +57,17 @@ DOCKER = Interface("docker0", "172.17.0.1/16")  # the same address on every host
 
 @dataclass(frozen=True)
 class Options:
-    """How a host differs from a plain one."""
+    """Settings in which a host differs from the default."""
 
-    hostname: str = ""  # its own name; others know it as h1 all the same
-    names: Mapping[str, str | None] = field(default_factory=dict)  # in its /etc/hosts; None: it does not know that name
+    hostname: str = ""  # the name it gives itself; other hosts still know it as h1
+    names: Mapping[str, str | None] = field(default_factory=dict)  # entries of its /etc/hosts; None removes the name
     interface: str = "eth0"
     interfaces: Sequence[Interface] = ()
-    sshd: Sequence[str] = ()  # lines of sshd_config
+    sshd: Sequence[str] = ()  # lines for sshd_config
     bashrc: str = ""
-    path: str = PATH  # of what sshd starts
-    environment: Mapping[str, str] = field(default_factory=dict)  # also of what sshd starts
-    files: Mapping[str, str] = field(default_factory=dict)  # path -> text; ~ is its home
+    path: str = PATH  # PATH of processes that sshd starts
+    environment: Mapping[str, str] = field(default_factory=dict)  # also for processes that sshd starts
+    files: Mapping[str, str] = field(default_factory=dict)  # path -> text; ~ is its home folder
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Socket:
 
 
 class Host:
-    """A host as the tests see it, from outside. Paths are the host's own."""
+    """A host as seen from outside by the tests. Paths are paths on the host."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.address = f"10.78.0.{NUMBERS[name]}"
         self._started: subprocess.Popen[str] | None = None
-        self._others: set[int] = set()  # processes that are not of the tests
+        self._others: set[int] = set()  # processes that the tests have not started
 
     def __repr__(self) -> str:
         return f"<host {self.name}: {'up' if self.is_up() else 'down'}>"
@@ -92,7 +92,7 @@ class Host:
     # Power
 
     def boot(self, **options: Any) -> None:
-        """Power on, with new folders; `options` are those of `Options`. A host that is up loses its power first."""
+        """Power on with new folders; `options` are those of `Options`. A running host first loses its power."""
         self.begin_boot(**options)
         self.end_boot()
 
@@ -129,7 +129,7 @@ class Host:
         )
 
     def lose_power(self) -> None:
-        """Everything in it dies at once, and nobody is told: its link is cut first."""
+        """Kill all its processes at once; the link is cut first, so no other host is notified."""
         assert self.name != "nb", "the tests run in nb"
         state = self._state
         self.cut()
@@ -137,7 +137,7 @@ class Host:
         os.kill(state["first"], signal.SIGKILL)
         assert select.select([descriptor], [], [], 10)[0], f"{self.name} still has power"
         os.close(descriptor)
-        if self._started:  # otherwise the first process of the network has
+        if self._started:  # otherwise the network's first process started it
             self._started.wait()
             self._started = None
         wait_for(lambda: not self._remove_links(), f"the end of the links of {self.name}")
@@ -148,7 +148,7 @@ class Host:
 
     @contextlib.contextmanager
     def booted(self, **options: Any) -> Iterator[Host]:
-        """The same host with other options, while the block runs; a plain one again afterwards."""
+        """Boot with other options for the block, and with default options afterwards."""
         self.boot(**options)
         try:
             yield self
@@ -158,16 +158,20 @@ class Host:
     # Links
 
     def cut(self) -> None:
-        """Its frames are lost at the switch; the host sees a link that is up."""
-        ip("".join(f"link set {link} nomaster\n" for link in self._links()))
+        """Drop its frames at the switch; the host still sees its link as up."""
+        run_ip_commands("".join(f"link set {link} nomaster\n" for link in self._links()))
 
     def mend(self) -> None:
-        ip("".join(f"link set {self.name}-{i.name} master {i.bridge}\n" for i in self._all_interfaces() if i.bridge))
+        run_ip_commands(
+            "".join(f"link set {self.name}-{i.name} master {i.bridge}\n" for i in self._all_interfaces() if i.bridge)
+        )
 
     @contextlib.contextmanager
     def blocks(self, other: Host, ports: str = "1-65535", answer: str = "drop") -> Iterator[None]:
-        """Its firewall lets no new TCP connection of `other` in, to `ports` as nft writes them, while the block runs.
-        `answer="reject with tcp reset"` tells the other so."""
+        """Drop new TCP connections from `other` to `ports` (nft syntax).
+
+        With `answer="reject with tcp reset"` the other host is notified.
+        """
         rule = f"ip saddr {other.address} tcp dport {{ {ports} }} tcp flags & (syn | ack) == syn {answer}"
         chain = f"chain input {{ type filter hook input priority 0; {rule}; }};"
         self.run(["nft", f"table inet from-{other.name} {{ {chain} }}"])
@@ -180,12 +184,12 @@ class Host:
     # What it runs
 
     def command(self, arguments: Sequence[str], folder: str = first_process.HOME) -> list[str]:
-        """The command that runs `arguments` in this host."""
+        """Return the command that runs `arguments` on this host."""
         kinds = ["--net", "--mount", "--uts", "--ipc", *(["--pid"] if self.name != "nb" else [])]
         return ["nsenter", f"--target={self.first}", *kinds, f"--wd={seen_by(self.first, folder)}", *arguments]
 
     def run(self, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command in it, and wait for it: subprocess.run with its output as text, and an error that is raised."""
+        """Run a command on the host as subprocess.run does, with text output; raise if it fails."""
         more = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, **more}
         more["env"] = {"PATH": PATH, "HOME": first_process.HOME, **more.get("env", {})}
         check = more.pop("check", True)
@@ -194,8 +198,10 @@ class Host:
         return done
 
     def processes(self) -> list[tuple[int, str]]:
-        """The pid, as the tests see it, and the command line of each of its processes, zombies and its own sshd left
-        out; in nb, without the process of the tests and those that have started it."""
+        """Return PID, as the tests see it, and command line of each process, without zombies and sshd.
+
+        On nb, also without the process of the tests and its parents.
+        """
         found = []
         for pid in self._pids():
             with contextlib.suppress(OSError):
@@ -214,20 +220,20 @@ class Host:
             with contextlib.suppress(OSError):
                 if os.readlink(path / "ns" / kind) == mine:
                     pids.append(int(path.name))
-        return sorted({*pids} - {self.first} - (_ancestors() if self.name == "nb" else set()))
+        return sorted({*pids} - {self.first} - (_own_and_parent_pids() if self.name == "nb" else set()))
 
     # What it holds
 
     def path(self, path: str) -> Path:
-        """A file of it, as the tests can open it."""
+        """Return a path at which the tests can open a file of the host."""
         return Path(seen_by(self.first, path.replace("~", first_process.HOME)))
 
     def files(self) -> list[str]:
-        """All files in its home, /tmp, /var/tmp, /dev/shm and /run that were not there when it had booted."""
+        """Return the files in its private folders that did not exist right after boot."""
         return sorted({*self._all_files()} - {*self._state["files"]}) if self.is_up() else []
 
     def sockets(self) -> list[Socket]:
-        """TCP sockets, listening or connected, that processes of it have and that were not there when it had booted."""
+        """Return TCP sockets of its processes, listening or connected, that did not exist right after boot."""
         before = [Socket(s["state"], tuple(s["local"]), tuple(s["remote"])) for s in self._state.get("sockets", ())]
         return [found for found in self._all_sockets() if found not in before] if self.is_up() else []
 
@@ -237,30 +243,30 @@ class Host:
             top = self.path(private)
             device = top.stat().st_dev
             for folder, folders, files in os.walk(top):
-                # Not into what is mounted there: the Python environment, this checkout.
+                # Skip mounts: the Python environment, this checkout.
                 folders[:] = [name for name in folders if (Path(folder) / name).lstat().st_dev == device]
                 found += [os.path.join(folder, name) for name in folders + files]
         root = len(seen_by(self.first, ""))
-        return [name[root:] for name in found if not name[root:].startswith(OTHERS)]
+        return [name[root:] for name in found if not name[root:].startswith(PER_USER_FILES)]
 
     def _all_sockets(self) -> list[Socket]:
         found = []
         for kind in ("tcp", "tcp6"):
             table = ""
-            with contextlib.suppress(OSError):  # it has just lost its power
+            with contextlib.suppress(OSError):  # the host may just have lost its power
                 table = Path(f"/proc/{self.first}/net/{kind}").read_text()
             for line in table.splitlines()[1:]:
                 words = line.split()
                 state = {"01": "ESTABLISHED", "02": "SYN_SENT", "08": "CLOSE_WAIT", "0A": "LISTEN"}.get(words[3])
-                if state and words[9] != "0":  # some process has it
-                    found.append(Socket(state, _address(words[1]), _address(words[2])))
+                if state and words[9] != "0":  # a process holds it
+                    found.append(Socket(state, _parse_address(words[1]), _parse_address(words[2])))
         return found
 
     # What is known of it by all who look at the network
 
     @property
     def first(self) -> int:
-        """Its first process, as the tests see it."""
+        """Return the PID of its first process, as the tests see it."""
         return int(self._state["first"])
 
     @property
@@ -285,7 +291,10 @@ class Host:
         return [f"{self.name}-{name}" for name in self._state["interfaces"]]
 
     def _remove_links(self) -> list[str]:
-        """Those that were still there: they end with the host's namespace, too, some time after its processes."""
+        """Remove links that still exist, and return them.
+
+        They also end with the host's namespace, some time after its processes.
+        """
         present = Path("/proc/1/net/dev").read_text()
         links = [link for link in self._links() if f"{link}:" in present]
         for link in links:
@@ -295,11 +304,11 @@ class Host:
     def _plug_in(self, interface: Interface, pid: int) -> None:
         link = f"{self.name}-{interface.name}"
         master = f"link set {link} master {interface.bridge}\n" if interface.bridge else ""
-        # The same after each boot: the others remember it.
+        # The same after each boot, because other hosts cache it.
         name = "main" if interface.name == self._options.interface else interface.name
         mac = bytes([2, 0, NUMBERS[self.name], *name.encode()[-3:]]).hex(":")
         link_add = f"link add {link} type veth peer name {interface.name} address {mac} netns {pid}\n"
-        ip(f"{link_add}{master}link set {link} up\n")
+        run_ip_commands(f"{link_add}{master}link set {link} up\n")
 
     def _configuration(self) -> dict[str, Any]:
         options = self._options
@@ -329,8 +338,8 @@ class Host:
         }
 
 
-def ip(commands: str) -> None:
-    """iproute2's commands, one a line, at the switch."""
+def run_ip_commands(commands: str) -> None:
+    """Run iproute2 commands, one per line, at the switch."""
     subprocess.run([*SWITCH, "ip", "-batch", "-"], input=commands, text=True, check=True)
 
 
@@ -341,7 +350,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 60) ->
         time.sleep(0.005)
 
 
-def _ancestors() -> set[int]:
+def _own_and_parent_pids() -> set[int]:
     pids = set()
     pid = os.getpid()
     while pid:
@@ -350,8 +359,8 @@ def _ancestors() -> set[int]:
     return pids
 
 
-def _address(text: str) -> tuple[str, int]:
-    """An address as /proc/net/tcp writes it: words of four bytes in this machine's order."""
+def _parse_address(text: str) -> tuple[str, int]:
+    """Parse an address of /proc/net/tcp: 32-bit words in host byte order."""
     words, _, port = text.partition(":")
     packed = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     address = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

@@ -1,6 +1,6 @@
-"""A network with a long way: what ssh uses for its connection (ProxyCommand), and which delays all that passes.
+"""A slow link: a ProxyCommand for ssh that delays everything that passes.
 
-Run as ``python slow_link.py HOST PORT FILE``; `FILE` holds the seconds that each byte takes, in each direction.
+Run as ``python slow_link.py HOST PORT FILE``; `FILE` holds the delay in seconds of each byte, per direction.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 
-def carry(reads: int, writes: int, file: Path) -> None:
-    """From one descriptor to the other, until the end of what comes, each chunk some time after it came."""
+def copy_with_delay(reads: int, writes: int, file: Path) -> None:
+    """Copy from one descriptor to the other until the end, delaying each chunk."""
     chunks: queue.Queue[tuple[float, bytes]] = queue.Queue()
 
-    def write() -> None:
+    def write_when_due() -> None:
         while True:
             due, chunk = chunks.get()
             if not chunk:
@@ -27,7 +27,7 @@ def carry(reads: int, writes: int, file: Path) -> None:
             time.sleep(max(0.0, due - time.monotonic()))
             os.write(writes, chunk)
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write_when_due)
     writer.start()
     while chunk := os.read(reads, 1 << 16):
         chunks.put((time.monotonic() + float(file.read_text()), chunk))
@@ -36,11 +36,11 @@ def carry(reads: int, writes: int, file: Path) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Connect, and copy in both directions."""
     host, port, file = sys.argv[1:]
-    with socket.create_connection((host, int(port))) as there, contextlib.suppress(OSError):
-        threading.Thread(target=carry, args=(there.fileno(), 1, Path(file)), daemon=True).start()
-        carry(0, there.fileno(), Path(file))  # until ssh is gone: nobody takes what still comes back
+    with socket.create_connection((host, int(port))) as connection, contextlib.suppress(OSError):
+        threading.Thread(target=copy_with_delay, args=(connection.fileno(), 1, Path(file)), daemon=True).start()
+        copy_with_delay(0, connection.fileno(), Path(file))  # until ssh ends; later answers have no reader
 
 
 if __name__ == "__main__":

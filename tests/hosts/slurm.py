@@ -1,4 +1,4 @@
-"""Slurm on the hosts: the controller on nb, two nodes; each daemon in the foreground, as a child of the tests."""
+"""Slurm on the hosts: the controller on nb, and two nodes; each daemon is a child of the tests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName={name} NodeAddr={address} CPUs=8 RealMemory=2000 Gres=gpu:2\n"
-CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # neither is used
+CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # both are unused
 GPUS = "Name=gpu File=/run/slurm/gpu[0-1]\n"  # copies of /dev/null
 MUNGED = ["munged", "--foreground", "--force", "--key-file=/run/munge.key", "--seed-file=/run/munge/seed"]
 MUNGED += ["--log-file=/run/munge/log", "--pid-file=/run/munge/pid"]
 
 
 class Slurm:
-    """srun, salloc, squeue and the others work in nb, and in jobs; `stop` leaves nodes that have booted anew."""
+    """A Slurm installation whose commands work on nb and in jobs; `stop` reboots the nodes."""
 
     def __init__(self, hosts: Network, nodes: Sequence[str] = ("h1", "h2")) -> None:
         self._hosts = hosts
@@ -60,35 +60,35 @@ class Slurm:
         self.wait(lambda: self.states() == dict.fromkeys(self._nodes, "idle"), "idle nodes")
 
     def start_node(self, name: str) -> None:
-        """The daemons of a node; again, after the host has booted."""
+        """Start the daemons of a node, or start them again after the host has booted."""
         self._configure(self._hosts[name])
         self._run(self._hosts[name], "slurmd", "-D", "-N", name)
 
     def states(self) -> dict[str, str]:
-        """What Slurm says of each node: idle, allocated, mixed, down."""
+        """Return the state of each node as Slurm reports it: idle, allocated, mixed, down."""
         found = self._hosts["nb"].run(["sinfo", "--noheader", "--Node", "--format=%N %T"], check=False).stdout
         return {name: state.rstrip("*") for name, state in (line.split() for line in found.splitlines())}
 
     def jobs(self) -> dict[int, str]:
-        """The jobs in the queue, by id, with their states: PENDING, RUNNING, COMPLETING."""
+        """Return the state of each job in the queue, by ID: PENDING, RUNNING, COMPLETING."""
         found = self._hosts["nb"].run(["squeue", "--noheader", "--format=%A %T"]).stdout
         return {int(job): state for job, state in (line.split() for line in found.splitlines())}
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for a condition while all daemons run."""
+        """Wait for a condition, and fail if a daemon ends meanwhile."""
 
-        def fulfilled() -> object:
+        def is_fulfilled() -> object:
             ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             assert not ended, f"{ended} ended"
             return condition()
 
         try:
-            wait_for(fulfilled, what)
+            wait_for(is_fulfilled, what)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def logs(self) -> str:
-        """The end of what each daemon has said."""
+        """Return the end of each daemon's log."""
         up = [host for host in self._hosts.values() if host.is_up()]
         logs = {f"{h.name} {path.name}": path for h in up for path in sorted(h.path("/run/slurm").glob("*.log"))}
         return "\n".join(f"--- {name}\n{path.read_text()[-3000:]}" for name, path in logs.items())
@@ -97,7 +97,7 @@ class Slurm:
         for name in self._nodes:
             self._hosts[name].boot()
         for daemon in reversed(self._daemons):
-            daemon.terminate()  # what ran on the nodes has ended with them
+            daemon.terminate()  # processes of the nodes have ended with them
             daemon.wait()
         nb = self._hosts["nb"]
         for path in ("/run/slurm", "/run/munge"):

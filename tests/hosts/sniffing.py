@@ -1,4 +1,4 @@
-"""All frames that the bridges forward, as somebody would read them who listens there."""
+"""All frames that the bridges forward, as an eavesdropper at the switch would capture them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class Frames(list[bytes]):
-    """`marker in frames`: has it been seen in the clear?"""
+    """Captured frames; ``marker in frames`` tests for text in the clear."""
 
     def __contains__(self, marker: object) -> bool:
         return any(marker in frame for frame in self)  # type: ignore[operator]
@@ -26,8 +26,10 @@ class Frames(list[bytes]):
 
 @contextlib.contextmanager
 def sniffed() -> Iterator[Frames]:
-    """What the switch has seen while the block ran is in the list when the block has ended. A text that lies across two
-    frames is not found: send it more than once."""
+    """Capture the frames that the switch forwards during the block; the list is complete after it.
+
+    A text that is split over two frames is not found, so send it more than once.
+    """
     frames = Frames()
     end, stop = os.pipe()
     with _socket_at_the_switch() as listener:
@@ -45,24 +47,27 @@ def sniffed() -> Iterator[Frames]:
 
 
 def _read(listener: socket.socket, end: int, frames: Frames) -> None:
-    """All that has come, until the other end of the pipe says that it is over; then what still waits."""
+    """Capture frames until the pipe signals the end; then those that are still queued."""
     over = False
     while True:
         ready = select.select([listener] if over else [listener, end], [], [], 0 if over else None)[0]
         over = over or end in ready
         if listener in ready:
             frame, address = listener.recvfrom(1 << 17)
-            if address[2] != socket.PACKET_OUTGOING:  # it has come in elsewhere
+            if address[2] != socket.PACKET_OUTGOING:  # counted when it came in
                 frames.append(frame)
         elif over:
             return
 
 
 def _socket_at_the_switch() -> socket.socket:
-    """A socket stays in the network namespace of the thread that has made it, wherever it is used."""
-    made: list[socket.socket | OSError] = []
+    """Open a socket in the switch's network namespace.
 
-    def make() -> None:
+    It stays in the namespace of the thread that creates it.
+    """
+    result: list[socket.socket | OSError] = []
+
+    def open_socket() -> None:
         try:
             switch = os.open("/proc/1/ns/net", os.O_RDONLY)
             if ctypes.CDLL(None, use_errno=True).setns(switch, CLONE_NEWNET):
@@ -70,13 +75,13 @@ def _socket_at_the_switch() -> socket.socket:
             os.close(switch)
             listener = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
             listener.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 28)
-            made.append(listener)
+            result.append(listener)
         except OSError as error:
-            made.append(error)
+            result.append(error)
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=open_socket)
     thread.start()
     thread.join()
-    if isinstance(made[0], OSError):
-        raise made[0]
-    return made[0]
+    if isinstance(result[0], OSError):
+        raise result[0]
+    return result[0]

@@ -1,4 +1,4 @@
-"""Whatever ends the network of hosts leaves nothing of it: tried with one that is started within another's host."""
+"""However the network of hosts ends, nothing is left: tested with a network within another one's host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .network import KINDS, Network
 NETWORK = [sys.executable, "-m", "tests.hosts.network", "run", "--"]
 
 
-def everything() -> dict[str, set[str]]:
-    """The processes, namespaces, mounts, interfaces and temporary files that this host can see."""
+def snapshot_of_host() -> dict[str, set[str]]:
+    """Return the processes, namespaces, mounts, interfaces and temporary files that this host sees."""
     processes, namespaces = set(), set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -37,16 +37,16 @@ def everything() -> dict[str, set[str]]:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[dict[str, set[str]]]:
-    before = everything()
+    before = snapshot_of_host()
     yield before
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: everything() == before, 10)
-    assert everything() == before
+        wait_until(lambda: snapshot_of_host() == before, 10)
+    assert snapshot_of_host() == before
 
 
 @contextlib.contextmanager
 def running_network() -> Iterator[subprocess.Popen[str]]:
-    """A network of hosts whose command has reached another host, and goes on."""
+    """Start a network of hosts whose command has reached another host and continues."""
     command = ["sh", "-c", "ssh h1 hostname && exec ssh h2 sleep 1000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*NETWORK, *command], text=True, **pipes) as running:
@@ -67,7 +67,9 @@ def test_an_ended_command_leaves_nothing(hosts: Network, command: str, status: i
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_network_and_leaves_nothing(hosts: Network, number: signal.Signals) -> None:
     with nothing_left() as before, running_network() as running:
-        assert len(everything()["namespaces"] - before["namespaces"]) == 4 * len(hosts) + len(hosts) - 1 + len(KINDS)
+        assert len(snapshot_of_host()["namespaces"] - before["namespaces"]) == 4 * len(hosts) + len(hosts) - 1 + len(
+            KINDS
+        )
         running.send_signal(number)
         assert running.wait(10) == 128 + number
         assert running.stderr and running.stderr.read() == ""
@@ -75,7 +77,7 @@ def test_a_signal_ends_the_network_and_leaves_nothing(hosts: Network, number: si
 
 def test_a_signal_during_the_start_leaves_nothing(hosts: Network) -> None:
     with nothing_left() as before, subprocess.Popen([*NETWORK, "sleep", "1000"]) as starting:
-        wait_until(lambda: len(everything()["namespaces"] - before["namespaces"]) > len(KINDS))
+        wait_until(lambda: len(snapshot_of_host()["namespaces"] - before["namespaces"]) > len(KINDS))
         starting.terminate()
         assert starting.wait(10) not in (0, None)
 
@@ -86,11 +88,11 @@ def test_a_killed_network_leaves_nothing(hosts: Network) -> None:
 
 
 def test_a_failed_start_leaves_nothing(hosts: Network) -> None:
-    """Somebody has taken what it needs: there is no sshd for its hosts."""
+    """Replace sshd, so that no host can start."""
     program = """
 import os, sys
-from tests.hosts.first_process import bind
-bind("/bin/false", "/usr/sbin/sshd")
+from tests.hosts.first_process import bind_mount
+bind_mount("/bin/false", "/usr/sbin/sshd")
 os.execv(sys.argv[1], sys.argv[1:])
 """
     command = ["unshare", "--mount", sys.executable, "-c", program, *NETWORK, "true"]

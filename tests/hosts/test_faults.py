@@ -1,4 +1,4 @@
-"""What becomes of a group on several hosts when a rank, a process of ddip's, a host or a link is lost."""
+"""A group on several hosts when a rank, a ddip process, a host or a link is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddip.group.members.placement import parse_hosts
 from ..cluster.leftovers import wait_until
 from .host import Host
 from .network import Network
-from .test_ssh import of_all, sums
+from .test_ssh import pull_from_all, sums_of_ranks
 
 BEGIN = "import os, time, torch, torch.distributed as dist\nx = torch.ones(2)\ndist.all_reduce(x)\nkept = rank"
 BUSY = "while True: dist.all_reduce(x)"
@@ -36,30 +36,30 @@ group.run({code!r})
 
 @pytest.fixture
 def group(hosts: Network) -> Iterator[ddip.Group]:
-    """Two ranks on h1, two on h2."""
+    """Start two ranks on h1 and two on h2."""
     with ddip.Group(2, hosts="h1,h2") as group:
         group.run(BEGIN)
         yield group
 
 
-def ours(host: Host) -> list[str]:
-    """What of ddip runs there."""
+def ddip_processes_on(host: Host) -> list[str]:
+    """Return the command lines of ddip's processes on a host."""
     return [line for _, line in host.processes() if "ddip" in line]
 
 
 def pid_of(host: Host, what: str) -> int:
-    """Of the only process there with these words in its line."""
+    """Return the PID of the only process on the host whose command line contains `what`."""
     (pid,) = [pid for pid, line in host.processes() if what in line]
     return pid
 
 
-def soon(do: object) -> None:
-    """Do it while a cell runs: after all ranks have begun to wait for each other."""
+def do_in_a_second(do: object) -> None:
+    """Run a function one second into a cell, after all ranks have begun to wait for each other."""
     threading.Timer(1.0, do).start()  # type: ignore[arg-type]
 
 
-def assert_goes_on(group: ddip.Group) -> None:
-    assert sums(group) == [10.0] * 4
+def assert_works(group: ddip.Group) -> None:
+    assert sums_of_ranks(group) == [10.0] * 4
 
 
 def test_only_log_lines_of_the_last_cell_explain_a_death(group: ddip.Group) -> None:
@@ -78,43 +78,43 @@ def test_a_killed_rank_is_noticed_at_once_and_replaced(group: ddip.Group) -> Non
     with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(SIGKILL\).*ranks 0-2 were blocked"):
         group.run("if rank == 3: os.kill(os.getpid(), 9)\ndist.all_reduce(x)")
     assert group.repair() == [3]
-    assert_goes_on(group)
+    assert_works(group)
     assert group.pull(["kept"], 2) == {"kept": 2}
 
 
 def test_a_failure_on_one_host_unblocks_the_others(group: ddip.Group) -> None:
     with pytest.raises(CellError, match=r"rank 0: ValueError: no; ranks 1-3 were blocked in all_reduce"):
         group.run("if rank == 0: raise ValueError('no')\ndist.all_reduce(x)")
-    assert_goes_on(group)
+    assert_works(group)
     with pytest.raises(CellError, match=r"rank 3: ValueError: no; ranks 0-2 were blocked in recv"):
         group.run("if rank == 3: raise ValueError('no')\ndist.recv(x, 3)")
-    assert_goes_on(group)
+    assert_works(group)
     with pytest.raises(CellError, match=r"rank 3: ValueError: no; rank 0 was blocked in new_group"):
         group.run("if rank == 3: raise ValueError('no')\ndist.new_group([0, 3])")
-    assert_goes_on(group)
+    assert_works(group)
 
 
 @pytest.mark.parametrize("code", ["time.sleep(1000)", BUSY, BUSY_ALONE], ids=["sleep", "all_reduce", "loop"])
 def test_a_stop_reaches_every_host(group: ddip.Group, code: str) -> None:
-    soon(lambda: os.kill(os.getpid(), signal.SIGINT))
+    do_in_a_second(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(CellInterrupted):
         group.run(code)
-    assert_goes_on(group)
+    assert_works(group)
 
 
 def test_a_link_that_is_cut_for_five_seconds_changes_nothing(group: ddip.Group, hosts: Network) -> None:
     hosts["h2"].cut()
-    time.sleep(5)  # that is what it is about
+    time.sleep(5)  # the outage that the test is about
     hosts["h2"].mend()
-    assert_goes_on(group)
-    assert of_all(group, "kept") == [0, 1, 2, 3]
+    assert_works(group)
+    assert pull_from_all(group, "kept") == [0, 1, 2, 3]
 
 
 def test_an_unresponsive_agent_blocks_neither_stops_nor_the_end(group: ddip.Group, hosts: Network) -> None:
     agent = pid_of(hosts["h2"], "ddip.cluster.hosts.agent")
     os.kill(agent, signal.SIGSTOP)
     try:
-        soon(lambda: os.kill(os.getpid(), signal.SIGINT))
+        do_in_a_second(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             group.push({"big": os.urandom(64 << 20)})
         began = time.monotonic()
@@ -125,7 +125,7 @@ def test_an_unresponsive_agent_blocks_neither_stops_nor_the_end(group: ddip.Grou
 
 
 def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Group, hosts: Network) -> None:
-    soon(hosts["h2"].lose_power)
+    do_in_a_second(hosts["h2"].lose_power)
     began = time.monotonic()
     with pytest.raises(CellError, match=r"rank 2: RankEnded: pid \d+ is lost with h2: nothing has come from h2 .*"):
         group.run(BUSY)
@@ -137,20 +137,20 @@ def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Gro
     with pytest.raises(GroupError, match=r"^h2: ssh: connect to host h2 port 22"):
         group.repair()
     assert group.repair(hosts=parse_hosts("h1,h3")) == [2, 3]
-    assert_goes_on(group)
+    assert_works(group)
     assert group.pull(["kept"], 1) == {"kept": 1}
     assert [info.host for info in group.info()] == ["h1", "h1", "h3", "h3"]
     assert group.describe() == "ddip: 4 ranks on the CPU of h1, h3, gloo"
 
 
 def test_a_link_cut_permanently_ends_the_ranks_behind_it(group: ddip.Group, hosts: Network) -> None:
-    soon(hosts["h2"].cut)
+    do_in_a_second(hosts["h2"].cut)
     with pytest.raises(CellError, match="is lost with h2"):
         group.run(BUSY)
-    wait_until(lambda: not ours(hosts["h2"]), 15, "the end of the ranks behind the link")
+    wait_until(lambda: not ddip_processes_on(hosts["h2"]), 15, "the end of the ranks behind the link")
     hosts["h2"].mend()
     assert group.repair() == [2, 3]
-    assert_goes_on(group)
+    assert_works(group)
 
 
 @pytest.mark.parametrize("which", ["ssh", "agent", "preload process"])
@@ -160,13 +160,13 @@ def test_a_host_whose_processes_end_is_reused(group: ddip.Group, hosts: Network,
         "agent": lambda: pid_of(hosts["h2"], "ddip.cluster.hosts.agent"),
         "preload process": lambda: pid_of(hosts["h2"], "ddip preload process"),
     }
-    soon(lambda: os.kill(pids[which](), signal.SIGKILL))
+    do_in_a_second(lambda: os.kill(pids[which](), signal.SIGKILL))
     with pytest.raises(CellError, match=r"RankEnded: .*ranks 0, 1 were blocked"):
         group.run(BUSY)
     if which != "preload process":
-        wait_until(lambda: not ours(hosts["h2"]), 10, "the end of the ranks there")
+        wait_until(lambda: not ddip_processes_on(hosts["h2"]), 10, "the end of the ranks there")
     assert group.repair() == [2, 3]
-    assert_goes_on(group)
+    assert_works(group)
     assert group.pull(["kept"], 1) == {"kept": 1}
 
 
@@ -178,16 +178,18 @@ def test_nothing_outlives_the_notebook_or_its_controller(hosts: Network, which: 
     with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as notebook:
         assert notebook.stdout is not None and notebook.stdin is not None
         assert notebook.stdout.readline() == "ready\n", notebook.communicate()
-        assert ours(hosts["h1"]) and ours(hosts["h2"])
+        assert ddip_processes_on(hosts["h1"]) and ddip_processes_on(hosts["h2"])
         if code:
             notebook.stdin.write("\n")
             notebook.stdin.flush()
-        # the first of them: it has forked its heart monitor
+        # the lowest PID, because the controller has forked its heart monitor
         controller = min(pid for pid, line in hosts["nb"].processes() if "ddip controller" in line)
         os.kill(notebook.pid if which == "notebook" else controller, signal.SIGKILL)
         both = hosts["h1"], hosts["h2"]
         wait_until(
-            lambda: not any("ddip rank" in line for host in both for line in ours(host)), 15, "the end of all ranks"
+            lambda: not any("ddip rank" in line for host in both for line in ddip_processes_on(host)),
+            15,
+            "the end of all ranks",
         )
-        notebook.communicate(timeout=60)  # without its controller it ends by itself, and then so do the agents
-        wait_until(lambda: not any(map(ours, both)), 15, "the end of all that the hosts ran")
+        notebook.communicate(timeout=60)  # without its controller the notebook ends, and then the agents
+        wait_until(lambda: not any(map(ddip_processes_on, both)), 15, "the end of all that the hosts ran")

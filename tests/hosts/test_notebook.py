@@ -1,4 +1,4 @@
-"""The notebook on several hosts runs from start to end, and that of the quickstart on them as on one."""
+"""The notebook on several hosts runs from start to end, and the quickstart runs on hosts as on one machine."""
 
 from __future__ import annotations
 

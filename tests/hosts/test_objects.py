@@ -1,4 +1,4 @@
-"""What is pushed to other hosts crosses the network once a host, and the notebook's modules can be imported there."""
+"""Pushes cross the network once per host, and the notebook's modules can be imported on other hosts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def used_before(network: Network) -> Iterator[None]:
-    """The first ranks of a host make folders of the user's, for good: IPython its profile, torch, once it is imported
-    whole, one for what it compiles."""
+    """Create the user folders that the first ranks of a host leave permanently.
+
+    These are IPython's profile, and torch's folder for compiled code.
+    """
     hosts = [network["h1"], network["h2"]]
     with ddip.Group(1, hosts="h1,h2"):
         pass
@@ -45,26 +47,26 @@ def used_before(network: Network) -> Iterator[None]:
 
 @pytest.fixture
 def group(hosts: Network) -> Iterator[ddip.Group]:
-    """Two ranks on each of two hosts."""
+    """Start two ranks on each of two hosts."""
     with ddip.Group(2, hosts="h1,h2") as group:
         yield group
 
 
 @pytest.fixture
 def notebook_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that no other host has; imports look there."""
+    """Change to a folder that no other host has, and put it on the import path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path
 
 
-def sent_from_here() -> int:
-    """Bytes that have left this host."""
+def sent_bytes() -> int:
+    """Return how many bytes this host has sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
-def of_all(group: ddip.Group, name: str) -> list[object]:
+def pull_from_all(group: ddip.Group, name: str) -> list[object]:
     return [values[name] for values in group.pull_all([name], range(group.world_size))[0]]
 
 
@@ -73,11 +75,11 @@ def test_a_large_push_crosses_the_network_once_per_host(group: ddip.Group) -> No
     total = int(large.sum())
     for ranks, all_totals in (None, [total] * 4), ([1, 2, 3], [0, total, total, total]):
         group.run("import numpy\nlarge = numpy.zeros(1)")
-        before = sent_from_here()
+        before = sent_bytes()
         group.push({"large": large, "small": 1}, ranks)
-        assert 2 * 64 * MIB < sent_from_here() - before < 2 * 68 * MIB
+        assert 2 * 64 * MIB < sent_bytes() - before < 2 * 68 * MIB
         group.run("total = int(large.sum())")
-        assert of_all(group, "total") == all_totals
+        assert pull_from_all(group, "total") == all_totals
 
 
 def test_a_rank_dying_during_a_push_leaves_nothing_behind(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,7 @@ def test_a_rank_dying_during_a_push_leaves_nothing_behind(group: ddip.Group, mon
     with pytest.raises(GroupError, match="pushing failed: .*rank 2.*SIGKILL"):
         group.push({"large": bytes(8 * MIB)}, progress=kill_in_the_middle)
     assert group.repair(["large"], 0) == [2]
-    assert of_all(group, "large") == [1] * 4
+    assert pull_from_all(group, "large") == [1] * 4
 
 
 def test_a_stop_in_the_middle_changes_nothing(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +111,13 @@ def test_a_stop_in_the_middle_changes_nothing(group: ddip.Group, monkeypatch: py
     with pytest.raises(RequestInterrupted, match="nothing was pushed: pushing was interrupted"):
         group.push({"large": bytes(8 * MIB)}, progress=stop_in_the_middle)
     assert len(parts) == 3
-    assert of_all(group, "large") == [1] * 4
+    assert pull_from_all(group, "large") == [1] * 4
     group.run(
         "from pathlib import Path\n"
         "held = [str(path.readlink()) for path in Path('/proc/self/fd').iterdir() if path.is_symlink()]\n"
         "held = [name for name in [*held, *Path('/proc/self/maps').open()] if 'ddip-push' in name]"
     )
-    assert of_all(group, "held") == [[]] * 4
+    assert pull_from_all(group, "held") == [[]] * 4
 
 
 def test_pushed_modules_can_be_imported_without_their_folder(group: ddip.Group, notebook_folder: Path) -> None:
@@ -132,9 +134,9 @@ def test_pushed_modules_can_be_imported_without_their_folder(group: ddip.Group, 
     pushed = group.push_modules("mine, pack")
     assert (pushed.hosts, pushed.sent, pushed.notices) == (("h1", "h2"), ("h1", "h2"), [])
     group.run("import mine, pack\nfound = mine.f(), pack.y, mine.__file__")
-    assert all((x, y) == (1, "deep") for x, y, _ in of_all(group, "found"))  # type: ignore[misc]
-    assert len({file for *_, file in of_all(group, "found")}) == 2  # type: ignore[misc]
-    group.push({"g": mine.f})  # by its name
+    assert all((x, y) == (1, "deep") for x, y, _ in pull_from_all(group, "found"))  # type: ignore[misc]
+    assert len({file for *_, file in pull_from_all(group, "found")}) == 2  # type: ignore[misc]
+    group.push({"g": mine.f})  # pickled by name
     group.run("assert g is mine.f")
 
     assert str(group.push_modules("mine,pack")) == "h1, h2 had mine, pack already, unchanged"

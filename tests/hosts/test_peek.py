@@ -1,4 +1,4 @@
-"""A look into busy ranks of other hosts: what is large comes in parts beside their cells."""
+"""Snapshots of busy ranks on other hosts: large values arrive in parts beside their cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notebook's cells do is the same on two hosts: what is shown, stopped, completed, clicked and fetched."""
+"""A notebook's cells behave the same on two hosts: output, stop, completion, widgets and downloads."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ..cluster.notebook import Notebook
 from ..cluster.test_display import ask_until_answered
 from ..cluster.test_widgets import captured_texts, click_button, widgets_of_model
 from .network import Network
-from .test_ssh import of_all
+from .test_ssh import pull_from_all
 
 SECRET = "rosebud-7dc1"
 
 
 @pytest.fixture
 def hosts(network: Network) -> Network:
-    """The tests share a group: what is left of it is looked for when all have run."""
+    """Return the hosts; the tests share a group, so leftovers are checked once at the end."""
     return network
 
 
 @pytest.fixture(scope="module")
 def book(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with two ranks on h1 and two on h2."""
+    """Start a notebook with two ranks on h1 and two on h2."""
     notebook = Notebook(tmp_path_factory.mktemp("notebook"))
     try:
         notebook.ok("%load_ext ddip")
@@ -141,7 +141,7 @@ def test_code_output_and_pushed_objects_travel_encrypted(book: Notebook, network
             book.ok(f"%%dip -S all\ntext = '{SECRET}'; print('{SECRET}')")
             book.ok(f"told = '{SECRET}'\n%dipush told")
     assert len(frames) > 100 and SECRET.encode() not in frames
-    with network.sniffed() as frames:  # gloo's own traffic is not encrypted, as the docs say
+    with network.sniffed() as frames:  # gloo's traffic is not encrypted, as the docs say
         book.ok("%%dip\nimport torch.distributed as dist\nfor _ in range(5): dist.broadcast_object_list([text])")
     assert SECRET.encode() in frames
 
@@ -165,10 +165,10 @@ def test_a_connection_without_the_key_is_refused(book: Notebook) -> None:
 
 
 class _Counting(http.server.SimpleHTTPRequestHandler):
-    asked: Counter[tuple[str, str]] = Counter()
+    request_counts: Counter[tuple[str, str]] = Counter()
 
     def do_GET(self) -> None:
-        self.asked[self.client_address[0], self.path] += 1
+        self.request_counts[self.client_address[0], self.path] += 1
         super().do_GET()
 
     def log_message(self, *args: Any) -> None:
@@ -201,17 +201,17 @@ def test_fastai_downloads_once_per_host_and_trains(hosts: Network, tmp_path: Pat
                     learn.fit(2)
                     weight = learn.model.weight.item()
                 """)
-                assert of_all(group, "told") == ["a,b\n"] * 4 and of_all(group, "order") == [0, 1, 2, 3]
-                assert len(set(of_all(group, "weight"))) == 1
+                assert pull_from_all(group, "told") == ["a,b\n"] * 4 and pull_from_all(group, "order") == [0, 1, 2, 3]
+                assert len(set(pull_from_all(group, "weight"))) == 1
         finally:
             server.shutdown()
             for name in ("h1", "h2"):
-                hosts[name].run(["sh", "-c", "rm -rf /run/fastai ~/.cache ~/.config"])  # matplotlib's, too
-    assert dict(_Counting.asked) == {(hosts[name].address, "/tiny.tgz"): 1 for name in ("h1", "h2")}
+                hosts[name].run(["sh", "-c", "rm -rf /run/fastai ~/.cache ~/.config"])  # including matplotlib's
+    assert dict(_Counting.request_counts) == {(hosts[name].address, "/tiny.tgz"): 1 for name in ("h1", "h2")}
 
 
 ROUND_TRIP = 0.2
-"""Seconds; ranks whose cell takes longer than half a second are asked what they do, which takes more of them."""
+"""Seconds. Ranks are asked what they do once a cell takes longer than half a second, which adds round trips."""
 
 
 @pytest.mark.parametrize("code", ["pass", "print(rank)", "dist.all_reduce(x)"])
@@ -230,7 +230,7 @@ def test_a_cell_takes_one_round_trip_of_the_network(far: tuple[ddip.Group, Path]
 
 @pytest.fixture(scope="module")
 def far(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
-    """A group on two hosts, and the file with the seconds that a byte takes from here to them, or back."""
+    """Start a group on two hosts behind a slow link, and return the file with the delay per direction."""
     delay, config = tmp_path_factory.mktemp("far") / "delay", network["nb"].path("~/.ssh/config")
     delay.write_text("0")
     proxy = [sys.executable, str(Path(__file__).with_name("slow_link.py")), "%h", "%p", str(delay)]

@@ -1,4 +1,4 @@
-"""`%makedip --slurm` and `--here`: a group on the nodes of a real Slurm's job."""
+"""`%makedip --slurm` and `--here`: a group on the nodes of a real Slurm job."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ddip.group.members.placement import Request
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
 from .slurm import Slurm
-from .test_slurm import typed
-from .test_ssh import of_all, sums
+from .test_slurm import run_command
+from .test_ssh import pull_from_all, sums_of_ranks
 
 TWO_NODES = Reach(slurm="nodes=2 time=30")
 WHERE = "import os, socket; where = socket.gethostname(), os.environ.get('CUDA_VISIBLE_DEVICES')"
@@ -37,24 +37,24 @@ input()
 """
 
 
-def allocated(options: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of a job that somebody has made: this process is in it from here on."""
-    said = typed(f"salloc --no-shell --time=1:00:00 {options}")
-    found = re.search(r"Granted job allocation (\d+)", said)
-    assert found, said
+def allocate_job(options: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Create a job, and make this process part of it; return its ID."""
+    reply = run_command(f"salloc --no-shell --time=1:00:00 {options}")
+    found = re.search(r"Granted job allocation (\d+)", reply)
+    assert found, reply
     monkeypatch.setenv("SLURM_JOB_ID", found[1])
-    monkeypatch.setenv("SLURM_NTASKS", "1")  # of the step that the notebook is
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # of the job step that the notebook runs in
     return int(found[1])
 
 
-def press_stop_when_it_waits(told: list[str]) -> threading.Thread:
-    """The stop button, as soon as `told` says that a job is in the queue."""
+def press_stop_when_queued(told: list[str]) -> threading.Thread:
+    """Press the stop button once `told` says that a job is queued."""
 
-    def stop() -> None:
+    def wait_and_stop() -> None:
         wait_until(lambda: any("is pending" in text for text in told), 60)
         os.kill(os.getpid(), signal.SIGINT)
 
-    stopper = threading.Thread(target=stop)
+    stopper = threading.Thread(target=wait_and_stop)
     stopper.start()
     return stopper
 
@@ -63,15 +63,15 @@ def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
     told: list[str] = []
     with ddip.Group(2, reach=TWO_NODES, progress=lambda text, share=None: told.append(text)) as group:
         assert list(slurm.jobs().values()) == ["RUNNING"]
-        assert sums(group) == [10.0] * 4
+        assert sums_of_ranks(group) == [10.0] * 4
         group.run(WHERE)
-        assert [host for host, _ in of_all(group, "where")] == ["h1", "h1", "h2", "h2"]
+        assert [host for host, _ in pull_from_all(group, "where")] == ["h1", "h1", "h2", "h2"]
         assert group.describe() == "ddip: 4 ranks on the CPU of h1, h2, gloo"
         jobs = slurm.jobs()
         group.change(Request(n=1))
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         group.restart()
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         assert slurm.jobs() == jobs
     wait_until(lambda: not slurm.jobs())
 
@@ -88,38 +88,38 @@ def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
 def test_a_group_uses_the_nodes_of_its_current_allocation(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, options: str, gpus: tuple[str, str]
 ) -> None:
-    job = allocated(f"-N2 {options}", monkeypatch)
+    job = allocate_job(f"-N2 {options}", monkeypatch)
     with ddip.Group(1, reach=Reach(here=True)) as group:
-        assert group.notices == []  # ranks on the CPU, as was asked for
-        assert sums(group) == [3.0] * 2
+        assert group.notices == []  # ranks on the CPU, as requested
+        assert sums_of_ranks(group) == [3.0] * 2
         group.run(WHERE)
-        assert of_all(group, "where") == [("h1", gpus[0]), ("h2", gpus[1])]
+        assert pull_from_all(group, "where") == [("h1", gpus[0]), ("h2", gpus[1])]
     assert slurm.jobs() == {job: "RUNNING"}
-    typed(f"scancel {job}")
+    run_command(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())
 
 
 def test_gpus_that_torch_cannot_see_are_reported(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are copies of /dev/null here."""
-    job = allocated("-N1 --gpus=2", monkeypatch)
+    """The GPUs of these nodes are copies of /dev/null."""
+    job = allocate_job("-N1 --gpus=2", monkeypatch)
     with ddip.Group(reach=Reach(here=True)) as group:
         (told,) = group.notices
         assert re.match(r"the job has 2 GPUs on h\d, and torch sees none there, so the ranks are on the CPU; ", told)
-    typed(f"scancel {job}")
+    run_command(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())
 
 
 def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
-    typed("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
+    run_command("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
     wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
     told: list[str] = []
-    stopper = press_stop_when_it_waits(told)
+    stopper = press_stop_when_queued(told)
     with pytest.raises(RequestInterrupted, match="its job was cancelled, and there is no group"):
         ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: told.append(text))
     stopper.join()
     assert any(re.match(r"ddip: job \d+ is pending \(\w+\); stop cancels it", text) for text in told)
     assert list(slurm.jobs().values()) == ["RUNNING"]
-    typed("scancel --user=root")
+    run_command("scancel --user=root")
     wait_until(lambda: not slurm.jobs())
 
 
@@ -131,8 +131,8 @@ def test_a_job_that_slurm_rejects_is_reported(slurm: Slurm) -> None:
     assert slurm.jobs() == {}
 
 
-def _wrapped(folder: Path, command: str, line: str) -> dict[str, str]:
-    """Variables with which `line` of bash is run instead of a command of Slurm's, whose path is in $REAL."""
+def _environment_with_wrapper(folder: Path, command: str, line: str) -> dict[str, str]:
+    """Return an environment in which `line` of bash replaces a Slurm command, whose path is in $REAL."""
     real = shutil.which(command)
     (folder / command).write_text(f"#!/bin/bash\nREAL={real}\n{line}\n")
     (folder / command).chmod(0o755)
@@ -143,11 +143,11 @@ def test_a_job_keeps_its_place_while_slurm_does_not_answer(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = f'mkdir {tmp_path}/asked 2> /dev/null && {{ echo "Socket timed out" >&2; exit 1; }}\nexec "$REAL" "$@"'
-    monkeypatch.setenv("PATH", _wrapped(tmp_path, "squeue", line)["PATH"])
+    monkeypatch.setenv("PATH", _environment_with_wrapper(tmp_path, "squeue", line)["PATH"])
     told: list[str] = []
     with ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: told.append(text)) as group:
         assert any("Slurm has not answered squeue (Socket timed out); stop cancels it" in text for text in told)
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
     wait_until(lambda: not slurm.jobs())
 
 
@@ -157,7 +157,7 @@ def test_a_notebook_killed_during_submission_leaves_nothing(slurm: Slurm, tmp_pa
         [sys.executable, "-c", NOTEBOOK],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=_wrapped(tmp_path, "sbatch", line),
+        env=_environment_with_wrapper(tmp_path, "sbatch", line),
     )
     try:
         wait_until((tmp_path / "submitted").exists)
@@ -177,18 +177,18 @@ def test_a_job_close_to_its_end_is_reported_twice(
         told = capsys.readouterr().err
         assert told.count("save what you need: its ranks end with it") == 1
 
-        def is_told_again() -> bool:
+        def is_announced_twice() -> bool:
             nonlocal told
             told += capsys.readouterr().err
             return told.count("save what you need: its ranks end with it") == 2
 
-        wait_until(is_told_again)
+        wait_until(is_announced_twice)
 
 
 @pytest.mark.parametrize("when", ["idle", "in the queue"])
 def test_a_killed_notebook_leaves_no_job(slurm: Slurm, when: str) -> None:
     if when == "in the queue":
-        typed("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
+        run_command("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
         wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
     before = len(slurm.jobs())
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -201,7 +201,7 @@ def test_a_killed_notebook_leaves_no_job(slurm: Slurm, when: str) -> None:
         notebook.kill()
         notebook.communicate()
     wait_until(lambda: len(slurm.jobs()) == before, 15)
-    typed("scancel --user=root")
+    run_command("scancel --user=root")
     wait_until(lambda: not slurm.jobs())
 
 
@@ -214,12 +214,12 @@ def test_the_remaining_time_of_a_job_is_shown(
         assert re.fullmatch(rf"job {job} of Slurm ends in 0:0[01]:\d\d", group.lifecycle.place.text())
         told = ""
 
-        def is_told() -> bool:
+        def is_announced() -> bool:
             nonlocal told
             told += capsys.readouterr().err
             return "save what you need: its ranks end with it" in told
 
-        wait_until(is_told)
+        wait_until(is_announced)
 
 
 def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> None:

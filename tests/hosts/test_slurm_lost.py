@@ -1,4 +1,4 @@
-"""What a group on nodes of Slurm loses, and what takes its place."""
+"""Losses of a group on Slurm nodes, and their replacement."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ddip.group.members.placement import Request, parse_hosts
 from ..cluster.leftovers import wait_until
 from .network import Network
 from .slurm import Slurm
-from .test_faults import soon
-from .test_slurm import typed
-from .test_slurm_groups import NOTEBOOK, TWO_NODES, allocated, press_stop_when_it_waits
-from .test_ssh import sums
+from .test_faults import do_in_a_second
+from .test_slurm import run_command
+from .test_slurm_groups import NOTEBOOK, TWO_NODES, allocate_job, press_stop_when_queued
+from .test_ssh import sums_of_ranks
 
 
 def test_a_cancelled_job_counts_as_a_lost_host(slurm: Slurm) -> None:
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
         (job,) = slurm.jobs()
-        taker = threading.Timer(1, lambda: typed(f"scancel {job}"))
+        taker = threading.Timer(1, lambda: run_command(f"scancel {job}"))
         taker.start()
         began = time.monotonic()
         with pytest.raises(CellError, match=r"is lost with h\d: .*CANCELLED"):
@@ -37,8 +37,8 @@ def test_a_cancelled_job_counts_as_a_lost_host(slurm: Slurm) -> None:
         taker.join()
         assert time.monotonic() - began < 20
         wait_until(lambda: not slurm.jobs())
-        group.restart()  # the job is over: another one is submitted
-        assert sums(group) == [3.0] * 2
+        group.restart()  # the job is over, so another one is submitted
+        assert sums_of_ranks(group) == [3.0] * 2
 
 
 @pytest.mark.parametrize("lost", ["h1", "h2"], ids=["that of the script", "another"])
@@ -46,7 +46,7 @@ def test_a_node_without_power_ends_neither_job_nor_ranks(slurm: Slurm, hosts: Ne
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
         jobs = slurm.jobs()
-        soon(hosts[lost].lose_power)
+        do_in_a_second(hosts[lost].lose_power)
         with pytest.raises(CellError, match=f"is lost with {lost}"):
             group.run("while True: dist.all_reduce(x)")
         wait_until(lambda: slurm.states()[lost] == "down", 60)
@@ -60,33 +60,33 @@ def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Netw
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1); kept = rank + 10")
         (first,) = three_nodes.jobs()
-        other = int(typed("sbatch --parsable --nodelist=h3 --exclusive --output=/dev/null --wrap='sleep 1000'"))
+        other = int(run_command("sbatch --parsable --nodelist=h3 --exclusive --output=/dev/null --wrap='sleep 1000'"))
         wait_until(lambda: three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"})
-        soon(hosts["h2"].lose_power)
+        do_in_a_second(hosts["h2"].lose_power)
         with pytest.raises(CellError, match="is lost with h2"):
             group.run("while True: dist.all_reduce(x)")
         with pytest.raises(BadInput, match="--hosts h1,h3: Slurm says which nodes the group is on"):
             group.repair(hosts=parse_hosts("h1,h3"))
-        stopper = press_stop_when_it_waits(told)
+        stopper = press_stop_when_queued(told)
         with pytest.raises(RequestInterrupted, match="its job was cancelled, and nothing else has changed"):
             group.repair(progress=lambda text, share=None: told.append(text))
         stopper.join()
         assert three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"}
-        typed(f"scancel {other}")
+        run_command(f"scancel {other}")
         wait_until(lambda: three_nodes.jobs() == {first: "RUNNING"})
         assert group.repair() == [1]
         assert group.pull(["kept"], 0) == {"kept": 10}
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         assert [info.host for info in group.info()] == ["h1", "h3"]
         _, second = sorted(three_nodes.jobs())
         assert group.repair() == [] and sorted(three_nodes.jobs()) == [first, second]
         assert group.lifecycle.place.text().startswith(f"job {first} of Slurm ends in ")
-        typed(f"scontrol update job={second} timelimit=20")
+        run_command(f"scontrol update job={second} timelimit=20")
         assert group.lifecycle.place.text().startswith(f"job {second} of Slurm ends in ")
         assert not group.change(Request(reach=TWO_NODES))
         wait_until(lambda: three_nodes.states()["h2"] == "down", 60)
         group.restart()
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         assert [info.host for info in group.info()] == ["h1", "h3"]
         (third,) = {job for job, state in three_nodes.jobs().items() if state == "RUNNING"}
         assert third not in (first, second)
@@ -101,7 +101,7 @@ def test_a_repair_reuses_a_node_that_is_up(slurm: Slurm) -> None:
         wait_until(lambda: group.cluster.hosts[1].lost)
         assert group.repair() == [1]
         assert group.pull(["kept"], 0) == {"kept": 10}
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         assert slurm.jobs() == jobs
     wait_until(lambda: not slurm.jobs())
 
@@ -128,7 +128,7 @@ def test_a_notebook_killed_after_a_repair_leaves_nothing(three_nodes: Slurm, hos
 def test_a_lost_node_in_a_foreign_job_is_not_replaced(
     slurm: Slurm, hosts: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = allocated("-N2 --no-kill", monkeypatch)
+    job = allocate_job("-N2 --no-kill", monkeypatch)
     with ddip.Group(1, reach=Reach(here=True)) as group:
         hosts["h2"].lose_power()
         wait_until(lambda: slurm.states()["h2"] == "down", 60)
@@ -137,7 +137,7 @@ def test_a_lost_node_in_a_foreign_job_is_not_replaced(
         ):
             group.repair()
         group.restart()
-        assert sums(group) == [1.0]
+        assert sums_of_ranks(group) == [1.0]
     assert slurm.jobs() == {job: "RUNNING"}
-    typed(f"scancel {job}")
+    run_command(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())

@@ -1,4 +1,4 @@
-"""`%makedip --hosts`: one process a host by ssh, whatever the hosts are called, print or lack."""
+"""`%makedip --hosts`: one process per host by ssh, whatever a host is called, prints or lacks."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ trained = {name: value.clone() for name, value in model.module.state_dict().item
 """
 
 
-def sums(group: ddip.Group) -> list[float]:
-    """What each rank has for the sum of 1, 2, ... of all ranks."""
+def sums_of_ranks(group: ddip.Group) -> list[float]:
+    """Return each rank's sum of 1, 2, ... over all ranks."""
     group.run(SUM)
-    return of_all(group, "total")
+    return pull_from_all(group, "total")
 
 
-def of_all(group: ddip.Group, name: str) -> list[Any]:
-    """The variable of each rank."""
+def pull_from_all(group: ddip.Group, name: str) -> list[Any]:
+    """Return a variable of each rank."""
     return [values[name] for values in group.pull_all([name], range(group.world_size))[0]]
 
 
 def test_ranks_are_grouped_by_host_with_correct_local_numbers(hosts: Network) -> None:
     with ddip.Group(hosts="h2:2,h1:1") as group:
-        assert sums(group) == [6.0] * 3
+        assert sums_of_ranks(group) == [6.0] * 3
         group.run(WHERE)
-        where = of_all(group, "where")
+        where = pull_from_all(group, "where")
         assert [one["host"] for one in where] == ["h2", "h2", "h1"]
         assert [one["LOCAL_RANK"] for one in where] == ["0", "1", "0"]
         assert [one["LOCAL_WORLD_SIZE"] for one in where] == ["2", "2", "1"]
@@ -67,14 +67,14 @@ def test_ranks_are_grouped_by_host_with_correct_local_numbers(hosts: Network) ->
         assert group.describe() == "ddip: 3 ranks on the CPU of h2, h1, gloo"
         group.restart()
         group.run(WHERE)
-        assert [one["host"] for one in of_all(group, "where")] == ["h2", "h2", "h1"]
+        assert [one["host"] for one in pull_from_all(group, "where")] == ["h2", "h2", "h1"]
 
 
 def test_this_machine_can_be_one_of_the_hosts(hosts: Network) -> None:
     with ddip.Group(hosts="localhost:1,h1:2") as group:
-        assert sums(group) == [6.0] * 3
+        assert sums_of_ranks(group) == [6.0] * 3
         group.run(WHERE)
-        where = of_all(group, "where")
+        where = pull_from_all(group, "where")
         assert [one["host"] for one in where] == ["nb", "h1", "h1"]
         assert {one["MASTER_ADDR"] for one in where} == {hosts["nb"].address}
 
@@ -84,7 +84,7 @@ def test_training_on_two_hosts_equals_training_on_one(hosts: Network) -> None:
     for arguments in ({"n": 4}, {"n": 2, "hosts": "h1,h2"}):
         with ddip.Group(**arguments) as group:  # type: ignore[arg-type]
             group.run(TRAIN)
-            trained.append(of_all(group, "trained"))
+            trained.append(pull_from_all(group, "trained"))
     here, there = trained
     for rank in range(4):
         for name, value in here[0].items():
@@ -95,16 +95,16 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
     with ddip.Group(1, hosts="h1,h2") as group:
         group.run("import socket; mine = socket.gethostname()")
         group.change(Request(n=2))
-        assert sums(group) == [10.0] * 4
+        assert sums_of_ranks(group) == [10.0] * 4
         group.run("mine = globals().get('mine')")
-        assert of_all(group, "mine") == ["h1", None, "h2", None]
+        assert pull_from_all(group, "mine") == ["h1", None, "h2", None]
         with pytest.raises(BadInput, match=r"the group is on h1,h2; to restart on other hosts, .* also type -r"):
             group.change(Request(hosts=parse_hosts("h1,h3")))
-        assert sums(group) == [10.0] * 4
+        assert sums_of_ranks(group) == [10.0] * 4
         group.restart(Request(hosts=parse_hosts("h3:2")))
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         group.run(WHERE)
-        assert [one["host"] for one in of_all(group, "where")] == ["h3"] * 2
+        assert [one["host"] for one in pull_from_all(group, "where")] == ["h3"] * 2
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
 )
 def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object]) -> None:
     with hosts["h2"].booted(**trap), ddip.Group(hosts="h1:1,h2:1") as group:
-        assert sums(group) == [3.0] * 2
+        assert sums_of_ranks(group) == [3.0] * 2
         group.run(WHERE)
-        there = of_all(group, "where")[1]
+        there = pull_from_all(group, "where")[1]
         assert there["GLOO_SOCKET_IFNAME"] == trap.get("interface", "eth0")
         assert there["MASTER_ADDR"] == hosts["h1"].address
 
@@ -163,7 +163,7 @@ def test_a_firewall_between_the_hosts_is_reported(hosts: Network) -> None:
     with h1.blocks(h2, "1024-65535"), pytest.raises(GroupError) as raised:
         ddip.Group(1, hosts="h1,h2", progress=lambda text, share=None: told.setdefault(text, time.monotonic()))
     ended = time.monotonic()
-    assert ended - told["ddip: forming a group of 2 ranks"] < 20  # what is before is the same without a firewall
-    assert ended - began < 45  # before the end of the time that a start has; after 10 s on a machine at rest
+    assert ended - told["ddip: forming a group of 2 ranks"] < 20  # earlier steps take the same time without a firewall
+    assert ended - began < 45  # within the time limit of a start; about 10 s on an idle machine
     said = rf"h2, {h2.address}, does not reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
     assert re.search(said, str(raised.value)) and "firewall" in str(raised.value)

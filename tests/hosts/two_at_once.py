@@ -1,6 +1,6 @@
-"""The files of tests/hosts, two at once, each in a network of hosts of its own: most of them wait most of the time.
+"""Run the files of tests/hosts, two at once, each in its own network of hosts, because most of them wait.
 
-Run as ``python -m tests.hosts.two_at_once``, with options of pytest.
+Run as ``python -m tests.hosts.two_at_once``, with pytest options.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NO_TESTS = 5
-"""What pytest returns where the options leave out all of a file."""
+"""Exit code of pytest if the options deselect all tests of a file."""
 
 
-def run(file: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run its tests, and keep what they say."""
+def run_file(file: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a file, and return their output."""
     pytest = [sys.executable, "-m", "pytest", str(file.relative_to(Path.cwd())), *options]
     command = [sys.executable, "-m", "tests.hosts.network", "run", "--", *pytest]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def main(options: list[str]) -> int:
-    """Returns 1 if a test has failed, or if there was none."""
+    """Return 1 if a test has failed, or if there was none."""
     files = sorted(HERE.glob("test_*.py"), key=lambda file: file.stat().st_size, reverse=True)  # long ones first
     with ThreadPoolExecutor(2) as pool:
         codes = []
-        for done in as_completed([pool.submit(run, file, options) for file in files]):
+        for done in as_completed([pool.submit(run_file, file, options) for file in files]):
             codes.append(done.result().returncode)
             if codes[-1] != NO_TESTS:
                 print(done.result().stdout, flush=True)

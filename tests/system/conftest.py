@@ -1,4 +1,4 @@
-"""What the system tests share: a JupyterLab with a notebook, and the proof that nothing is left behind."""
+"""Shared by the system tests: a JupyterLab with a notebook, and the proof that nothing is left."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .lab import Lab, open_lab, wait_for
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One server and one browser for all tests."""
+    """Start one server and one browser for all tests."""
     folder = tmp_path_factory.mktemp("lab")
     with open_lab(folder) as lab:
         yield lab
-    wait_for(lambda: not _family(folder), "the ranks to end with the server's kernels")
+    wait_for(lambda: not _ddip_processes(folder), "the ranks to end with the server's kernels")
 
 
-def _family(folder: Path) -> list[psutil.Process]:
-    """ddip's processes of the lab in `folder`, known by the environment that it gives to what it starts."""
+def _ddip_processes(folder: Path) -> list[psutil.Process]:
+    """Return ddip's processes of the lab in `folder`, found by the environment that they inherit."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

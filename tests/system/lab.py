@@ -1,4 +1,4 @@
-"""A real JupyterLab in a headless Chromium, driven by keyboard and mouse as a person would."""
+"""A real JupyterLab in a headless Chromium, used by keyboard and mouse as a person would."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) ->
 
 
 class Lab:
-    """A server in `folder`, and one page."""
+    """A server in `folder`, and one browser page."""
 
     def __init__(self, folder: Path, page: Page, url: str) -> None:
         self.folder = folder
@@ -43,14 +43,17 @@ class Lab:
         self.url = url
 
     def open(self, name: str, cells: list[str]) -> None:
-        """Make a notebook of `cells` and open it."""
-        self.page.goto("about:blank")  # a page that shows the former file would ask what to do with it
+        """Create a notebook with `cells`, and open it."""
+        self.page.goto("about:blank")  # a page with the former file would open a dialog
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=KERNEL)
         nbformat.write(notebook, self.folder / name)
         self.load(name)
 
     def start(self, name: str, cells: list[str], number: int) -> str:
-        """Make and open it, and run its cell `number`; what is typed while the page still connects may be lost."""
+        """Create and open a notebook, and run its cell `number`.
+
+        Keystrokes may be lost while the page still connects, so this is tried three times.
+        """
         dialogs = []
         for _ in range(3):
             self.open(name, cells)
@@ -60,27 +63,27 @@ class Lab:
         raise AssertionError(f"cell {number} of {name} did not end in three attempts; dialogs: {dialogs}")
 
     def load(self, name: str) -> None:
-        """Open a notebook that is there, afresh."""
+        """Open an existing notebook in a fresh page."""
         self.page.goto(f"{self.url}/lab/tree/{name}?reset")
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
         wait_for(lambda: self._is_busy() is False, "the kernel to be idle")
 
     def cell(self, number: int) -> Locator:
-        """The cell `number`, from 0."""
+        """Return the cell `number`, from 0."""
         return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
 
     def output(self, number: int) -> Locator:
-        """What that cell shows."""
+        """Return the output area of a cell."""
         return self.cell(number).locator(".jp-Cell-outputWrapper")
 
     def text(self, number: int) -> str:
-        """The text that a person sees below that cell."""
+        """Return the text that a person sees below a cell."""
         output = self.output(number)
         return output.inner_text() if output.count() else ""
 
     def begin(self, number: int) -> None:
-        """Run that cell, by keyboard; again, as a person would, if the page was not ready and nothing happens."""
+        """Run a cell by keyboard; try again, as a person would, if the page was not ready."""
         before = self.prompt(number)
 
         def has_begun() -> bool:
@@ -95,7 +98,7 @@ class Lab:
         raise AssertionError(f"cell {number} does not begin; its prompt is {self.prompt(number)}")
 
     def _is_busy(self) -> bool | None:
-        """Does the server see a kernel at work? None: it does not know; it fails while a kernel starts."""
+        """Return True if the server reports a busy kernel, None if it cannot tell, as while a kernel starts."""
         try:
             with urllib.request.urlopen(f"{self.url}/api/kernels", timeout=5) as answer:
                 return any(kernel["execution_state"] == "busy" for kernel in json.load(answer))
@@ -103,22 +106,22 @@ class Lab:
             return None
 
     def prompt(self, number: int) -> str:
-        """What stands before that cell: ``[7]:``."""
+        """Return the prompt of a cell, such as ``[7]:``."""
         return self.cell(number).locator(".jp-InputPrompt").inner_text()
 
     def is_running(self, number: int) -> bool:
-        """Is it under way?"""
+        """Return True while a cell runs."""
         prompt = self.prompt(number)
         return "*" in prompt or not any(letter.isdigit() for letter in prompt)
 
     def run(self, number: int, seconds: float = 120) -> str:
-        """Run that cell to its end; returns what it shows."""
+        """Run a cell to its end, and return the text below it."""
         self.begin(number)
         self.finish(number, seconds)
         return self.text(number)
 
     def finish(self, number: int, seconds: float = 120) -> None:
-        """Wait for its end."""
+        """Wait for the end of a cell."""
         try:
             wait_for(lambda: not self.is_running(number), f"the end of cell {number}", seconds)
         except AssertionError:
@@ -129,7 +132,7 @@ class Lab:
             ) from None
 
     def save(self) -> None:
-        """Save, by keyboard; again if output came while the page was saved, which leaves it unsaved."""
+        """Save by keyboard; try again, because output that arrives during a save leaves the page unsaved."""
         dirty = self.page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty")
         for _ in range(7):
             self.page.keyboard.press("Escape")
@@ -141,7 +144,7 @@ class Lab:
         raise AssertionError(f"the notebook is not saved; dialogs: {dialog.all_inner_texts()}")
 
     def picture(self, locator: Any, path: Path) -> None:
-        """A picture of a part of the page."""
+        """Take a picture of a part of the page."""
         locator.screenshot(path=str(path))
 
 
@@ -155,7 +158,7 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     overrides = folder / "config" / "labconfig"
     overrides.mkdir(parents=True)
     (overrides / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
-    extensions = {"ServerApp": {"jpserver_extensions": {"jupyter_server_mcp": False}}}  # has one port
+    extensions = {"ServerApp": {"jpserver_extensions": {"jupyter_server_mcp": False}}}  # it would use a fixed port
     (folder / "config" / "jupyter_server_config.json").write_text(json.dumps(extensions))
     work = folder / "notebooks"
     work.mkdir()
@@ -166,8 +169,8 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=work)
         try:
-            # 90 s: other tests may keep both cores busy
-            wait_for(lambda: _answers(url) or server.poll() is not None, "the server", 90)
+            # 90 s because other tests may keep both cores busy
+            wait_for(lambda: _is_reachable(url) or server.poll() is not None, "the server", 90)
             assert server.poll() is None, (folder / "server.log").read_text()
             with sync_playwright() as playwright:
                 browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(CHROMIUM))
@@ -182,7 +185,7 @@ def open_lab(folder: Path) -> Iterator[Lab]:
             server.wait(timeout=30)
 
 
-def _answers(url: str) -> bool:
+def _is_reachable(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/api", timeout=1):
             return True

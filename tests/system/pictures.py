@@ -1,4 +1,4 @@
-"""Make the README's pictures, of a real page: ``python -m tests.system.pictures FOLDER``."""
+"""Take the README's pictures of a real page: ``python -m tests.system.pictures FOLDER``."""
 
 from __future__ import annotations
 
@@ -77,42 +77,42 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch, open_lab(Path(scratch)) as lab:
         lab.page.set_viewport_size({"width": 900, "height": 1500})
         lab.open("pictures.ipynb", CELLS)
-        lab.page.keyboard.press("Control+b")  # no file browser
+        lab.page.keyboard.press("Control+b")  # close the file browser
         lab.run(0)
         lab.run(1)
         lab.output(1).locator("label.ddip-rank").nth(2).click()
-        _take(lab, 1, folder / "tabs.png")
+        _take_picture(lab, 1, folder / "tabs.png")
         lab.begin(2)
         wait_for(lambda: re.search(r"1[23]\d/200", lab.text(2)), "the bar")
-        _take(lab, 2, folder / "bar.png")
+        _take_picture(lab, 2, folder / "bar.png")
         (lab.folder / "on").touch()
         lab.finish(2)
         lab.run(3)
         lab.output(3).locator("label.ddip-rank").last.click()
-        _take(lab, 3, folder / "error.png")
-        watched(lab, folder / "watch.png")
+        _take_picture(lab, 3, folder / "error.png")
+        take_watch_picture(lab, folder / "watch.png")
         lab.page.set_viewport_size({"width": 900, "height": 1500})
         lab.start("trainer.ipynb", TRAINER, 0)
         lab.page.keyboard.press("Control+b")
         for number in range(1, len(TRAINER)):
             lab.run(number)
-        _take(lab, 2, folder / "trainer_error.png")
-        _take(lab, 3, folder / "trainer_again.png")
+        _take_picture(lab, 2, folder / "trainer_error.png")
+        _take_picture(lab, 3, folder / "trainer_again.png")
 
 
-def watched(lab: Lab, path: Path) -> None:
-    """A picture of %dipwatch when it has found the straggler."""
+def take_watch_picture(lab: Lab, path: Path) -> None:
+    """Take a picture of %dipwatch once it has found the straggler."""
     lab.page.set_viewport_size({"width": 1100, "height": 1500})
     lab.start("watched.ipynb", WATCHED, 0)
     lab.page.keyboard.press("Control+b")
     lab.run(1)
     lab.begin(2)
     wait_for(lambda: re.search(r"rank 2 is the straggler.* (8|9)\d % or more", lab.text(1)), "the straggler", 60)
-    _take(lab, 1, path)
+    _take_picture(lab, 1, path)
     lab.finish(2)
 
 
-def _take(lab: Lab, number: int, path: Path) -> None:
+def _take_picture(lab: Lab, number: int, path: Path) -> None:
     lab.page.mouse.move(0, 0)
     lab.cell(number).screenshot(path=str(path))
     print(path)

@@ -1,4 +1,4 @@
-"""What a person reads in a notebook that was run, or on a terminal, with all that may change put out of the way."""
+"""Readable text of an executed notebook or a terminal, without the parts that vary."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CHANGES = [
 ]
 
 
-def stable(text: str) -> str:
-    """`text` without times, numbers of cells, colours, and what was overwritten."""
+def stable_text(text: str) -> str:
+    """Return `text` without times, cell numbers, colours, and overwritten text."""
     screen = Screen(1_000_000)
     screen.write(text)
     text = plain(screen.text)
@@ -32,8 +32,8 @@ def stable(text: str) -> str:
     return text
 
 
-def _whole(outputs: Any) -> list[Any]:
-    """With texts of a stream that came in pieces put together, as a page shows them."""
+def _join_streams(outputs: Any) -> list[Any]:
+    """Join consecutive texts of a stream, as a page shows them."""
     found: list[Any] = []
     for output in outputs:
         if found and output.output_type == found[-1].output_type == "stream" and output.name == found[-1].name:
@@ -44,13 +44,13 @@ def _whole(outputs: Any) -> list[Any]:
 
 
 def notebook_text(notebook: Any) -> str:
-    """The cells of a notebook that was run, and what is below each."""
+    """Return the cells of an executed notebook, each with its output."""
     lines: list[str] = []
     for cell in notebook.cells:
         if cell.cell_type != "code" or "injected-parameters" in cell.metadata.get("tags", []):
             continue
         lines += [f">>> {line}" for line in cell.source.splitlines()]
-        for output in _whole(cell.outputs):
+        for output in _join_streams(cell.outputs):
             if output.output_type == "stream":
                 lines.append(output.text.rstrip("\n"))
             elif output.output_type == "error":
@@ -58,11 +58,11 @@ def notebook_text(notebook: Any) -> str:
             else:
                 kinds = ", ".join(sorted(kind for kind in output.data if kind != "text/plain"))
                 lines.append(f"({kinds or 'text'}) {output.data.get('text/plain', '')}".rstrip())
-    return stable("\n".join(lines)) + "\n"
+    return stable_text("\n".join(lines)) + "\n"
 
 
 def assert_golden(text: str, path: Path, write: bool) -> None:
-    """Compare with the file, or write it."""
+    """Compare with the golden file, or write it."""
     if write:
         path.write_text(text)
     changes = "\n".join(difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), lineterm="", n=1))

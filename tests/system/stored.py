@@ -1,7 +1,7 @@
-"""Store the notebooks executed, so that they show something where nobody runs them: ``make notebooks``.
+"""Store the notebooks executed, so that they show output to readers who do not run them: ``make notebooks``.
 
-``python -m tests.system.stored [NAME ...]``. What is of this machine only (paths, its name) is left out. A checksum of
-the cells is stored as well: ``tests/cluster/test_notebooks.py`` fails when a cell has been changed since.
+``python -m tests.system.stored [NAME ...]``. Paths and names of this machine are removed. A checksum of the cells is
+stored as well: ``tests/cluster/test_notebooks.py`` fails if a cell has changed since.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from tests.cluster.test_notebooks import FOLDER, HOSTS, NO_HOSTS, NOTEBOOKS, che
 
 ROOT = FOLDER.parent
 KEPT = ("text/html", "image/png", "image/jpeg", "image/svg+xml", "text/markdown", "text/latex", "text/plain")
-"""Of what a cell displays, what a page without widgets and scripts can show."""
+"""MIME types of displays that a page can show without widgets and scripts."""
 
 
-def store(path: Path, folder: Path) -> None:
-    """Run the notebook at `path` in `folder`, and store what its cells show."""
+def run_and_store(path: Path, folder: Path) -> None:
+    """Run the notebook at `path` in `folder`, and store its output."""
     notebook, ran = nbformat.read(path, as_version=4), run_notebook(path, folder)
     for cell, done in zip(notebook.cells, ran.cells, strict=True):
         if cell.cell_type == "code":
             cell.execution_count = done.execution_count
-            cell.outputs = [_of_any_machine(output, folder) for output in _joined(done.outputs)]
+            cell.outputs = [_without_machine_names(output, folder) for output in _join_outputs(done.outputs)]
     notebook.metadata["ddip"] = {"cells": checksum_of_code(notebook)}
     nbformat.write(notebook, path)
 
 
-def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Pieces of one stream that follow each other as one; of other outputs, what a page can show. What was taken
-    back is empty."""
-    joined: list[NotebookNode] = []
+def _join_outputs(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Join consecutive texts of a stream, and reduce displays to what a page can show.
+
+    Removed outputs are empty, and are left out.
+    """
+    found: list[NotebookNode] = []
     for output in outputs:
-        if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
-            joined[-1].text += output.text
+        if output.output_type == "stream" and found and found[-1].get("name") == output.name:
+            found[-1].text += output.text
         elif output.output_type in ("stream", "error"):
-            joined.append(output)
+            found.append(output)
         else:
             data = {kind: text for kind, text in output.data.items() if kind in KEPT and text}
             if data:
-                joined.append(NotebookNode(output_type="display_data", data=data, metadata={}))
-    return joined
+                found.append(NotebookNode(output_type="display_data", data=data, metadata={}))
+    return found
 
 
-def _of_any_machine(output: Any, folder: Path) -> Any:
+def _without_machine_names(output: Any, folder: Path) -> Any:
     if isinstance(output, str):
         for path, name in ((folder, "notebooks"), (FOLDER, "notebooks"), (Path(sys.prefix), "python"), (ROOT, "ddip")):
             output = output.replace(str(path), name)
@@ -61,17 +63,17 @@ def _of_any_machine(output: Any, folder: Path) -> Any:
     if isinstance(output, dict):
         return NotebookNode(
             {
-                name: value if name.startswith(("image/png", "image/jpeg")) else _of_any_machine(value, folder)
+                name: value if name.startswith(("image/png", "image/jpeg")) else _without_machine_names(value, folder)
                 for name, value in output.items()
             }
         )
     if isinstance(output, list):
-        return [_of_any_machine(value, folder) for value in output]
+        return [_without_machine_names(value, folder) for value in output]
     return output
 
 
 def main(names: list[str]) -> None:
-    """Run all notebooks, or those of these `names`."""
+    """Run all notebooks, or only `names`."""
     with tempfile.TemporaryDirectory() as made:
         data = Path(made) / "data"
         os.environ.update(FASTAI_HOME=str(data), TORCH_HOME=str(data / "torch"))
@@ -86,7 +88,7 @@ def main(names: list[str]) -> None:
             print(path.stem, flush=True)
             folder = Path(made) / path.stem
             folder.mkdir()
-            store(path, folder)
+            run_and_store(path, folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cells in the background, as a person sees them in JupyterLab: also when the page was closed meanwhile."""
+"""Background cells in JupyterLab, also if the page was closed meanwhile."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
-    """A notebook with two ranks; the tests go on in it, one after the other."""
+    """Open a notebook with two ranks, in which the tests run one after the other."""
     lab.start("background.ipynb", list(CELLS.values()), NUMBER["start"])
     yield lab
 
 
-def shows(notebook: Lab, cell: str, words: str) -> None:
-    """Wait until the output of `cell` has `words`, in any tab."""
+def wait_for_output(notebook: Lab, cell: str, words: str) -> None:
+    """Wait until the output of `cell` contains `words`, in any tab."""
     output = notebook.output(NUMBER[cell])
     wait_for(lambda: output.count() and words in (output.text_content() or ""), f"{words!r} below {cell}")
 
 
 def close_and_open(notebook: Lab, meanwhile: str, until: str) -> None:
-    """Close the page, let the file `meanwhile` be there until the ranks have made the file `until`, and open it."""
+    """Close the page, let the cell continue without it, and open it again.
+
+    Creates the file `meanwhile`, and waits until the ranks have created the file `until`.
+    """
     notebook.save()
     notebook.page.goto("about:blank")
     (notebook.folder / meanwhile).touch()
@@ -58,13 +61,13 @@ def close_and_open(notebook: Lab, meanwhile: str, until: str) -> None:
 
 def test_the_kernel_stays_free_while_output_arrives(notebook: Lab) -> None:
     notebook.run(NUMBER["train"])
-    shows(notebook, "train", "step 2 of rank 1")
+    wait_for_output(notebook, "train", "step 2 of rank 1")
     assert notebook.run(NUMBER["sum"]).split()[-1] == "2"
     output = notebook.output(NUMBER["train"])
     assert "runs in the background on ranks 0, 1" in output.inner_text()
     output.locator("label.ddip-rank").nth(1).click()
     notebook.run(NUMBER["go"])
-    shows(notebook, "train", "the last line of 1")
+    wait_for_output(notebook, "train", "the last line of 1")
     notebook.run(NUMBER["wait"])
     assert output.locator("label.ddip-rank").all_inner_texts() == ["rank 0", "rank 1"]
     shown = output.locator(".ddip-shown:visible")
@@ -75,13 +78,13 @@ def test_the_kernel_stays_free_while_output_arrives(notebook: Lab) -> None:
 
 def test_a_page_closed_during_a_cell_misses_no_output(notebook: Lab) -> None:
     notebook.run(NUMBER["closed"])
-    shows(notebook, "closed", "before the page was closed")
+    wait_for_output(notebook, "closed", "before the page was closed")
     close_and_open(notebook, "go-closed", "said")
     notebook.run(NUMBER["again"])
-    shows(notebook, "again", "while it was closed")
+    wait_for_output(notebook, "again", "while it was closed")
     (notebook.folder / "go-opened").touch()
-    shows(notebook, "again", "after it was opened")
-    shows(notebook, "again", " ended")
+    wait_for_output(notebook, "again", "after it was opened")
+    wait_for_output(notebook, "again", " ended")
     text = notebook.output(NUMBER["again"]).text_content() or ""
     order = [text.index(words) for words in ("before the page", "while it was closed", "after it was opened")]
     assert order == sorted(order)
@@ -89,12 +92,12 @@ def test_a_page_closed_during_a_cell_misses_no_output(notebook: Lab) -> None:
 
 def test_a_cell_that_blocked_the_kernel_can_be_shown_again(notebook: Lab) -> None:
     notebook.begin(NUMBER["blocking"])
-    shows(notebook, "blocking", "before")
+    wait_for_output(notebook, "blocking", "before")
     close_and_open(notebook, "go-blocking", "blocked")
     assert "before\nafter\n" in notebook.run(NUMBER["blocked"])
 
 
 def test_a_failure_appears_below_its_cell_and_before_the_next(notebook: Lab) -> None:
     notebook.run(NUMBER["fails"])
-    shows(notebook, "fails", "CellError: rank 1: ValueError: only here")
+    wait_for_output(notebook, "fails", "CellError: rank 1: ValueError: only here")
     assert "failed: rank 1: ValueError: only here" in notebook.run(NUMBER["next"])

@@ -1,4 +1,4 @@
-"""What stands below the tabs, as people see and use it."""
+"""Output below the tabs, as people see and use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
-    """A notebook with three ranks that has been run, but for the cell that waits for its test."""
+    """Open a notebook with three ranks, and run all cells but the one that waits for its test."""
     lab.start("below.ipynb", list(CELLS.values()), NUMBER["start"])
     for name in CELLS:
         if name not in ("start", "moves"):
@@ -46,51 +46,51 @@ def notebook(lab: Lab) -> Iterator[Lab]:
     yield lab
 
 
-def lines(notebook: Lab, cell: str) -> list[str]:
-    """What a person reads below that cell."""
+def lines_below(notebook: Lab, cell: str) -> list[str]:
+    """Return the lines that a person reads below a cell."""
     return [line.strip() for line in notebook.text(NUMBER[cell]).splitlines() if line.strip()]
 
 
 def test_each_rank_responds_to_its_own_interact_slider(notebook: Lab) -> None:
     handles = notebook.output(NUMBER["interact"]).locator(".noUi-handle")
 
-    def shows(*values: int) -> None:
+    def wait_until_shown(*values: int) -> None:
         below = [(f"rank {rank}", "x", f"{x}", f"x is {x} on {rank}") for rank, x in enumerate(values)]
-        expected = ["ranks 0-2", "beside", *(line for lines in below for line in lines)]
-        wait_for(lambda: lines(notebook, "interact") == expected, f"what each rank makes of {values}")
+        expected = ["ranks 0-2", "beside", *(line for part in below for line in part)]
+        wait_for(lambda: lines_below(notebook, "interact") == expected, f"what each rank makes of {values}")
 
-    shows(5, 5, 5)
+    wait_until_shown(5, 5, 5)
     for rank, values in ((1, (5, 6, 5)), (2, (5, 6, 6)), (1, (5, 7, 6))):
         handles.nth(rank).focus()
         notebook.page.keyboard.press("ArrowRight")
-        shows(*values)
+        wait_until_shown(*values)
 
 
 def test_closed_bars_leave_no_label_and_no_space(notebook: Lab) -> None:
-    wait_for(lambda: len(lines(notebook, "bars")) > 1, "the bar of rank 1")
-    label, bar, *_ = shown = lines(notebook, "bars")
+    wait_for(lambda: len(lines_below(notebook, "bars")) > 1, "the bar of rank 1")
+    label, bar, *_ = shown = lines_below(notebook, "bars")
     assert label == "rank 1" and bar.startswith("outer") and "rank" not in str(shown[1:])
     rooms = notebook.output(NUMBER["bars"]).locator(".jp-OutputArea-child")
     heights = rooms.evaluate_all("all => all.map(child => child.getBoundingClientRect().height)")
     assert sum(height > 0 for height in heights) == 2 < len(heights)
-    assert lines(notebook, "wiped") == []
+    assert lines_below(notebook, "wiped") == []
 
 
 def test_a_replacing_widget_stays_when_the_other_one_closes(notebook: Lab) -> None:
-    def shows(*ranks: int) -> None:
+    def wait_until_shown(*ranks: int) -> None:
         expected = [line for rank in ranks for line in (f"rank {rank}", f"of {rank}", f"{rank}")]
-        wait_for(lambda: lines(notebook, "moves") == expected, f"the sliders of {ranks}")
+        wait_for(lambda: lines_below(notebook, "moves") == expected, f"the sliders of {ranks}")
 
     notebook.begin(NUMBER["moves"])
-    shows(2)
+    wait_until_shown(2)
     (notebook.folder / "rank-1-comes").touch()
-    shows(1, 2)
+    wait_until_shown(1, 2)
     (notebook.folder / "rank-2-goes").touch()
     notebook.finish(NUMBER["moves"])
-    shows(1)
+    wait_until_shown(1)
 
 
 def test_plots_drawn_by_a_script_are_below_the_tabs(notebook: Lab) -> None:
     shown = [line for rank in range(3) for line in (f"rank {rank}", f"drawn by {rank}")]
-    wait_for(lambda: lines(notebook, "plots")[-6:] == shown, "the plots, below their labels")
-    assert "text" in lines(notebook, "plots")[:-6]
+    wait_for(lambda: lines_below(notebook, "plots")[-6:] == shown, "the plots, below their labels")
+    assert "text" in lines_below(notebook, "plots")[:-6]

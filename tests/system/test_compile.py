@@ -1,4 +1,4 @@
-"""torch.compile with a compiler of C++ behind it works on a rank."""
+"""torch.compile with a C++ compiler works on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make dist``: what would be uploaded works where nothing of this checkout can be found."""
+"""``make dist``: the distributions work without this checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation is built without a warning, and is whole: each notebook with its outputs, each link, each name."""
+"""The documentation builds without a warning and is complete: notebooks with output, links, names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Page(HTMLParser):
-    """What a page links to, and what can be linked to on it."""
+    """The links of a page, and the anchors that can be linked to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documentation, built as ``make docs`` builds it."""
+    """Build the documentation as ``make docs`` does."""
     to = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-E", "-d", str(to / "trees")]
     done = subprocess.run([*command, "docs", str(to / "html")], cwd=ROOT, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Page]:
-    """Every page of it."""
+    """Return every page of the site."""
     return {path: Page(path) for path in site.rglob("*.html")}
 
 

@@ -1,4 +1,4 @@
-"""The bar for doors: 10^5 random messages of another user, to all that listens, before, while and after cells."""
+"""10^5 random messages of another user to all listening sockets, before, during and after cells."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = "import torch, torch.distributed as dist; x = torch.ones(1); dist.all_red
 
 @pytest.mark.timeout(600)
 def test_many_random_messages_of_another_user_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # which everybody can enter
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # a folder that all users can enter
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with ddip.Group(2) as group, ThreadPoolExecutor(1) as stranger:
         ranks = [member.pid for member in group.members]
@@ -32,7 +32,7 @@ def test_many_random_messages_of_another_user_break_nothing(monkeypatch: pytest.
         processes = family_of(os.getpid())
         doors = find_listeners(processes)
         assert len(doors) >= 18 + 2 and {door.role for door in doors} == {"controller", "rank"}
-        assert preload_client.begin().asleep.wait(60)  # it has files open while it imports
+        assert preload_client.begin().asleep.wait(60)  # the preload process has files open while it imports
         before = count_descriptors(processes)
         outcomes = [send_random_messages(doors, 20_000, NOBODY, seed=1)]
         cells = 1

@@ -1,4 +1,4 @@
-"""What tests/gpu.sh does on a machine with Python and torch of its own and without a network; here, without a GPU."""
+"""tests/gpu.sh as on an offline machine with its own Python and torch, here without a GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests import wheelhouse
 HERE = Path(__file__).parent.parent.parent
 SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
 ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
-"""A command in a network of its own, with loopback only."""
+"""Runs a command in a separate network namespace that has only loopback."""
 
 
-def closure(name: str, found: set[str]) -> set[str]:
-    """The installed packages that `name` needs, and itself."""
+def add_dependencies(name: str, found: set[str]) -> set[str]:
+    """Return `name` and the installed packages that it needs."""
     if name not in found:
         try:
             requires = importlib.metadata.requires(name) or []
@@ -32,17 +32,17 @@ def closure(name: str, found: set[str]) -> set[str]:
         found.add(name)
         for need in map(Requirement, requires):
             if need.marker is None or need.marker.evaluate({"extra": ""}):
-                closure(need.name, found)
+                add_dependencies(need.name, found)
     return found
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a Python that has torch, what torch needs, NumPy and pip, and nothing else."""
+    """Create a Python that has only torch, what torch needs, NumPy and pip; return its bin folder."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    for name in closure("torch", {"numpy"}):
+    for name in add_dependencies("torch", {"numpy"}):
         files = importlib.metadata.distribution(name).files or []
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
             link = site / top
@@ -53,7 +53,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheelhouse for that Python."""
+    """Build the wheelhouse for that Python."""
     folder = tmp_path_factory.mktemp("wheels") / "wheelhouse"
     torch = importlib.metadata.version("torch").partition("+")[0]
     python = ".".join(map(str, sys.version_info[:2]))
@@ -97,7 +97,7 @@ def test_one_command_tests_offline_and_writes_a_report(bare: Path, wheels: Path,
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No process of this one's is left."""
+    """Prove that this process leaves no child process."""
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) <= before

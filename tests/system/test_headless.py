@@ -1,6 +1,6 @@
-"""A notebook that nobody looks at while it runs, and a terminal: what is left to read is compared with golden files.
+"""A notebook that runs without a viewer, and a terminal: their text is compared with golden files.
 
-``pytest tests/system --golden`` writes them anew.
+``pytest tests/system --golden`` writes the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pexpect
 import pytest
 
 from .lab import KERNEL
-from .readable import assert_golden, notebook_text, stable
+from .readable import assert_golden, notebook_text, stable_text
 
 GOLDEN = Path(__file__).parent / "golden"
 CELLS = [
@@ -37,13 +37,13 @@ CELLS = [
 
 @pytest.fixture
 def write(pytestconfig: pytest.Config) -> bool:
-    """Are the golden files to be written anew?"""
+    """Return True if the golden files are to be written."""
     return bool(pytestconfig.getoption("--golden"))
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The notebook to run."""
+    """Write the notebook to run."""
     cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
     cells[-1].metadata["tags"] = ["raises-exception"]
     path = tmp_path / "source.ipynb"
@@ -71,7 +71,7 @@ def test_nbconvert_runs_a_notebook(source: Path, write: bool) -> None:
 def test_papermill_runs_a_notebook(source: Path) -> None:
     command = [sys.executable, "-m", "papermill", source.name, "done.ipynb", "--no-progress-bar"]
     ended = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
-    assert "ZeroDivisionError" in ended.stderr  # papermill stops at the error, and says so
+    assert "ZeroDivisionError" in ended.stderr  # papermill stops at the error, and reports it
     done = nbformat.read(source.parent / "done.ipynb", as_version=4)
     done.cells = [cell for cell in done.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])]
     assert_golden(notebook_text(done), GOLDEN / "notebook.txt", False)
@@ -82,7 +82,7 @@ CONSOLE = ["-m", "jupyter_console"]
 
 
 class Terminal:
-    """A program with IPython's prompt, in a terminal."""
+    """A program with IPython's prompt in a terminal."""
 
     def __init__(self, folder: Path, command: list[str] = IN_A_TERMINAL, terminal: str = "xterm") -> None:
         environment = {**os.environ, "IPYTHONDIR": str(folder), "TERM": terminal, "COLUMNS": "120", "LINES": "50"}
@@ -109,12 +109,12 @@ class Terminal:
             if number:
                 self.child.expect(r"\.\.\.: ", timeout=60)
             self.child.sendline(line)
-        for _ in range(2 if len(lines) > 1 else 0):  # blank lines end it
+        for _ in range(2 if len(lines) > 1 else 0):  # blank lines end a cell
             self.child.expect(r"\.\.\.: ", timeout=60)
             self.child.sendline("")
 
     def run(self, code: str) -> str:
-        """Type a cell; returns what is there to read when it has ended."""
+        """Type a cell; return the text shown by its end."""
         self.begin(code)
         return self._wait()
 
@@ -129,8 +129,8 @@ def test_ddip_works_in_a_terminal(tmp_path: Path, write: bool) -> None:
     for cell in CELLS[:4] + CELLS[5:]:
         for part in cell.split("\n") if cell.startswith("%load_ext") else [cell]:
             texts += [f">>> {line}" for line in part.splitlines()]
-            lines = stable(terminal.run(part)).strip("\n").splitlines()
-            texts += sorted(lines) if "-S all" in part else lines  # which rank comes first is not told
+            lines = stable_text(terminal.run(part)).strip("\n").splitlines()
+            texts += sorted(lines) if "-S all" in part else lines  # the order of the ranks varies
     assert_golden("\n".join(texts) + "\n", GOLDEN / "terminal.txt", write)
     terminal.begin(
         "%%dip\nimport torch.distributed as dist\nprint('hangs')\nif rank: dist.barrier()\nwhile not rank: pass"
@@ -174,7 +174,7 @@ def test_a_terminal_shows_background_output_during_dipwait(tmp_path: Path) -> No
 
 
 class Console(Terminal):
-    """jupyter-console, with a prompt that ends a cell only after blank lines."""
+    """jupyter-console, whose prompt ends a multi-line cell only after blank lines."""
 
     def begin(self, code: str) -> None:
         """Type a cell."""
@@ -184,7 +184,7 @@ class Console(Terminal):
 
 
 def test_ddip_works_in_jupyter_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a kernel, and takes no heed of what changes."""
+    """jupyter-console has a kernel, and ignores updates of displays."""
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     console = Console(tmp_path, CONSOLE, terminal="dumb")
     console.run("%load_ext ddip")

@@ -44,7 +44,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
-    """A notebook with four ranks; the tests go on in it, one after the other."""
+    """Open a notebook with four ranks, in which the tests run one after the other."""
     text = lab.start("seen.ipynb", list(CELLS.values()), NUMBER["start"])
     assert re.search(r"ddip: 4 ranks on the CPU, gloo, (\d+\.\d s|unchanged)", text)
     yield lab
@@ -156,7 +156,7 @@ def test_a_saved_notebook_reads_well(notebook: Lab) -> None:
 
 
 def test_without_style_and_buttons_output_has_headed_sections(notebook: Lab) -> None:
-    """As in a notebook that somebody else has run, and on GitHub."""
+    """Open a notebook that JupyterLab does not trust; GitHub also removes style and buttons."""
     saved = json.loads((notebook.folder / "seen.ipynb").read_text())
     saved["cells"][0]["source"] = ["# somebody else's notebook"]
     (notebook.folder / "others.ipynb").write_text(json.dumps(saved))
@@ -167,7 +167,7 @@ def test_without_style_and_buttons_output_has_headed_sections(notebook: Lab) -> 
 
 
 def test_an_exported_html_page_has_tabs(notebook: Lab, tmp_path: Path) -> None:
-    """As nbviewer shows it."""
+    """Convert the notebook to HTML, as nbviewer does."""
     command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output-dir", str(tmp_path), "seen.ipynb"]
     subprocess.run(command, cwd=notebook.folder, check=True, capture_output=True)
     assert notebook.page.context.browser is not None

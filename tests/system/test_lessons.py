@@ -1,4 +1,4 @@
-"""The lesson notebooks of fastai train on all ranks: small data in the place of what they would download."""
+"""fastai's lesson notebooks train on all ranks, with small data in place of the downloads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.cluster.test_pages import WITH_CODE, name_of, needs_data, run_blocks
 LOSS = re.compile(r"^(.+): loss ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
 PROVED = re.compile(r"^(.+): (True|False)$", re.MULTILINE)
 MODELS = {"01_intro": 4, "05_pet_breeds": 2, "06_multicat": 1, "07_sizing_tta": 4, "08_collab": 16}
-"""How many models each lesson trains whose loss it tells."""
+"""How many models each lesson trains and reports the loss of."""
 LATER = ("fastai_06_multicat", "fastai_07_sizing_tta")
-"""``make test-long`` runs these."""
+"""Lessons that ``make test-long`` runs."""
 
 
 @pytest.fixture(scope="module")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with small data sets and weights in the place of those that fastai would download."""
+    """Create a folder with small data sets and weights in place of fastai's downloads."""
     folder = tmp_path_factory.mktemp("fastai")
     made = subprocess.run([sys.executable, FOLDER / "fastai_data.py", folder], capture_output=True, text=True)
     last = (made.stderr.strip().splitlines() or [""])[-1]

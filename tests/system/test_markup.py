@@ -1,4 +1,4 @@
-"""What a rank shows, between the tabs' own markup, as a browser reads it."""
+"""Output of ranks between the markup of the tabs, as a browser reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACES = """() => {
 
 @pytest.fixture(scope="module")
 def page(lab: Lab) -> Iterator[Page]:
-    """Another page of the browser."""
+    """Open another page of the browser."""
     assert lab.page.context.browser is not None
     page = lab.page.context.browser.new_page()
     yield page
@@ -44,7 +44,7 @@ def page(lab: Lab) -> Iterator[Page]:
 @pytest.mark.parametrize("whole", [True, False], ids=["a page of its own", "put into a page"])
 @pytest.mark.parametrize("source", NASTY)
 def test_nothing_breaks_out_of_its_tab(page: Page, source: str, whole: bool) -> None:
-    """Neither as nbconvert writes it nor as JupyterLab puts it into its page."""
+    """Test the page as nbconvert writes it, and as JupyterLab inserts it."""
     body = f"{BEFORE}{contain_html(source)}{AFTER}"
     if whole:
         page.set_content(f"<!DOCTYPE html><head>{STYLE}</head><body><main id='main'>{body}</main></body>")
@@ -55,14 +55,14 @@ def test_nothing_breaks_out_of_its_tab(page: Page, source: str, whole: bool) -> 
 
 
 def test_the_sources_break_out_of_unprotected_pages(page: Page) -> None:
-    """Else this file would show nothing."""
+    """Prove that the sources are dangerous; otherwise this file would prove nothing."""
     broken = 0
     for source in NASTY:
         whole = f"<!DOCTYPE html><head>{STYLE}</head><body><main id='main'>{BEFORE}{source}{AFTER}</main></body>"
         try:
             page.set_content(whole)
             places = page.evaluate(PLACES)
-        except Exception:  # not even the places are there, or the source has led to another page
+        except Exception:  # the places are missing, or the source has opened another page
             places = []
         broken += places != ["tabs", "tabs", "main", 1, 3, "rank 1", "the next cell", True, True, True]
     assert broken > len(NASTY) * 0.75
@@ -95,14 +95,14 @@ IN_PLACE = """sources => sources.filter(source => [false, true].some(whole => {
 
 
 def test_no_order_of_tags_breaks_out(page: Page) -> None:
-    """10 000 random ones, as a browser takes them apart."""
+    """Test 10 000 random sequences of tags as a browser parses them."""
     draw = random.Random(12)
 
-    def tag() -> str:
+    def random_tag() -> str:
         name = draw.choice(ELEMENTS.split())
         return draw.choice([f"<{name}>", f"<{name}>", f"<{name}/>", f"<{name} encoding=text/html>", f"</{name}>", "x"])
 
-    sources = ["".join(tag() for _ in range(draw.randrange(2, 9))) for _ in range(10_000)]
+    sources = ["".join(random_tag() for _ in range(draw.randrange(2, 9))) for _ in range(10_000)]
     assert page.evaluate(IN_PLACE, [f"{BEFORE}{contain_html(source)}{AFTER}" for source in sources]) == []
     assert len(page.evaluate(IN_PLACE, [f"{BEFORE}{source}{AFTER}" for source in sources])) > 1000
 

@@ -1,4 +1,4 @@
-"""A program trains in a notebook by way of the tools for MCP servers of Jupyter, and by nothing else.
+"""A program trains in a notebook through the tools for Jupyter MCP servers, and nothing else.
 
 The server is Jupyter's with the extension jupyter-server-mcp, on loopback, with a token.
 """
@@ -59,40 +59,40 @@ def train(steps, fails_at=None, seconds=0.0):
 Call = Callable[..., Awaitable[Any]]
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """In a thread: the browser of other tests has a loop that runs in this one."""
+def _run_in_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in a thread, because the browser of other tests has a running loop in this one."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, work).result()
 
 
 @dataclass
 class Server:
-    """One that runs."""
+    """A running Jupyter server."""
 
     url: str
     mcp: str
     log: Path
 
     def request(self, path: str, /, **data: Any) -> Any:
-        """What its own interface answers."""
+        """Return the answer of the server's REST API."""
         body = json.dumps(data).encode() if data else None
         request = urllib.request.Request(f"{self.url}{path}", body, {"Authorization": f"token {TOKEN}"})
         with urllib.request.urlopen(request, timeout=180) as answer:
             return json.loads(answer.read() or "null")
 
     def open(self, name: str) -> str:
-        """A notebook with a kernel; returns the kernel's id."""
+        """Open a notebook with a kernel; return the kernel's ID."""
         kernel = {"name": "python3"}
         return str(self.request("/api/sessions", path=name, name=name, type="notebook", kernel=kernel)["kernel"]["id"])
 
     def client(self, token: str = TOKEN, in_url: bool = False) -> Client[Any]:
-        """A program that has this `token`."""
+        """Return a program that has this `token`."""
         url = f"{self.mcp}?token={token}" if in_url else self.mcp
         headers = {"Authorization": f"Bearer {token}"} if token and not in_url else {}
         return Client(StreamableHttpTransport(url, headers=headers))
 
     def by_the_proxy(self, token: str = TOKEN) -> Client[Any]:
-        """A program that speaks over standard input, to the proxy that jupyter-server-mcp has for such."""
+        """Return a program that speaks over standard input to the proxy of jupyter-server-mcp."""
         settings = {**os.environ, "JUPYTER_SERVER_MCP_URL": f"{self.mcp}?token={token}"}
         proxy = ["-m", "jupyter_server_mcp.proxy"]
         return Client(StdioTransport(sys.executable, proxy, env=settings, keep_alive=False))
@@ -100,18 +100,18 @@ class Server:
 
 @pytest.fixture(scope="module")
 def monkeypatch_of_the_module() -> Iterator[pytest.MonkeyPatch]:
-    """Taken back when all tests here have ended."""
+    """Yield a monkeypatch that is undone after all tests of the module."""
     with pytest.MonkeyPatch.context() as patch:
         yield patch
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_the_module: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A Jupyter server, and the proof that no rank outlives it."""
+    """Start a Jupyter server, and prove that no rank outlives it."""
     folder = tmp_path_factory.mktemp("mcp")
     places = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     settings = {**places, "IPYTHONDIR": str(folder / "ipython"), "JUPYTER_TOKEN": TOKEN}
-    monkeypatch_of_the_module.setenv("IPYTHONDIR", settings["IPYTHONDIR"])  # for the search for what is left
+    monkeypatch_of_the_module.setenv("IPYTHONDIR", settings["IPYTHONDIR"])  # where the search for leftovers looks
     port = hold_port()
     command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--ip=127.0.0.1", "--allow-root"]
     command += [f"--port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}"]
@@ -121,10 +121,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_the_module: 
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **settings}, cwd=folder)
     kernels: list[int] = []
     try:
-        told = folder / "runtime" / f"jpserver-mcp-{process.pid}.json"
-        wait_for(lambda: told.exists() or process.poll() is not None, "the server", 90)
+        connection_file = folder / "runtime" / f"jpserver-mcp-{process.pid}.json"
+        wait_for(lambda: connection_file.exists() or process.poll() is not None, "the server", 90)
         assert process.poll() is None, log.read_text()
-        yield Server(url, json.loads(told.read_text())["url"], log)
+        yield Server(url, json.loads(connection_file.read_text())["url"], log)
         kernels += [child.pid for child in psutil.Process(process.pid).children()]
     finally:
         process.terminate()
@@ -134,9 +134,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_the_module: 
 
 
 def run(server: Server, steps: Callable[[Call], Awaitable[None]]) -> None:
-    """What a program does, with the tools as a function; an answer that is no list or object is text."""
+    """Run the steps of a program, which get the tools as a function.
 
-    async def all_of_it() -> None:
+    An answer that is not a list or an object is text.
+    """
+
+    async def run_steps() -> None:
         async with server.client() as client:
 
             async def call(tool: str, **arguments: Any) -> Any:
@@ -144,7 +147,7 @@ def run(server: Server, steps: Callable[[Call], Awaitable[None]]) -> None:
 
             await steps(call)
 
-    _run(all_of_it())
+    _run_in_thread(run_steps())
 
 
 @pytest.mark.timeout(600)
@@ -206,7 +209,7 @@ def test_a_program_trains_and_repairs_a_killed_rank_over_mcp(server: Server) -> 
 def test_a_client_without_the_token_gets_nothing(server: Server) -> None:
     server.open("train.ipynb")
 
-    async def attempt(client: Client[Any], tool: str = "ddip_status") -> str:
+    async def try_tool(client: Client[Any], tool: str = "ddip_status") -> str:
         async with client:
             try:
                 await client.call_tool(tool, {"code": "1"} if tool == "ddip_run" else {})
@@ -214,27 +217,27 @@ def test_a_client_without_the_token_gets_nothing(server: Server) -> None:
                 return str(error)
             return ""
 
-    async def attempts() -> None:
+    async def try_tokens() -> None:
         for tool in ("ddip_notebooks", "ddip_start", "ddip_run", "ddip_status", "ddip_shutdown"):
-            assert "needs the token of the Jupyter server" in await attempt(server.client(token=""), tool)
-        assert "is not the token" in await attempt(server.client(token="another"))
-        assert "is not the token" in await attempt(server.client(token="another", in_url=True))
-        assert await attempt(server.client(in_url=True)) == ""
-        assert await attempt(server.client()) == ""
+            assert "needs the token of the Jupyter server" in await try_tool(server.client(token=""), tool)
+        assert "is not the token" in await try_tool(server.client(token="another"))
+        assert "is not the token" in await try_tool(server.client(token="another", in_url=True))
+        assert await try_tool(server.client(in_url=True)) == ""
+        assert await try_tool(server.client()) == ""
 
-        assert await attempt(server.by_the_proxy()) == ""
-        assert "needs the token" in await attempt(server.by_the_proxy(token=""))
+        assert await try_tool(server.by_the_proxy()) == ""
+        assert "needs the token" in await try_tool(server.by_the_proxy(token=""))
 
-    _run(attempts())
-    assert "needs the token" in _within_the_session_of_another(server)
+    _run_in_thread(try_tokens())
+    assert "needs the token" in _call_in_foreign_session(server)
     assert server.request("/api/sessions")[0]["kernel"]["execution_state"] in ("idle", "starting", "busy")
     request = urllib.request.Request(f"{server.url}/api/sessions")
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request, timeout=30)
 
 
-def _within_the_session_of_another(server: Server) -> str:
-    """What a call without a token is told, in a session that was begun with it."""
+def _call_in_foreign_session(server: Server) -> str:
+    """Return the answer to a call without a token, in a session that began with one."""
     kinds = {"Accept": "application/json, text/event-stream"}
     own = {**kinds, "Authorization": f"token {TOKEN}"}
     about = {"protocolVersion": "2025-03-26", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
@@ -242,8 +245,8 @@ def _within_the_session_of_another(server: Server) -> str:
     begun = httpx.post(server.mcp, json=message, headers=own)
     assert begun.status_code == 200, begun.text
     session = {"Mcp-Session-Id": begun.headers["mcp-session-id"]}
-    told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-    httpx.post(server.mcp, json=told, headers={**own, **session})
+    notification = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    httpx.post(server.mcp, json=notification, headers={**own, **session})
     call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "ddip_status", "arguments": {}}}
     assert '"group' in httpx.post(server.mcp, json=call, headers={**own, **session}).text
     return httpx.post(server.mcp, json=call, headers={**kinds, **session}).text
@@ -254,7 +257,10 @@ def test_a_busy_kernel_says_so_and_does_nothing_later(server: Server) -> None:
 
     async def steps(call: Call) -> None:
         assert (await call("ddip_status"))["group"] is None
-        with _busy(server, kernel), pytest.raises(ToolError, match="busy with a cell of its own .* nothing was done"):
+        with (
+            _busy_kernel(server, kernel),
+            pytest.raises(ToolError, match="busy with a cell of its own .* nothing was done"),
+        ):
             await call("ddip_start", arguments="-n 1")
         assert (await call("ddip_status"))["group"] is None
         server.open("another.ipynb")
@@ -270,8 +276,8 @@ def test_a_busy_kernel_says_so_and_does_nothing_later(server: Server) -> None:
 
 
 @contextlib.contextmanager
-def _busy(server: Server, kernel: str) -> Iterator[None]:
-    """A cell of the notebook runs, as a person has started it."""
+def _busy_kernel(server: Server, kernel: str) -> Iterator[None]:
+    """Run a cell of the notebook meanwhile, as if a person had started it."""
     client = BlockingKernelClient()
     folder = server.log.parent / "runtime"
     client.load_connection_file(str(folder / f"kernel-{kernel}.json"))

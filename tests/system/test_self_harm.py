@@ -1,4 +1,4 @@
-"""What one rank can do to itself: ``--repair`` always suffices, and the others keep their variables and processes."""
+"""A rank that damages itself: ``--repair`` always suffices, and the others keep variables and processes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SLOW = (
     "switch interval",
     "builtins.__import__ None",
 )
-"""Each takes 20 to 90 s."""
+"""Kinds that take 20 to 90 s each."""
 LATER = {*SLOW, *list(KINDS)[1::3], *list(KINDS)[2::3]}
-"""``make test-long`` runs these."""
+"""Kinds that ``make test-long`` runs."""
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_a_repair_suffices(three: ddip.Group, kind: str) -> None:
     try:
         prove_repair(three, KINDS[kind])
     finally:
-        if not any(three.cluster.run_folder.glob("s:*")):  # what this kind has removed, the next one needs
+        if not any(three.cluster.run_folder.glob("s:*")):  # this kind has removed what the next one needs
             three.restart()

@@ -1,4 +1,4 @@
-"""The stop button on a machine that has ten times as much to do as it can: healthy ranks take long, and are kept."""
+"""The stop button on a machine with ten times its load: healthy ranks are slow, and are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BUSINESS = {
 
 @pytest.fixture
 def load() -> Iterator[None]:
-    """Others that compute."""
+    """Start processes that compute."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
     try:
         yield
@@ -47,7 +47,7 @@ def load() -> Iterator[None]:
             process.wait()
 
 
-@pytest.mark.alone  # its load slows whatever test runs beside it
+@pytest.mark.alone  # its load slows any test beside it
 @pytest.mark.timeout(120 + 40 * STOPS)
 def test_no_rank_is_lost_by_a_stop_under_load(load: None, tmp_path: Path) -> None:
     with ddip.Group(RANKS, timeout=300) as group:

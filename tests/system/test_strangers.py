@@ -1,4 +1,4 @@
-"""Another user connects to the ranks in the moments in which their group is formed."""
+"""Another user connects to the ranks while their group is formed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PAYLOADS: dict[str, Callable[[int], bytes]] = {
 }
 
 
-def knock(pids: list[int], payload: Callable[[int], bytes], stop: threading.Event) -> None:
-    """Open connections to each port on which one of these processes begins to listen, and send something."""
-    held, seen = [], set()
+def connect_to_new_ports(pids: list[int], payload: Callable[[int], bytes], stop: threading.Event) -> None:
+    """Connect to each new listening port of these processes, and send something."""
+    connections, seen = [], set()
     while not stop.is_set():
         for pid in pids:
             with contextlib.suppress(psutil.Error):
@@ -34,12 +34,12 @@ def knock(pids: list[int], payload: Callable[[int], bytes], stop: threading.Even
                     if connection.status == psutil.CONN_LISTEN and connection.laddr not in seen:
                         seen.add(connection.laddr)
                         for n in range(40):
-                            held.append(socket.socket())
-                            held[-1].setblocking(False)
+                            connections.append(socket.socket())
+                            connections[-1].setblocking(False)
                             with contextlib.suppress(OSError):
-                                held[-1].connect_ex(connection.laddr)
-                                held[-1].send(payload(n))
-    for one in held:
+                                connections[-1].connect_ex(connection.laddr)
+                                connections[-1].send(payload(n))
+    for one in connections:
         one.close()
 
 
@@ -50,7 +50,7 @@ def test_unknown_connections_during_a_rebuild_cost_no_rank(payload: str) -> None
         group.run("import torch, torch.distributed as dist\nkept = rank")
         pids = [member.pid for member in group.members]
         stop = threading.Event()
-        thread = threading.Thread(target=knock, args=(pids, PAYLOADS[payload], stop))
+        thread = threading.Thread(target=connect_to_new_ports, args=(pids, PAYLOADS[payload], stop))
         thread.start()
         proof = "x = torch.ones(1)\ndist.all_reduce(x)\nassert x == 3 and kept == rank"
         for _ in range(5):
@@ -61,7 +61,7 @@ def test_unknown_connections_during_a_rebuild_cost_no_rank(payload: str) -> None
         stop.set()
         thread.join()
         deadline = time.monotonic() + 60
-        while True:  # a rank may still wait for a stranger
+        while True:  # a rank may still wait for such a connection
             with contextlib.suppress(GroupError):
                 group.run(proof, timeout=20)
                 break

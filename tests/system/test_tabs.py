@@ -1,4 +1,4 @@
-"""The tabs as people use them: by keyboard, with a screen reader, in either theme, and where style is stripped."""
+"""The tabs as people use them: by keyboard, with a screen reader, in each theme, and without style."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Lab]:
-    """A notebook with three ranks that has been run to its end."""
+    """Open a notebook with three ranks, and run it to its end."""
     lab.start("tabs.ipynb", list(CELLS.values()), NUMBER["start"])
     for name in CELLS:
         if name != "start":
@@ -47,12 +47,12 @@ OURS = """targets => targets.map(target => {
     const found = document.querySelector(target)
     return Boolean(found && found.closest(".ddip, .ddip-ranks") && !found.closest(".ddip-html"))
 })"""
-"""Of which of these elements is ddip the author? HTML of the ranks is theirs."""
+"""Selects the elements that ddip has written. HTML of the ranks does not count."""
 
 
-def looked_at(page: Page) -> tuple[int, list[str]]:
-    """Of how many texts of ddip's own axe-core has measured the contrast, and all that it finds in ddip's markup."""
-    # else axe-core takes all text for hidden: the body is 0 px high, and cuts off what is outside
+def audit_page(page: Page) -> tuple[int, list[str]]:
+    """Return how many of ddip's texts axe-core has measured for contrast, and its findings."""
+    # otherwise axe-core treats all text as hidden, because the body is 0 px high and clips it
     page.add_style_tag(content="body { overflow: visible !important }")
     found = Axe().run(page, options={"resultTypes": ["violations", "passes"]}).response
     nodes = [
@@ -67,8 +67,8 @@ def looked_at(page: Page) -> tuple[int, list[str]]:
     return measured, [str(node) for node in nodes if node[0] == "violations"]
 
 
-def theme(notebook: Lab, name: str) -> None:
-    """Choose it in the menu."""
+def choose_theme(notebook: Lab, name: str) -> None:
+    """Choose a theme in the menu."""
     page = notebook.page
     page.locator(".lm-MenuBar-item", has_text="Settings").click()
     page.locator(".lm-Menu-item", has_text=re.compile("^Theme$")).hover()
@@ -77,30 +77,30 @@ def theme(notebook: Lab, name: str) -> None:
     wait_for(lambda: page.evaluate(ground) == ("#111" if "Dark" in name else "white"), name)
 
 
-def role(notebook: Lab, cell: str) -> Locator:
-    """The tabs, as a screen reader finds them."""
+def tab_buttons(notebook: Lab, cell: str) -> Locator:
+    """Return the tabs as a screen reader finds them."""
     return notebook.output(NUMBER[cell]).get_by_role("radio")
 
 
 @pytest.mark.parametrize("name", ["JupyterLab Light", "JupyterLab Dark"])
 def test_axe_finds_nothing_in_our_markup(notebook: Lab, name: str) -> None:
-    theme(notebook, name)
+    choose_theme(notebook, name)
     measured, violations = 0, ["nothing yet"]
 
-    def has_looked() -> bool:  # while a theme is exchanged axe-core measures no colours
+    def has_measured() -> bool:  # axe-core measures no colours while the theme changes
         nonlocal measured, violations
-        measured, violations = looked_at(notebook.page)
+        measured, violations = audit_page(notebook.page)
         return measured > 20
 
     try:
-        wait_for(has_looked, "axe-core to measure colours")
+        wait_for(has_measured, "axe-core to measure colours")
         assert violations == []
     finally:
-        theme(notebook, "JupyterLab Light")
+        choose_theme(notebook, "JupyterLab Light")
 
 
 def test_arrow_keys_move_between_tabs_with_a_visible_focus(notebook: Lab) -> None:
-    tabs, output = role(notebook, "seen"), notebook.output(NUMBER["seen"])
+    tabs, output = tab_buttons(notebook, "seen"), notebook.output(NUMBER["seen"])
     wait_for(lambda: tabs.count() == 3, "the page to be drawn in its theme")
     assert [tab.get_attribute("aria-label") for tab in tabs.all()] == ["rank 0", "rank 1", "rank 2"]
     labels = output.locator("label.ddip-rank")
@@ -117,7 +117,7 @@ def test_arrow_keys_move_between_tabs_with_a_visible_focus(notebook: Lab) -> Non
 def test_ranks_sharing_a_tab_are_one_tab_for_screen_readers(notebook: Lab) -> None:
     output = notebook.output(NUMBER["same"])
     assert output.get_by_role("radiogroup", name="output by rank").count() == 1
-    assert role(notebook, "same").count() == 2
+    assert tab_buttons(notebook, "same").count() == 2
     other = output.get_by_role("radio", name="ranks 1, 2", exact=True)
     output.get_by_role("radio", name="rank 0", exact=True).focus()
     notebook.page.keyboard.press("ArrowRight")
@@ -138,12 +138,12 @@ def test_text_in_tabs_has_the_size_of_plain_output(notebook: Lab) -> None:
     assert tabs == plain
 
 
-def outputs(notebook: Lab) -> Any:
+def saved_notebook(notebook: Lab) -> Any:
     return json.loads((notebook.folder / "tabs.ipynb").read_text())
 
 
 def test_an_untrusted_notebook_has_headings_and_no_inactive_buttons(notebook: Lab) -> None:
-    saved = outputs(notebook)
+    saved = saved_notebook(notebook)
     saved["cells"][0]["source"] = ["# somebody else's notebook"]
     (notebook.folder / "strange.ipynb").write_text(json.dumps(saved))
     notebook.load("strange.ipynb")
@@ -159,7 +159,7 @@ def test_an_untrusted_notebook_has_headings_and_no_inactive_buttons(notebook: La
 
 
 def test_a_page_without_style_has_headings_and_no_css(notebook: Lab, tmp_path: Path) -> None:
-    saved = outputs(notebook)
+    saved = saved_notebook(notebook)
     saved["cells"] = [saved["cells"][NUMBER["same"]]]
     (tmp_path / "strange.ipynb").write_text(json.dumps(saved))
     command = [sys.executable, "-m", "nbconvert", "--to", "html", "--sanitize-html", "strange.ipynb"]

@@ -1,7 +1,7 @@
-"""The tabs in a page that does what VS Code's notebook renderer does, as its sources have it.
+"""The tabs in a page that behaves like VS Code's notebook renderer, as in its sources.
 
-`extensions/notebook-renderers/src/index.ts` sets ``innerHTML``, `backLayerWebView.ts` makes the page around it,
-`webview/browser/pre/index.html` its first styles. The themes' values are those of VS Code 1.91.
+`extensions/notebook-renderers/src/index.ts` sets ``innerHTML``, `backLayerWebView.ts` creates the page around it,
+`webview/browser/pre/index.html` has its first styles. The themes' values are those of VS Code 1.91.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddip.output.views.tabs import Tabs
 from tests.unit.test_views import Page as Shown
 
 from .lab import Lab, wait_for
-from .test_tabs import looked_at
+from .test_tabs import audit_page
 
 CODES = [*range(30, 48), *range(90, 98)]
 COLOURS = " ".join(f"\x1b[{code}mcolour\x1b[0m" for code in CODES)
@@ -78,15 +78,15 @@ RENDER = """([number, html]) => {
 }"""
 
 
-def render(page: Page, shown: Shown) -> None:
-    """What was displayed, each display in its place."""
+def render_displays(page: Page, shown: Shown) -> None:
+    """Show each display in its place."""
     for number, data in enumerate(shown.shown):
         page.evaluate(RENDER, [number, data["text/html"]])
 
 
 @pytest.fixture(params=list(THEMES))
 def page(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """An empty notebook of VS Code."""
+    """Open an empty VS Code notebook."""
     assert lab.page.context.browser is not None
     page = lab.page.context.browser.new_page()
     style = ";".join(f"{name}:{value}" for name, value in {**THEMES[request.param], **TEXT}.items())
@@ -97,13 +97,13 @@ def page(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Page]:
 
 @pytest.fixture
 def shown() -> Shown:
-    """What the tabs of a running cell have displayed."""
+    """Return the record of what the tabs of a running cell display."""
     return Shown()
 
 
 @pytest.fixture
 def view(shown: Shown) -> Tabs:
-    """The tabs, while their cell runs."""
+    """Create the tabs while their cell runs."""
     view = Tabs(shown, [0, 1, 2], 100_000)  # type: ignore[arg-type]
     for rank in range(3):
         view.text(rank, "stdout", f"on rank {rank}: {COLOURS}\n", None)
@@ -115,12 +115,12 @@ def view(shown: Shown) -> Tabs:
 
 
 def test_axe_finds_nothing_in_our_markup(page: Page, shown: Shown, view: Tabs) -> None:
-    render(page, shown)
-    measured, violations = looked_at(page)
+    render_displays(page, shown)
+    measured, violations = audit_page(page)
     assert violations == [] and measured > 2 * len(CODES)
     view.close({1: RankError("ZeroDivisionError", "division by zero", "\x1b[31mtraceback\x1b[0m")}, "ranks 0-2 · 1 s")
-    render(page, shown)
-    measured, violations = looked_at(page)
+    render_displays(page, shown)
+    measured, violations = audit_page(page)
     assert violations == [] and measured > 2 * len(CODES)
     assert "traceback" in page.locator(".ddip-shown:visible").inner_text()
 
@@ -128,13 +128,13 @@ def test_axe_finds_nothing_in_our_markup(page: Page, shown: Shown, view: Tabs) -
 def test_a_selected_tab_outlives_an_update(page: Page, shown: Shown, view: Tabs) -> None:
     refused: list[str] = []
     page.on("console", lambda message: refused.append(message.text) if message.type == "error" else None)
-    render(page, shown)
+    render_displays(page, shown)
     assert "on rank 0" in page.locator(".ddip-shown:visible").inner_text()
     page.locator("label", has_text="rank 2").click()
     wait_for(lambda: "on rank 2" in page.locator(".ddip-shown:visible").inner_text(), "the tab")
     view.text(2, "stdout", "more\n", None)
     view.close({}, "")
-    render(page, shown)
+    render_displays(page, shown)
     assert "more" in page.locator(".ddip-shown:visible").inner_text()
     page.get_by_role("radio", name="rank 2").focus()
     page.keyboard.press("ArrowLeft")
@@ -143,7 +143,7 @@ def test_a_selected_tab_outlives_an_update(page: Page, shown: Shown, view: Tabs)
 
 
 def test_text_in_tabs_follows_the_settings_for_outputs(page: Page, shown: Shown, view: Tabs) -> None:
-    render(page, shown)
+    render_displays(page, shown)
     style = "e => [getComputedStyle(e).fontFamily, getComputedStyle(e).fontSize, getComputedStyle(e).lineHeight]"
     assert page.locator(".ddip-shown:visible pre").first.evaluate(style) == ["serif", "15px", "21px"]
     page.get_by_role("radio", name="rank 0").focus()

@@ -1,4 +1,4 @@
-"""``%dipwatch`` as a person sees it in JupyterLab."""
+"""``%dipwatch`` in JupyterLab."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
 from .lab import Lab, wait_for
-from .test_tabs import theme
+from .test_tabs import choose_theme
 
 CELLS = {
     "start": "%load_ext ddip\n%makedip -n 3",
@@ -28,9 +28,9 @@ CELLS = {
 NUMBER = {name: number for number, name in enumerate(CELLS)}
 
 
-def violations(page: Page) -> tuple[int, list[str]]:
-    """Of how many texts of the view axe-core has measured the contrast, and what it finds in the view."""
-    page.add_style_tag(content="body { overflow: visible !important }")  # else axe-core takes all text for hidden
+def audit_view(page: Page) -> tuple[int, list[str]]:
+    """Return how many texts of the view axe-core has measured for contrast, and its findings."""
+    page.add_style_tag(content="body { overflow: visible !important }")  # otherwise axe-core treats all text as hidden
     found = Axe().run(page, context=".ddip-live", options={"resultTypes": ["violations", "passes"]}).response
     measured = sum(len(rule["nodes"]) for rule in found["passes"] if rule["id"] == "color-contrast")
     return measured, [str((rule["id"], rule["nodes"][:2])) for rule in found["violations"]]
@@ -53,19 +53,19 @@ def test_the_view_updates_during_a_cell_and_leaves_a_line(lab: Lab) -> None:
 
 @pytest.mark.parametrize("name", ["JupyterLab Light", "JupyterLab Dark"])
 def test_axe_finds_nothing_in_the_view(lab: Lab, name: str) -> None:
-    theme(lab, name)
+    choose_theme(lab, name)
     looked: tuple[int, list[str]] = 0, ["nothing yet"]
 
-    def has_looked() -> bool:  # while a theme is exchanged axe-core measures no colours
+    def has_measured() -> bool:  # axe-core measures no colours while the theme changes
         nonlocal looked
-        looked = violations(lab.page)
+        looked = audit_view(lab.page)
         return looked[0] > 3
 
     try:
-        wait_for(has_looked, "axe-core to measure colours")
+        wait_for(has_measured, "axe-core to measure colours")
         assert looked[1] == []
     finally:
-        theme(lab, "JupyterLab Light")
+        choose_theme(lab, "JupyterLab Light")
 
 
 def test_the_saved_notebook_keeps_one_line_of_the_view(lab: Lab) -> None:

@@ -1,4 +1,4 @@
-"""A bar that is a widget, in JupyterLab while it lives and when it is opened again, and in a page of nbconvert."""
+"""A bar that is a widget, in JupyterLab live and reopened, and in a page of nbconvert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Lab:
-    """A notebook with bars that has been run to its end, and saved."""
+    """Run a notebook with bars to its end, and save it."""
     lab.start("bars.ipynb", CELLS, 0)
     for number in range(1, len(CELLS)):
         lab.run(number)
@@ -31,7 +31,7 @@ def notebook(lab: Lab) -> Lab:
     return lab
 
 
-def outputs(notebook: Lab, number: int) -> list[Any]:
+def outputs_of(notebook: Lab, number: int) -> list[Any]:
     cells = json.loads((notebook.folder / "bars.ipynb").read_text())["cells"]
     return list(cells[number]["outputs"])
 
@@ -41,19 +41,19 @@ def test_a_bar_is_shown_once_and_saved_as_complete(notebook: Lab) -> None:
         bars = notebook.output(number).locator(".widget-hprogress")
         wait_for(lambda bars=bars: bars.count() == 1, "the bar to be drawn anew")  # type: ignore[misc]
         assert bars.first.is_visible() and end in notebook.text(number)
-        (saved,) = outputs(notebook, number)
+        (saved,) = outputs_of(notebook, number)
         text = "".join(saved["data"]["text/plain"])
         assert text.startswith("100%|██████████| ") and end in text
 
 
 def test_a_cleared_bar_leaves_nothing(notebook: Lab) -> None:
     assert notebook.text(2).strip() == ""
-    assert ["".join(output["data"]["text/plain"]) for output in outputs(notebook, 2)] == [""]
+    assert ["".join(output["data"]["text/plain"]) for output in outputs_of(notebook, 2)] == [""]
 
 
 @pytest.mark.parametrize("state", [True, False])
 def test_an_nbconvert_page_shows_the_completed_bar(notebook: Lab, tmp_path: Path, state: bool) -> None:
-    """With the state of widgets, which JupyterLab does not save unless it is told to, and without."""
+    """Convert with and without widget state, which JupyterLab does not save by default."""
     command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(tmp_path)]
     command += [f"--ExecutePreprocessor.store_widget_state={state}", "bars.ipynb"]
     subprocess.run(command, cwd=notebook.folder, check=True, capture_output=True)
