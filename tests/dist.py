@@ -1,8 +1,8 @@
-"""Build the sdist and the wheel, and try the wheel where nothing of this checkout can be found: ``make dist``.
+"""Build the sdist and the wheel, and test the wheel in isolation from this checkout: ``make dist``.
 
     python tests/dist.py --to dist
 
-Ends with an exit code other than 0 if a step fails; all but the two files is removed again.
+The exit code is not 0 if a step fails; everything but the two files is removed again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ with ddip.Group(2) as group:
 
 
 class StepFailed(Exception):
-    """Of the build or the trial; the message says which, and what it wrote."""
+    """A failed step of the build or the test; the message has its name and its output."""
 
 
-def run(what: str, command: Sequence[str | Path], **options: Any) -> str:
-    """Run a step, and say so; returns its output. Raises StepFailed."""
+def run_step(what: str, command: Sequence[str | Path], **options: Any) -> str:
+    """Print the name of a step and run it; return its output or raise StepFailed."""
     print(what, flush=True)
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
@@ -49,7 +49,7 @@ def run(what: str, command: Sequence[str | Path], **options: Any) -> str:
 
 
 def new_environment(folder: Path) -> Path:
-    """An environment with pip alone, of this Python; returns its interpreter."""
+    """Create an environment of this Python with only pip; return its interpreter."""
     venv.create(folder, with_pip=True, symlinks=True)
     return folder / "bin" / "python"
 
@@ -57,30 +57,30 @@ def new_environment(folder: Path) -> Path:
 # -- build
 
 
-def build(folder: Path, to: Path) -> tuple[Path, Path]:
-    """Build with tools in an environment of their own, below `folder`; returns the sdist and the wheel in `to`."""
+def build_distributions(folder: Path, to: Path) -> tuple[Path, Path]:
+    """Build with tools in a separate environment below `folder`; return the sdist and the wheel in `to`."""
     python = new_environment(folder / "tools")
-    run("install build and twine", [python, "-m", "pip", "install", "--quiet", "build", "twine"])
+    run_step("install build and twine", [python, "-m", "pip", "install", "--quiet", "build", "twine"])
     made = folder / "made"
-    run("build the sdist, and the wheel from it", [python, "-m", "build", "--outdir", made, HERE])
+    run_step("build the sdist, and the wheel from it", [python, "-m", "build", "--outdir", made, HERE])
     (sdist,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
-    run("twine check", [python, "-m", "twine", "check", "--strict", sdist, wheel])
+    run_step("twine check", [python, "-m", "twine", "check", "--strict", sdist, wheel])
     to.mkdir(parents=True, exist_ok=True)
     for former in [*to.glob("ddip-*.tar.gz"), *to.glob("ddip-*.whl")]:
         former.unlink()
     return Path(shutil.copy(sdist, to)), Path(shutil.copy(wheel, to))
 
 
-def ensure_whole(names: Sequence[str], there: Sequence[str]) -> None:
-    """Raise StepFailed unless the wheel's `names` are the package's files that are `there`, and its metadata."""
+def ensure_complete(names: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise StepFailed unless the wheel's `names` are exactly the package's files and the metadata."""
     packed = {name for name in names if ".dist-info/" not in name}
-    if packed != set(there):
-        missing, more = sorted(set(there) - packed), sorted(packed - set(there))
+    if packed != set(expected):
+        missing, more = sorted(set(expected) - packed), sorted(packed - set(expected))
         raise StepFailed(f"the wheel lacks {missing}, and has {more} besides the package's files")
 
 
 def files_of_the_package() -> list[str]:
-    """Paths as they are in a wheel."""
+    """Return the package's files with their paths in a wheel."""
     files = [
         *(HERE / "ddip").rglob("*.py"),
         HERE / "ddip" / "py.typed",
@@ -93,12 +93,11 @@ def files_of_the_package() -> list[str]:
 
 
 def link_torch(folder: Path) -> None:
-    """Fill `folder` with links to torch, and to all that it requires, where this Python has them.
+    """Fill `folder` with links to torch and its dependencies, as far as this Python has them.
 
-    torch takes gigabytes, and this environment has it already. With all of its site-packages on the path of the new
-    one, this checkout's ddip and whatever else is there would come along, and a requirement that setup.cfg forgets
-    would not be missed. So the new one gets a folder with torch and what torch needs, and installs the rest as a user
-    does.
+    torch takes gigabytes, and this environment already has it. If the new environment used all of these site-packages,
+    this checkout's ddip would be importable, and a requirement missing from setup.cfg would go unnoticed. So it gets a
+    folder with torch and its dependencies, and installs the rest as a user does.
     """
     folder.mkdir()
     done: set[str] = set()
@@ -123,15 +122,15 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     python = new_environment(folder / "fresh")
     link_torch(folder / "torch")
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = Path(run("look for its site-packages", [python, "-c", ask]).strip())
+    packages = Path(run_step("look for its site-packages", [python, "-c", ask]).strip())
     (packages / "torch.pth").write_text(f"{folder / 'torch'}\n")
-    run("install the wheel", [python, "-m", "pip", "install", "--quiet", wheel])
+    run_step("install the wheel", [python, "-m", "pip", "install", "--quiet", wheel])
     work = folder / "work"
     work.mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     options = {"cwd": work, "env": {**kept, "IPYTHONDIR": str(folder / "ipython")}}
-    run("all_reduce on two ranks", [python, "-c", ALL_REDUCE], **options)
-    report = json.loads(run("python -m ddip doctor --json", [python, "-m", "ddip", "doctor", "--json"], **options))
+    run_step("all_reduce on two ranks", [python, "-c", ALL_REDUCE], **options)
+    report = json.loads(run_step("python -m ddip doctor --json", [python, "-m", "ddip", "doctor", "--json"], **options))
     checks = {check["name"]: check for check in report["checks"]}
     for name in ("packages", "start-gloo"):
         if checks[name]["status"] != "ok":
@@ -145,10 +144,10 @@ def main() -> None:
     to = parser.parse_args().to
     try:
         with tempfile.TemporaryDirectory(prefix="ddip-dist-") as name:
-            folder = Path(name).resolve()  # as paths of modules are
-            sdist, wheel = build(folder, to)
+            folder = Path(name).resolve()  # resolved like the paths of modules
+            sdist, wheel = build_distributions(folder, to)
             with zipfile.ZipFile(wheel) as archive:
-                ensure_whole(archive.namelist(), files_of_the_package())
+                ensure_complete(archive.namelist(), files_of_the_package())
             try_wheel(wheel, folder)
     except StepFailed as error:
         sys.exit(str(error))

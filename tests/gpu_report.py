@@ -1,9 +1,9 @@
-"""Run tests one after the other, each for a limited time, and leave a report: what ran, what hung, and where.
+"""Run tests one by one, each with a time limit, and write a report: what ran, what hung, and where.
 
     python -m tests.gpu_report --report gpu-report.txt
 
-A test that hangs is ended with all its processes, after ``py-spy`` has looked at each of them; the next ones go on.
-``tests/gpu.sh`` calls it on a machine with GPUs.
+A test that hangs is killed with all its processes, after ``py-spy`` has dumped their stacks; the next test follows.
+``tests/gpu.sh`` runs this on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ import pytest
 HERE = Path(__file__).parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "grid or not grid"]
 LOG = "DDIP_TEST_LOG"
-"""Variable with the path of the file in which the tests that run tell what they do."""
+"""Environment variable with the path of the file in which running tests record their progress."""
 START_SECONDS = 60.0
-"""For a process of pytest until its first test."""
+"""Time limit of a pytest process until its first test."""
 END_SECONDS = 20.0
-"""For what ends with the last test."""
+"""Time limit of the teardown after the last test."""
 LINES = 60
-"""Of what a test that fails says."""
+"""Lines of a failed test's text that the report keeps."""
 
 
-# -- in the process of the tests: a plugin of pytest's
+# -- in the process of the tests: a pytest plugin
 
 
-def _tell(**what: Any) -> None:
+def _write_record(**what: Any) -> None:
     path = os.environ.get(LOG)
     if path:
         with Path(path).open("a") as log:
@@ -48,46 +48,46 @@ def _tell(**what: Any) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """A test begins."""
-    _tell(begins=nodeid)
+    """Record the start of a test."""
+    _write_record(begins=nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A part of it has ended: the set-up, the test, what comes after it."""
+    """Record the end of a test's set-up, call or teardown."""
     text = ""
     if report.failed:
         text = report.longreprtext
     elif report.skipped and isinstance(report.longrepr, tuple):
         text = report.longrepr[2].removeprefix("Skipped: ")
-    _tell(ends=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration, text=text)
+    _write_record(ends=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration, text=text)
 
 
-# -- in the process that looks on
+# -- in the supervising process
 
 
 @dataclass
 class Result:
-    """Of one test."""
+    """Result of one test."""
 
     test: str
     outcome: str = "did not run: the time was over"
     seconds: float = 0.0
     text: str = ""
-    """Why it failed, was skipped, or where it hung."""
+    """Reason of a failure or a skip, or the place of a hang."""
     is_over: bool = False
 
-    def take(self, told: dict[str, Any]) -> None:
-        """A part of it has ended; the worst of them counts."""
-        self.seconds += told["seconds"]
-        self.is_over = told["when"] == "teardown"
+    def add_record(self, record: dict[str, Any]) -> None:
+        """Add the record of one phase; the worst outcome counts."""
+        self.seconds += record["seconds"]
+        self.is_over = record["when"] == "teardown"
         rank = ["passed", "skipped", "failed"].index
-        if self.outcome not in ("passed", "skipped", "failed") or rank(told["outcome"]) > rank(self.outcome):
-            self.outcome = told["outcome"]
-        self.text = "\n".join([self.text, told["text"]]).strip()
+        if self.outcome not in ("passed", "skipped", "failed") or rank(record["outcome"]) > rank(self.outcome):
+            self.outcome = record["outcome"]
+        self.text = "\n".join([self.text, record["text"]]).strip()
 
 
 class Run:
-    """Of `tests`, with a `limit` for each, and `seconds` for all."""
+    """A run of `tests` with a `limit` per test, and `seconds` for all."""
 
     def __init__(self, tests: list[str], folder: Path, limit: float, seconds: float) -> None:
         self.folder = folder
@@ -96,13 +96,13 @@ class Run:
         self.results = {test: Result(test) for test in tests}
 
     def all(self) -> None:
-        """Run them, in their order, with a new process after each that hung."""
-        left = list(self.results)
-        while left and time.monotonic() < self.until:
-            left = self._some(left)
+        """Run the tests in order, with a new process after each one that hung."""
+        remaining = list(self.results)
+        while remaining and time.monotonic() < self.until:
+            remaining = self._run_until_hang(remaining)
 
-    def _some(self, tests: list[str]) -> list[str]:
-        """Run `tests` until one of them hangs, or the time is over; returns what is left."""
+    def _run_until_hang(self, tests: list[str]) -> list[str]:
+        """Run `tests` until one hangs or the time is over; return the remaining ones."""
         with tempfile.TemporaryDirectory() as folder:
             log, output = Path(folder, "log"), Path(folder, "output")
             log.touch()
@@ -110,7 +110,7 @@ class Run:
                 process = psutil.Popen(
                     [*PYTEST, "-p", "tests.gpu_report", f"--timeout={10 * self.limit}", *tests],
                     cwd=self.folder,
-                    env={**os.environ, LOG: str(log), "PYTHONPATH": _with(HERE)},
+                    env={**os.environ, LOG: str(log), "PYTHONPATH": _python_path_with(HERE)},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -119,29 +119,29 @@ class Run:
                 running = self._follow(process, log)
                 if running is not None:
                     self.results[running].outcome = "hung"
-                    self.results[running].text = "\n".join(_places(process))
+                    self.results[running].text = "\n".join(_stack_dumps(process))
             finally:
-                _end(process)
-            begun = [told["begins"] for told in _told(log) if "begins" in told]
+                _kill_family(process)
+            begun = [record["begins"] for record in _read_records(log) if "begins" in record]
             if not begun and time.monotonic() < self.until:
                 sys.exit(f"pytest ran nothing:\n{output.read_text()}")
             return [test for test in tests if test not in begun]
 
     def _follow(self, process: psutil.Popen, log: Path) -> str | None:
-        """Take what the tests tell until they end; returns the one that hangs, or runs when the time is over."""
+        """Follow the tests' records until they end; return the test that hangs, or runs when the time is over."""
         taken, running, since, limit = 0, None, time.monotonic(), START_SECONDS
         while True:
-            ended = process.poll() is not None  # before the look, so that nothing is missed
-            all_told = _told(log)
-            for told in all_told[taken:]:
+            ended = process.poll() is not None  # before the log is read, so that no record is missed
+            records = _read_records(log)
+            for record in records[taken:]:
                 since = time.monotonic()
-                if "begins" in told:
-                    running, limit = told["begins"], self.limit
+                if "begins" in record:
+                    running, limit = record["begins"], self.limit
                 else:
-                    self.results[told["ends"]].take(told)
-                    if self.results[told["ends"]].is_over:
-                        print(f"{self.results[told['ends']].outcome:8} {told['ends']}", flush=True)
-            taken = len(all_told)
+                    self.results[record["ends"]].add_record(record)
+                    if self.results[record["ends"]].is_over:
+                        print(f"{self.results[record['ends']].outcome:8} {record['ends']}", flush=True)
+            taken = len(records)
             if ended:
                 if running is not None and not self.results[running].is_over:
                     self.results[running].outcome = f"ended pytest with exit code {process.returncode}"
@@ -152,9 +152,9 @@ class Run:
             time.sleep(0.1)
 
 
-def _told(log: Path) -> list[dict[str, Any]]:
-    whole = log.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+def _read_records(log: Path) -> list[dict[str, Any]]:
+    complete_lines = log.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete_lines.splitlines()]
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:
@@ -163,8 +163,8 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def _places(process: psutil.Process) -> Iterator[str]:
-    """Where each process of the tests is."""
+def _stack_dumps(process: psutil.Process) -> Iterator[str]:
+    """Return the stack dump of each process of the tests."""
     spy = shutil.which("py-spy") or next(
         (str(path) for folder in sys.path if (path := Path(folder, "bin", "py-spy")).is_file()), None
     )
@@ -179,7 +179,7 @@ def _places(process: psutil.Process) -> Iterator[str]:
             yield seen.stdout or seen.stderr
 
 
-def _end(process: psutil.Process) -> None:
+def _kill_family(process: psutil.Process) -> None:
     family = _family(process)
     for one in family:
         with contextlib.suppress(psutil.Error):
@@ -187,12 +187,12 @@ def _end(process: psutil.Process) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def _with(folder: Path) -> str:
-    """PYTHONPATH, with `folder` before the others."""
+def _python_path_with(folder: Path) -> str:
+    """Return PYTHONPATH with `folder` first."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _said_by(*command: str, folder: Path = HERE) -> str:
+def _output_of(*command: str, folder: Path = HERE) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -210,16 +210,16 @@ for name in ("ddip", "ipyparallel", "ipykernel", "ipython", "fastai"):
 """
 
 
-def report(run: Run, seconds: float) -> str:
-    """All of it, as text."""
+def format_report(run: Run, seconds: float) -> str:
+    """Return the whole report as text."""
     results = list(run.results.values())
     outcomes: dict[str, int] = {}
     for result in results:
         outcomes[result.outcome] = outcomes.get(result.outcome, 0) + 1
     parts = [
         ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) + f", in {seconds:.0f} s",
-        _said_by(sys.executable, "-c", VERSIONS),
-        _said_by("nvidia-smi"),
+        _output_of(sys.executable, "-c", VERSIONS),
+        _output_of("nvidia-smi"),
         "\n".join(f"{result.outcome:8} {result.seconds:6.1f} s  {result.test}" for result in results),
     ]
     for result in results:
@@ -240,13 +240,13 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", default=["tests/cluster/test_gpus.py"])
     arguments = parser.parse_args()
     began = time.monotonic()
-    listed = _said_by(*PYTEST, "--co", *arguments.tests, folder=arguments.folder)
+    listed = _output_of(*PYTEST, "--co", *arguments.tests, folder=arguments.folder)
     tests = [line for line in listed.splitlines() if "::" in line]
     if not tests:
         sys.exit(f"no test was found:\n{listed}")
     run = Run(tests, arguments.folder, arguments.limit, arguments.minutes * 60)
     run.all()
-    text = report(run, time.monotonic() - began)
+    text = format_report(run, time.monotonic() - began)
     arguments.report.write_text(text)
     print(text.partition("\n")[0], f"-> {arguments.report}")
     return int(any(result.outcome not in ("passed", "skipped") for result in run.results.values()))

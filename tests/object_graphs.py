@@ -1,11 +1,11 @@
-"""Random graphs of objects, sent through the pickling of ddip, and compared with the same graph in one process.
+"""Send random object graphs through ddip's pickling, and compare them with the same graph in one process.
 
     python -m tests.object_graphs --graphs 5000 --seed 1
-    python -m tests.object_graphs --replay 17          one graph: its program, and what differs
+    python -m tests.object_graphs --replay 17          one graph: its program, and the differences
 
-A graph is a program for ``__main__``: it can be run in any process, and so can its probe, which calls the functions,
-changes what is shared, and trains the models. What both leave is described in text: values, identity, shared memory,
-cells of closures, and whether the globals of functions are the variables of their process.
+A graph is a program for ``__main__``, which can run in any process. Its probe calls the functions, changes shared
+objects, and trains the models. The results are described as text: values, identity, shared memory, closure cells, and
+whether the globals of functions are the variables of their process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddip.protocol.objects.pickling import Loader, Pickled
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...))
 STATE_OF_OPTIMIZER = ("defaults", "state", "param_groups")
-"""Of an optimizer; torch sets the rest anew."""
+"""Attributes of an optimizer that are compared; torch recomputes the rest."""
 NOT_PICKLED = ("_backward_hooks", "_initial_step", "__slotnames__", "__annotations__", "__doc__", *LEFT_OUT)
 HEADER = """
 import collections, dataclasses, enum, functools
@@ -48,7 +48,7 @@ def helper(): return value * factor
 
 
 class Program:
-    """Lines that make a graph, drawn from `seed`."""
+    """Lines of code that create a random graph from `seed`."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -61,15 +61,15 @@ class Program:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return the whole program."""
         return HEADER + "\n".join(self._lines)
 
     def chosen(self) -> list[str]:
-        """Some of the names, in some order."""
+        """Return a random selection of the names."""
         return [*self._draw.sample(self.names, self._draw.randint(1, len(self.names))), "value"]
 
     def _add(self, kind: str, text: str) -> str:
-        """Lines in which NAME is the name of the new object."""
+        """Add lines that create an object; NAME in `text` stands for its new name."""
         name = f"{kind}{len(self.names)}"
         self._lines.append(textwrap.dedent(text).strip().replace("NAME", name))
         self.names.append(name)
@@ -80,7 +80,7 @@ class Program:
         return self._draw.choice(self.names) if self.names else "value"
 
     def _one(self, kind: str) -> str:
-        """An object of that kind, which is made if there is none."""
+        """Return the name of an object of this kind; create one if there is none."""
         if not self._kinds[kind] or self._draw.random() < 0.3:
             getattr(self, f"_make_{kind}")()
         return self._draw.choice(self._kinds[kind])
@@ -266,7 +266,7 @@ class Program:
 
 
 def train_text(optimizer: str) -> str:
-    """A step of it."""
+    """Return code for one step of an optimizer."""
     return f"""
 for _group in {optimizer}.param_groups:
     for _p in _group["params"]:
@@ -280,7 +280,7 @@ for _group in {optimizer}.param_groups:
 
 
 class Description:
-    """Text that is the same for the same graph in any process; `variables` are those of the process."""
+    """A text that is equal for equal graphs in any process; `variables` are those of the process."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         self._variables = variables
@@ -289,11 +289,11 @@ class Description:
         self._kept: list[Any] = []
 
     def lines(self, names: Sequence[str]) -> list[str]:
-        """One for each name."""
+        """Describe each name in one line."""
         return [f"{name} = {self.of(self._variables[name]) if name in self._variables else '?'}" for name in names]
 
     def of(self, obj: Any) -> str:
-        """An object; one that has been described is its number."""
+        """Describe an object; an object that has already been described becomes its number."""
         if type(obj) in ATOMS:
             return repr(obj)
         if isinstance(obj, type) and obj.__module__ != "__main__":
@@ -375,21 +375,21 @@ class Description:
 helper_cache = functools.lru_cache(1)(repr)
 
 
-def describe(variables: dict[str, Any], names: Sequence[str]) -> str:
-    """What `names` are in the process that has these `variables`."""
+def describe_names(variables: dict[str, Any], names: Sequence[str]) -> str:
+    """Describe `names` in a process with these `variables`."""
     return "\n".join(Description(variables).lines(names))
 
 
-def probe(variables: dict[str, Any], names: Sequence[str]) -> str:
-    """Use all of it, with another `value` than before, and describe what has come of it."""
-    told = []
+def probe_names(variables: dict[str, Any], names: Sequence[str]) -> str:
+    """Use all objects, with different values of `value`, and describe the results."""
+    results = []
     for value in (variables["value"], 5):
         variables["value"] = value
-        told += [f"{name}: {_used(variables, name)}" for name in names]
-    return "\n".join([*told, describe(variables, names)])
+        results += [f"{name}: {_use_object(variables, name)}" for name in names]
+    return "\n".join([*results, describe_names(variables, names)])
 
 
-def _used(variables: dict[str, Any], name: str) -> str:
+def _use_object(variables: dict[str, Any], name: str) -> str:
     obj = variables[name]
     if isinstance(obj, torch.optim.Optimizer):
         exec(train_text(name), {"torch": torch, name: obj})
@@ -426,34 +426,34 @@ class Trial:
 
 
 def main_module(program: str = "") -> types.ModuleType:
-    """Make a ``__main__``, in which a program has run; it is that of this process from now on."""
+    """Run a program in a new ``__main__``, which replaces this process's former one."""
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(program, "<graph>", "exec", dont_inherit=True), vars(module))
     return module
 
 
-def carry(names: Sequence[str]) -> list[str]:
-    """Send the variables `names` of this ``__main__`` to a new one, which takes its place; returns what came along."""
+def send_to_new_main(names: Sequence[str]) -> list[str]:
+    """Send the variables `names` to a new ``__main__``, which replaces this one; return what came along."""
     here = pickling.main_variables()
-    told = pickling.dump_all({name: here[name] for name in names}, list, here)
-    assert not told.errors, told.errors
-    memory = {name: (pickled.joined(), pickled.sizes) for name, pickled in told.pickled.items()}
+    results = pickling.dump_all({name: here[name] for name in names}, list, here)
+    assert not results.errors, results.errors
+    memory = {name: (pickled.joined(), pickled.sizes) for name, pickled in results.pickled.items()}
     forget_classes()
     there = vars(main_module())
     loader = Loader({name: Pickled.of(bytes_, sizes) for name, (bytes_, sizes) in memory.items()})
     for name in memory:
         there[name] = loader.load(name)
-    return told.along
+    return results.along
 
 
 def forget_classes() -> None:
-    """Have cloudpickle make classes anew, as in another process."""
+    """Make cloudpickle create classes again, as in another process."""
     cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()
     cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.clear()
 
 
 def try_graph(seed: int, times: int = 2) -> Trial:
-    """Send a graph `times` times, from process to process as it were, and compare it with the same in one process."""
+    """Send a graph `times` times, as if between processes, and compare it with the same graph unsent."""
     program = Program(seed)
     names = program.chosen()
     former = sys.modules["__main__"]
@@ -462,12 +462,12 @@ def try_graph(seed: int, times: int = 2) -> Trial:
         main_module(program.text)
         along: list[str] = []
         for _ in range(times):
-            along += carry([*names, *along])
+            along += send_to_new_main([*names, *along])
         seen = sorted({*names, *along})
         trial = Trial(seed, names, along)
         there = sys.modules["__main__"]
-        for how in (describe, probe):
-            here, theirs = look(how, alone, seen), look(how, there, seen)
+        for how in (describe_names, probe_names):
+            here, theirs = apply_in_main(how, alone, seen), apply_in_main(how, there, seen)
             if here != theirs and not trial.differences:
                 trial.differences = f"{how.__name__}:\n{_first_difference(here, theirs)}"
         return trial
@@ -475,8 +475,10 @@ def try_graph(seed: int, times: int = 2) -> Trial:
         sys.modules["__main__"] = former
 
 
-def look(how: Callable[[dict[str, Any], Sequence[str]], str], main: types.ModuleType, names: Sequence[str]) -> str:
-    """Describe or probe variables of `main`, which is ``__main__`` from now on."""
+def apply_in_main(
+    how: Callable[[dict[str, Any], Sequence[str]], str], main: types.ModuleType, names: Sequence[str]
+) -> str:
+    """Apply `how`, a describing function, to `main`, which becomes this process's ``__main__``."""
     sys.modules["__main__"] = main
     torch.manual_seed(1)
     return how(vars(main), names)
@@ -492,7 +494,7 @@ def _first_difference(here: str, theirs: str) -> str:
 
 
 def main() -> int:
-    """Try many graphs; returns how many differ."""
+    """Try many graphs; return how many differ."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--graphs", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,9 +1,9 @@
-"""Many cells on four ranks, with faults drawn at random; at the end nothing is lost, and nothing more is held.
+"""Run many cells on four ranks with random faults; prove that nothing is lost or leaked.
 
     python tests/soak.py [CELLS [SEED]]
 
-After each fault the same proof: an all_reduce over all ranks is right, and every rank that was not killed still counts
-the cells that it has seen.
+After each fault the same proof runs: an all_reduce over all ranks is right, and every rank that was not killed still
+counts the cells that it has seen.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Soak:
         self.seconds: dict[str, list[float]] = {}
 
     def prove(self) -> None:
-        """The group works, and every rank has what it had."""
+        """Prove that the group works, and every rank has its variables."""
         self.group.run(SET_UP + PROOF)
         self.expected = [count + 1 for count in self.expected]
         found = [values["seen"] for values in self.group.pull_all(["seen"], range(RANKS))[0]]
         assert found == self.expected, f"ranks have seen {found} cells, not {self.expected}"
 
     def fault(self) -> str:
-        """Let something go wrong, and prove that it did no harm."""
+        """Cause a random fault, and prove that it did no harm; return its name."""
         name = self.random.choice(["before", "in", "after", "all", "interrupt", "interrupt", "kill", "timeout", "none"])
         work = self.random.choice(list(WORK.values()))
         culprit = self.random.randrange(RANKS)
@@ -103,7 +103,7 @@ class Soak:
         raise AssertionError("did not run into its time limit")
 
     def _interrupt(self, work: str, culprit: int) -> None:
-        """At a random moment of a cell that ends by itself, or waits for ever."""
+        """Press stop at a random moment of a cell that ends by itself, or never ends."""
         endless = self.random.random() < 0.5
         code = f"if rank == {culprit}: time.sleep(1000)\n{work}" if endless else f"for step in range(20): {work}"
         presser = threading.Timer(self.random.uniform(0, 0.5), os.kill, (os.getpid(), signal.SIGINT))
@@ -126,21 +126,21 @@ class Soak:
         self.expected[culprit] = 0
 
     def settle(self) -> None:
-        """A new group, and nothing of former cells but what is counted."""
+        """Rebuild the group, and drop everything of former cells but the counter."""
         self.group.run("model = None")
         self._before(WORK["barrier"], 0)
         self.prove()
         self.group.run("import gc; gc.collect()")
 
-    def held(self) -> dict[str, tuple[int, int]]:
-        """Descriptors and threads of each process."""
+    def count_resources(self) -> dict[str, tuple[int, int]]:
+        """Return how many descriptors and threads each process has."""
         processes = {"notebook": os.getpid(), **{f"rank {r}": m.pid for r, m in enumerate(self.group.members)}}
         return {
             name: (psutil.Process(pid).num_fds(), psutil.Process(pid).num_threads()) for name, pid in processes.items()
         }
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -148,26 +148,26 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def main(cells: int = 500, seed: int | None = None) -> None:
-    """Run, and print what happened."""
+    """Run, and print the figures."""
     seed = random.randrange(10**6) if seed is None else seed
     print(f"seed {seed}, {cells} cells", flush=True)
-    signal.signal(signal.SIGINT, lambda *_: None)  # one that comes between two cells is void, as in a kernel
+    signal.signal(signal.SIGINT, lambda *_: None)  # a SIGINT between two cells has no effect, as in a kernel
     shared_memory = Path("/dev/shm")
     files = set(shared_memory.iterdir()) if shared_memory.exists() else set()
     with ddip.Group(RANKS, failure_grace=0.1) as group:
         soak, folder = Soak(group, seed), group.cluster.run_folder
         soak.prove()
-        for work in WORK.values():  # what each of them imports and opens once
+        for work in WORK.values():  # triggers one-time imports and open files
             soak._before(work, 1)
             soak.prove()
         soak.settle()
-        before = soak.held()
+        before = soak.count_resources()
         for number in range(cells):
             name = soak.fault()
             if number % 50 == 49:
-                print(f"{number + 1} cells, the last: {name}; {soak.held()}", flush=True)
+                print(f"{number + 1} cells, the last: {name}; {soak.count_resources()}", flush=True)
         soak.settle()
-        after = soak.held()
+        after = soak.count_resources()
         processes = [*psutil.Process().children(recursive=True)]
     for name, seconds in sorted(soak.seconds.items()):
         print(
@@ -178,7 +178,7 @@ def main(cells: int = 500, seed: int | None = None) -> None:
         assert descriptors <= before[name][0] + 10 and threads <= before[name][1] + 5, f"{name} holds more"
     preload_client.end()
     deadline = time.monotonic() + 10
-    while any(_lives(process) for process in processes):
+    while any(_is_alive(process) for process in processes):
         assert time.monotonic() < deadline, processes
         time.sleep(0.05)
     assert not shared_memory.exists() or set(shared_memory.iterdir()) <= files

@@ -1,9 +1,9 @@
-"""Collect the wheels that ddip and its tests need on a machine that has Python and torch of its own, and no network.
+"""Collect the wheels that ddip and its tests need on an offline machine with its own Python and torch.
 
     python tests/wheelhouse.py --python 3.12 --torch torch==2.11.0 --to wheelhouse
 
-Neither torch nor what torch itself brings is among them. Of fastai's needs only the small ones are: a machine on which
-people use fastai has the others.
+torch and its dependencies are not included. Of fastai's dependencies only the small ones are: a machine on which people
+use fastai has the others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28)] + [
 OF_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "nbclient", "nbformat")
 OF_FASTAI = ("fastai", "fastcore", "fastdownload", "fastprogress", "fasttransform", "plum-dispatch", "accelerate")
 ALSO = ("py-spy", "beartype")
-"""Where a rank hangs; and a need of plum-dispatch."""
+"""py-spy shows where a rank hangs; plum-dispatch needs beartype."""
 MOST_BYTES = 60e6
 
 
-def needs() -> list[str]:
-    """What setup.cfg asks for, but torch and what comes with it; and what the tests of GPUs need."""
+def requirements() -> list[str]:
+    """Return the requirements of setup.cfg without torch and its dependencies, and those of the GPU tests."""
     config = configparser.ConfigParser()
     config.read(HERE / "setup.cfg")
     core = config["options"]["install_requires"].split("\n")
@@ -42,27 +42,27 @@ def _name(requirement: str) -> str:
     return match.group(0).lower() if match else ""
 
 
-def collect(python: str, torch: str, folder: Path) -> int:
-    """Fill `folder` for that version of Python and of torch; returns the bytes of all wheels."""
+def collect_wheels(python: str, torch: str, folder: Path) -> int:
+    """Download the wheels for a version of Python and torch; return their size in bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shutil.rmtree(HERE / "build" / "lib", ignore_errors=True)  # what setuptools has left would be in the wheel, too
+    shutil.rmtree(HERE / "build" / "lib", ignore_errors=True)  # old files of setuptools would get into the wheel
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    there = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--dest", str(folder)]
-    there += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    target = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--dest", str(folder)]
+    target += [word for platform in PLATFORMS for word in ("--platform", platform)]
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(HERE)], check=True)
-    subprocess.run([*pip, "download", "--quiet", *there, *needs(), *ALSO], check=True)
-    subprocess.run([*pip, "download", "--quiet", "--no-deps", *there, *OF_FASTAI], check=True)
-    _leave_out_what_torch_forbids(folder, torch)
+    subprocess.run([*pip, "download", "--quiet", *target, *requirements(), *ALSO], check=True)
+    subprocess.run([*pip, "download", "--quiet", "--no-deps", *target, *OF_FASTAI], check=True)
+    _remove_unsupported_fastai(folder, torch)
     return sum(wheel.stat().st_size for wheel in folder.iterdir())
 
 
-def _leave_out_what_torch_forbids(folder: Path, torch: str) -> None:
-    """fastai says which torch it works with; where that is another one, its tests are left out there."""
+def _remove_unsupported_fastai(folder: Path, torch: str) -> None:
+    """Remove fastai's wheel if it does not support this version of torch; its tests are then skipped."""
     from packaging.requirements import Requirement
 
     version = re.search(r"\d[\w.]*", torch)
-    if version is None:  # whatever is newest
+    if version is None:  # the newest version
         return
     for wheel in folder.glob("fastai-*.whl"):
         with zipfile.ZipFile(wheel) as archive:
@@ -76,11 +76,11 @@ def _leave_out_what_torch_forbids(folder: Path, torch: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="3.12", help="version of the Python there")
-    parser.add_argument("--torch", default="torch==2.11.0", help="the torch there, such as torch==2.11.0")
+    parser.add_argument("--python", default="3.12", help="Python version of the machine")
+    parser.add_argument("--torch", default="torch==2.11.0", help="torch of the machine, such as torch==2.11.0")
     parser.add_argument("--to", type=Path, default=HERE / "wheelhouse")
     arguments = parser.parse_args()
-    size = collect(arguments.python, arguments.torch, arguments.to)
+    size = collect_wheels(arguments.python, arguments.torch, arguments.to)
     print(f"{arguments.to}: {len(list(arguments.to.iterdir()))} wheels, {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         sys.exit(f"that is more than {MOST_BYTES / 1e6:.0f} MB")

@@ -544,17 +544,17 @@ def test_random_graphs_arrive_unchanged(
             here = vars(object_graphs.main_module(program.text))
             push_names(cells, here, *names[seed])
             seen = sorted({*names[seed], *cells.transferred.along})
-            cells.run(f"told = object_graphs.describe(globals(), {seen})")
+            cells.run(f"told = object_graphs.describe_names(globals(), {seen})")
             told = pull_from_all(cells, "told")
             there = object_graphs.main_module()
             vars(there).update(cells.pull(names[seed], 1))
             if seed == first:
                 replace_rank(cells, 1, *names[seed])
                 cells.run("from tests import object_graphs", ranks=[1])
-            cells.run(f"import torch\ntorch.manual_seed(1)\ntold = object_graphs.probe(globals(), {seen})")
+            cells.run(f"import torch\ntorch.manual_seed(1)\ntold = object_graphs.probe_names(globals(), {seen})")
             probed = pull_from_all(cells, "told")
-            for how, found in ((object_graphs.describe, told), (object_graphs.probe, probed)):
-                expected, back = (object_graphs.look(how, main, seen) for main in (alone, there))
+            for how, found in ((object_graphs.describe_names, told), (object_graphs.probe_names, probed)):
+                expected, back = (object_graphs.apply_in_main(how, main, seen) for main in (alone, there))
                 assert found == [expected] * 2 and back == expected, f"{program.text}\n{names[seed]}"
         cells.run(f"for name in {seen}: del globals()[name]")
 

@@ -1,1 +1,4 @@
-"""Frameworks in cells: the same script under ddip and under torchrun, and again after faults; scripts/ has them."""
+"""Frameworks in cells: the same script under ddip and under torchrun, and again after faults.
+
+The scripts are in scripts/.
+"""

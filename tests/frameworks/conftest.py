@@ -1,4 +1,4 @@
-"""Two ranks with the app that a script asks for; the next app has new ones."""
+"""Two ranks with the app that a script asks for; the next app gets new ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script(request: pytest.FixtureRequest) -> Script:
 
 @pytest.fixture(scope="module")
 def ranks(script: Script, warmed_up: None) -> Iterator[ddip.Group]:  # noqa: F811
-    """They have run the cell with the script, and nothing else: each script has its own."""
+    """Start two ranks that have run only the cell with the script; each script gets its own ranks."""
     with ddip.Group(RANKS, app=script.app) as group:
         group.run(script.code)
         yield group

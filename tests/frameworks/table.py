@@ -1,4 +1,4 @@
-"""The table of frameworks: its scripts, and the losses that torchrun gets with them."""
+"""The table of frameworks: their scripts, and the losses of these under torchrun."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ STEPS = 20
 RANKS = 2
 
 Losses = list[list[float]]
-"""Of each step, by rank."""
+"""Loss of each step, by rank."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """One of scripts/: both torchrun and ranks run it. It defines
+    """A script of scripts/, which both torchrun and ranks run.
+
+    It defines
 
         train(on_step) -> list[float]
 
@@ -46,7 +48,7 @@ class Script:
 
     @cached_property
     def under_torchrun(self) -> Losses:
-        """What it gives there; run once."""
+        """Run the script under torchrun once, and return its losses."""
         with TemporaryDirectory() as folder:
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
             command = [*launch, str(HERE / "under_torchrun.py"), str(self.path), folder]

@@ -1,4 +1,4 @@
-"""DeepSpeed in a living session: engines of a group that is no more say so, and a group of another size works."""
+"""DeepSpeed in a long-lived session: engines of a former group report it, and a new group size works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step(engine):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)  # an op is compiled, if make has not done that
+@pytest.mark.timeout(600)  # an op is compiled unless make has already done so
 def test_engines_of_a_former_group_refuse_but_new_ones_work(warmed_up: None) -> None:
     with ddip.Group(2, app="deepspeed") as group:
         group.run(
@@ -47,7 +47,7 @@ def test_engines_of_a_former_group_refuse_but_new_ones_work(warmed_up: None) -> 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_error_in_backward_leaves_no_gradients_for_later_steps(warmed_up: None, stage: int) -> None:
-    """Without ZeRO the engine trains on; with it, the engine says that it must be recreated."""
+    """Without ZeRO the engine continues training; with ZeRO it says that it must be recreated."""
     with ddip.Group(2, app="deepspeed") as group:
         group.run(f"{TRAIN.replace(': 1}', f': {stage}}}')}\nengine, twin = made(), made(); step(engine), step(twin)")
         group.run("def fails(gradient): raise MemoryError('planted')\nhandle = engine.module.bias.register_hook(fails)")

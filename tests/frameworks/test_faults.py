@@ -1,6 +1,6 @@
-"""After a fault, the counters that a library keeps on each rank are named, and %dipsync makes them equal.
+"""After a fault, ddip names the counters that a library keeps on each rank, and %dipsync makes them equal.
 
-No library has code of its own here: ddip finds them by walking over the variables.
+ddip has no code for any of these libraries: it finds the counters by walking over the variables.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ TRAINER = """
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[ddip.Group]:
-    """As many ranks as asked for, with an app."""
+    """Start the requested number of ranks with an app."""
     app, size = request.param
     with ddip.Group(size, app=app, failure_grace=0.1) as group:
         yield group
 
 
-def train(group: ddip.Group, code: str) -> None:
+def run_and_record(group: ddip.Group, code: str) -> None:
     """Run a good cell, and wait until each rank has recorded its state."""
     group.run(code)
     ranks = range(group.world_size)
@@ -111,8 +111,8 @@ def test_epochs_cover_all_data_after_a_fault_in_another(
 ) -> None:
     code, counter = LOADERS[library]
     group.run(code)
-    train(group, "items = taken(epoch())\nassert items == list(range(len(items))), items")
-    train(group, "items = taken(epoch())")
+    run_and_record(group, "items = taken(epoch())\nassert items == list(range(len(items))), items")
+    run_and_record(group, "items = taken(epoch())")
     with pytest.raises(ddip.CellError, match="planted"):
         group.run("left = list(epoch(True))")
     group.run("pass")
@@ -131,8 +131,8 @@ def test_a_trainer_with_its_own_scheduler_continues_equally_after_sync(
     group: ddip.Group, event: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group.run(TRAINER)
-    train(group, "trainer.train()")
-    train(group, "trainer.train()")
+    run_and_record(group, "trainer.train()")
+    run_and_record(group, "trainer.train()")
     with pytest.raises(ddip.CellError, match="planted"):
         group.run(f"planted.at = {event!r}\ntrainer.train()")
     group.run("planted.at = ''")
@@ -164,7 +164,7 @@ def test_a_loader_of_a_former_size_refuses_to_work(
     group.run("items = taken(epoch())")
     group.change(Request(2))
     assert "made for 3 ranks and refuse to work; recreate them: " in capsys.readouterr().err
-    with pytest.raises(ddip.CellError):  # accelerate's says so in its own words
+    with pytest.raises(ddip.CellError):  # accelerate has its own message
         group.run("items = taken(epoch())")
     group.run(code)
     group.run("items = taken(epoch())\nassert items == list(range(len(items))), items")

@@ -1,4 +1,4 @@
-"""The app hf: Hugging Face's libraries in cells, also after an error and a stop."""
+"""The app hf: Hugging Face libraries in cells, also after an error and a stop."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def group(warmed_up: None) -> Iterator[ddip.Group]:
         yield group
 
 
-def found(group: ddip.Group, name: str) -> list[object]:
-    """The variable `name` of both ranks."""
+def pull_from_both(group: ddip.Group, name: str) -> list[object]:
+    """Return the variable `name` of both ranks."""
     return [of_rank[name] for of_rank in group.pull_all([name], range(2))[0]]
 
 
@@ -92,8 +92,8 @@ def test_accelerator_and_training_arguments_train_together_on_the_cpu(group: ddi
         seen = [Accelerator().num_processes, TrainingArguments("none").world_size, PartialState().process_index]
         where = [str(Accelerator().device.type), TrainingArguments("none").n_gpu]
     """)
-    assert found(group, "seen") == [[2, 2, 0], [2, 2, 1]]
-    assert found(group, "where") == [["cpu", 0]] * 2
+    assert pull_from_both(group, "seen") == [[2, 2, 0], [2, 2, 1]]
+    assert pull_from_both(group, "where") == [["cpu", 0]] * 2
 
 
 def test_accelerate_knows_the_current_group(warmed_up: None) -> None:
@@ -136,7 +136,7 @@ def test_a_trainer_trains_again_in_a_group_of_other_ranks(warmed_up: None, tmp_p
             same = history(trainer, "loss") == history(new, "loss")
             seen = [trainer.args.world_size, trainer.state.global_step, same]
         """)
-        assert found(group, "seen") == [[2, 20, True]] * 2
+        assert pull_from_both(group, "seen") == [[2, 20, True]] * 2
 
 
 def test_end_training_keeps_the_group_and_model_usable(group: ddip.Group) -> None:
@@ -162,7 +162,7 @@ def test_notebook_launcher_calls_the_function_on_ranks_with_fresh_settings(group
         notebook_launcher(function, (1,), num_processes=2, mixed_precision="bf16")
         notebook_launcher(function, (2,))
     """)
-    assert found(group, "seen") == [[(1, 2, "bf16"), (2, 2, "no")]] * 2
+    assert pull_from_both(group, "seen") == [[(1, 2, "bf16"), (2, 2, "no")]] * 2
     with pytest.raises(CellError, match="%makedip -n 3 first"):
         group.run("notebook_launcher(function, (3,), num_processes=3)")
 
@@ -180,15 +180,15 @@ def test_device_map_auto_is_refused_with_the_alternative(group: ddip.Group, tmp_
 
 @pytest.fixture(scope="module")
 def losses(group: ddip.Group, tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Of `trainer`, which makes its model anew each time."""
+    """Return the losses of a `trainer` that creates its model again each time."""
     folder = tmp_path_factory.mktemp("trainer")
     group.run(f"trainer = make({str(folder)!r}, eval_strategy='steps', eval_steps=10)\ntrainer.train()")
-    return trained(group, train=False)
+    return history_of_training(group, train=False)
 
 
-def trained(group: ddip.Group, train: bool = True) -> object:
+def history_of_training(group: ddip.Group, train: bool = True) -> object:
     group.run("trainer.train()\n" * train + "seen = history(trainer, 'loss') + history(trainer, 'eval_loss')")
-    seen = found(group, "seen")
+    seen = pull_from_both(group, "seen")
     assert len(seen[0]) == 6 and seen[0] == seen[1]  # type: ignore[arg-type]
     return seen
 
@@ -203,7 +203,7 @@ def test_a_trainer_trains_again_after_a_rank_raised(group: ddip.Group, losses: o
             finally:
                 spy.called = {{}}
         """)
-    assert trained(group) == losses
+    assert history_of_training(group) == losses
 
 
 def test_a_trainer_continues_after_its_collator_fails_on_one_rank(group: ddip.Group, losses: object) -> None:
@@ -215,13 +215,13 @@ def test_a_trainer_continues_after_its_collator_fails_on_one_rank(group: ddip.Gr
             finally:
                 trainer.data_collator = collator
         """)
-    assert trained(group) == losses
+    assert history_of_training(group) == losses
 
 
 @pytest.mark.parametrize("event", ["after", "predicted"])
 def test_a_trainer_trains_again_after_a_stop(group: ddip.Group, losses: object, event: str, tmp_path: Path) -> None:
     _stop_in(group, {"0": event, "1": event}, tmp_path)
-    assert trained(group) == losses
+    assert history_of_training(group) == losses
 
 
 def test_a_stop_at_different_steps_gives_ranks_equal_models(
@@ -232,7 +232,7 @@ def test_a_stop_at_different_steps_gives_ranks_equal_models(
     waits.mkdir()
     _stop_in(group, {"0": "after", "1": "before"}, waits)
     group.run(SAME)
-    assert found(group, "same") == [[True, True]] * 2
+    assert pull_from_both(group, "same") == [[True, True]] * 2
     shown = capsys.readouterr()
     assert (
         "with rank 0's parameters and buffers on every rank" in shown.err
@@ -240,11 +240,13 @@ def test_a_stop_at_different_steps_gives_ranks_equal_models(
     )
     group.run("trainer.train()")
     group.run(SAME)
-    assert found(group, "same") == [[True, True]] * 2
+    assert pull_from_both(group, "same") == [[True, True]] * 2
 
 
 def test_a_trainer_with_a_refusing_compiled_wrapper_rewraps_its_model(warmed_up: None, tmp_path: Path) -> None:
-    with ddip.Group(2, app="hf") as group:  # its own: transformers leaves a variable, by which all models are compiled
+    with ddip.Group(
+        2, app="hf"
+    ) as group:  # a separate group: transformers leaves a variable that makes it compile all models
         group.run(SET_UP)
         group.run(f"""
             trainer = make({str(tmp_path)!r}, LlamaForCausalLM(config), torch_compile=True,
@@ -255,17 +257,17 @@ def test_a_trainer_with_a_refusing_compiled_wrapper_rewraps_its_model(warmed_up:
             group.run("trainer.train()")
         group.run("spy.called = {}\ntrainer.train()")
         group.run(SAME)
-        assert found(group, "same") == [[True, True]] * 2
+        assert pull_from_both(group, "same") == [[True, True]] * 2
 
 
 def _stop_in(group: ddip.Group, events: dict[str, str], folder: Path) -> None:
-    """Press the stop button where each rank has come to its one of `events` in step 5."""
+    """Press stop once each rank has reached its event of `events` in step 5."""
     thread = meanwhile(lambda: len(list(folder.iterdir())) == 2, press_stop)
     with pytest.raises(CellInterrupted):
         group.run(f"""
             import time
             def wait_for_the_stop(state):
-                if state.global_step >= {{"before": 4}}.get({events!r}[str(rank)], 5):  # its own step counts after it
+                if state.global_step >= {{"before": 4}}.get({events!r}[str(rank)], 5):  # counted after this event
                     (pathlib.Path({str(folder)!r}) / str(rank)).touch()
                     while True: time.sleep(0.01)
             spy.called = {{{events!r}[str(rank)]: wait_for_the_stop}}
@@ -294,7 +296,7 @@ def test_half_accumulated_gradients_are_dropped_after_an_error(group: ddip.Group
     with pytest.raises(CellError, match="planted"):
         group.run("for number in range(4): fail() if rank == 1 and number == 2 else step()")
     group.run("synced = [step() for _ in range(8)]")
-    assert found(group, "synced") == [[False, False, False, True] * 2] * 2
+    assert pull_from_both(group, "synced") == [[False, False, False, True] * 2] * 2
 
 
 def test_a_scheduler_with_a_lambda_continues_with_equal_counts(group: ddip.Group) -> None:
@@ -323,7 +325,7 @@ def test_a_scheduler_with_a_lambda_continues_with_equal_counts(group: ddip.Group
             step()
         """)
     group.run("step()\nrate, count = optimizer.param_groups[0]['lr'], scheduler.scheduler.last_epoch")
-    rates, counts = found(group, "rate"), found(group, "count")
+    rates, counts = pull_from_both(group, "rate"), pull_from_both(group, "count")
     assert rates[0] == rates[1] and counts[0] == counts[1] < 7, (rates, counts)
 
 
@@ -350,7 +352,7 @@ def test_the_memory_of_a_failed_step_is_freed(group: ddip.Group, tmp_path: Path)
         """)
     group.run("spy.called = {}")
     group.run("more = (held() - before) / sum(parameter.numel() for parameter in wide.model.parameters())")
-    assert all(isinstance(more, float) and abs(more) < 0.1 for more in found(group, "more"))
+    assert all(isinstance(more, float) and abs(more) < 0.1 for more in pull_from_both(group, "more"))
     group.run("del wide")
 
 
@@ -374,14 +376,14 @@ def test_one_bar_one_log_and_one_checkpoint_are_written(
         "rng_state_0.pth",
         "rng_state_1.pth",
     ]
-    seen = found(group, "seen")
+    seen = pull_from_both(group, "seen")
     assert seen[0] == seen[1]
     group.run(f"""
         resumed = make({str(tmp_path)!r}, eval_strategy="steps", eval_steps=5, num_train_epochs=2)
         resumed.train(resume_from_checkpoint=True)
         seen = [resumed.state.global_step, history(resumed, "loss")[:4] == history(best, "loss")]
     """)
-    assert found(group, "seen") == [[40, True]] * 2
+    assert pull_from_both(group, "seen") == [[40, True]] * 2
 
 
 def test_a_notebook_shows_the_table_of_rank_0(
@@ -421,13 +423,13 @@ def test_only_the_first_rank_maps_a_data_set(group: ddip.Group, tmp_path: Path) 
         kept = data.filter(lambda row: row["number"] > 7)["number"][:]
         memory = Dataset.from_dict({{"number": [1, 2]}}).map(lambda row: {{"double": rank}})["double"][:]
     """)
-    assert found(group, "seen") == found(group, "again") == [list(range(0, 20, 2))] * 2
-    assert found(group, "kept") == [[8, 9]] * 2
-    assert found(group, "memory") == [[0, 0], [1, 1]]
+    assert pull_from_both(group, "seen") == pull_from_both(group, "again") == [list(range(0, 20, 2))] * 2
+    assert pull_from_both(group, "kept") == [[8, 9]] * 2
+    assert pull_from_both(group, "memory") == [[0, 0], [1, 1]]
     assert (tmp_path / "mapped").read_text() == "0\n" * 20
     with pytest.raises(CellError, match="ranks 0, 1: ValueError: planted"):
         group.run("data.map(fail)")
-    assert found(group, "seen")  # no rank waits
+    assert pull_from_both(group, "seen")  # no rank is blocked
 
 
 def test_a_rank_maps_alone_if_the_first_does_not(group: ddip.Group, tmp_path: Path) -> None:
@@ -449,28 +451,28 @@ def test_a_rank_maps_alone_if_the_first_does_not(group: ddip.Group, tmp_path: Pa
         files.PATIENCE = patience
     """)
     group.run("seen = sorted(data.column_names)")
-    assert found(group, "seen") == [["number"], ["more", "much", "number"]]
+    assert pull_from_both(group, "seen") == [["number"], ["more", "much", "number"]]
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the Hub for one file of one repository."""
+    """A server that answers huggingface_hub's requests for one file of one repository."""
 
-    asked: list[str] = []
+    requested_paths: list[str] = []
     fails = False
 
     def do_HEAD(self) -> None:
         self.answer(b"")
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requested_paths.append(self.path)
         self.answer(b'{"vocab_size": 7, "model_type": "llama"}')
 
     def answer(self, body: bytes) -> None:
-        there = self.path.endswith("/config.json")
-        self.send_response(500 if self.fails else 200 if there else 404)
+        exists = self.path.endswith("/config.json")
+        self.send_response(500 if self.fails else 200 if exists else 404)
         self.send_header("ETag", '"etag"')
         self.send_header("X-Repo-Commit", "c" * 40)
-        if not there:
+        if not exists:
             self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("Content-Length", str(len(body) or 40))
         self.end_headers()
@@ -487,7 +489,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(Hub, "asked", [])
+    monkeypatch.setattr(Hub, "requested_paths", [])
     yield Hub
     server.shutdown()
     thread.join()
@@ -495,7 +497,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
 
 
 def test_a_file_is_downloaded_once_and_failures_reach_all_ranks(hub: type[Hub], tmp_path: Path) -> None:
-    with ddip.Group(2, app="hf", spawn=True) as group:  # its libraries read the variables
+    with ddip.Group(2, app="hf", spawn=True) as group:  # the libraries read these variables at import
         group.run("""
             from huggingface_hub import hf_hub_download
             from huggingface_hub.errors import EntryNotFoundError
@@ -506,8 +508,8 @@ def test_a_file_is_downloaded_once_and_failures_reach_all_ranks(hub: type[Hub], 
             except EntryNotFoundError:
                 missing = True
         """)
-        assert found(group, "seen") == [7, 7] and found(group, "missing") == [True, True]
-        assert len([path for path in hub.asked if path.endswith("config.json")]) == 1
+        assert pull_from_both(group, "seen") == [7, 7] and pull_from_both(group, "missing") == [True, True]
+        assert len([path for path in hub.requested_paths if path.endswith("config.json")]) == 1
         group.run("""
             import time
             began = time.monotonic()
@@ -515,8 +517,8 @@ def test_a_file_is_downloaded_once_and_failures_reach_all_ranks(hub: type[Hub], 
                 hf_hub_download("someone/model", f"{rank}{number}/config.json")  # each rank its own
             quick = time.monotonic() < began + 15  # nobody waits for what the other does not do
         """)
-        assert found(group, "quick") == [True, True]
-        assert len([path for path in hub.asked if path.endswith("nothing.json")]) <= 1
+        assert pull_from_both(group, "quick") == [True, True]
+        assert len([path for path in hub.requested_paths if path.endswith("nothing.json")]) <= 1
 
 
 # -- the app itself

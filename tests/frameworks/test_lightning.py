@@ -1,4 +1,4 @@
-"""The app lightning: what Trainer() and Fabric() mean in a cell, what they refuse, and how they go on."""
+"""The app lightning: Trainer() and Fabric() in a cell, what they refuse, and how they continue."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def wait():
 """
 
 
-def stopped(cells: ddip.Group, code: str, folder: Path) -> None:
+def run_and_stop(cells: ddip.Group, code: str, folder: Path) -> None:
     """Run `code`, and press stop when both ranks have called its `wait`."""
     thread = meanwhile(lambda: len(list(folder.glob("waits-*"))) == 2, press_stop)
     with pytest.raises(CellInterrupted):
@@ -221,7 +221,9 @@ def test_only_one_rank_shows_bars_and_writes_logs(
     """)
     shown = capsys.readouterr()
     said = shown.out + shown.err
-    assert said.count("Seed set to 1") == 1 and said.count("`Trainer.fit` stopped: `max_epochs=1`") == 2  # fit, lr_find
+    assert (
+        said.count("Seed set to 1") == 1 and said.count("`Trainer.fit` stopped: `max_epochs=1`") == 2
+    )  # once by fit, once by lr_find
     assert "[rank 1]" not in said
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
     assert not list(tmp_path.glob(".lr_find*"))
@@ -256,7 +258,7 @@ def test_the_same_trainer_continues_after_a_stop_in_validation(cells: ddip.Group
         net = Net()
         trainer.fit(net, loader, evaluation)
     """
-    stopped(cells, code, tmp_path)
+    run_and_stop(cells, code, tmp_path)
     cells.run("""
         assert net.training and net.layers[2].training
         trainer.fit(net, loader, evaluation)
@@ -272,7 +274,7 @@ def test_a_stop_is_a_keyboard_interrupt_and_never_sys_exit(cells: ddip.Group, tm
             caught = type(error)
             raise
     """
-    stopped(cells, code, tmp_path)
+    run_and_stop(cells, code, tmp_path)
     cells.run("""
         import signal
         assert caught is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
@@ -376,7 +378,7 @@ def test_a_fabric_model_continues_after_faults_and_stops(cells: ddip.Group, tmp_
     with pytest.raises(CellError, match="planted"):
         cells.run("train(fail_on_1)")
     cells.run("train(lambda: None)\nassert same(model)")
-    stopped(cells, "train(lambda: rank == 1 and wait() or wait())", tmp_path)
+    run_and_stop(cells, "train(lambda: rank == 1 and wait() or wait())", tmp_path)
     cells.run("assert same(model)\ntrain(lambda: None)\nassert same(model)")
 
 
@@ -386,7 +388,7 @@ def test_a_stop_between_unequal_steps_leaves_equal_models(cells: ddip.Group, tmp
         fabric.launch()
         module, optimizer = fabric.setup(model := nn.Linear(8, 1), torch.optim.SGD(model.parameters(), 0.1))
     """)
-    stopped(
+    run_and_stop(
         cells,
         """
         fabric.backward(module(x).sum())
@@ -446,7 +448,7 @@ def test_a_lightning_environment_leaves_the_ranks_unchanged(cells: ddip.Group) -
 @pytest.fixture(scope="module")
 def app() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own
+        warnings.simplefilter("ignore")  # Lightning's own warnings
         from ddip.apps import lightning
     return lightning
 
@@ -459,16 +461,16 @@ def test_removing_the_patches_restores_lightning(app: Any) -> None:
 
     from ddip.apps import patches
 
-    def all_of_them() -> list[Any]:
+    def patched_attributes() -> list[Any]:
         owners = [lightning.Trainer, lightning.Fabric, call, Tuner, lr_finder._LRCallback, _SignalConnector]
         return [dict(vars(owner)) for owner in owners]
 
-    before = all_of_them()
+    before = patched_attributes()
     for module in app.PATCHES:
         module.apply()
-    assert all_of_them() != before
+    assert patched_attributes() != before
     patches.restore()
-    assert all_of_them() == before
+    assert patched_attributes() == before
 
 
 def test_lightning_finds_the_gpu_of_a_rank_in_its_list(app: Any) -> None:

@@ -1,4 +1,4 @@
-"""Private names of the apps' libraries: each that is missing is found, and ends nothing but its app."""
+"""Private names of the apps' libraries: each missing one is found, and disables only its app."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_missing_names_that_an_app_needs_are_reported(
 ) -> None:
     pytest.importorskip(names.library)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own
+        warnings.simplefilter("ignore")  # warnings of the libraries
         assert names.find_refusal() == ""
         delete_name(name, monkeypatch)
         assert f"has no {name}, which ddip needs; install {names.library}" in names.find_refusal()

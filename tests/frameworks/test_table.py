@@ -1,4 +1,4 @@
-"""Each framework: unchanged and with torchrun's losses, twice in a session, after a fault and after a stop."""
+"""Each framework: unchanged, with torchrun's losses, twice in a session, after a fault and after a stop."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .table import RANKS, STEPS, Losses, Script
 WITHIN = 1e-6
 
 
-def trained(ranks: ddip.Group) -> Losses:
-    """The losses of a cell that trains."""
+def train_in_cell(ranks: ddip.Group) -> Losses:
+    """Train in a cell, and return the losses."""
     ranks.run("losses = train(lambda step: None)")
     return [found["losses"] for found in ranks.pull_all(["losses"], range(RANKS))[0]]
 
 
-def same(losses: Losses, theirs: Losses) -> bool:
+def are_same(losses: Losses, theirs: Losses) -> bool:
     assert [len(of_rank) for of_rank in theirs] == [STEPS] * RANKS
     return losses == [pytest.approx(of_rank, rel=WITHIN, abs=WITHIN) for of_rank in theirs]
 
 
 def test_the_losses_equal_torchrun(ranks: ddip.Group, script: Script) -> None:
-    assert same(trained(ranks), script.under_torchrun)
+    assert are_same(train_in_cell(ranks), script.under_torchrun)
 
 
 def test_the_losses_of_a_second_run_equal_torchrun(ranks: ddip.Group, script: Script) -> None:
-    assert same(trained(ranks), script.under_torchrun)
+    assert are_same(train_in_cell(ranks), script.under_torchrun)
 
 
 def test_the_losses_after_an_error_equal_torchrun(ranks: ddip.Group, script: Script) -> None:
@@ -41,7 +41,7 @@ def test_the_losses_after_an_error_equal_torchrun(ranks: ddip.Group, script: Scr
                 if rank == 1 and step == 5: raise ValueError('planted')
             train(planted)
         """)
-    assert same(trained(ranks), script.under_torchrun)
+    assert are_same(train_in_cell(ranks), script.under_torchrun)
 
 
 def test_the_losses_after_a_stop_equal_torchrun(ranks: ddip.Group, script: Script, tmp_path: Path) -> None:
@@ -56,4 +56,4 @@ def test_the_losses_after_a_stop_equal_torchrun(ranks: ddip.Group, script: Scrip
             train(wait_for_the_stop)
         """)
     thread.join()
-    assert same(trained(ranks), script.under_torchrun)
+    assert are_same(train_in_cell(ranks), script.under_torchrun)

@@ -1,4 +1,4 @@
-"""Pages and notebooks about frameworks: their code runs, as a reader pastes it."""
+"""Pages and notebooks about frameworks: their code runs as a reader pastes it."""
 
 from __future__ import annotations
 

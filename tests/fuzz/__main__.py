@@ -1,4 +1,4 @@
-"""Random steps on real groups, held against a model; a sequence that fails is shrunk and printed as a program.
+"""Random steps on real groups, compared with a model; a failing sequence is shrunk and printed as a program.
 
 python -m tests.fuzz --steps 10000 --seed 7
 """
@@ -16,15 +16,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--stretch", type=int, default=0, help="begin with this stretch of the seed")
-    parser.add_argument("--shrink", type=float, default=120, help="seconds that a failing sequence is shrunk for")
-    parser.add_argument("--go-on", action="store_true", help="after a failure, with the next stretch")
-    parser.add_argument("--only", help="one step of each kind of which this is a part, each on a group of its own")
+    parser.add_argument("--stretch", type=int, default=0, help="start at this stretch of the seed")
+    parser.add_argument("--shrink", type=float, default=120, help="seconds for shrinking a failing sequence")
+    parser.add_argument("--go-on", action="store_true", help="continue with the next stretch after a failure")
+    parser.add_argument("--only", help="run one step of each kind whose name contains this, each on a separate group")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     run = Run(seed, arguments.steps, arguments.stretch, arguments.shrink, arguments.go_on, arguments.only)
     code = run.all()
-    exec("pass")  # Python ends itself by SIGINT if a KeyboardInterrupt has left the last text that it ran
+    exec("pass")  # Python kills itself with SIGINT if the last executed code ended with a KeyboardInterrupt
     return code
 
 

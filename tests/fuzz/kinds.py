@@ -1,6 +1,6 @@
-"""What cells do. In every one of them `n` is a number that no other cell has, and `who` a rank.
+"""The code of the fuzzer's cells. `n` is a number that no other cell has, and `who` is a rank.
 
-Values depend on `n`: what is left of a former collective, and met by a later one, gives a wrong number.
+Values depend on `n`, so a collective that meets a former one gives a wrong number.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KNOWN: dict[str, str] = {}
-"""Kinds that are not drawn, since they meet a bug that is known, and the item of the issue; else empty."""
+"""Kinds that are not drawn because of a known bug, with its entry in the issues."""
 
 WORK = {
     "all_reduce": """
@@ -113,7 +113,7 @@ x = torch.tensor([n])
 with ThreadPoolExecutor(1) as pool: pool.submit(dist.all_reduce, x).result()
 assert x == n * world_size, x""",
 }
-"""Collectives of all ranks, as the body of a function ``work``; each ends in step."""
+"""Collectives of all ranks, as the body of a function ``work``; ranks end in step."""
 
 ALONE = {
     "nothing": "pass",
@@ -250,14 +250,14 @@ def ring(*_): raise ValueError
 signal.signal(signal.SIGALRM, ring); signal.setitimer(signal.ITIMER_REAL, 0.05)""",
     "the event loop is stopped": "import asyncio; asyncio.get_event_loop().stop()",
 }
-"""What each rank does by itself; the cell succeeds, and the next one finds a group."""
+"""Code that each rank runs by itself; the cell succeeds, and the group still works."""
 
 FORGETFUL = {"%reset -f"}
-"""After which no variable is there."""
+"""Kinds that delete all variables."""
 IN_THE_END = {"%reset -f", "sys.stdout is None", "sys.stdout raises"}
-"""After which the cell can do no more."""
+"""Kinds after which the cell can do nothing else."""
 HARMFUL = {"closed descriptors", "init_process_group replaced", "no address space"}
-"""After which the rank `who` may be gone, or unable to join a group; a repair must replace that rank, and no other."""
+"""Kinds that may kill the rank `who` or keep it from joining a group; a repair must replace only that rank."""
 
 LATER = {
     "isend, received in the next cell": (
@@ -298,7 +298,7 @@ held_work = dist.isend(held[0], (rank + 1) % world_size), dist.irecv(held[1], (r
         "assert await held == <n>",
     ),
 }
-"""What is begun in one cell and used in the next, which knows the `n` of the first as ``<n>``."""
+"""Code that starts something in one cell, and code of the next cell, where ``<n>`` is the first one's `n`."""
 
 FAULTS = {
     "ValueError": ("raise ValueError(n)", "ValueError"),
@@ -367,10 +367,10 @@ FAULTS = {
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "RankEnded"),
     "abort": ("os.abort()", "RankEnded"),
 }
-"""What goes wrong, as the body of a function ``fault``; the name of the error."""
+"""Faults as the body of a function ``fault``, with the name of the error."""
 
 OF_SOME = {"new_group of different lists"}
-"""Of WHOLE, what fails on some ranks only: one that is alone in its list, or in none, need not wait."""
+"""Kinds of WHOLE that fail on some ranks only: a rank alone in its list, or in none, need not wait."""
 
 WHOLE = {
     "%%capture around an error": ("%%capture\n1 / 0", "ZeroDivisionError"),
@@ -383,7 +383,7 @@ WHOLE = {
     "await that fails": ("import asyncio\nawait asyncio.wait_for(asyncio.sleep(5), 0.02)", "TimeoutError"),
     "new_group of different lists": ("import torch.distributed as dist\ndist.new_group([0, 1] if rank else [0])", None),
 }
-"""Cells that fail on all ranks: the whole code, and the name of the error, if it matters."""
+"""Cells that fail on all ranks: their code, and the name of the error if it matters."""
 
 BUSINESS = {
     "a loop": "while True: pass",
@@ -412,25 +412,25 @@ for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): pass""",
     "os.fork": "while True:\n    if not os.fork(): os._exit(0)\n    os.wait()",
     "forking": "import subprocess\nwhile True: subprocess.run(['true'])",
 }
-"""Cells without an end."""
+"""Cells that never end."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """An object that travels."""
+    """An object to transfer."""
 
     code: str
-    """An expression, of the notebook or of a cell; ``<n>`` and ``<who>`` are what `n` and `who` are in cells."""
+    """An expression for the notebook or a cell; ``<n>`` and ``<who>`` stand for `n` and `who`."""
     fails: str = ""
-    """Part of what is said when it cannot be carried; empty if it can."""
+    """Part of the error of the transfer; empty if it succeeds."""
     dies: bool = False
-    """Does the rank end of it?"""
+    """True if the rank dies of it."""
     stops: bool = False
-    """Does it raise KeyboardInterrupt in the notebook?"""
+    """True if it raises KeyboardInterrupt in the notebook."""
 
 
-def _made(there: str, here: str = "lambda: None") -> str:
-    """An object that is unpickled by evaluating `there`, and pickled after `here` has been called."""
+def _evaluated(there: str, here: str = "lambda: None") -> str:
+    """Return code for an object that calls `here` when pickled, and evaluates `there` when unpickled."""
     return f"Evaluated({there!r}, {here})"
 
 
@@ -447,22 +447,24 @@ PUSHED = {
     "push 40 MB": Transfer("bytes(40_000_000)"),
     "push a function": Transfer("lambda: <n>"),
     "push a class": Transfer("type('Odd', (), dict(a=<n>))"),
-    "push what raises here": Transfer(_made("5", "lambda: 1 / 0"), "cannot be pickled: ZeroDivisionError"),
+    "push what raises here": Transfer(_evaluated("5", "lambda: 1 / 0"), "cannot be pickled: ZeroDivisionError"),
     "push a lock": Transfer("threading.Lock()", "cannot be pickled"),
-    "push what raises there": Transfer(_made("1 / 0"), "cannot be unpickled there: ZeroDivisionError"),
+    "push what raises there": Transfer(_evaluated("1 / 0"), "cannot be unpickled there: ZeroDivisionError"),
     "push what raises on one rank": Transfer(
-        _made(f"1 / 0 if {_PLACE} == '<who>' else 5"), "cannot be unpickled there: ZeroDivisionError"
+        _evaluated(f"1 / 0 if {_PLACE} == '<who>' else 5"), "cannot be unpickled there: ZeroDivisionError"
     ),
-    "push what raises KeyboardInterrupt there": Transfer(_made(_STOP), "KeyboardInterrupt"),
-    "push what raises KeyboardInterrupt here": Transfer(_made("5", f"lambda: {_STOP}"), "", stops=True),
-    "push what raises SystemExit there": Transfer(_made("exit()"), "cannot be unpickled there"),
-    "push what exits on one rank": Transfer(_made(f"{_EXIT} if {_PLACE} == '<who>' else 5"), "RankEnded", dies=True),
-    "push what sleeps there": Transfer(_made("__import__('time').sleep(0.1)")),
+    "push what raises KeyboardInterrupt there": Transfer(_evaluated(_STOP), "KeyboardInterrupt"),
+    "push what raises KeyboardInterrupt here": Transfer(_evaluated("5", f"lambda: {_STOP}"), "", stops=True),
+    "push what raises SystemExit there": Transfer(_evaluated("exit()"), "cannot be unpickled there"),
+    "push what exits on one rank": Transfer(
+        _evaluated(f"{_EXIT} if {_PLACE} == '<who>' else 5"), "RankEnded", dies=True
+    ),
+    "push what sleeps there": Transfer(_evaluated("__import__('time').sleep(0.1)")),
     "push a deep list": Transfer("eval('[' * 90 + ']' * 90)"),
     "push what is too deep": Transfer("deep(100000)", "cannot be pickled"),
-    "push an object that sleeps there, and stop": Transfer(_made("__import__('time').sleep(60)")),
+    "push an object that sleeps there, and stop": Transfer(_evaluated("__import__('time').sleep(60)")),
 }
-"""Objects of the notebook."""
+"""Objects to push."""
 
 PULLED = {
     "pull a number": Transfer("<n>"),
@@ -471,21 +473,23 @@ PULLED = {
     "pull 40 MB": Transfer("bytes(40_000_000)"),
     "pull a function": Transfer("lambda: <n>"),
     "pull an instance of a class of the cell": Transfer("type('Odd', (), dict(a=<n>))()"),
-    "pull what raises there": Transfer(_made("5", "lambda: 1 / 0"), "cannot be pickled on rank"),
+    "pull what raises there": Transfer(_evaluated("5", "lambda: 1 / 0"), "cannot be pickled on rank"),
     "pull a lock": Transfer("threading.Lock()", "cannot be pickled on rank"),
     "pull the process group": Transfer("dist.group.WORLD", "cannot be pickled on rank"),
-    "pull what raises here": Transfer(_made(f"5 if {_PLACE} else 1 / 0"), "cannot be unpickled in the notebook"),
-    "pull what exits there": Transfer(_made("5", "lambda: os._exit(4)"), "RankEnded", dies=True),
-    "pull what raises KeyboardInterrupt there": Transfer(_made("5", f"lambda: {_STOP}"), "KeyboardInterrupt"),
-    "pull what raises SystemExit there": Transfer(_made("5", "lambda: sys.exit()"), "SystemExit"),
-    "pull what raises KeyboardInterrupt here": Transfer(_made(f"5 if {_PLACE} else {_STOP}"), stops=True),
-    "pull what raises SystemExit here": Transfer(_made(f"5 if {_PLACE} else exit()"), "cannot be unpickled"),
-    "pull what sleeps there": Transfer(_made("5", "lambda: time.sleep(0.1)")),
+    "pull what raises here": Transfer(_evaluated(f"5 if {_PLACE} else 1 / 0"), "cannot be unpickled in the notebook"),
+    "pull what exits there": Transfer(_evaluated("5", "lambda: os._exit(4)"), "RankEnded", dies=True),
+    "pull what raises KeyboardInterrupt there": Transfer(_evaluated("5", f"lambda: {_STOP}"), "KeyboardInterrupt"),
+    "pull what raises SystemExit there": Transfer(_evaluated("5", "lambda: sys.exit()"), "SystemExit"),
+    "pull what raises KeyboardInterrupt here": Transfer(_evaluated(f"5 if {_PLACE} else {_STOP}"), stops=True),
+    "pull what raises SystemExit here": Transfer(_evaluated(f"5 if {_PLACE} else exit()"), "cannot be unpickled"),
+    "pull what sleeps there": Transfer(_evaluated("5", "lambda: time.sleep(0.1)")),
     "pull what is not there": Transfer("", "has no"),
-    "pull an object that sleeps on the rank, and stop": Transfer(_made("5", "lambda: time.sleep(60)")),
-    "pull an object that sleeps here, and stop": Transfer(_made(f"5 if {_PLACE} else __import__('time').sleep(60)")),
+    "pull an object that sleeps on the rank, and stop": Transfer(_evaluated("5", "lambda: time.sleep(60)")),
+    "pull an object that sleeps here, and stop": Transfer(
+        _evaluated(f"5 if {_PLACE} else __import__('time').sleep(60)")
+    ),
 }
-"""Objects of the ranks."""
+"""Objects to pull."""
 
 SOME = {
     "one": ([0], ""),
@@ -500,7 +504,7 @@ SOME = {
     "all_reduce on some ranks, not waited": ([0], "w = dist.all_reduce(torch.tensor([100.0]), async_op=True)"),
     "run on a rank that is not there": ([0, 9], ""),
 }
-"""Cells on some ranks, and what they do there."""
+"""Cells on some ranks: the ranks and the code."""
 
 LIFE = (
     "kill",
@@ -522,4 +526,4 @@ LIFE = (
     "interrupt while nothing runs",
     "pull from a rank that is not there",
 )
-"""Steps that are no cells."""
+"""Steps other than cells."""

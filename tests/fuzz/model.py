@@ -1,4 +1,4 @@
-"""What must hold: which ranks there are, and what each of them has. No group is touched here."""
+"""The model of a group: its ranks and their variables. It touches no real group."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 from .tools import NAMES
 
 Values = dict[str, set[Any]]
-"""The values that a variable may have, by name; None: there is no such variable."""
+"""Possible values of each variable, by name; None stands for a missing variable."""
 
 
 MOST_DESCRIPTORS, MOST_THREADS = 500, 150
-"""What a rank may hold after 50 steps, some of which leave loaders and threads behind."""
+"""Limits of a rank after 50 steps, some of which leave loaders and threads behind."""
 
 
 class Broken(AssertionError):
-    """A promise that does not hold."""
+    """A broken promise."""
 
 
-def nothing() -> Values:
-    """Of a new process."""
+def new_values() -> Values:
+    """Return the variables of a new process."""
     return {name: {None} for name in NAMES}
 
 
 class Model:
-    """The ranks by their processes: a process keeps its variables, whatever becomes of the group."""
+    """The ranks by process: a process keeps its variables, whatever happens to the group."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = list(pids)
-        """By rank."""
-        self.has: dict[int, Values] = {pid: nothing() for pid in pids}
+        """PIDs by rank."""
+        self.has: dict[int, Values] = {pid: new_values() for pid in pids}
         self.dead: set[int] = set()
-        """Ranks whose process is gone."""
+        """Ranks whose process has ended."""
         self.lost = ""
-        """Why only a restart helps; empty if nothing of the kind has happened."""
+        """Why only a restart helps; empty if it does not take one."""
 
     @property
     def size(self) -> int:
@@ -45,39 +45,39 @@ class Model:
         return [rank for rank in range(self.size) if rank not in self.dead]
 
     def count(self, name: str, ranks: Iterable[int], surely: bool = True) -> None:
-        """A counter goes up by one; perhaps, if not `surely`."""
+        """Increment a counter; if not `surely`, the former value also stays possible."""
         for rank in ranks:
             values = self.has[self.pids[rank]]
             more = {(value or 0) + 1 for value in values[name]}
             values[name] = more if surely else values[name] | more
 
     def put(self, name: str, value: Any, ranks: Iterable[int], surely: bool = True) -> None:
-        """A variable gets a value."""
+        """Set a variable; if not `surely`, the former value also stays possible."""
         for rank in ranks:
             values = self.has[self.pids[rank]]
             values[name] = {value} if surely else values[name] | {value}
 
     def forget(self, ranks: Iterable[int], surely: bool = True) -> None:
-        """All variables go."""
+        """Delete all variables; if not `surely`, the former values also stay possible."""
         for rank in ranks:
             values = self.has[self.pids[rank]]
             self.has[self.pids[rank]] = {n: {None} if surely else v | {None} for n, v in values.items()}
 
     def members(self, pids: Sequence[int], kept: Iterable[int] | None = None) -> None:
-        """The group has these processes now; the ranks in `kept` must be those that they were.
+        """Set the processes of the group; the ranks in `kept` must not have changed.
 
-        Without `kept`, nothing is known of which rank is which: a process that was there has what it had.
+        Without `kept`, ranks may have changed places: a former process keeps its variables.
         """
         for rank in kept or ():
             if rank >= len(pids) or pids[rank] != self.pids[rank]:
                 raise Broken(f"rank {rank} was healthy, and is another process now: {self.pids} -> {list(pids)}")
         former = self.has
         self.pids = list(pids)
-        self.has = {pid: former.get(pid) or nothing() for pid in pids}
+        self.has = {pid: former.get(pid) or new_values() for pid in pids}
         self.dead.clear()
 
     def check(self, n: int, found: Sequence[tuple[Any, ...]]) -> None:
-        """Compare with what ``prove`` has found; from here on what was found is certain."""
+        """Compare with the result of ``prove``; what it found becomes certain."""
         if len(found) != self.size:
             raise Broken(f"{len(found)} ranks instead of {self.size}")
         total = n * self.size * (self.size + 1) / 2

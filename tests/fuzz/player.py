@@ -1,4 +1,4 @@
-"""Play steps on a real group, a line of Python at a time, and hold what happens against the model."""
+"""Play steps on a real group, one line of Python at a time, and compare the results with the model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ DOCUMENTED = (
     ddip.errors.BadInput,
     KeyboardInterrupt,
 )
-"""What may come out of ddip."""
+"""Exceptions that ddip may raise."""
 BOUND = 30.0
-"""Seconds that a line may take on a machine with nothing else to do."""
+"""Seconds that a line may take on an idle machine."""
 OUT_OF_REACH = 3
-"""Exit code when a line did not even end when it was interrupted."""
+"""Exit code if a line does not end even when interrupted."""
 
 BEFORE = """\
 import os, signal, sys, threading, time, torch, torch.distributed as dist
@@ -46,23 +46,23 @@ seen = (globals().get("seen") or 0) + 1
 AFTER = "\ndone = (globals().get('done') or 0) + 1"
 
 
-def load() -> float:
-    """By how much this machine is slower now than when it has nothing else to do."""
+def load_factor() -> float:
+    """Return how many times slower this machine is than when idle."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def function(name: str, body: str) -> str:
-    """`body` as a function without arguments."""
+def as_function(name: str, body: str) -> str:
+    """Return `body` as a function without arguments."""
     return f"def {name}():\n{textwrap.indent(body.strip(chr(10)), '    ')}\n"
 
 
-def text(code: str) -> str:
-    """`code` as it would be written in a program."""
+def as_literal(code: str) -> str:
+    """Return `code` as a string literal."""
     return repr(code) if '"""' in code or code.endswith(('"', "\\")) else f'r"""{code}"""'
 
 
 class Line:
-    """Stands for ``shown`` in a line that is played: remembers what comes out instead of printing it."""
+    """A stand-in for ``shown`` that records the exception of a line instead of printing it."""
 
     error: BaseException | None = None
     seconds = 0.0
@@ -83,7 +83,7 @@ class Line:
 
 
 class Player:
-    """A group, its model, and the program that has made them what they are."""
+    """A group, its model, and the program that has led to their state."""
 
     def __init__(self, size: int) -> None:
         self.program: list[str] = []
@@ -108,7 +108,7 @@ class Player:
         return self.names["group"]  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """No group any more."""
+        """Shut the group down."""
         if "group" in self.names:
             self._do("group.shutdown()")
             self._must(None)
@@ -120,19 +120,19 @@ class Player:
         return self._timers[-1]
 
     def _do(self, line: str, around: str = "", stops: bool = False, lasts: float = 0.0) -> None:
-        """Play a line. Raises Broken if it does not end, or if something comes out that must not.
+        """Play a line; raise Broken if it does not end, or raises an undocumented exception.
 
-        With `stops` it raises KeyboardInterrupt by itself; it is meant to last so many seconds.
+        With `stops` the line raises KeyboardInterrupt by itself; it is expected to last `lasts` seconds.
         """
         line = f"with shown(){around}: {line}"
         self.program.append(line)
         self._timers = []
-        bound = BOUND * load() + lasts
+        bound = BOUND * load_factor() + lasts
         heard = contextlib.redirect_stdout(self.heard), contextlib.redirect_stderr(self.heard)
         with Watch(bound, self.program) as watch, heard[0], heard[1]:
             try:
                 exec(compile(line, f"<line {len(self.program)}>", "exec"), self.names)
-            except KeyboardInterrupt as late:  # between the last statement of the block and its end
+            except KeyboardInterrupt as late:  # raised between the last statement of the block and its end
                 self.line.error = self.line.error or late
             finally:
                 signal.signal(signal.SIGINT, lambda *_: None)
@@ -148,7 +148,7 @@ class Player:
             raise Broken("a KeyboardInterrupt, and nobody has pressed stop") from error
 
     def _must(self, kind: type[BaseException] | tuple[type[BaseException], ...] | None, part: str = "") -> None:
-        """What the last line has raised is of this kind, and says this."""
+        """Check the exception of the last line: its type, and a part of its text."""
         error = self.line.error
         if kind is None:
             if error is not None:
@@ -169,12 +169,12 @@ class Player:
         lasts: float = 0.0,
     ) -> None:
         code = before.format(n=self.n, who=who) + body.strip("\n") + end
-        self._do(f"group.run({text(code)}{more})", around, lasts=lasts)
+        self._do(f"group.run({as_literal(code)}{more})", around, lasts=lasts)
 
     # -- steps
 
     def play(self, step: Step) -> None:
-        """One step, and the proof that it did no harm."""
+        """Play one step, and prove that it did no harm."""
         self.heard.seek(0)
         self.heard.truncate()
         self.n += 1
@@ -184,7 +184,7 @@ class Player:
         self.prove()
 
     def settle(self) -> None:
-        """Put right what the model says is not; ddip must say so, too."""
+        """Restart or repair the group if the model says so; ddip must agree."""
         if self.model.lost:
             self._do("group.restart()")
             self._must(None)
@@ -193,7 +193,7 @@ class Player:
         elif self.model.dead:
             kept = self.model.live
             for rank in sorted(self.model.dead):
-                self._do(f"gone(group, {rank})")
+                self._do(f"wait_for_end_of_rank(group, {rank})")
                 self._must(None)
             self._do("replaced = group.repair()")
             self._must(None)
@@ -202,7 +202,7 @@ class Player:
             self.model.members([member.pid for member in self.group.members], kept)
 
     def prove(self) -> None:
-        """All ranks work together, and have what they must have."""
+        """Prove that all ranks work together, and have the expected variables."""
         self.n += 1
         self._do(f"proof = prove(group, {self.n})")
         self._must(None)
@@ -225,18 +225,18 @@ class Player:
             self.model.count("done", ranks, surely=False)
 
     def _work(self, step: Step, who: int) -> None:
-        self._cell(function("work", kinds.WORK[step.what]) + "work()", who)
+        self._cell(as_function("work", kinds.WORK[step.what]) + "work()", who)
         self._well(self._everybody)
 
     def _alone(self, step: Step, who: int) -> None:
         end = "" if step.what in kinds.IN_THE_END else AFTER
         before, body = BEFORE, kinds.ALONE[step.what]
         if end:
-            before, end = before + AFTER.strip() + "\n", ""  # magics must begin their line, and may end the code
+            before, end = before + AFTER.strip() + "\n", ""  # magics must start their line, and may end the code
         else:
             before += AFTER.strip() + "\n"
         self._cell(body, who, before=before, end=end)
-        if step.what == "an alarm between cells":  # in the next cell it would be that cell's own
+        if step.what == "an alarm between cells":  # otherwise the alarm would count as the next cell's
             self._do("time.sleep(0.5)")
             self._must(None)
             self._maybe(self._everybody)
@@ -266,7 +266,7 @@ class Player:
             "in": f"work()\nfor i in range(2):\n    {call}\n    work()",
             "after": f"work()\n{call}",
         }[step.where]
-        body = function("work", kinds.WORK[step.work]) + function("fault", fault) + lines
+        body = as_function("work", kinds.WORK[step.work]) + as_function("fault", fault) + lines
         self._cell(body, who)
         culprits = list(self._everybody) if step.all else [who]
         self._must(ddip.CellError)
@@ -287,7 +287,7 @@ class Player:
 
     def _whole(self, step: Step, who: int) -> None:
         code, name = kinds.WHOLE[step.what]
-        self._do(f"group.run({text(code)})")
+        self._do(f"group.run({as_literal(code)})")
         self._must(ddip.CellError, name or "")
         error = self.line.error
         assert isinstance(error, ddip.CellError)
@@ -302,13 +302,13 @@ class Player:
         self._wait_for_slow(step)
 
     def _wait_for_slow(self, step: Step) -> None:
-        """torch waits for some seconds for workers that were stopped when they began."""
+        """Wait for ranks, because torch waits seconds for workers that were stopped as they started."""
         if step.what == "a data loader without end" or "a stop within an import" in kinds.KNOWN:
-            self._do("free(group)")
+            self._do("wait_until_free(group)")
             self._must(None)
 
     def _stop_of_work(self, step: Step, who: int) -> None:
-        body = function("work", kinds.WORK[step.what]) + "for i in range(10): work()"
+        body = as_function("work", kinds.WORK[step.what]) + "for i in range(10): work()"
         self._cell(body, who, around=f", after({step.ms / 1000}, press)")
         if self.line.error is not None:
             self._must(KeyboardInterrupt)
@@ -397,7 +397,7 @@ class Player:
     # -- what happens to processes
 
     def _beside(self, step: Step, who: int) -> None:
-        body = function("work", kinds.WORK[step.work]) + "for i in range(5): work()\ntime.sleep(0.05)"
+        body = as_function("work", kinds.WORK[step.work]) + "for i in range(5): work()\ntime.sleep(0.05)"
         self._cell(body, who, around=f", asking(group, '{step.what}')")
         self._well(self._everybody)
 
@@ -416,7 +416,7 @@ class Player:
         killed, pid = set[int](), self.model.pids[who]
         if action == "repair":
             other = (who + 1) % size
-            self._do(f"kill(rank(group, {other})); gone(group, {other})")
+            self._do(f"kill(rank(group, {other})); wait_for_end_of_rank(group, {other})")
             self._must(None)
             killed.add(other)
         if action == "pull":
@@ -425,7 +425,7 @@ class Player:
         do = steps.HOW[how].format(who=who)
         around = f", after({step.ms / 1000}, {do})"
         if action == "a cell":
-            body = function("work", kinds.WORK[step.work]) + "for i in range(20): work()"
+            body = as_function("work", kinds.WORK[step.work]) + "for i in range(20): work()"
             self._cell(body, who, around=around)
             self._maybe(self._everybody)
         else:
@@ -440,7 +440,7 @@ class Player:
             return
         if happened and how == "kill":
             killed.add(who)
-            self._do(f"known(group, {pid})")
+            self._do(f"wait_until_noticed(group, {pid})")
             self._must(None)
         if failed and action == "a cell" and how == "stop":
             self._wait_for_slow(step)
@@ -450,7 +450,7 @@ class Player:
             self._must(None)
 
     def _repair_only(self, who: int) -> None:
-        """Rank `who` has harmed itself: it is well, or a repair replaces it; the others stay."""
+        """Check a rank that has harmed itself: it is well, or a repair replaces it and no other."""
         self._must(None if self.line.error is None else ddip.CellError)
         self._maybe(self._everybody)
         self._do("replaced = group.repair()")
@@ -462,7 +462,7 @@ class Player:
         self.model.members([member.pid for member in self.group.members], healthy)
 
     def _take_stock(self, killed: set[int], replaced: bool) -> None:
-        """A group after an action that was disturbed: nobody knows how far it came. A repair must be enough."""
+        """Bring the group back after a disturbed action of unknown progress; a repair must suffice."""
         if not self.group.alive:
             self._do("group.restart()")
             self._must(None)
@@ -492,7 +492,7 @@ class Player:
             self._must(None)
             model.dead.add(who)
             if then != "a cell":
-                self._do(f"gone(group, {who})")
+                self._do(f"wait_for_end_of_rank(group, {who})")
                 self._must(None)
         if step.what == "kill, and a cell":
             self._cell("dist.barrier()", who)
@@ -534,7 +534,7 @@ class Player:
             self._must(None)
             model.dead.update(self._everybody)
         elif what in ("kill the controller", "kill the preload process"):
-            self._do(f"kill({what.split()[2]}(group)); over(group)")
+            self._do(f"kill({what.split()[2]}(group)); wait_for_end_of_controller(group)")
             self._must(None)
             self._cell("dist.barrier()", who)
             self._must((ddip.CellError, errors.GroupError))
@@ -558,7 +558,7 @@ class Player:
 
 
 class Watch:
-    """Press the stop button when a line takes too long; end this process when that does not help."""
+    """Press the stop button if a line takes too long; end this process if that does not help."""
 
     def __init__(self, bound: float, program: Sequence[str]) -> None:
         self.stacks = ""

@@ -1,4 +1,4 @@
-"""A run of the fuzzer: stretches of steps on groups, figures, and what is left of a failure when it is shrunk."""
+"""A run of the fuzzer: stretches of steps on groups, statistics, and the shrinking of a failure."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from .player import Player
 from .steps import Step
 
 STRETCH = 50
-"""Steps of some families on one group."""
+"""Steps per group."""
 TRIES = 2
-"""How often a shorter sequence may succeed before it is believed to: much of what fails depends on the moment."""
+"""How often a shorter sequence must succeed before it is dropped: many failures depend on timing."""
 SETTLED = 3
-"""Stretches after which this process has opened all that it opens once."""
+"""Stretches after which this process has opened everything that it opens once."""
 MORE = (30, 10, 150.0)
-"""Descriptors, threads, megabytes that it may hold more at the end."""
+"""Additional descriptors, threads and megabytes that it may hold at the end."""
 FOLDER = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-"""For IPython and run folders; IPython writes to it until this process ends."""
+"""Folder for IPython and run folders; IPython writes to it until this process ends."""
 
 
 class LastLines(logging.Handler):
-    """The last of what a logger has to say; it is for whoever looks for the cause of a failure."""
+    """A log handler that keeps the last lines, for the analysis of a failure."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class LastLines(logging.Handler):
         self._lines.append(f"{at}.{record.msecs:03.0f} {record.getMessage()}")
 
     def text(self) -> str:
-        """All lines."""
+        """Return all lines."""
         return "\n".join(self._lines)
 
 
 class Run:
-    """So many steps, from a seed."""
+    """A run of `count` steps from a seed."""
 
     def __init__(
         self, seed: int, count: int, stretch: int = 0, shrink: float = 120, go_on: bool = False, only: str | None = None
@@ -75,10 +75,10 @@ class Run:
         self._log = LastLines("ddip")
         self.held: list[tuple[int, int, float]] = []
         self.has_torch = False
-        """Has this process imported it?"""
+        """True once this process has imported torch."""
 
     def all(self) -> int:
-        """Play them; returns the exit code."""
+        """Play all steps; return the exit code."""
         self._prepare()
         print(f"seed {self.seed}, {self.count} steps", flush=True)
         began = time.monotonic()
@@ -104,7 +104,7 @@ class Run:
         return 1 if self.failures else 0
 
     def _check_held(self) -> None:
-        """What this process holds between groups does not grow; the first stretches open what is opened once."""
+        """Fail if this process holds more and more between groups, after the first stretches."""
         if len(self.held) > SETTLED:
             before, after = self.held[SETTLED], self.held[-1]
             if any(a > b + more for b, a, more in zip(before, after, MORE, strict=True)):
@@ -112,18 +112,18 @@ class Run:
                 print(f"FAILED: the notebook's process holds more and more: {self.held}")
 
     def _prepare(self) -> None:
-        signal.signal(signal.SIGINT, lambda *_: None)  # one that comes between two lines is void, as in a kernel
+        signal.signal(signal.SIGINT, lambda *_: None)  # a SIGINT between two lines has no effect, as in a kernel
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     # -- a stretch
 
     def _stretches(self) -> Iterator[Sequence[Step]]:
         if self.only is not None:
-            for step in steps.each(self.seed, self.only):
+            for step in steps.matching_steps(self.seed, self.only):
                 yield [step]
         else:
             while self.played < self.count:
-                yield steps.draw(f"{self.seed} {self.stretch}", min(STRETCH, self.count - self.played))
+                yield steps.draw_steps(f"{self.seed} {self.stretch}", min(STRETCH, self.count - self.played))
 
     def _play_stretch(self, drawn: Sequence[Step]) -> None:
         size = 2 + self.stretch % 3
@@ -139,22 +139,22 @@ class Run:
             player.end()
         except Broken as broken:
             self.failures += 1
-            at = min(at, len(drawn) - 1)  # it may have been the end of the group
+            at = min(at, len(drawn) - 1)  # the failure may be in the end of the group
             print(f"\nFAILED: seed {self.seed}, stretch {self.stretch}, step {at}: {drawn[at]}\n{broken}", flush=True)
             print(f"the last of ddip's log:\n{self._log.text()}")
             print(f"before that was said:\n{player.heard.getvalue()[-2000:] if player else ''}")
             self._note(drawn[at], 0.0)
-            _give_up(player)
+            _end_group(player)
             self._report(size, drawn[: at + 1], player.program if player else [])
         finally:
-            _give_up(player)
+            _end_group(player)
         me = psutil.Process()
-        if "torch" in sys.modules and not self.has_torch:  # unpickling brought it here: 500 MB
+        if "torch" in sys.modules and not self.has_torch:  # unpickling has imported it here, which takes 500 MB
             self.has_torch = True
             self.held.clear()
         gc.collect()
-        with contextlib.suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)  # what is free has not gone back to the system: up to 64 MB a thread
+        with contextlib.suppress(AttributeError):  # only glibc has malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system, up to 64 MB per thread
         self.held.append((me.num_fds(), me.num_threads(), me.memory_info().rss / 1e6))
 
     def _note(self, step: Step, seconds: float) -> None:
@@ -164,8 +164,8 @@ class Run:
             print(f"{seconds:6.2f} s {step.family}: {step.what}", flush=True)
         if self.played % 100 == 0:
             counts = collections.Counter(key.partition(":")[0] for key, all in self.seconds.items() for _ in all)
-            said = ", ".join(f"{family} {count}" for family, count in sorted(counts.items()))
-            print(f"{self.played} steps: {said}; held {self.held[-1] if self.held else ''}", flush=True)
+            counts_text = ", ".join(f"{family} {count}" for family, count in sorted(counts.items()))
+            print(f"{self.played} steps: {counts_text}; held {self.held[-1] if self.held else ''}", flush=True)
 
     def _table(self, whole: float) -> None:
         everything = [s for seconds in self.seconds.values() for s in seconds]
@@ -194,7 +194,7 @@ class Run:
         print("\n".join([inspect.getsource(tools), *(program or whole)]), flush=True)
 
     def _shrink(self, size: int, failed: Sequence[Step]) -> tuple[Sequence[Step], list[str], str]:
-        """The fewest steps that have been found to fail, within the time that is allowed for that."""
+        """Return the shortest sequence that was found to fail, within the time limit."""
         deadline = time.monotonic() + self.shrink_seconds
         best: tuple[Sequence[Step], list[str], str] = (failed, [], "")
 
@@ -203,13 +203,13 @@ class Run:
             for _ in range(TRIES):
                 if time.monotonic() > deadline:
                     return False
-                program, why = _outcome(size, candidate)
+                program, why = _try_steps(size, candidate)
                 if why:
                     best = candidate, program, why
                     return True
             return False
 
-        length = 1  # what fails at the end has most often begun shortly before
+        length = 1  # a failure most often has a recent cause
         while length < len(failed) and not fails(failed[-length:]):
             length *= 2
         if not best[1] and not fails(failed):
@@ -224,8 +224,8 @@ class Run:
         return best
 
 
-def _outcome(size: int, candidate: Sequence[Step]) -> tuple[list[str], str]:
-    """The program of these steps, and how it fails; empty if it does not."""
+def _try_steps(size: int, candidate: Sequence[Step]) -> tuple[list[str], str]:
+    """Return the program of these steps, and its failure; empty if there is none."""
     player: Player | None = None
     try:
         player = Player(size)
@@ -235,12 +235,12 @@ def _outcome(size: int, candidate: Sequence[Step]) -> tuple[list[str], str]:
     except Broken as broken:
         return player.program if player else [], str(broken) or traceback.format_exc()
     finally:
-        _give_up(player)
+        _end_group(player)
     return [], ""
 
 
-def _give_up(player: Player | None) -> None:
-    """End its group, whatever state that is in."""
+def _end_group(player: Player | None) -> None:
+    """End the player's group, whatever its state."""
     if player is not None and "group" in player.names:
         with contextlib.suppress(Exception):
             player.group.shutdown()

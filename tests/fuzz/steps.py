@@ -1,5 +1,8 @@
-"""What is drawn: steps, which know nothing of the group. What a step needs of it, such as a rank, it takes modulo; so a
-list of steps stays a program when some of them are left out."""
+"""Random steps, which know nothing of the group.
+
+A step's references, such as a rank, are taken modulo the group's size, so a list of steps stays valid if some of them
+are removed.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ HOW = {
     "freeze": "freeze, rank(group, {who}), 0.3",
     "kill the controller": "kill, controller(group)",
     "freeze the controller": "freeze, controller(group), 0.3",
-    "kill the preload process": "kill, warm(group)",
-    "freeze the preload process": "freeze, warm(group), 0.3",
+    "kill the preload process": "kill, preload_process(group)",
+    "freeze the preload process": "freeze, preload_process(group), 0.3",
 }
-"""What happens to a process while something is under way."""
+"""Disturbances of a process during an action."""
 ACTIONS = ("a cell", "push", "pull", "change", "repair", "restart", "info", "stacks")
-"""What is under way."""
+"""Actions that are disturbed."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,22 @@ class Step:
     family: str
     what: str
     who: int = 0
-    """A rank, modulo the size of the group."""
+    """A rank, taken modulo the size of the group."""
     work: str = ""
-    """Of `kinds.WORK`."""
+    """Key of `kinds.WORK`."""
     where: str = ""
-    """A fault is before, in, or after the work."""
+    """Whether a fault comes before, in, or after the work."""
     all: bool = False
-    """On all ranks, and not on `who` only."""
+    """True for all ranks, False for `who` only."""
     ms: int = 0
-    """When something happens, milliseconds."""
+    """Time of an event, in milliseconds."""
 
 
 Draw = Callable[[random.Random], Step]
 
 
-def _table(family: str, names: list[str]) -> Draw:
-    def draw(chance: random.Random) -> Step:
+def _draw_from(family: str, names: list[str]) -> Draw:
+    def draw_steps(chance: random.Random) -> Step:
         return Step(
             family,
             chance.choice(names),
@@ -56,13 +59,13 @@ def _table(family: str, names: list[str]) -> Draw:
             int(min(chance.expovariate(1 / 120), 600)),
         )
 
-    return draw
+    return draw_steps
 
 
 def families(known: bool = False) -> dict[str, list[str]]:
-    """Every kind of step, by family; those that are known not to hold are left out, or not."""
+    """Return every kind of step by family; kinds with a known bug only if `known`."""
     disturbed = [f"{how} in {action}" for how in HOW for action in ACTIONS]
-    every = {
+    kinds_by_family = {
         "work": list(kinds.WORK),
         "alone": list(kinds.ALONE),
         "later": list(kinds.LATER),
@@ -79,29 +82,32 @@ def families(known: bool = False) -> dict[str, list[str]]:
         "change": ["2", "3", "4"],
         "life": list(kinds.LIFE),
     }
-    return {family: [name for name in names if known or name not in kinds.KNOWN] for family, names in every.items()}
+    return {
+        family: [name for name in names if known or name not in kinds.KNOWN]
+        for family, names in kinds_by_family.items()
+    }
 
 
 WEIGHTS = {"work": 3, "alone": 4, "fault": 5, "stop": 3, "disturbed": 3, "push": 2, "pull": 2, "life": 2}
-"""How often a family is drawn; 1 if it does not say."""
+"""Relative frequency of a family; 1 by default."""
 
 
-def draw(seed: object, count: int) -> list[Step]:
-    """`count` steps, of some of the families: what is rare together comes together now and then."""
+def draw_steps(seed: object, count: int) -> list[Step]:
+    """Draw `count` steps from a random subset of families, so that rare kinds also meet."""
     chance = random.Random(str(seed))
     tables = families()
     chosen = [family for family in tables if chance.random() < 0.6] or list(tables)
-    draws = {family: _table(family, tables[family]) for family in chosen}
+    draws = {family: _draw_from(family, tables[family]) for family in chosen}
     weights = [WEIGHTS.get(family, 1) for family in chosen]
     return [draws[family](chance) for family in chance.choices(chosen, weights, k=count)]
 
 
-def each(seed: object, only: str) -> list[Step]:
-    """One step of every kind of which `only` is a part; those that are not drawn, too, if it is their whole name."""
+def matching_steps(seed: object, only: str) -> list[Step]:
+    """Return one step of every kind that `only` matches, including undrawn ones if it is the full name."""
     chance = random.Random(str(seed))
     found = []
     for family, names in families(known=True).items():
         for name in names:
             if only == name or (only in f"{family}: {name}" and name not in kinds.KNOWN):
-                found.append(_table(family, [name])(chance))
+                found.append(_draw_from(family, [name])(chance))
     return found

@@ -1,4 +1,4 @@
-"""The words of a fuzzer's program. They stand above it when it is printed, so that it can be pasted as it is."""
+"""Helpers of a fuzzer's program, printed above it so that it can be pasted unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ddip
 
 
 class shown:
-    """A line that can be interrupted, as a cell in a notebook, and whose error is printed."""
+    """Run a line that can be interrupted, like a cell in a notebook, and print its error."""
 
     def __enter__(self):
         self.former = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,7 +24,7 @@ class shown:
 
 
 class after:
-    """That many seconds into the block, do something; not if the block has ended before."""
+    """Run a function that many seconds into the block, unless the block has ended by then."""
 
     def __init__(self, seconds, do, *args):
         self.happened = False
@@ -45,62 +45,62 @@ class after:
 
 
 def press():
-    """The stop button."""
+    """Press the stop button."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def kill(pid):
-    """SIGKILL."""
+    """Send SIGKILL."""
     os.kill(pid, signal.SIGKILL)
 
 
 def freeze(pid, seconds):
-    """A process that gets no time for a while."""
+    """Suspend a process for a while."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
 
 
 def rank(group, number):
-    """Process of a rank."""
+    """Return the PID of a rank."""
     return group.members[number].pid
 
 
 def controller(group):
-    """Process of the controller."""
+    """Return the PID of the controller."""
     return group.cluster._ipp.controller.pid
 
 
-def warm(group):
-    """Process from which the ranks are forked; if they were spawned, the controller."""
+def preload_process(group):
+    """Return the PID of the process that ranks are forked from; the controller if they were spawned."""
     return group.cluster._warm.pid if group.cluster._warm else controller(group)
 
 
-def gone(group, number):
-    """Wait until the group knows that a rank has ended."""
+def wait_for_end_of_rank(group, number):
+    """Wait until the group has noticed the end of a rank."""
     deadline = time.monotonic() + 60
     while number not in group.ranks.ended:
         assert time.monotonic() < deadline, f"the end of rank {number} is not noticed"
         time.sleep(0.01)
 
 
-def known(group, pid):
-    """Wait until the group knows that this process has ended, or is none of its own any more."""
+def wait_until_noticed(group, pid):
+    """Wait until the group has noticed the end of this process, if it still belongs to the group."""
     for number, member in enumerate(group.members if group.alive else []):
         if member.pid == pid:
-            gone(group, number)
+            wait_for_end_of_rank(group, number)
 
 
-def over(group):
-    """Wait until the group knows that its controller has ended."""
+def wait_for_end_of_controller(group):
+    """Wait until the group has noticed the end of its controller."""
     deadline = time.monotonic() + 60
     while not group.cluster._controller_exit:
         assert time.monotonic() < deadline, "the end of the controller is not noticed"
         time.sleep(0.01)
 
 
-def free(group):
-    """Wait until every rank has ended the cell that was stopped; some take seconds for that."""
+def wait_until_free(group):
+    """Wait until every rank has ended the stopped cell, which may take seconds."""
     deadline = time.monotonic() + 90
     while True:
         try:
@@ -111,7 +111,7 @@ def free(group):
 
 
 class asking:
-    """Ask the group from another thread as long as the block lasts."""
+    """Ask the group from another thread for the length of the block."""
 
     def __init__(self, group, what):
         self.group, self.what, self.over, self.error = group, what, threading.Event(), None
@@ -136,7 +136,7 @@ class asking:
 
 
 class Evaluated:
-    """An object that is unpickled by evaluating `there`, and pickled after `here` has been called."""
+    """An object that calls `here` when pickled, and evaluates `there` when unpickled."""
 
     def __init__(self, there, here=lambda: None):
         self.there, self.here = there, here
@@ -147,7 +147,7 @@ class Evaluated:
 
 
 def deep(levels):
-    """A list in a list in a list."""
+    """Return nested lists."""
     made = []
     for _ in range(levels):
         made = [made]
@@ -166,7 +166,7 @@ NAMES = "seen", "done", "v0", "v1", "v2"
 
 
 def prove(group: ddip.Group, n: int):
-    """An all_reduce over all ranks; what each of them is and has."""
+    """Run an all_reduce over all ranks; return identity and variables of each."""
     group.run(PROOF.format(n=n, names=NAMES))
     answers = group.pull_all(["_proof"], range(group.world_size))[0]
     return [answer["_proof"] for answer in answers]

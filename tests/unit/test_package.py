@@ -35,11 +35,11 @@ def test_the_classifiers_list_exactly_the_allowed_pythons() -> None:
 def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
     there = dist.files_of_the_package()
     assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(there)
-    dist.ensure_whole([*there, "ddip-0.1.0.dist-info/METADATA"], there)
+    dist.ensure_complete([*there, "ddip-0.1.0.dist-info/METADATA"], there)
     with pytest.raises(dist.StepFailed, match=r"lacks \['ddip/py.typed'\], and has \['tests/dist.py'\]"):
-        dist.ensure_whole([*(name for name in there if name != "ddip/py.typed"), "tests/dist.py"], there)
+        dist.ensure_complete([*(name for name in there if name != "ddip/py.typed"), "tests/dist.py"], there)
 
 
 def test_a_failed_step_shows_its_output() -> None:
     with pytest.raises(dist.StepFailed, match="(?s)a step: exit code 3.*why"):
-        dist.run("a step", [sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+        dist.run_step("a step", [sys.executable, "-c", "print('why'); raise SystemExit(3)"])

@@ -24,5 +24,5 @@ def train(on_step):
         losses.append(loss.item())
         on_step(step)
     gradient = model.module[0].weight.grad
-    assert torch.equal(gradient, gradient.half().float())  # what came was no finer
+    assert torch.equal(gradient, gradient.half().float())  # gradients arrived in half precision
     return losses

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: FSDP2 is saved after ten steps; a new model does the other ten."""
+"""torch.distributed.checkpoint: FSDP2 is saved after ten steps; a new model runs the other ten."""
 
 import tempfile
 

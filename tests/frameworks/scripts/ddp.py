@@ -1,4 +1,4 @@
-"""DistributedDataParallel, as torch's tutorial has it."""
+"""DistributedDataParallel, as in torch's tutorial."""
 
 import os
 

@@ -1,5 +1,5 @@
 # app: deepspeed
-"""DeepSpeed's engine with ZeRO 2, as its tutorial has it; the optimizer is torch's, which needs no op built."""
+"""DeepSpeed's engine with ZeRO 2, as in its tutorial; torch's optimizer needs no op to be built."""
 
 import deepspeed
 import torch

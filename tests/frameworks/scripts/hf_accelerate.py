@@ -1,5 +1,5 @@
 # app: hf
-"""accelerate, as its tutorial has it: gradients accumulated over 2 batches, and the metric of all ranks."""
+"""accelerate, as in its tutorial: gradients accumulated over 2 batches, and the metric of all ranks."""
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 def train(on_step):
     set_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    x = torch.randn(150, 8)  # the last batch of an epoch is filled up, and gather_for_metrics takes that out
+    x = torch.randn(150, 8)  # the last batch of an epoch is padded; gather_for_metrics drops the padding
     data = TensorDataset(x, x.sum(1, keepdim=True).tanh())
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,5 +1,5 @@
 # app: hf
-"""trl's SFTTrainer with LoRA of peft, on a small causal language model from config and words as tokens."""
+"""trl's SFTTrainer with peft's LoRA, on a small causal language model with words as tokens."""
 
 import tempfile
 

@@ -1,5 +1,5 @@
 # app: hf
-"""transformers' Trainer on a small causal language model from config, as its tutorial has it."""
+"""transformers' Trainer on a small causal language model, as in its tutorial."""
 
 import tempfile
 

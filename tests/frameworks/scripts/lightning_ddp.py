@@ -1,5 +1,5 @@
 # app: lightning
-"""Lightning's Trainer with DDP, as a script for torchrun has it: its log, and its own sampler."""
+"""Lightning's Trainer with DDP, as in a script for torchrun: with its log and its own sampler."""
 
 import lightning as L
 import torch

@@ -1,5 +1,5 @@
 # app: lightning
-"""Lightning's Trainer with FSDP2: ModelParallelStrategy and fully_shard. FSDPStrategy needs GPUs, as torch's does."""
+"""Lightning's Trainer with FSDP2: ModelParallelStrategy and fully_shard. FSDPStrategy needs GPUs."""
 
 import lightning as L
 import torch

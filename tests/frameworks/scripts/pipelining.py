@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: a stage of the model on each rank, microbatches in the 1F1B schedule."""
+"""torch.distributed.pipelining: one stage of the model per rank, microbatches in the 1F1B schedule."""
 
 import torch
 import torch.distributed as dist

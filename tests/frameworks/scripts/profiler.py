@@ -1,4 +1,4 @@
-"""torch.profiler around steps of DistributedDataParallel: a trace for each rank, with its collectives."""
+"""torch.profiler around steps of DistributedDataParallel: one trace per rank, with its collectives."""
 
 import json
 import tempfile

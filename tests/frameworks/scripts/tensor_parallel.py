@@ -1,4 +1,4 @@
-"""Tensor parallel: linear layers divided by columns and by rows, and a norm by the sequence."""
+"""Tensor parallelism: linear layers split by columns and by rows, and a norm split by the sequence."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""DDP with ZeroRedundancyOptimizer, whose state is put together on rank 0 in the end."""
+"""DDP with ZeroRedundancyOptimizer, whose state is consolidated on rank 0 at the end."""
 
 import torch
 import torch.distributed as dist
