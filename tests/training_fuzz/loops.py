@@ -11,5 +11,5 @@ LOOPS: dict[str, Loop] = {**TORCH_LOOPS, **FRAMEWORK_LOOPS}
 
 
 def is_installed(loop: Loop) -> bool:
-    """Whether the packages that the loop needs can be imported."""
+    """Return True if the packages that the loop needs can be imported."""
     return not loop.needs or importlib.util.find_spec(loop.needs) is not None

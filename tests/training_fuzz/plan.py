@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAULTS = {"raise": 6, "stop": 5, "memory": 2, "timeout": 2, "kill": 1}
-"""Kind of fault -> how often it is drawn."""
+"""Kind of fault -> its relative frequency."""
 STRETCH = 12
-"""Faults of one loop in a row, before another is set up."""
+"""Consecutive faults of one loop before the next loop is set up."""
 CONTINUES = ("  ", "%", "these were", "no cell")
-"""How further lines of a notice begin."""
+"""Beginnings of a notice's further lines."""
 BAD = ("silent", "hangs", "crashed")
 Look = Mapping[str, Any]
-"""Answer of `state.look` on one rank."""
+"""Answer of `state.write_digests` on one rank."""
 OUTCOMES = ("equal", "named", "refuses", *BAD)
 REFUSING = re.compile("FSDP|DistributedDataParallel|OptimizedModule")
 """Classes of models that refuse to run when the group has been rebuilt."""
@@ -24,12 +24,12 @@ SAYS_WHAT_TO_DO = re.compile(
     r"made again|make .* again|recreate|must be created again|wrap .* again|load a checkpoint", re.IGNORECASE
 )
 IS_SHARDED = re.compile("shard|another part of its parameters")
-"""Words of a copy that is refused."""
+"""Words of a refused copy."""
 
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A fault of one loop, as it can be typed after ``--replay``."""
+    """A fault of one loop, in the form that ``--replay`` takes."""
 
     loop: str
     kind: str
@@ -38,7 +38,7 @@ class Fault:
     place: str
     """``torch/optim/adam.py:250|optimizer.step``"""
     nth: int
-    """How often the place is reached until then."""
+    """The fault happens at the `nth` visit of the place."""
 
     @property
     def part(self) -> str:
@@ -59,11 +59,11 @@ class Fault:
 
 @dataclass
 class Places:
-    """The lines of one step of a loop, in an order drawn at random; each is used before one is used twice."""
+    """The lines of one step of a loop in random order; each is used before one is used twice."""
 
     chance: random.Random
     counts: Mapping[str, int]
-    """Place -> how often two steps reach it."""
+    """Place -> number of visits in two steps."""
     used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -79,16 +79,17 @@ class Places:
             yield from [*places]
 
     def draw(self) -> tuple[str, int]:
-        """A place, and which of its visits. The user's own lines come two times in five."""
+        """Draw a place, and one of its visits; the loop's own lines come two times in five."""
         own, library = self._turns
         place = next(own if self.chance.random() < 0.4 else library, "") or next(own)
         return place, self.chance.randint(1, self.counts[place])
 
 
 def draw_faults(seed: int, loops: Mapping[str, str], count: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Stretches of (kind, victims) on one loop; their places are drawn when the loop's lines are known.
+    """Draw stretches of (kind, victims) on one loop.
 
-    `loops` has the app of each: loops with the same app follow each other, as another app means another group.
+    Their places are drawn once the loop's lines are known. `loops` has the app of each loop: loops with the same app
+    follow each other, because another app means another group.
     """
     chance = random.Random(f"faults {seed}")
     each = max(2, min(STRETCH, count // max(1, len(loops))))
@@ -106,42 +107,43 @@ def draw_faults(seed: int, loops: Mapping[str, str], count: int) -> Iterator[tup
 
 @dataclass
 class Seen:
-    """Facts of one trial, gathered from the ranks and from ddip's words."""
+    """Facts of one trial, from the ranks and from ddip's messages."""
 
     fired: bool = True
     hung: str = ""
-    """Which cell did not end in time."""
+    """The cell that did not end in time."""
     good: Sequence[Look] = ()
-    """Per rank: digests of all objects after good cells."""
+    """Digests of all objects after good cells, per rank."""
     looks: Sequence[Look] = ()
-    """The same after the fault, before anything is synchronised."""
+    """Digests after the fault, before the synchronisation."""
     heard: str = ""
-    """Everything that ddip printed from the fault until the ranks were looked at."""
+    """Everything that ddip printed from the fault until the digests were taken."""
     again: Sequence[Look] = ()
     """Digests after the synchronisation."""
     synced: bool = False
     refused: str = ""
-    """ddip's words when a synchronisation is refused."""
+    """ddip's message if a synchronisation is refused."""
     error: str = ""
-    """Of a cell that trained after the fault."""
+    """Error of a cell that trained after the fault."""
     found: Sequence[str] = ()
     """Differences from the undisturbed run."""
     settings: Sequence[str] = ()
-    """Settings of a process that the fault has left changed, such as disabled gradients."""
+    """Process settings that the fault has left changed, such as disabled gradients."""
     torn: Sequence[str] = ()
-    """Sharded objects that the fault has left at different steps, or within one."""
+    """Sharded objects that the fault has left at different steps, or within a step."""
     stale: Sequence[str] = ()
-    """Models that still have gradients of a backward pass that the fault has ended."""
+    """Models that still have gradients of a backward pass that the fault has cut off."""
     unsharded: bool = False
-    """A sharded model has full parameters, or none, where it had shards."""
+    """True if a sharded model has full parameters, or none, in place of shards."""
     recreated: bool = False
-    """Everything was set up again, and trained."""
+    """True if everything was set up again, and trained."""
 
 
-def differing(looks: Sequence[Look], good: Sequence[Look] = ()) -> list[str]:
-    """Names of the objects that differ between the ranks, but for leaves that did so after good cells, `good`.
+def differing_objects(looks: Sequence[Look], good: Sequence[Look] = ()) -> list[str]:
+    """Return the names of objects that differ between ranks.
 
-    If the state of a rank cannot be read, that is the name ``state``.
+    Leaves that also differ in `good` do not count. If the state of a rank cannot be read, the result is the name
+    ``state``.
     """
     if any("error" in look for look in looks):
         return ["state"]
@@ -157,7 +159,7 @@ def _differing_leaves(looks: Sequence[Look]) -> set[tuple[str, str]]:
     return {leaf for one in texts for leaf in one if len({other.get(leaf) for other in texts}) > 1}
 
 
-def stale(fault: Fault, looks: Sequence[Look]) -> list[str]:
+def stale_models(fault: Fault, looks: Sequence[Look]) -> list[str]:
     """Return ``net`` if it has gradients although the fault came in a function that backward calls."""
     if fault.part != "backward" or not fault.place.startswith("loop:"):
         return []
@@ -165,11 +167,11 @@ def stale(fault: Fault, looks: Sequence[Look]) -> list[str]:
     return ["net"] if any(text != "None" for gradients in left for text in gradients.values()) else []
 
 
-def torn(matching: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
-    """Of sharded objects, those that no number of undisturbed steps explains on all ranks.
+def torn_objects(matching: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
+    """Return the sharded objects that no single number of undisturbed steps explains on all ranks.
 
-    `matching` has, for each rank and object, the numbers of steps after which it is as the fault has left it. Objects
-    that are within a step on all ranks are no more torn than those of a single process.
+    `matching` has, for each rank and object, the numbers of steps after which it equals the state that the fault has
+    left. Objects that are within a step on all ranks do not count: those of a single process would be, too.
     """
     found = []
     for name in matching[0]:
@@ -179,22 +181,22 @@ def torn(matching: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     return found
 
 
-def words_of_ddip(text: str) -> str:
-    """Of the notebook's stderr, ddip's notices, whose first lines say so."""
-    kept, is_ours = [], False
+def notices_of_ddip(text: str) -> str:
+    """Return ddip's notices in the notebook's stderr, recognized by their first lines."""
+    notices, is_ours = [], False
     for line in text.splitlines(keepends=True):
         is_ours = line.startswith("ddip: ") or (is_ours and line.startswith(CONTINUES))
-        kept.append(line if is_ours else "")
-    return "".join(kept)
+        notices.append(line if is_ours else "")
+    return "".join(notices)
 
 
-def mentioned(heard: str, names: Collection[str]) -> bool:
-    """Has ddip named one of these variables, or said that ranks differ?"""
+def mentions_difference(heard: str, names: Collection[str]) -> bool:
+    """Return True if ddip has named one of these variables, or said that ranks differ."""
     return "differ" in heard or any(re.search(rf"^ +{re.escape(name)}: ", heard, re.MULTILINE) for name in names)
 
 
-def unnamed(names: Sequence[str], seen: Seen) -> list[str]:
-    """Of the objects that differ, those that no line of ddip mentions by the variable or, if it has none, its class."""
+def unnamed_objects(names: Sequence[str], seen: Seen) -> list[str]:
+    """Return the differing objects that ddip mentions neither by variable nor by class."""
     missing = []
     for name in names:
         variable = name.removesuffix("'s gradients").partition("/")[0]
@@ -205,13 +207,13 @@ def unnamed(names: Sequence[str], seen: Seen) -> list[str]:
     return missing
 
 
-def _kind(seen: Seen, name: str) -> str:
+def _class_of(seen: Seen, name: str) -> str:
     return str(seen.looks[0]["kinds"].get(name, ""))
 
 
-def judge(seen: Seen) -> tuple[str, str]:
-    """The worst outcome that the facts show, and all reasons for bad ones."""
-    reasons = [*_reasons(seen)]
+def judge_outcome(seen: Seen) -> tuple[str, str]:
+    """Return the worst outcome that the facts show, and all reasons for bad ones."""
+    reasons = [*_bad_outcomes(seen)]
     for outcome in ("hangs", "silent", "crashed"):
         if any(outcome == one for one, _ in reasons):
             return outcome, "; ".join(text for _, text in reasons)
@@ -220,7 +222,7 @@ def judge(seen: Seen) -> tuple[str, str]:
     return ("named" if seen.synced else "equal"), ""
 
 
-def _reasons(seen: Seen) -> Iterator[tuple[str, str]]:
+def _bad_outcomes(seen: Seen) -> Iterator[tuple[str, str]]:
     if seen.hung:
         yield "hangs", seen.hung
     if any("error" in look for look in seen.looks):
@@ -228,11 +230,11 @@ def _reasons(seen: Seen) -> Iterator[tuple[str, str]]:
         return
     told = seen.error + seen.refused
     says = bool(told and SAYS_WHAT_TO_DO.search(told + seen.heard) or IS_SHARDED.search(seen.refused))
-    names = {*differing(seen.looks, seen.good), *seen.torn}
+    names = {*differing_objects(seen.looks, seen.good), *seen.torn}
     missing = [
         name
-        for name in unnamed(sorted(names), seen)
-        if not name.endswith("gradients") and not (says and REFUSING.search(_kind(seen, name)))
+        for name in unnamed_objects(sorted(names), seen)
+        if not name.endswith("gradients") and not (says and REFUSING.search(_class_of(seen, name)))
     ]
     if missing:
         yield "silent", f"differs and is not named: {', '.join(missing)}"
@@ -250,5 +252,8 @@ def _reasons(seen: Seen) -> Iterator[tuple[str, str]]:
     if seen.found:
         when = "after the synchronisation" if seen.synced else "without a word from ddip"
         yield "silent", f"trains on wrong {when}: {'; '.join(seen.found)[:300]}"
-    if seen.again and not says and differing(seen.again, seen.good):
-        yield "silent", f"still differs after the synchronisation: {', '.join(differing(seen.again, seen.good))}"
+    if seen.again and not says and differing_objects(seen.again, seen.good):
+        yield (
+            "silent",
+            f"still differs after the synchronisation: {', '.join(differing_objects(seen.again, seen.good))}",
+        )

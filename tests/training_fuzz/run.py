@@ -17,7 +17,7 @@ from .trial import Trials
 
 
 class Run:
-    """One run; with `replay` of that fault alone."""
+    """One run of the fuzzer; with `replay`, of that fault alone."""
 
     def __init__(self, seed: int, count: int, only: str, replay: str, verbose: bool) -> None:
         self._seed, self._count, self._verbose = seed, count, verbose
@@ -28,10 +28,10 @@ class Run:
         self._places: dict[str, Places] = {}
         self._table = Table(seed)
         self._until = float("inf")
-        """No further fault begins after this, on ``time.monotonic``."""
+        """Deadline on ``time.monotonic`` after which no further fault begins."""
 
     def all(self, seconds: float) -> int:
-        """Play the faults, but begin none after `seconds`; print the table. Returns the exit code."""
+        """Play the faults, but begin none after `seconds`; print the table, and return the exit code."""
         print(f"seed {self._seed}, {self._count} faults, {len(self._loops)} loops", flush=True)
         if self._absent:
             print(f"not installed: {', '.join(self._absent)}")
@@ -72,10 +72,10 @@ class Run:
                 trials.set_up(loop)
 
     def _play(self, trials: Trials, fault: Fault) -> bool:
-        """Returns whether the objects can be used for another fault."""
+        """Play a fault, and return True if the objects can be used for another one."""
         began = time.monotonic()
         seen = trials.play(fault)
-        outcome, reason = plan.judge(seen)
+        outcome, reason = plan.judge_outcome(seen)
         if not seen.fired and outcome not in plan.BAD:
             outcome = NOT_REACHED
         elif fault.loop in self._places:

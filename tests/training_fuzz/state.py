@@ -1,6 +1,6 @@
-"""On a rank: take, compare and put back the state of a training loop, and train an undisturbed copy of it.
+"""On a rank: copy, compare and restore the state of a training loop, and train an undisturbed copy of it.
 
-The truth about the ranks is found here without ddip, and by other means: state_dicts of known objects, not a walk.
+It finds the truth about the ranks without ddip and by other means: state_dicts of known objects, not a walk.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ALWAYS = {"batches": "batches", "generator": "torch.default_generator"}
-"""State that every loop has: the name by which ddip is to mention it -> an expression."""
+"""State of every loop: the name by which ddip must mention it -> an expression."""
 TOLERANCE = 1e-6
 
-kept: dict[str, Any] = {}
-"""State that the harness holds from one cell to the next: not in the user's namespace."""
+held: dict[str, Any] = {}
+"""State that the harness holds between cells, outside the user's namespace."""
 
 
 def _evaluate(namespace: dict[str, Any], expression: str) -> Any:
     return eval(expression, {**namespace, "torch": torch})
 
 
-def take(namespace: dict[str, Any], state: Mapping[str, str]) -> dict[str, Any]:
+def copy_state(namespace: dict[str, Any], state: Mapping[str, str]) -> dict[str, Any]:
     """Copy the state of all objects: ``{name: tree}``."""
-    return {name: _take_one(_evaluate(namespace, code)) for name, code in {**state, **ALWAYS}.items()}
+    return {name: _copy_object(_evaluate(namespace, code)) for name, code in {**state, **ALWAYS}.items()}
 
 
-def _take_one(value: Any) -> Any:
+def _copy_object(value: Any) -> Any:
     if isinstance(value, nn.Module):
         named = dict(value.named_parameters())
         return {
@@ -51,14 +51,14 @@ def _take_one(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def put(namespace: dict[str, Any], state: Mapping[str, str], taken: Mapping[str, Any]) -> None:
-    """Load state that `take` copied into the objects of `namespace`, in place."""
+def load_state(namespace: dict[str, Any], state: Mapping[str, str], taken: Mapping[str, Any]) -> None:
+    """Load state that `copy_state` has copied into the objects of `namespace`, in place."""
     for name, code in {**state, **ALWAYS}.items():
-        _put_one(namespace, code, taken[name])
+        _load_object(namespace, code, taken[name])
 
 
 @torch.no_grad()
-def _put_one(namespace: dict[str, Any], code: str, tree: Any) -> None:
+def _load_object(namespace: dict[str, Any], code: str, tree: Any) -> None:
     value = _evaluate(namespace, code)
     if isinstance(value, nn.Module):
         parameters = dict(value.named_parameters())
@@ -101,7 +101,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def differences(mine: Any, others: Any, tolerance: float = TOLERANCE) -> list[str]:
-    """Paths at which two trees differ."""
+    """Return the paths at which two trees differ."""
     first, second = _leaves(mine), _leaves(others)
     found = sorted(first.keys() ^ second.keys())
     for path in first.keys() & second.keys():
@@ -121,18 +121,21 @@ def differences(mine: Any, others: Any, tolerance: float = TOLERANCE) -> list[st
 
 
 def digest(taken: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """A short text for each leaf of each object; gradients are objects of their own, and shards are left out."""
+    """Return a short text for each leaf of each object.
+
+    Gradients count as separate objects, and shards are left out.
+    """
     texts = {}
     for name, tree in taken.items():
         parts = {name: tree}
         if isinstance(tree, Mapping) and tree.keys() == {"values", "gradients"}:
             parts = {name: tree["values"], f"{name}'s gradients": tree["gradients"]}
         for part, value in parts.items():
-            texts[part] = {path: _short(leaf) for path, leaf in _leaves(value).items()}
+            texts[part] = {path: _digest_of_leaf(leaf) for path, leaf in _leaves(value).items()}
     return texts
 
 
-def _short(leaf: Any) -> str:
+def _digest_of_leaf(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     if _is_sharded(leaf):
@@ -141,7 +144,7 @@ def _short(leaf: Any) -> str:
 
 
 def flags() -> dict[str, str]:
-    """Settings of the process that a ``with`` statement is to have restored."""
+    """Return process settings that a ``with`` statement should have restored."""
     return {
         "grad_enabled": str(torch.is_grad_enabled()),
         "autocast": str(torch.is_autocast_enabled("cpu")),
@@ -154,46 +157,46 @@ def _class_name(value: Any) -> str:
     return type(value).__name__
 
 
-def look(namespace: dict[str, Any], state: Mapping[str, str], file: str) -> None:
-    """Write the digests of this rank to `file`; uses no collective."""
+def write_digests(namespace: dict[str, Any], state: Mapping[str, str], file: str) -> None:
+    """Write the digests of this rank to `file`, without a collective."""
     try:
-        taken = kept["look"] = take(namespace, state)
+        taken = held["look"] = copy_state(namespace, state)
         kinds = {name: _class_name(_evaluate(namespace, code)) for name, code in state.items()}
-        answer = {"digest": digest(taken), "kinds": kinds, "flags": flags(), "shards": _shards(taken)}
+        answer = {"digest": digest(taken), "kinds": kinds, "flags": flags(), "shards": _sharded_paths(taken)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     Path(file).write_text(json.dumps(answer))
 
 
-def _shards(taken: Mapping[str, Any]) -> list[str]:
-    """Paths of sharded parameters: a model between two states has full ones instead."""
+def _sharded_paths(taken: Mapping[str, Any]) -> list[str]:
+    """Return the paths of sharded parameters; a model between two states has full ones instead."""
     models = {name: tree["values"] for name, tree in taken.items() if isinstance(tree, Mapping) and "values" in tree}
     return [name + path for name, tree in models.items() for path, leaf in _leaves(tree).items() if _is_sharded(leaf)]
 
 
 def hold(namespace: dict[str, Any], state: Mapping[str, str], key: str) -> None:
-    """Keep the present state under `key` until `compare`."""
+    """Hold the present state under `key` until `compare`."""
     with torch.enable_grad():
-        kept[key] = take(namespace, state)
+        held[key] = copy_state(namespace, state)
 
 
 def compare(
     namespace: dict[str, Any], code: str, state: Mapping[str, str], calls: int, close: str, sharded: bool, file: str
 ) -> None:
-    """Train an undisturbed copy from the state of `hold` for `calls`; write what differs from the user's run.
+    """Train an undisturbed copy from the state of `hold`; write its differences from the user's run.
 
-    For sharded objects, also write after how many undisturbed calls each of them is as the fault has left it.
+    For sharded objects, also write after how many undisturbed calls each equals the state that the fault has left.
     """
-    end, losses, before = take(namespace, state), namespace["losses"], kept.pop("before")
+    end, losses, before = copy_state(namespace, state), namespace["losses"], held.pop("before")
     box = [before]
     if not sharded:
         dist.broadcast_object_list(box)
     copied, twin = run_copy(namespace, code, state, box[0], [calls])[-1]
     found = [f"losses: {losses} instead of {copied}"] if differences(losses, copied) else []
     found += [f"{name}{path}" for name in end for path in differences(end[name], twin[name])]
-    exec(close, kept.pop("copy"))
+    exec(close, held.pop("copy"))
     matching = {}
-    left, start = kept.pop("look", None), kept.pop("start", None)
+    left, start = held.pop("look", None), held.pop("start", None)
     if sharded and left is not None and start is not None:
         undisturbed = [start, *(tree for _, tree in run_copy(namespace, code, state, start, [1, 1]))]
         matching = {
@@ -201,13 +204,13 @@ def compare(
             for name in state
             if any(_is_sharded(leaf) for leaf in _leaves(start[name]).values())
         }
-        exec(close, kept.pop("copy"))
+        exec(close, held.pop("copy"))
     torch.default_generator.set_state(end["generator"])
     Path(file).write_text(json.dumps({"found": found[:6], "matching": matching}))
 
 
 def _values_differ(one: Any, other: Any) -> bool:
-    """Leave out what a fault within a step may have moved alone: gradients, and learning rates."""
+    """Compare without what a fault within a step may have changed: gradients, and learning rates."""
     for key in ("values", "state"):
         if isinstance(one, Mapping) and isinstance(other, Mapping) and key in one and key in other:
             return bool(differences(one[key], other[key]))
@@ -221,10 +224,10 @@ def run_copy(
     start: Mapping[str, Any],
     stretches: Sequence[int],
 ) -> list[tuple[list[float], dict[str, Any]]]:
-    """Losses and state after each stretch of calls of a copy of the loop, made from its text and begun at `start`."""
+    """Train a copy of the loop from `start`; return losses and state after each stretch of calls."""
     names = {name: namespace[name] for name in ("rank", "world_size")}
     other: dict[str, Any] = {**names, "__name__": "__main__"}
-    kept["copy"] = other
+    held["copy"] = other
     exec(compile(code, "<undisturbed>", "exec"), other)
-    put(other, state, start)
-    return [(other["train"](calls), take(other, state)) for calls in stretches]
+    load_state(other, state, start)
+    return [(other["train"](calls), copy_state(other, state)) for calls in stretches]

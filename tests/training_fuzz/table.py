@@ -21,7 +21,7 @@ class Table:
         self._seconds: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(self, fault: Fault, outcome: str, reason: str, seconds: float) -> None:
-        """One trial."""
+        """Add one trial."""
         self._rows[fault.kind, fault.part][outcome] += 1
         self._loops[fault.loop][outcome] += 1
         self._seconds[fault.kind].append(seconds)
@@ -30,16 +30,16 @@ class Table:
 
     @property
     def count(self) -> int:
-        """Trials so far."""
+        """Return the number of trials so far."""
         return sum(sum(counts.values()) for counts in self._rows.values())
 
     @property
     def failed(self) -> bool:
-        """Has any trial ended badly?"""
+        """Return True if any trial has ended badly."""
         return bool(self._bad)
 
     def text(self, places: Mapping[str, tuple[Collection[str], Collection[str]]]) -> str:
-        """Everything, with the places covered and there of each loop."""
+        """Return the whole table, with the covered and existing places of each loop."""
         columns = [*OUTCOMES, NOT_REACHED]
         lines = [f"\n{'fault':8} {'part':24} " + " ".join(f"{name:>11}" for name in columns)]
         for (kind, part), counts in sorted(self._rows.items()):

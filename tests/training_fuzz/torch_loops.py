@@ -1,4 +1,4 @@
-"""Training loops of the fuzzer with torch alone: each is the text of a set-up cell that defines ``train(k)``."""
+"""Training loops of the fuzzer in plain torch: each is the text of a set-up cell that defines ``train(k)``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def factor(number):
 torch.manual_seed(1)
 batches = 0
 """
-"""Stands above each set-up cell. Batches depend on the step and the rank; the learning rate moves at each step."""
+"""Beginning of each set-up cell. Batches depend on the step and the rank; the learning rate changes at each step."""
 
 PLAIN_TRAIN = """
 def train(k):
@@ -85,21 +85,21 @@ class Loop:
 
     set_up: str
     state: Mapping[str, str] = field(default_factory=lambda: NET)
-    """The variable that ddip must name if its state differs -> an expression for the state. What follows a slash in a
-    key only tells two parts of a variable apart."""
+    """The variable that ddip must name if its state differs -> an expression for the state. A suffix after a slash
+    distinguishes two parts of a variable."""
     app: str = ""
-    """The app of the group."""
+    """App of the group."""
     needs: str = ""
-    """A package without which the loop cannot run."""
+    """Package that the loop needs."""
     steps_after: int = 12
-    """Batches after the fault that are compared with those of an undisturbed run."""
+    """Number of batches after the fault that are compared with an undisturbed run."""
     close: str = ""
     """Code that ends an undisturbed copy of the loop."""
     seconds_per_step: float = 0.0
-    """Beyond the usual milliseconds; for loops that write files."""
+    """Additional seconds per step, for loops that write files."""
     sharded: bool = False
     per_call: int = 1
-    """Steps that one ``train(1)`` takes."""
+    """Steps per ``train(1)``."""
 
     @property
     def code(self) -> str:

@@ -26,7 +26,7 @@ TRACED = (
     "torch/utils/data/",
     "transformers/trainer",
 )
-"""Python code of a training step. Faults at all other lines look to the loop as if they came at the caller's line."""
+"""Traced Python code of a training step. A fault in other code looks to the loop like one at the caller's line."""
 PARTS = (
     ("torch/optim/lr_scheduler.py", "scheduler, scaler, EMA"),
     ("torch/optim/swa_utils.py", "scheduler, scaler, EMA"),
@@ -42,15 +42,15 @@ PARTS = (
 )
 NAMED_PARTS = {"zero_grad": "zero_grad", "batch": "data", "no_sync": "other", "error": "forward", "join": "other"}
 WAIT_SECONDS = 8.0
-"""For which a rank stays at the place of a stop or a time limit."""
+"""How long a rank stays at the place of a stop or a time limit."""
 
 
 class PlantedError(ValueError):
-    """A fault of the fuzzer."""
+    """A planted fault."""
 
 
 class Tracer:
-    """Run a block with a trace function on its lines; subclasses say what happens at a line.
+    """Run a block with a trace function on its lines; subclasses define what happens at a line.
 
     `loop` is a function of the cell that defines the training loop.
     """
@@ -66,7 +66,7 @@ class Tracer:
         sys.settrace(None)
 
     def _label(self, code: CodeType) -> str:
-        """Name of the file as the same on all machines; empty if its lines are not traced."""
+        """Return a file name that is the same on all machines; empty if its lines are not traced."""
         label = self._labels.get(code)
         if label is None:
             path = code.co_filename
@@ -88,7 +88,7 @@ class Tracer:
         raise NotImplementedError
 
     def part_of(self, frame: FrameType | None) -> str:
-        """The part of the training step that `frame` belongs to."""
+        """Return the part of the training step that `frame` belongs to."""
         while frame is not None:
             label, name = self._label(frame.f_code), frame.f_code.co_name
             if label and name in NAMED_PARTS:
@@ -103,7 +103,7 @@ class Tracer:
 
 
 class Recorder(Tracer):
-    """Write down how often each line is reached: ``{"loop:12|between": 1}``."""
+    """Record how often each line is reached: ``{"loop:12|between": 1}``."""
 
     def __init__(self, loop: Any, file: str) -> None:
         super().__init__(loop)
@@ -120,7 +120,7 @@ class Recorder(Tracer):
 
 
 class Fault(Tracer):
-    """Let `kind` of fault happen when `place` is reached for the `nth` time."""
+    """Cause a fault of `kind` at the `nth` visit of `place`."""
 
     def __init__(self, loop: Any, kind: str, place: str, nth: int, folder: str, rank: int) -> None:
         super().__init__(loop)
@@ -148,16 +148,16 @@ class Fault(Tracer):
             raise torch.OutOfMemoryError("planted") if self._number % 2 else MemoryError("planted")
         if self._kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        until = time.monotonic() + WAIT_SECONDS  # a stop or a time limit comes while the rank waits here
+        until = time.monotonic() + WAIT_SECONDS  # the stop or the time limit comes while the rank waits here
         while not self._go.exists() and time.monotonic() < until:
             time.sleep(0.01)
 
 
 def record(loop: Any, file: str, rank: int) -> Any:
-    """A context in which rank 0 records its lines."""
+    """Return a context in which rank 0 records its lines."""
     return Recorder(loop, file) if rank == 0 else contextlib.nullcontext()
 
 
 def plant(loop: Any, kind: str, place: str, nth: int, folder: str, rank: int, victims: list[int]) -> Any:
-    """A context in which the fault happens on the ranks `victims`."""
+    """Return a context in which the fault happens on the ranks `victims`."""
     return Fault(loop, kind, place, nth, folder, rank) if rank in victims else contextlib.nullcontext()

@@ -25,35 +25,35 @@ from .plan import Fault, Seen
 MOST_LOAD = 3.0
 RANKS = 2
 MODULES = ("tracer", "state")
-"""Files of this folder that the ranks run."""
+"""Files of this folder that run on ranks."""
 INSTALLED = sysconfig.get_path("purelib") + "/training_fuzz/"
-"""Folder of these files as the ranks see it: a library's, so that neither an interrupt nor ddip takes their code and
-variables for the user's."""
+"""Folder of these files as the ranks see it: that of a library, so that neither an interrupt nor ddip mistakes their
+code and variables for the user's."""
 HURRY = """
 from ddip.rank.inspection import state_history as _made
 _made.IDLE_SECONDS, _made.SUM_SECONDS, _made.REST = 0.02, 0.02, 0
 del _made
 """
-"""Have the ranks record their state sooner after a good cell than beside a person."""
+"""Makes the ranks record their state sooner after a good cell than they do for a person."""
 FORGET = "%reset_selective -f ^(?!rank$|world_size$|device$).*"
 NEXT_CELL_SECONDS = 5.0
 LIMIT_SECONDS = 0.5
 """Time limit of a cell whose fault is a time limit."""
 RECORDED_SECONDS = 5.0
-"""For which a fault waits until ddip has recorded the state after the last good cell: a person types more slowly."""
+"""How long a fault waits until ddip has recorded the state after the last good cell: people type more slowly."""
 LONGEST_SECONDS = 12.0
-"""A cell that trains hangs if it takes longer."""
+"""A training cell that takes longer counts as hanging."""
 GOOD_CALLS = 2
-"""Calls of ``train(1)`` as cells before the first fault: the history that ddip compares with."""
+"""Cells with ``train(1)`` before the first fault, as the history that ddip compares with."""
 
 
 def load_factor() -> float:
-    """By how much this machine is slower now than when it has nothing else to do."""
+    """Return how many times slower this machine is than when idle."""
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), MOST_LOAD)
 
 
 class Presser(threading.Thread):
-    """Press the stop button when the victims of a fault have reached its place; let them continue if that fails."""
+    """Press stop once the victims of a fault have reached its place; let them continue if that fails."""
 
     def __init__(self, folder: Path, fault: Fault, limit: float) -> None:
         super().__init__(daemon=True)
@@ -73,7 +73,7 @@ class Presser(threading.Thread):
             if len(reached) == len(self._fault.ranks) or time.monotonic() > first + 0.5:
                 os.kill(os.getpid(), signal.SIGINT)
                 break
-        if not self._over.wait(0.3):  # an interrupt that waits for a library has left the rank at the place
+        if not self._over.wait(0.3):  # the interrupt waits for a library, so the rank is still at the place
             (self._folder / "go").write_text("")
 
     def __enter__(self) -> None:
@@ -113,11 +113,11 @@ class Trials:
             self._group.run(code, timeout=limit * load_factor())
 
     def _words(self) -> str:
-        return plan.words_of_ddip(self._heard.getvalue())
+        return plan.notices_of_ddip(self._heard.getvalue())
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hear what ddip says; the loops write to stdout."""
+        """Capture ddip's messages; the loops write to stdout."""
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(self._heard):
             yield
 
@@ -126,7 +126,7 @@ class Trials:
         self._run(f"__import__('training_fuzz_{module}').{call}", timeout)
 
     def _ask(self, call: str, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The same, and what it writes to its file on each rank."""
+        """Call a function of the harness, and return what it writes to its file on each rank."""
         files = [self._folder / f"answer.{rank}" for rank in range(RANKS)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ class Trials:
         return [json.loads(file.read_text()) for file in files]
 
     def _look(self, timeout: float | None = None) -> list[dict[str, Any]]:
-        return self._ask(f"look(globals(), {dict(self._loop.state)!r})", timeout)
+        return self._ask(f"write_digests(globals(), {dict(self._loop.state)!r})", timeout)
 
     def _load_modules(self) -> None:
         for name in MODULES:
@@ -153,7 +153,7 @@ del _made
     # -- loops
 
     def set_up(self, name: str) -> None:
-        """New objects of a loop, on a group that works, after some good steps."""
+        """Create the objects of a loop on a working group, and run some good steps."""
         self._loop = LOOPS[name]
         if self._loop.app != self._app:
             self._group.shutdown()
@@ -177,7 +177,7 @@ del _made
         self._baseline = self._look()
 
     def _recover(self, *, whole: bool) -> None:
-        """Bring the group back, whatever state it is in."""
+        """Bring the group back from any state."""
         with self._listening():
             if whole:
                 self._group.restart()
@@ -186,7 +186,7 @@ del _made
         self._load_modules()
 
     def record(self) -> dict[str, int]:
-        """How often two steps reach each of their lines."""
+        """Return how often two steps reach each of their lines."""
         file = self._folder / "places"
         call = f"record(train, {str(file)!r}, rank)"
         self._run(f"with __import__('training_fuzz_tracer').{call}:\n    losses = train(2)")
@@ -196,7 +196,7 @@ del _made
     # -- one fault
 
     def play(self, fault: Fault) -> Seen:
-        """Let it happen, look at the ranks, and train further."""
+        """Cause the fault, inspect the ranks, and continue training."""
         seen = Seen(good=self._baseline)
         self._heard = io.StringIO()
         for file in self._folder.glob("reached.*"):
@@ -231,7 +231,7 @@ del _made
                 self._run(code, timeout)
         except CellTimeout as error:
             if fault.kind != "timeout":
-                seen.hung = f"the cell with the fault: {_line(error)}"
+                seen.hung = f"the cell with the fault: {_one_line(error)}"
         except (ddip.CellError, CellInterrupted, KeyboardInterrupt):
             pass
         finally:
@@ -242,10 +242,10 @@ del _made
         try:
             seen.looks = self._look(NEXT_CELL_SECONDS)
         except CellTimeout as error:
-            seen.hung = f"the next cell: {_line(error)}"
+            seen.hung = f"the next cell: {_one_line(error)}"
             return
         except DdipError as error:
-            seen.error = _line(error)
+            seen.error = _one_line(error)
             return
         finally:
             seen.heard = self._words()
@@ -255,12 +255,12 @@ del _made
             for name in look.get("flags", {})
             if look["flags"][name] != good["flags"][name]
         ]
-        seen.stale = plan.stale(fault, seen.looks) if seen.fired else []
+        seen.stale = plan.stale_models(fault, seen.looks) if seen.fired else []
         seen.unsharded = any(
             look.get("shards") != good["shards"] for look, good in zip(seen.looks, self._baseline, strict=True)
         )
-        differ = [name for name in plan.differing(seen.looks, seen.good) if not name.endswith("gradients")]
-        if differ or plan.mentioned(seen.heard, self._loop.state):
+        differ = [name for name in plan.differing_objects(seen.looks, seen.good) if not name.endswith("gradients")]
+        if differ or plan.mentions_difference(seen.heard, self._loop.state):
             self._synchronise(seen, source=fault.nth % RANKS)
         if not (seen.refused or seen.error or seen.hung):
             self._train_on(seen)
@@ -275,12 +275,12 @@ del _made
                 self._group.sync(source=source)
             seen.again = self._look(NEXT_CELL_SECONDS)
         except CellTimeout as error:
-            seen.hung = f"the synchronisation: {_line(error)}"
+            seen.hung = f"the synchronisation: {_one_line(error)}"
         except DdipError as error:
-            seen.refused = _line(error)
+            seen.refused = _one_line(error)
         else:
             words = self._heard.getvalue()[heard:]
-            if "was not copied" in words and plan.differing(seen.again, seen.good):
+            if "was not copied" in words and plan.differing_objects(seen.again, seen.good):
                 seen.refused = words
 
     def _train_on(self, seen: Seen) -> None:
@@ -289,19 +289,19 @@ del _made
             self._call("state", f"hold(globals(), {state!r}, 'before')", NEXT_CELL_SECONDS)
             self._run(f"losses = train({calls})", LONGEST_SECONDS)
         except CellTimeout as error:
-            seen.hung = f"a cell that trains after the fault: {_line(error)}"
+            seen.hung = f"a cell that trains after the fault: {_one_line(error)}"
             return
         except DdipError as error:
-            since = self._words()[len(seen.heard) :]  # what ddip has done since the look may be why this cell fails
-            seen.error = f"{_line(error)} {since}"
+            since = self._words()[len(seen.heard) :]  # ddip's actions since the digests may explain this failure
+            seen.error = f"{_one_line(error)} {since}"
             return
         twin = f"{self._loop.code!r}, {state!r}, {calls}, {self._loop.close!r}, {self._loop.sharded}"
         try:
             answers = self._ask(f"compare(globals(), {twin})")
             seen.found = [f"rank {rank}: {text}" for rank, found in enumerate(answers) for text in found["found"]]
-            seen.torn = plan.torn([answer["matching"] for answer in answers])
+            seen.torn = plan.torn_objects([answer["matching"] for answer in answers])
         except DdipError as error:
-            seen.found = [f"no undisturbed run from this state: {_line(error)}"]
+            seen.found = [f"no undisturbed run from this state: {_one_line(error)}"]
 
     def _after_kill(self, fault: Fault, seen: Seen) -> None:
         try:
@@ -315,22 +315,22 @@ del _made
             assert time.monotonic() - began < NEXT_CELL_SECONDS * load_factor()
             self._load_modules()
         except CellTimeout as error:
-            seen.hung = f"the cell after the repair: {_line(error)}"
+            seen.hung = f"the cell after the repair: {_one_line(error)}"
             return
         self._set_up_again(fault.loop, seen)
         if seen.recreated:
             self._train_on(seen)
 
     def _set_up_again(self, name: str, seen: Seen) -> None:
-        """Create everything again, as the user's notebook would by its set-up cell."""
+        """Create everything again, as the user would with the set-up cell."""
         try:
             self._run(LOOPS[name].code)
             self._run("losses = train(1)", LONGEST_SECONDS)
             seen.recreated = True
         except (CellTimeout, DdipError) as error:
-            seen.error = seen.error or f"set up again: {_line(error)}"
+            seen.error = seen.error or f"set up again: {_one_line(error)}"
 
 
-def _line(error: BaseException) -> str:
-    """Its text in one line."""
+def _one_line(error: BaseException) -> str:
+    """Return the text of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
