@@ -28,8 +28,8 @@ napoleon_google_docstring = False
 default_role = "code"
 smartquotes = False
 
-# What signatures name and no page describes: types of other libraries, and a few of ours.
-# No inventory of another site is asked for: the build needs no network.
+# Types in signatures that no page describes: those of other libraries, and a few of ours.
+# The build fetches no inventory of other sites, so it needs no network.
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|typing|types|IPython|torch)\..*"),

@@ -1,8 +1,8 @@
-"""Small data sets, each in the own format of one that fastai's lessons download: ``fastai_data.py FOLDER``.
+"""Small data sets in the formats of those that fastai's lessons download: ``fastai_data.py FOLDER``.
 
 With ``FASTAI_HOME=FOLDER`` and ``TORCH_HOME=FOLDER/torch`` in the environment, ``untar_data(URLs.PETS)`` and
-``vision_learner(dls, resnet18)`` find what they would download, and nothing is asked of the network. There is something
-to learn in each: planted factors of users and movies, shapes and colours, words of praise. The weights are random.
+``vision_learner(dls, resnet18)`` find what they would download, and nothing is asked of the network. Each set has
+something to learn: factors of users and movies, shapes and colours, words of praise. The weights are random.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRAISE, BLAME = ["wonderful", "great", "moving", "superb"], ["awful", "boring", 
 THINGS = ["movie", "film", "story", "cast", "music", "ending", "script", "actor"]
 
 
-def _draw(draw: ImageDraw.ImageDraw, shape: str, colour: str, x: float, y: float, r: float) -> None:
+def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, colour: str, x: float, y: float, r: float) -> None:
     """Draw one shape about the point (`x`, `y`); `r` is half its width."""
     if shape == "ellipse":
         draw.ellipse((x - r, y - 0.8 * r, x + r, y + 0.8 * r), fill=colour)
@@ -41,23 +41,26 @@ def _draw(draw: ImageDraw.ImageDraw, shape: str, colour: str, x: float, y: float
             draw.rectangle((x - r, y + i * r, x + r, y + (i + 0.4) * r), fill=colour)
 
 
-def _picture(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """A new picture with a grey, speckled background, and what draws on it."""
+def _new_picture(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    """Return a new picture with a grey, speckled background, and an object that draws on it."""
     grey = np.random.default_rng(rng.randrange(2**32)).normal(rng.uniform(90, 150), 20, (height, width, 1))
     image = Image.fromarray(np.repeat(grey.clip(0, 255).astype(np.uint8), 3, axis=2))
     return image, ImageDraw.Draw(image)
 
 
 def _one_shape(rng: random.Random, shape: str, colour: str, width: int, height: int) -> Image.Image:
-    """A picture of one shape somewhere in the middle."""
-    image, draw = _picture(rng, width, height)
+    """Return a picture of one shape near the middle."""
+    image, draw = _new_picture(rng, width, height)
     r = min(width, height) * rng.uniform(0.25, 0.35)
-    _draw(draw, shape, colour, width * rng.uniform(0.4, 0.6), height * rng.uniform(0.4, 0.6), r)
+    _draw_shape(draw, shape, colour, width * rng.uniform(0.4, 0.6), height * rng.uniform(0.4, 0.6), r)
     return image
 
 
-def ml_100k(path: Path, n_users: int = 100, n_movies: int = 120, n_ratings: int = 3000) -> None:
-    """MovieLens 100k: ``u.data``, ``u.item``. Ratings come from two factors; some movies have one rating only."""
+def write_ml_100k(path: Path, n_users: int = 100, n_movies: int = 120, n_ratings: int = 3000) -> None:
+    """Write MovieLens 100k: ``u.data``, ``u.item``.
+
+    Ratings come from two factors; some movies have only one rating.
+    """
     rng = np.random.default_rng(8)
     users, movies = rng.normal(0, 0.7, (n_users, 2)), rng.normal(0, 0.7, (n_movies, 2))
     liked = rng.normal(3.2, 0.8, n_movies)
@@ -78,8 +81,8 @@ def ml_100k(path: Path, n_users: int = 100, n_movies: int = 120, n_ratings: int 
             file.write(f"{i + 1}|{title}|01-Jan-{year}||http://us.imdb.com/M/title-exact?{i + 1}|{genres}\n")
 
 
-def movie_lens_sample(path: Path, n: int = 1500) -> None:
-    """A sample of MovieLens: ``ratings.csv``."""
+def write_movie_lens_sample(path: Path, n: int = 1500) -> None:
+    """Write a sample of MovieLens: ``ratings.csv``."""
     rng = np.random.default_rng(2)
     users, movies, liked = rng.normal(0, 0.6, (40, 2)), rng.normal(0, 0.6, (60, 2)), rng.normal(3.2, 0.8, 60)
     with (path / "ratings.csv").open("w", newline="") as file:
@@ -91,8 +94,11 @@ def movie_lens_sample(path: Path, n: int = 1500) -> None:
             table.writerow([7 * user + 2, 13 * movie + 1, rating, 1097894241 + int(pair)])
 
 
-def oxford_iiit_pet(path: Path, each: int = 30) -> None:
-    """Oxford-IIIT pets: ``images/great_pyrenees_173.jpg``; a capital letter means a cat, and a warm colour."""
+def write_oxford_iiit_pet(path: Path, each: int = 30) -> None:
+    """Write Oxford-IIIT pets: ``images/great_pyrenees_173.jpg``.
+
+    A capital letter means a cat, and a warm colour.
+    """
     rng = random.Random(5)
     breeds = ["Abyssinian", "Egyptian_Mau", "Siamese", "beagle", "great_pyrenees", "pug"]
     colours = ["#d02020", "#f07020", "#e0b010", "#2040d0", "#10a0b0", "#20a040"]
@@ -103,8 +109,8 @@ def oxford_iiit_pet(path: Path, each: int = 30) -> None:
             image.save(path / "images" / f"{breed}_{number}.jpg")
 
 
-def imdb(path: Path, each: int = 60) -> None:
-    """IMDb reviews: ``train/pos/0_9.txt``, ``test/neg`` and ``unsup``. Words carry the sentiment."""
+def write_imdb(path: Path, each: int = 60) -> None:
+    """Write IMDb reviews: ``train/pos/0_9.txt``, ``test/neg`` and ``unsup``. Words carry the sentiment."""
     rng = random.Random(10)
     words = {"pos": PRAISE, "neg": BLAME}
     for folder, n in {"train/pos": each, "train/neg": each, "test/pos": 12, "test/neg": 12, "unsup": 8}.items():
@@ -116,8 +122,8 @@ def imdb(path: Path, each: int = 60) -> None:
             (path / folder / f"{i}_{number}.txt").write_text(".<br /><br />".join(said) + ".")
 
 
-def adult_sample(path: Path, n: int = 2000) -> None:
-    """The adult data set: ``adult.csv``, with blanks before the categories and some values missing."""
+def write_adult_sample(path: Path, n: int = 2000) -> None:
+    """Write the adult data set: ``adult.csv``, with blanks before categories and some missing values."""
     rng = random.Random(9)
     schools = {"HS-grad": 9, "Some-college": 10, "Assoc-acdm": 12, "Bachelors": 13, "Masters": 14, "Doctorate": 16}
     columns = ["age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation"]
@@ -139,8 +145,11 @@ def adult_sample(path: Path, n: int = 2000) -> None:
             table.writerow([*row, ">=50k" if score + rng.gauss(0, 0.5) > 0 else "<50k"])
 
 
-def pascal_2007(path: Path, n: int = 200) -> None:
-    """PASCAL VOC 2007: ``train.csv`` with fname, labels (apart by blanks), is_valid; pictures in ``train``."""
+def write_pascal_2007(path: Path, n: int = 200) -> None:
+    """Write PASCAL VOC 2007: ``train.csv`` with fname, labels, is_valid; pictures in ``train``.
+
+    Labels are separated by blanks.
+    """
     rng = random.Random(6)
     labels = ["bicycle", "bird", "car", "chair", "dog", "person"]
     (path / "train").mkdir()
@@ -148,17 +157,17 @@ def pascal_2007(path: Path, n: int = 200) -> None:
         table = csv.writer(file)
         table.writerow(["fname", "labels", "is_valid"])
         for i in range(n):
-            image, draw = _picture(rng, 160, 128)
-            there = rng.sample(range(len(labels)), rng.choice([1, 1, 2, 3]))
-            places = rng.sample([(40, 36), (120, 36), (40, 92), (120, 92)], len(there))
-            for label, (x, y) in zip(there, places, strict=True):
-                _draw(draw, SHAPES[label], COLOURS[label], x, y, rng.uniform(24, 34))
+            image, draw = _new_picture(rng, 160, 128)
+            present = rng.sample(range(len(labels)), rng.choice([1, 1, 2, 3]))
+            places = rng.sample([(40, 36), (120, 36), (40, 92), (120, 92)], len(present))
+            for label, (x, y) in zip(present, places, strict=True):
+                _draw_shape(draw, SHAPES[label], COLOURS[label], x, y, rng.uniform(24, 34))
             image.save(path / "train" / f"{5 + 2 * i:06}.jpg")
-            table.writerow([f"{5 + 2 * i:06}.jpg", " ".join(labels[label] for label in there), i % 4 == 0])
+            table.writerow([f"{5 + 2 * i:06}.jpg", " ".join(labels[label] for label in present), i % 4 == 0])
 
 
-def imagenette2(path: Path) -> None:
-    """Imagenette: ten classes of ImageNet, ``train/n01440764/n01440764_10026.JPEG``, and ``val``."""
+def write_imagenette2(path: Path) -> None:
+    """Write Imagenette: ten classes of ImageNet, ``train/n01440764/n01440764_10026.JPEG``, and ``val``."""
     rng = random.Random(7)
     names = ["n01440764", "n02102040", "n02979186", "n03000684", "n03028079"]
     names += ["n03394916", "n03417042", "n03425413", "n03445777", "n03888257"]
@@ -170,8 +179,8 @@ def imagenette2(path: Path) -> None:
                 image.save(path / folder / name / f"{name}_{number}.JPEG")
 
 
-def wt103_fwd(path: Path) -> None:
-    """The language model of AWD_LSTM, untrained: ``lstm_fwd.pth``, ``itos_wt103.pkl``."""
+def write_wt103_fwd(path: Path) -> None:
+    """Write the language model of AWD_LSTM, untrained: ``lstm_fwd.pth``, ``itos_wt103.pkl``."""
     import torch
     from fastai.text.all import AWD_LSTM, defaults, get_language_model
 
@@ -180,13 +189,16 @@ def wt103_fwd(path: Path) -> None:
     with (path / "itos_wt103.pkl").open("wb") as file:
         pickle.dump(vocab, file)
     weights = get_language_model(AWD_LSTM, len(vocab)).state_dict()
-    for name, values in weights.items():  # large enough that a word can be told at the other end
+    for name, values in weights.items():  # large enough that the output depends on the words
         values *= 2 if "rnns" in name else 10 if name.endswith("weight") else 1
     torch.save(weights, path / "lstm_fwd.pth")
 
 
-def resnet_weights(path: Path) -> None:
-    """Weights of torchvision's resnet18, named as in its URL: random, with the statistics that batch norm needs."""
+def write_resnet_weights(path: Path) -> None:
+    """Write weights of torchvision's resnet18, named as in its URL.
+
+    They are random, with the statistics that batch norm needs.
+    """
     import torch
     from torchvision.models import ResNet18_Weights, resnet18
 
@@ -195,7 +207,7 @@ def resnet_weights(path: Path) -> None:
     model = resnet18()
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = None  # the mean of all batches
+            module.momentum = None  # average over all batches
     pictures = [_one_shape(rng, rng.choice(SHAPES), rng.choice(COLOURS), 96, 96) for _ in range(32)]
     batch = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in pictures]) / 255
     with torch.no_grad():
@@ -203,18 +215,18 @@ def resnet_weights(path: Path) -> None:
     torch.save(model.state_dict(), path / Path(ResNet18_Weights.DEFAULT.url).name)
 
 
-def make(home: Path) -> None:
-    """Fill `home`, which becomes FASTAI_HOME, with all data sets and weights that are not there yet."""
+def write_missing(home: Path) -> None:
+    """Fill `home`, which becomes FASTAI_HOME, with all missing data sets and weights."""
     sets: dict[str, Callable[[Path], None]] = {
-        "data/ml-100k": ml_100k,
-        "data/movie_lens_sample": movie_lens_sample,
-        "data/oxford-iiit-pet": oxford_iiit_pet,
-        "data/imdb": imdb,
-        "data/adult_sample": adult_sample,
-        "data/pascal_2007": pascal_2007,
-        "data/imagenette2": imagenette2,
-        "models/wt103-fwd": wt103_fwd,
-        "torch/hub/checkpoints": resnet_weights,
+        "data/ml-100k": write_ml_100k,
+        "data/movie_lens_sample": write_movie_lens_sample,
+        "data/oxford-iiit-pet": write_oxford_iiit_pet,
+        "data/imdb": write_imdb,
+        "data/adult_sample": write_adult_sample,
+        "data/pascal_2007": write_pascal_2007,
+        "data/imagenette2": write_imagenette2,
+        "models/wt103-fwd": write_wt103_fwd,
+        "torch/hub/checkpoints": write_resnet_weights,
     }
     for name, fill in sets.items():
         if not (home / name).exists():
@@ -223,4 +235,4 @@ def make(home: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    write_missing(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Run a notebook from start to end without a browser, and show on the terminal what it shows: ``run.py NOTEBOOK``."""
+"""Run a notebook from start to end without a browser, and print its output: ``run.py NOTEBOOK``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Narrator(NotebookClient):
 
 
 def main(path: Path) -> int:
-    """Run the notebook at `path`, in its own folder; returns the exit status."""
+    """Run the notebook at `path` in its folder; return the exit status."""
     notebook = nbformat.read(path, as_version=4)
     client = Narrator(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}})
     began = time.monotonic()
 
-    def announce(cell, cell_index):
+    def print_cell_start(cell, cell_index):
         if cell.cell_type == "code":
             first = next((line for line in cell.source.splitlines() if line.strip()), "")
             print(f"\n--- cell {cell_index + 1} of {len(notebook.cells)}, {time.monotonic() - began:.0f} s: {first}")
 
-    client.on_cell_start = announce
+    client.on_cell_start = print_cell_start
     print(f"{path}: {len(notebook.cells)} cells")
     try:
         client.execute()

@@ -1,4 +1,4 @@
-"""What the pages are made of besides their text: notebooks, the magics' own help, and links that also work outside.
+"""Content of the pages besides their text: notebooks, help of the magics, and links that also work on disk.
 
 A build copies ``notebooks/``, which are stored executed, to ``docs/tutorials/``. It runs nothing.
 """
@@ -32,7 +32,10 @@ NOTEBOOKS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "tutorials"
 
 
 def write_tutorials(app: Sphinx) -> None:
-    """The pages of the notebooks; what is unchanged is left alone, so that Sphinx need not read it again."""
+    """Copy the notebooks to ``docs/tutorials``.
+
+    Unchanged files are left alone, so that Sphinx need not read them again.
+    """
     TUTORIALS.mkdir(exist_ok=True)
     wanted = {path.name: path.read_text() for path in NOTEBOOKS.glob("*.ipynb")}
     for page in TUTORIALS.glob("*.ipynb"):
@@ -48,12 +51,12 @@ def write_tutorials(app: Sphinx) -> None:
 
 
 class Magic(Directive):
-    """``dip-magic``: the help of a magic, from the parser that reads what is typed after it."""
+    """Directive ``dip-magic``: the help of a magic, from the parser of its arguments."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """One section: how it is typed, what it does, its arguments."""
+        """Return one section: the usage, the description, and the arguments."""
         name = self.arguments[0]
         homes = (DipMagics, ObjectMagics, TrainingMagics, CellMagics, WatchMagics)
         function = next(getattr(home, name) for home in homes if hasattr(home, name))
@@ -70,11 +73,13 @@ class Magic(Directive):
         for paragraph in re.split(r"\n\s*\n", text.strip()):
             section += nodes.paragraph("", " ".join(paragraph.split()))
         if parser is not None and parser._actions:
-            section += _definitions((_names(action), action.help.replace("%%", "%")) for action in parser._actions)
+            section += _definition_list(
+                (_argument_names(action), action.help.replace("%%", "%")) for action in parser._actions
+            )
         return [section]
 
 
-def _names(action: Action) -> str:
+def _argument_names(action: Action) -> str:
     metavar = action.metavar if action.metavar is not None else action.dest.upper()
     value = " ".join(metavar) if isinstance(metavar, tuple) else metavar
     if not action.option_strings:
@@ -82,7 +87,7 @@ def _names(action: Action) -> str:
     return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
 
 
-def _definitions(rows: Any) -> nodes.definition_list:
+def _definition_list(rows: Any) -> nodes.definition_list:
     found = nodes.definition_list()
     for name, text in rows:
         item = nodes.definition_list_item("", nodes.term("", "", nodes.literal("", name)))
@@ -92,23 +97,23 @@ def _definitions(rows: Any) -> nodes.definition_list:
 
 
 class Settings(Directive):
-    """``dip-settings``: the traits of the magics, their defaults, and what they set."""
+    """Directive ``dip-settings``: the traits of the magics, their defaults, and their effects."""
 
     def run(self) -> list[nodes.Node]:
-        """A list of definitions."""
-        own = DipMagics.class_traits(config=True).items()
+        """Return a list of definitions."""
+        traits = DipMagics.class_traits(config=True).items()
         rows = [
             (
                 f"DipMagics.{name} = {trait.default_value!r}" if name != "warm_apps" else f"DipMagics.{name} = []",
                 trait.help,
             )
-            for name, trait in own
+            for name, trait in traits
         ]
-        return [_definitions(rows)]
+        return [_definition_list(rows)]
 
 
 class CellLexer(IPython3Lexer):  # type: ignore[misc]
-    """Python with magics in it; the body of a ``%%dip`` cell is such a cell, too."""
+    """Python with magics; the body of a ``%%dip`` cell is also such a cell."""
 
     tokens = {
         **IPython3Lexer.tokens,
@@ -119,13 +124,16 @@ class CellLexer(IPython3Lexer):  # type: ignore[misc]
     }
 
 
-# -- names of Python
+# -- Python signatures
 
 
 def readable_signature(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """A default that is a function, by its name: Sphinx can read no other, and shows all types of the line in full."""
+    """Show a default that is a function by its name.
+
+    Sphinx cannot parse other forms, and would show the full signature with all types.
+    """
     return signature and re.sub(r"<function (\w+)>", r"\1", signature), returns
 
 
@@ -138,34 +146,34 @@ PAGES = {
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-"""Files of the repository, and the pages that include them."""
+"""Files of the repository -> the pages that include them."""
 
 
-def as_on_the_site(text: str) -> str:
-    """Links as they are on the site: in the repository, a page links to files beside and above it."""
+def rewrite_links(text: str) -> str:
+    """Rewrite links for the site: in the repository, a page links to files beside and above it."""
 
-    def link(match: re.Match[str]) -> str:
+    def rewrite_link(match: re.Match[str]) -> str:
         target = match[2].removeprefix("../").removeprefix("docs/")
         target = re.sub(r"^notebooks/(\w+\.ipynb)", r"tutorials/\1", target)
         name, hash, anchor = target.partition("#")
         return f"{match[1]}({PAGES.get(name, name)}{hash}{anchor})"
 
-    return re.sub(r"(?<!!)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(((?!\w+:|#)[^)\s]+)\)", link, text)
+    return re.sub(r"(?<!!)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(((?!\w+:|#)[^)\s]+)\)", rewrite_link, text)
 
 
 def read_page(app: Sphinx, name: str, content: list[str]) -> None:
-    """A page of ``docs/``."""
+    """Rewrite the links of a page of ``docs/``."""
     if not name.startswith("tutorials/"):
-        content[0] = as_on_the_site(content[0])
+        content[0] = rewrite_links(content[0])
 
 
 def read_included(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    """A file that a page includes."""
-    content[0] = as_on_the_site(content[0])
+    """Rewrite the links of an included file."""
+    content[0] = rewrite_links(content[0])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Sphinx's hook."""
+    """Register the extension with Sphinx."""
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
     app.add_directive("dip-messages", Messages)

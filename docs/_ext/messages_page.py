@@ -1,7 +1,7 @@
-"""The page of messages: every error and notice that ddip's source can show, found by parsing it.
+"""The page of messages: every error and notice in ddip's source, found by parsing it.
 
-A placeholder such as ``{name}`` stands for a value, and ``{...}`` for a computed part. A text that a function computes
-as a whole is missing.
+A placeholder such as ``{name}`` stands for a value, and ``{...}`` for a computed part. Texts that a function computes
+completely are missing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KINDS = {
     "CellError": "A cell failed",
     "CellTimeout": "A cell took too long",
     "CellInterrupted": "The user stopped a cell",
-    "notify": "Notices, which no exception goes with",
+    "notify": "Notices, which come without an exception",
 }
-"""Title of the section of each error class, in order; ``notify`` prints a notice."""
+"""Section title of each error class, in order; ``notify`` prints a notice."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,22 +52,22 @@ def _messages_of(file: Path, source: Path) -> Iterator[Message]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
         for target in node.targets
-        if isinstance(target, ast.Name) and (text := _text(node.value, {}))
+        if isinstance(target, ast.Name) and (text := _text_of(node.value, {}))
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
             kind = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if kind in KINDS and (text := _text(node.args[0], constants)) and any(map(str.isalpha, text)):
+            if kind in KINDS and (text := _text_of(node.args[0], constants)) and any(map(str.isalpha, text)):
                 yield Message(kind, " ".join(text.split()), str(file.relative_to(source)))
 
 
-def _text(node: ast.expr, constants: dict[str, str]) -> str:
+def _text_of(node: ast.expr, constants: dict[str, str]) -> str:
     """Return the text of a string expression with placeholders; empty if it is not one."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values):
-            return "".join(_text(value, constants) for value in values)
+            return "".join(_text_of(value, constants) for value in values)
         case ast.FormattedValue(value=ast.Name(name)):
             return constants.get(name, f"{{{name}}}")
         case ast.FormattedValue(value=ast.Attribute(attr=name)):
@@ -75,22 +75,22 @@ def _text(node: ast.expr, constants: dict[str, str]) -> str:
         case ast.FormattedValue():
             return "{...}"
         case ast.BinOp(left, ast.Add(), right):
-            return _text(left, constants) + _text(right, constants)
+            return _text_of(left, constants) + _text_of(right, constants)
         case ast.Name(name):
             return constants.get(name, "")
     return ""
 
 
 class Messages(Directive):
-    """``dip-messages``: a section with the messages of each kind."""
+    """Directive ``dip-messages``: a section with the messages of each kind."""
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
         found = find_messages()
-        return [_section(kind, [message for message in found if message.kind == kind]) for kind in KINDS]
+        return [_section_of(kind, [message for message in found if message.kind == kind]) for kind in KINDS]
 
 
-def _section(kind: str, messages: list[Message]) -> nodes.section:
+def _section_of(kind: str, messages: list[Message]) -> nodes.section:
     section = nodes.section(ids=[f"messages-{kind.lower()}"])
     title = KINDS[kind] if kind == "notify" else f"{KINDS[kind]} (ddip.{kind})"
     section += nodes.title("", title)
