@@ -1,22 +1,27 @@
-# make test    sets itself up and runs all tests        make demo    sets itself up and trains a network on four ranks
-# make check   ruff, format, mypy, imports              make bench   the benchmarks, and benchmarks/RESULTS.md of them
-# make test-system   a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons,
-#                    frameworks, grids; ARGS=--half half of the grids, as CI does
-# make test-long     more of the kind of test-system, which CI leaves out
-# make test-platform the default tests with the packages that Colab pins; PLATFORM=kaggle with Kaggle's
-# make test-hosts    several hosts, as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
-# make docs    the documentation, in build/docs; a warning is an error
-# make pictures      the README's pictures, of that JupyterLab
-# make notebooks     runs the notebooks, and stores them with what they show; NAMES="01_quickstart" these only
-# make test-ten      all tests, ten times, with a core less
-# make soak    500 cells with faults drawn at random; CELLS=60 SEED=1 fewer, and the same again
-# make wheelhouse    what a machine with its own torch and no network needs; PYTHON_VERSION=3.12 TORCH=torch==2.11.0
-# make dist    the sdist and the wheel, checked, and tried in an environment that has nothing of this checkout
-# make fuzz-training  faults in training loops, and whether the ranks are equal then; FAULTS=100 SEED=2 fewer, others
-# make fuzz-objects  random graphs of objects through pickling; GRAPHS=100 SEED=2 fewer, others
-# make fuzz    150 random steps against a model; STEPS=10000 SEED=7 more, and the same again
+# make demo           create the environment, and train a network on four ranks
+# make test           create the environment, and run all tests
+# make test-ten       run all tests ten times, with one core busy
+# make test-system    test a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, frameworks,
+#                     and all grids; ARGS=--half for half of the grids, as in CI
+# make test-long      run more tests of the same kinds, which CI leaves out
+# make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's
+# make test-hosts     test several hosts as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
+# make soak           run 500 cells with random faults; CELLS=60 SEED=1 for a shorter, repeatable run
+# make fuzz           run 150 random steps against a model; STEPS=10000 SEED=7 for a longer, repeatable run
+# make fuzz-training  cause faults in training loops, and compare the ranks; FAULTS=100 SEED=2
+# make fuzz-objects   send random object graphs through pickling; GRAPHS=100 SEED=2
+# make check          run ruff, the format check, mypy and the import rules
+# make format         fix what ruff can fix
+# make bench          run the benchmarks, and write benchmarks/RESULTS.md
+# make docs           build the documentation in build/docs; a warning is an error
+# make notebooks      run the notebooks, and store them with their output; NAMES="01_quickstart" for some
+# make pictures       take the README's pictures in JupyterLab
+# make dist           build and check the sdist and the wheel, and test the wheel in isolation from this checkout
+# make wheelhouse     collect the wheels for an offline machine with its own torch; PYTHON_VERSION=3.12
+#                     TORCH=torch==2.11.0
+# make clean          remove environments and build results
 #
-# Another Python, another torch, another place:
+# To use another Python, torch or environment:
 #   make test PYTHON=python3.12 TORCH=torch==2.13.0 VENV=/tmp/ddip-env
 
 PYTHON ?= python3
@@ -38,7 +43,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# One core is busy with something else, which ends with this shell, too.
+# Keeps one core busy until this shell ends.
 BUSY := import os; shell = os.getppid(); any(os.getppid() != shell for _ in iter(int, 1))
 test-ten: $(READY)
 	@$(BIN)/python -c '$(BUSY)' & load=$$!; trap "kill $$load" EXIT; trap "exit 1" INT TERM; \
@@ -53,7 +58,7 @@ test-system: $(SYSTEM)
 test-long: $(SYSTEM)
 	$(BIN)/python -m pytest tests/unit tests/cluster tests/frameworks tests/system -m long $(ARGS)
 
-# Debian's packages come without their services being started.
+# Installs Debian packages without starting their services.
 HOSTS := $(BIN)/python -m tests.hosts.network
 INSTALL := SYSTEMD_OFFLINE=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
 test-hosts: $(READY)
@@ -97,7 +102,7 @@ GRAPHS ?= 5000
 fuzz-objects: $(READY)
 	$(BIN)/python -m tests.object_graphs --graphs $(GRAPHS) --seed $(or $(SEED),1) $(ARGS)
 
-# For the GPU tests, tests/gpu.sh, and for clusters without a network.
+# For the GPU tests (tests/gpu.sh), and for clusters without a network.
 PYTHON_VERSION ?= 3.12
 wheelhouse:
 	$(PYTHON) -m venv --clear build/wheelhouse-env
@@ -123,14 +128,14 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/results.py
 
-# The tools that the benchmarks compare with, and the same torch, in an environment of their own.
+# A separate environment with the tools that the benchmarks compare with, and the same torch.
 $(PEERS):
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)-peers/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)-peers/bin/python -m pip install --quiet jupyter-distributed==0.1.1 nbdistributed==0.1.0 ipykernel numpy psutil
 
-# Installed once; again when what must be installed changes, and from nothing for another Python or torch.
+# The environment is updated when the requirements change, and created again for another Python or torch.
 $(READY): setup.cfg setup.py pyproject.toml
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -138,7 +143,7 @@ $(READY): setup.cfg setup.py pyproject.toml
 	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai]"
 	touch $@
 
-# The pins of Colab or Kaggle, with this Python. pip must upgrade nothing of them but ipyparallel.
+# An environment with the pins of Colab or Kaggle and this Python, of which pip may upgrade only ipyparallel.
 PLATFORM ?= colab
 PINNED := $(VENV)-$(PLATFORM)
 test-platform: $(PINNED)/.ready
@@ -154,8 +159,8 @@ $(PINNED)/.ready: tests/platforms/$(PLATFORM).txt setup.cfg setup.py pyproject.t
 	$(PINNED)/bin/python -m pip install --quiet --constraint $(PINNED)/pins.txt --editable ".[test]"
 	touch $@
 
-# What the system tests need besides: Python packages, and Debian's browser. The tests of DeepSpeed are skipped where it
-# cannot be built; its op for groups on the CPU, which the first cell would compile, is compiled here.
+# Additional requirements of the system tests: Python packages, and Debian's Chromium. If DeepSpeed cannot be built, its
+# tests are skipped; its op for CPU groups is compiled here, because the first cell would otherwise compile it.
 COMPILE := from deepspeed.accelerator import get_accelerator as get; get().create_op_builder("ShareMemCommBuilder").load()
 $(SYSTEM): $(READY)
 	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai,hf,lightning,system,docs]"
@@ -163,7 +168,7 @@ $(SYSTEM): $(READY)
 	test -x /usr/bin/chromium || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes chromium; } > /dev/null
 	touch $@
 
-# What the documentation is built with; nothing of it is needed to use ddip.
+# Requirements of the documentation, none of which is needed to use ddip.
 $(DOCS): $(READY)
 	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai,docs]"
 	touch $@

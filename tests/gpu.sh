@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All GPU tests on a machine with GPUs, with Python and torch of its own, and without a network; at most 8 minutes.
+# Run all GPU tests on an offline machine with GPUs and its own Python and torch, in at most 8 minutes.
 #
-#   make wheelhouse PYTHON_VERSION=3.12 TORCH=torch==2.11.0    where there is a network; carry this folder over
-#   tests/gpu.sh wheelhouse gpu-report.txt                     there; what follows goes to tests/gpu_report.py
+#   make wheelhouse PYTHON_VERSION=3.12 TORCH=torch==2.11.0    on a machine with a network; copy this folder
+#   tests/gpu.sh wheelhouse gpu-report.txt                     on the GPU machine; further arguments go to tests/gpu_report.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheels=${1:-wheelhouse} report=${2:-gpu-report.txt}
