@@ -28,39 +28,39 @@ LINES = {
 
 
 @pytest.fixture(scope="module")
-def four_ranks(warmed_up: None) -> Iterator[ddip.Group]:
+def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
     with ddip.Group(4) as group:
         yield group
 
 
 @pytest.fixture
-def four(four_ranks: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
+def four_ranks(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
     """Return four ranks: with fewer, no rank gets part of a sum."""
-    begin_test(four_ranks, request.session, FORGET)
-    four_ranks.run(f"{SETUP}\ntotal = torch.tensor([float(rank + 1)]); parameter = torch.nn.Parameter(total.clone())")
-    return four_ranks
+    begin_test(shared_four, request.session, FORGET)
+    shared_four.run(f"{SETUP}\ntotal = torch.tensor([float(rank + 1)]); parameter = torch.nn.Parameter(total.clone())")
+    return shared_four
 
 
 @pytest.mark.parametrize("what", few(LINES, "all_reduce"))
 @pytest.mark.native("sockets")
-def test_an_aborted_collective_leaves_its_tensors_unchanged(four: ddip.Group, what: str) -> None:
+def test_an_aborted_collective_leaves_its_tensors_unchanged(four_ranks: ddip.Group, what: str) -> None:
     line = LINES[what]
     side = "side = dist.new_group([0, 1, 2, 3])"
-    four.run(side, show_ranks=[])
+    four_ranks.run(side, show_ranks=[])
     with pytest.raises(ddip.CellError):
-        four.run(f"if rank == 1: raise ValueError\n{line}")
+        four_ranks.run(f"if rank == 1: raise ValueError\n{line}")
     completed = 4 if what == "broadcast" else 0  # on ranks that rank 1 did not keep waiting
-    four.run(f"assert total.item() in (rank + 1, {completed}) and parameter.item() == rank + 1")
-    four.run(side, show_ranks=[])
-    four.run(line, show_ranks=[])
+    four_ranks.run(f"assert total.item() in (rank + 1, {completed}) and parameter.item() == rank + 1")
+    four_ranks.run(side, show_ranks=[])
+    four_ranks.run(line, show_ranks=[])
     if what == "all_reduce":
-        four.run("assert total.item() == 10")
+        four_ranks.run("assert total.item() == 10")
 
 
 @pytest.mark.native("sockets")
-def test_restored_tensors_are_named(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restored_tensors_are_named(four_ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
-        four.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
+        four_ranks.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
     told = capsys.readouterr().err
     found = re.findall(
         r"ranks? (.*): ddip restored the tensor of the aborted collective `dist.all_reduce\(total\)`", told
@@ -70,33 +70,33 @@ def test_restored_tensors_are_named(four: ddip.Group, capsys: pytest.CaptureFixt
         and "1" not in found[0]
         and re.search(r"`dist.all_reduce\(total\)` \(cell \[\d+\] line 2\)", told)
     )
-    four.run("pass")
+    four_ranks.run("pass")
     assert "restored" not in capsys.readouterr().err
 
 
 @pytest.mark.native("sockets")
-def test_tensors_of_an_unawaited_work_are_also_restored(four: ddip.Group) -> None:
+def test_tensors_of_an_unawaited_work_are_also_restored(four_ranks: ddip.Group) -> None:
     with pytest.raises(ddip.CellError):
-        four.run("""
+        four_ranks.run("""
             work = dist.all_reduce(total, async_op=True) if rank != 1 else None
             dist.barrier() if rank != 1 else 1 / 0
         """)
-    four.run("assert total.item() == rank + 1\ndist.all_reduce(total)\nassert total.item() == 10")
+    four_ranks.run("assert total.item() == rank + 1\ndist.all_reduce(total)\nassert total.item() == 10")
 
 
 @pytest.mark.native("sockets")
-def test_a_large_tensor_is_named(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_tensor_is_named(four_ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
-        four.run("large = torch.ones(100_000)\nif rank == 1: raise ValueError\ndist.all_reduce(large)")
+        four_ranks.run("large = torch.ones(100_000)\nif rank == 1: raise ValueError\ndist.all_reduce(large)")
     told = capsys.readouterr().err
     assert (
         "ranks 0, 2, 3: the tensor of `dist.all_reduce(large)` (cell [" in told and "may hold partial results" in told
     )
 
 
-def test_internal_tensors_are_not_mentioned(four: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_tensors_are_not_mentioned(four_ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
-        four.run("if rank == 1: raise ValueError\ndist.broadcast_object_list([rank], 3)")
+        four_ranks.run("if rank == 1: raise ValueError\ndist.broadcast_object_list([rank], 3)")
     assert "tensor" not in capsys.readouterr().err
 
 
@@ -119,14 +119,14 @@ total = torch.tensor([float(rank)])
 
 
 @pytest.mark.native("sockets")
-def test_training_after_an_aborted_average_equals_an_undisturbed_run(four: ddip.Group) -> None:
-    four.run(f"{NET}{TRAIN.format(steps=3)}\ndist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
-    four.run("wanted = [one.detach().clone() for one in net.parameters()]")
-    four.run(f"{NET}{TRAIN.format(steps=3)}")
+def test_training_after_an_aborted_average_equals_an_undisturbed_run(four_ranks: ddip.Group) -> None:
+    four_ranks.run(f"{NET}{TRAIN.format(steps=3)}\ndist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
+    four_ranks.run("wanted = [one.detach().clone() for one in net.parameters()]")
+    four_ranks.run(f"{NET}{TRAIN.format(steps=3)}")
     with pytest.raises(ddip.CellError):
-        four.run("if rank == 1: raise ValueError\ndist.all_reduce(net.bias.data)")
-    four.run(f"dist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
-    four.run("assert all(a.equal(b) for a, b in zip(wanted, net.parameters()))")
+        four_ranks.run("if rank == 1: raise ValueError\ndist.all_reduce(net.bias.data)")
+    four_ranks.run(f"dist.all_reduce(net.bias.data){TRAIN.format(steps=10)}")
+    four_ranks.run("assert all(a.equal(b) for a, b in zip(wanted, net.parameters()))")
 
 
 TIMES_OUT = """

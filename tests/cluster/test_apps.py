@@ -43,7 +43,7 @@ def end_cell(error): print("ended", repr(error))
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
+def app_group_and_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
     """Start two ranks with an app that asks for all notifications; yield the group and the app's folder."""
     folder = tmp_path_factory.mktemp("app")
     with installed_app(folder, APP + CELLS), ddip.Group(2, app="toy", failure_grace=0.1) as group:
@@ -63,8 +63,8 @@ def app_calls(group: ddip.Group) -> list[list[str]]:
 
 
 @pytest.mark.native("sockets")
-def test_an_app_is_notified_after_an_aborted_collective(shared: tuple[ddip.Group, Path]) -> None:
-    group, _ = shared
+def test_an_app_is_notified_after_an_aborted_collective(app_group_and_folder: tuple[ddip.Group, Path]) -> None:
+    group, _ = app_group_and_folder
     assert app_calls(group) == [["prepare"]] * 2
     for count in (1, 2):
         with pytest.raises(CellError, match="mine"):
@@ -120,8 +120,10 @@ def test_an_error_in_an_app_notification_leaves_the_group_usable(
         assert capsys.readouterr().err == ""
 
 
-def test_an_app_is_called_around_cells(shared: tuple[ddip.Group, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    group, folder = shared
+def test_an_app_is_called_around_cells(
+    app_group_and_folder: tuple[ddip.Group, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, folder = app_group_and_folder
     group.run("print('runs')", show_ranks=[0])
     assert capsys.readouterr().out == "begins\nruns\nended None\n"
     with pytest.raises(CellError, match="mine"):

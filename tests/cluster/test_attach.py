@@ -19,7 +19,7 @@ from ddip.errors import CellError, GroupError
 from ddip.group.members.placement import Request
 
 from .leftovers import assert_nothing_left, is_alive, wait_until
-from .theirs import Theirs, foreign_cluster
+from .theirs import ForeignCluster, foreign_cluster
 
 pytestmark = pytest.mark.grid
 
@@ -35,7 +35,7 @@ input()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Theirs]:
+def cluster() -> Iterator[ForeignCluster]:
     """Start two engines on this machine."""
     with foreign_cluster("theirs", 2) as cluster:
         yield cluster
@@ -45,7 +45,7 @@ def attach_group(**options: object) -> ddip.Group:
     return ddip.Group(reach=Reach(cluster="theirs"), **options)  # type: ignore[arg-type]
 
 
-def test_attached_ranks_leave_the_cluster_unchanged(cluster: Theirs) -> None:
+def test_attached_ranks_leave_the_cluster_unchanged(cluster: ForeignCluster) -> None:
     with attach_group():  # the first group causes imports, which the engines keep
         pass
     before, slow = cluster.resources(), cluster.client[0].apply_async(_sleep, 3)
@@ -68,7 +68,7 @@ def _sleep(seconds: float) -> bool:
     return True
 
 
-def test_a_wrong_number_or_name_is_refused_before_any_change(cluster: Theirs) -> None:
+def test_a_wrong_number_or_name_is_refused_before_any_change(cluster: ForeignCluster) -> None:
     with pytest.raises(GroupError, match=r"-n 3: that cluster has 2 engines"):
         attach_group(n=3)
     with pytest.raises(GroupError, match=r"-c their: there is no such cluster; those that run are default/theirs"):
@@ -86,12 +86,12 @@ def test_a_wrong_number_or_name_is_refused_before_any_change(cluster: Theirs) ->
         assert group.world_size == 1
 
 
-def test_a_python_without_ddip_is_named(cluster: Theirs) -> None:
+def test_a_python_without_ddip_is_named(cluster: ForeignCluster) -> None:
     with pytest.raises(GroupError, match=r"install ddip there|there is no such program"):
         ddip.Group(reach=Reach(cluster="theirs", python="/usr/bin/python3"))
 
 
-def test_killing_the_notebook_ends_its_ranks_but_no_engine(cluster: Theirs) -> None:
+def test_killing_the_notebook_ends_its_ranks_but_no_engine(cluster: ForeignCluster) -> None:
     script = subprocess.Popen(
         [sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -105,7 +105,7 @@ def test_killing_the_notebook_ends_its_ranks_but_no_engine(cluster: Theirs) -> N
     assert_nothing_left(script.pid, 15)
 
 
-def test_killing_the_near_end_loses_the_host_and_its_ranks(cluster: Theirs) -> None:
+def test_killing_the_near_end_loses_the_host_and_its_ranks(cluster: ForeignCluster) -> None:
     with attach_group() as group:
         group.run("import os; pid = os.getpid()")
         ranks = [values["pid"] for values in group.pull_all(["pid"], [0, 1])[0]]

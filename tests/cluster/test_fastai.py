@@ -41,7 +41,7 @@ two_ranks = pytest.mark.parametrize("ranks", [2], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def one_process() -> dict[str, Any]:
     """Define the same names in this process: plain fastai."""
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
@@ -72,9 +72,9 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def run_in_one_process(alone: dict[str, Any], group: ddip.Group, code: str, **names: Any) -> dict[str, Any]:
+def run_in_one_process(one_process: dict[str, Any], group: ddip.Group, code: str, **names: Any) -> dict[str, Any]:
     """Run `code` in this process, with a `learn` that has the ranks' model, and with `names`."""
-    namespace = {**alone, **names}
+    namespace = {**one_process, **names}
     exec("learn = learner()", namespace)
     namespace["learn"].model.load_state_dict(group.pull(["state"])["state"])
     exec(f"with learn.no_bar(), learn.no_logging():\n    {code}", namespace)
@@ -119,11 +119,11 @@ def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
     [pytest.param(False, id="all items"), pytest.param(True, id="drop_last", marks=pytest.mark.grid)],
 )
 def test_an_epoch_equals_one_process_with_the_larger_batch(
-    ranks: ddip.Group, alone: dict[str, Any], opt: str, drop_last: bool
+    ranks: ddip.Group, one_process: dict[str, Any], opt: str, drop_last: bool
 ) -> None:
     ranks.run(f"learn = learner(loaders(drop_last={drop_last}), opt_func={opt})\n{STATE}\nlearn.fit(1, 0.05)")
     kept = 101 // 8 * 8 if drop_last else 101
-    namespace = {**alone, "size": ranks.world_size, "kept": kept}
+    namespace = {**one_process, "size": ranks.world_size, "kept": kept}
     exec(
         f"dls = loaders(n=101, bs=8 * size)\ndls.train.get_idxs = lambda: list(range(kept))\ndls.train.n = kept\n"
         f"learn = learner(dls, opt_func={opt})",
@@ -136,10 +136,10 @@ def test_an_epoch_equals_one_process_with_the_larger_batch(
     assert same_on_all_ranks(ranks, "list(learn.recorder.values[0])") == pytest.approx(list(theirs), abs=1e-4)
 
 
-def test_losses_of_steps_equal_the_larger_batch(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_losses_of_steps_equal_the_larger_batch(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05)")
     namespace = run_in_one_process(
-        alone,
+        one_process,
         ranks,
         "learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(1, 0.05)",
         size=ranks.world_size,
@@ -164,20 +164,20 @@ def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> 
 
 
 @pytest.mark.grid
-def test_gradients_are_accumulated_in_step(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_gradients_are_accumulated_in_step(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     cbs = "cbs=GradientAccumulation({n})"
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(2, 0.05, {cbs.format(n=24)})")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.fit(2, 0.05, {cbs.format(n='24 * size')})"
-    namespace = run_in_one_process(alone, ranks, code, size=ranks.world_size)
+    namespace = run_in_one_process(one_process, ranks, code, size=ranks.world_size)
     assert_same_weights(ranks, namespace)
 
 
 @pytest.mark.grid
-def test_a_summed_loss_is_summed_over_all_ranks(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_a_summed_loss_is_summed_over_all_ranks(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     loss = "loss_func = CrossEntropyLossFlat(reduction='sum')"
     ranks.run(f"learn = learner(opt_func=SGD)\nlearn.{loss}\n{STATE}\nlearn.fit(1, 0.01)")
     code = f"learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.{loss}; learn.fit(1, 0.01)"
-    namespace = run_in_one_process(alone, ranks, code, size=ranks.world_size)
+    namespace = run_in_one_process(one_process, ranks, code, size=ranks.world_size)
     assert_same_weights(ranks, namespace)
     losses = [
         [float(loss) for loss in one]
@@ -186,7 +186,7 @@ def test_a_summed_loss_is_summed_over_all_ranks(ranks: ddip.Group, alone: dict[s
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_torch_loaders_train_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_torch_loaders_train_as_in_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     code = """
 def by_torch(bs):
     from torch.utils.data import DataLoader as TorchLoader
@@ -194,14 +194,14 @@ def by_torch(bs):
     return learner(dls, metrics=accuracy, opt_func=SGD)
 """
     ranks.run(f"{code}\nlearn = by_torch(4)\n{STATE}\nlearn.fit(2, 0.05, cbs=GradientAccumulation(8))")
-    namespace = {**alone, "size": ranks.world_size}
+    namespace = {**one_process, "size": ranks.world_size}
     exec(f"{code}\nlearn = by_torch(4 * size)", namespace)
     namespace["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
     exec("with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.05, cbs=GradientAccumulation(8 * size))", namespace)
     assert_same_weights(ranks, namespace)
 
 
-def test_a_stateful_model_validates_as_in_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_a_stateful_model_validates_as_in_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     code = """
 class Remembers(nn.Module):
     def __init__(self):
@@ -216,7 +216,7 @@ from fastai.callback.rnn import ModelResetter
 learn = Learner(loaders(), Remembers(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
 """
     ranks.run(f"{code}\nlearn.fit(1)\n{STATE}\ntold = list(learn.validate())")
-    namespace = dict(alone)
+    namespace = dict(one_process)
     exec(code, namespace)
     namespace["learn"].model.load_state_dict(ranks.pull(["state"])["state"])
     exec("with learn.no_bar(), learn.no_logging(): told = list(learn.validate())", namespace)
@@ -318,7 +318,7 @@ def language_learner(bs=2):
 
 
 @pytest.mark.grid
-def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     ranks.run(TEXTS)
     ranks.run("""
         read = []
@@ -336,7 +336,7 @@ def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, alone: dict[
     rows = [sum((step[row] for step in one), []) for one in steps for row in range(2)]
     row = " ".join(map(str, texts))
     assert sum(" ".join(map(str, row_[:40])) in row for row_ in rows) == len(rows)
-    namespace = dict(alone)
+    namespace = dict(one_process)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(TEXTS, namespace)
@@ -349,14 +349,14 @@ def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, alone: dict[
 # -- evaluation
 
 
-def test_validate_gives_the_result_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_validate_gives_the_result_of_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     ranks.run(f"learn = learner()\n{STATE}\ntold = list(learn.validate()), list(learn.validate(ds_idx=0))")
-    namespace = run_in_one_process(alone, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
+    namespace = run_in_one_process(one_process, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
     for mine, theirs in zip(same_on_all_ranks(ranks, "told"), namespace["told"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     calls = [
         "learn.get_preds()",
         "learn.get_preds(ds_idx=0)",
@@ -366,16 +366,16 @@ def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, a
         "learn.get_preds(with_preds=False, with_targs=False, with_loss=True)",
     ]
     ranks.run(f"learn = learner()\n{STATE}\ntold = [{', '.join(calls)}]")
-    namespace = run_in_one_process(alone, ranks, f"told = [{', '.join(calls)}]")
+    namespace = run_in_one_process(one_process, ranks, f"told = [{', '.join(calls)}]")
     for mine, theirs in zip(same_on_all_ranks(ranks, "told"), namespace["told"], strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one is other is None or torch.allclose(one, other, atol=1e-5)
 
 
-def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, alone: dict[str, Any]) -> None:
+def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     record = "[cb for cb in learn.cbs if isinstance(cb, Recorder)][0].train_metrics = True"
     ranks.run(f"learn = learner(lr=0.)\n{record}\n{STATE}\nlearn.fit(1, 0.)")
-    namespace = run_in_one_process(alone, ranks, f"{record}; learn.fit(1, 0.)")
+    namespace = run_in_one_process(one_process, ranks, f"{record}; learn.fit(1, 0.)")
     mine, theirs = (
         same_on_all_ranks(ranks, "list(learn.recorder.values[0])"),
         list(namespace["learn"].recorder.values[0]),

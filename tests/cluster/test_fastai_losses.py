@@ -11,7 +11,7 @@ import torch
 import ddip
 
 from .fastai_source import DATA
-from .test_fastai import STATE, alone, assert_same_weights, on_all_ranks, run_in_one_process, same_on_all_ranks  # noqa: F401
+from .test_fastai import STATE, assert_same_weights, on_all_ranks, one_process, run_in_one_process, same_on_all_ranks  # noqa: F401
 from .variants import few
 
 pytest.importorskip("fastai")
@@ -63,7 +63,7 @@ SOME = ("a sum with no gradient at first", "a mean and a penalty")
 )
 def test_a_loss_with_unknown_reduction_counts_as_in_one_process(
     group: ddip.Group,
-    alone: dict[str, Any],  # noqa: F811
+    one_process: dict[str, Any],  # noqa: F811
     source: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_loss_with_unknown_reduction_counts_as_in_one_process(
         f"{source}\nlearn = learner(opt_func=SGD, loss_func=loss)\nnet = list(learn.model.parameters())\n{STATE}\n{RUN}"
     )
     assert "cannot be told" not in capsys.readouterr().out
-    here = {**alone, "size": 2}
+    here = {**one_process, "size": 2}
     exec(source, here)
     code = "learn.dls = loaders(bs=8 * size); learn.opt_func = SGD; learn.loss_func = loss; "
     # A function's globals are those of the namespace that defined it.
@@ -149,12 +149,12 @@ def test_a_loss_with_unknown_reduction_is_named_once(group: ddip.Group, capsys: 
 
 
 @pytest.mark.grid
-def test_mixup_of_a_sum_stays_a_sum(group: ddip.Group, alone: dict[str, Any]) -> None:  # noqa: F811
+def test_mixup_of_a_sum_stays_a_sum(group: ddip.Group, one_process: dict[str, Any]) -> None:  # noqa: F811
     same = "cbs=MixUp(); cbs.distrib = type('One', (), {'sample': lambda self, size: torch.ones(size)})()"
     loss = "CrossEntropyLossFlat(reduction='sum')"
     group.run(f"{same}\nlearn = learner(opt_func=SGD, loss_func={loss})\n{STATE}\nlearn.fit(1, 0.01, cbs=cbs)")
     code = f"learn.dls = loaders(bs=16); learn.opt_func = SGD; learn.loss_func = {loss}; {same}; "
-    assert_same_weights(group, run_in_one_process(alone, group, code + "learn.fit(1, 0.01, cbs=cbs)"))
+    assert_same_weights(group, run_in_one_process(one_process, group, code + "learn.fit(1, 0.01, cbs=cbs)"))
 
 
 DROPS = """
@@ -187,7 +187,7 @@ CALLBACKS = {
 )
 def test_a_batch_shortened_by_a_callback_counts_remaining_items(
     group: ddip.Group,
-    alone: dict[str, Any],  # noqa: F811
+    one_process: dict[str, Any],  # noqa: F811
     kind: str,
     loss: str,
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_batch_shortened_by_a_callback_counts_remaining_items(
     cbs = CALLBACKS[kind]
     group.run(f"{DROPS}\nlearn = learner(opt_func=SGD, loss_func={loss})\n{STATE}")
     group.run(f"learn.fit(2, 0.01, cbs={cbs.format(n=12)})")
-    here = dict(alone)
+    here = dict(one_process)
     exec(DROPS, here)
     code = f"learn.dls = loaders(bs=16); learn.opt_func = SGD; learn.loss_func = {loss}; "
     done = run_in_one_process(here, group, code + f"learn.fit(2, 0.01, cbs={cbs.format(n=24)})")
@@ -211,9 +211,9 @@ def test_a_batch_shortened_by_a_callback_counts_remaining_items(
 
 
 @pytest.mark.grid
-def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, alone: dict[str, Any]) -> None:  # noqa: F811
+def test_a_rank_whose_items_are_all_dropped_counts_nothing(group: ddip.Group, one_process: dict[str, Any]) -> None:  # noqa: F811
     group.run(f"{DROPS}\nlearn = learner(loaders(n=96), opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05, cbs=WholeBatch())")
-    here = dict(alone)
+    here = dict(one_process)
     half = "lambda self: setattr(self.learn, 'xb', (self.x[:8],)) or setattr(self.learn, 'yb', (self.y[:8],))"
     code = (
         f"learn.dls = loaders(n=96, bs=16); learn.opt_func = SGD; learn.fit(1, 0.05, cbs=Callback(before_batch={half}))"

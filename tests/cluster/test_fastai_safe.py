@@ -464,7 +464,7 @@ def test_ranks_draw_their_own_numbers_without_the_app(group: ddip.Group) -> None
 
 
 @pytest.fixture(scope="module")
-def plain(warmed_up: None) -> Iterator[ddip.Group]:
+def plain_fastai(warmed_up: None) -> Iterator[ddip.Group]:
     """Start two ranks without the app.
 
     Code that only works on GPUs is fixed, so that the other faults show.
@@ -479,18 +479,18 @@ FORGET = "from accelerate.state import AcceleratorState; AcceleratorState._reset
 
 
 @pytest.mark.grid
-def test_plain_fastai_fails_on_the_cpu_leaving_the_learner_wrapped(plain: ddip.Group) -> None:
+def test_plain_fastai_fails_on_the_cpu_leaving_the_learner_wrapped(plain_fastai: ddip.Group) -> None:
     with pytest.raises(CellError):
-        plain.run("learn = learner()\nwith learn.distrib_ctx(): learn.fit(1)")
+        plain_fastai.run("learn = learner()\nwith learn.distrib_ctx(): learn.fit(1)")
     with pytest.raises(CellError):
-        plain.run(f"{FORGET}\nlearn = learner()\nwith learn.distrib_ctx(cpu=True): learn.fit(1)")
-    assert same_on_all_ranks(plain, "type(learn.model).__name__") == "DistributedDataParallel"
+        plain_fastai.run(f"{FORGET}\nlearn = learner()\nwith learn.distrib_ctx(cpu=True): learn.fit(1)")
+    assert same_on_all_ranks(plain_fastai, "type(learn.model).__name__") == "DistributedDataParallel"
 
 
 @pytest.mark.grid
-def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group) -> None:
-    plain.run(FORGET)
-    plain.run("""
+def test_plain_fastai_permutes_predictions_and_counts_padding(plain_fastai: ddip.Group) -> None:
+    plain_fastai.run(FORGET)
+    plain_fastai.run("""
         Tensor.cuda = lambda self: self  # DistributedDL calls it whatever the device
         learn = learner(metrics=accuracy)
         with learn.distrib_ctx(cpu=True, sync_bn=False):
@@ -500,29 +500,29 @@ def test_plain_fastai_permutes_predictions_and_counts_padding(plain: ddip.Group)
         right = Items(37, 2).y
         with torch.no_grad(): true = learn.loss_func(learn.model(Items(37, 2).x), right).item()
     """)
-    assert same_on_all_ranks(plain, "targets.tolist() != right.tolist()")
-    assert same_on_all_ranks(plain, "abs(loss - true) > 1e-5")
+    assert same_on_all_ranks(plain_fastai, "targets.tolist() != right.tolist()")
+    assert same_on_all_ranks(plain_fastai, "abs(loss - true) > 1e-5")
 
 
 @pytest.mark.grid
-def test_plain_fastai_hangs_in_lr_find(plain: ddip.Group, tmp_path: Path) -> None:
-    plain.run(f"learn = learner(path={str(tmp_path)!r})\nthrough = False")
+def test_plain_fastai_hangs_in_lr_find(plain_fastai: ddip.Group, tmp_path: Path) -> None:
+    plain_fastai.run(f"learn = learner(path={str(tmp_path)!r})\nthrough = False")
 
     def is_waiting() -> bool:
-        stack = plain.stacks()[0]
+        stack = plain_fastai.stacks()[0]
         return stack is not None and "after_fit" in stack.threads["main"] and "barrier" in stack.threads["main"]
 
     thread = meanwhile(is_waiting, press_stop)
     with pytest.raises(CellInterrupted):
-        plain.run("learn.lr_find(num_it=6, show_plot=False)\nthrough = True")
+        plain_fastai.run("learn.lr_find(num_it=6, show_plot=False)\nthrough = True")
     thread.join()
-    assert plain.pull(["through"]) == {"through": False}
+    assert plain_fastai.pull(["through"]) == {"through": False}
 
 
 @pytest.mark.grid
-def test_plain_fastai_strands_the_others_when_rank_0_fails(plain: ddip.Group) -> None:
+def test_plain_fastai_strands_the_others_when_rank_0_fails(plain_fastai: ddip.Group) -> None:
     with pytest.raises(CellError, match="rank 0: OSError: no disk; rank 1 was blocked"):
-        plain.run("""
+        plain_fastai.run("""
             import accelerate; whole = Learner.distrib_ctx
             Learner.distrib_ctx = lambda self, **kwargs: whole(self, cpu=True)
             def fetch(): raise OSError("no disk")
@@ -531,10 +531,14 @@ def test_plain_fastai_strands_the_others_when_rank_0_fails(plain: ddip.Group) ->
 
 
 @pytest.mark.grid
-def test_plain_fastai_neither_casts_nor_saves_on_rank_1(plain: ddip.Group, tmp_path: Path) -> None:
-    plain.run("learn = learner(metrics=accuracy).to_fp16()\nkinds = set()", ranks=[1])
-    plain.run("learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))", ranks=[1])
-    plain.run("os.environ['WORLD_SIZE'] = '1'\nlearn.fit(1)", ranks=[1])
-    plain.run(f"learn.path = Path({str(tmp_path)!r})\nlearn.save('mine')\nos.environ['WORLD_SIZE'] = '2'", ranks=[1])
-    assert plain.pull(["kinds"], 1)["kinds"] == {False}
+def test_plain_fastai_neither_casts_nor_saves_on_rank_1(plain_fastai: ddip.Group, tmp_path: Path) -> None:
+    plain_fastai.run("learn = learner(metrics=accuracy).to_fp16()\nkinds = set()", ranks=[1])
+    plain_fastai.run(
+        "learn.add_cb(Callback(after_pred=lambda self: kinds.add(torch.is_autocast_enabled('cpu'))))", ranks=[1]
+    )
+    plain_fastai.run("os.environ['WORLD_SIZE'] = '1'\nlearn.fit(1)", ranks=[1])
+    plain_fastai.run(
+        f"learn.path = Path({str(tmp_path)!r})\nlearn.save('mine')\nos.environ['WORLD_SIZE'] = '2'", ranks=[1]
+    )
+    assert plain_fastai.pull(["kinds"], 1)["kinds"] == {False}
     assert not os.path.exists(tmp_path / "models" / "mine.pth")

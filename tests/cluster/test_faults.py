@@ -88,7 +88,7 @@ def shared_four(warmed_up: None) -> Iterator[ddip.Group]:
 
 
 @pytest.fixture
-def four(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
+def four_ranks(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
     """Return four ranks with the definitions that the stages need."""
     shared_four.options.failure_grace, shared_four.options.stall_timeout = 0.1, 10.0
     begin_test(shared_four, request.session, SET_UP)
@@ -96,9 +96,9 @@ def four(shared_four: ddip.Group, request: pytest.FixtureRequest) -> ddip.Group:
 
 
 @pytest.fixture
-def stage(request: pytest.FixtureRequest, four: ddip.Group) -> str:
+def stage(request: pytest.FixtureRequest, four_ranks: ddip.Group) -> str:
     """Prepare four ranks for a stage."""
-    four.run(ALSO.get(request.param, ""))
+    four_ranks.run(ALSO.get(request.param, ""))
     return str(request.param)
 
 
@@ -151,9 +151,9 @@ def waiting_pattern(stage: str) -> str:
 
 @on_stages("all_reduce", "DDP backward")
 @pytest.mark.native("sockets")
-def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> None:
+def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str) -> None:
     with pytest.raises(ddip.CellError) as caught:
-        four.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
+        four_ranks.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
     assert re.fullmatch(
         rf"rank 0: ValueError: boom; ranks 1-3 were blocked in {waiting_pattern(stage)}, until ddip aborted it",
         str(caught.value),
@@ -161,37 +161,37 @@ def test_one_rank_raises_and_the_others_wait(four: ddip.Group, stage: str) -> No
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
     shown = "\n".join(caught.value._render_traceback_())
     assert "boom" in shown and "gloo" not in shown and "Connection" not in shown
-    prove_ranks_work(four)
+    prove_ranks_work(four_ranks)
 
 
 @on_stages("DDP backward")
 @pytest.mark.native("sockets")
-def test_when_one_rank_finishes_a_stop_ends_the_others(four: ddip.Group, stage: str) -> None:
-    thread = do_when_ranks_wait(four, press_stop)
+def test_when_one_rank_finishes_a_stop_ends_the_others(four_ranks: ddip.Group, stage: str) -> None:
+    thread = do_when_ranks_wait(four_ranks, press_stop)
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
-        four.run(f"if rank:\n    {STAGES[stage]}")
+        four_ranks.run(f"if rank:\n    {STAGES[stage]}")
     thread.join()
-    prove_ranks_work(four)
+    prove_ranks_work(four_ranks)
 
 
 @on_stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the other stages behave as above
 @pytest.mark.native("sockets")
-def test_when_one_rank_finishes_a_timeout_ends_the_others(four: ddip.Group, stage: str, clock: Clock) -> None:
-    thread = do_when_ranks_wait(four, clock.put_forward)
+def test_when_one_rank_finishes_a_timeout_ends_the_others(four_ranks: ddip.Group, stage: str, clock: Clock) -> None:
+    thread = do_when_ranks_wait(four_ranks, clock.put_forward)
     with pytest.raises(CellTimeout) as caught:
-        four.run(f"if rank:\n    {STAGES[stage]}", timeout=60)
+        four_ranks.run(f"if rank:\n    {STAGES[stage]}", timeout=60)
     thread.join()
     text = "the cell took longer than 60 s and was stopped; the ranks were here:\n  ranks 1-3: "
     assert re.match(re.escape(text) + waiting_pattern(stage), str(caught.value))
-    prove_ranks_work(four)
+    prove_ranks_work(four_ranks)
 
 
 @on_stages("all_reduce", "DDP backward")
 @pytest.mark.native("sockets")
-def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None:
-    pid = four.members[0].pid
+def test_one_rank_dies_and_the_others_wait(four_ranks: ddip.Group, stage: str) -> None:
+    pid = four_ranks.members[0].pid
     with pytest.raises(ddip.CellError) as caught:
-        four.run(f"if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{STAGES[stage]}")
+        four_ranks.run(f"if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{STAGES[stage]}")
     assert re.match(rf"rank 0: RankEnded: pid {pid} ended \(SIGKILL\)", str(caught.value))
     _, *clauses, how_to_go_on, _ = re.split(r"; (?=rank|%|the other)", str(caught.value))
     assert all(
@@ -201,9 +201,9 @@ def test_one_rank_dies_and_the_others_wait(four: ddip.Group, stage: str) -> None
     assert how_to_go_on.startswith("%makedip --repair")
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
     with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair puts a new process"):
-        four.run("pass")
-    assert four.repair() == [0]
-    prove_ranks_work(four, lost=(0,))
+        four_ranks.run("pass")
+    assert four_ranks.repair() == [0]
+    prove_ranks_work(four_ranks, lost=(0,))
 
 
 @pytest.mark.grid
@@ -233,72 +233,74 @@ def test_groups_of_other_sizes(size: int) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(it was last seen to hold"),
     ],
 )
-def test_the_cause_of_a_death_is_shown(four: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
-    engine = four.members[2].engine
-    four.ranks._memory_of_engine.clear()
+def test_the_cause_of_a_death_is_shown(four_ranks: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
+    engine = four_ranks.members[2].engine
+    four_ranks.ranks._memory_of_engine.clear()
     thread = meanwhile(
-        lambda: engine in four.ranks._memory_of_engine, (tmp_path / "seen").touch
+        lambda: engine in four_ranks.ranks._memory_of_engine, (tmp_path / "seen").touch
     )  # its memory has been sampled
     with pytest.raises(ddip.CellError) as caught:
-        four.run(
+        four_ranks.run(
             "import pathlib\nif rank == 2:\n"
             f"    while not pathlib.Path({str(tmp_path / 'seen')!r}).exists(): time.sleep(0.01)\n    {death}"
         )
     thread.join()
     assert re.search(told, caught.value.by_rank[2].message)
-    assert four.repair(["marker"], source=1) == [2]
-    four.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
+    assert four_ranks.repair(["marker"], source=1) == [2]
+    four_ranks.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
 
 
-def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four: ddip.Group) -> None:
-    four.run("if rank > 1: os.write(2, b'an earlier problem\\n')")
+def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four_ranks: ddip.Group) -> None:
+    four_ranks.run("if rank > 1: os.write(2, b'an earlier problem\\n')")
     with pytest.raises(ddip.CellError, match=r"^ranks 2, 3: RankEnded: pids \d+, \d+ ended \(exit code 3\)") as caught:
-        four.run("if rank > 1: os._exit(3)")
+        four_ranks.run("if rank > 1: os._exit(3)")
     assert [caught.value.by_rank[rank].traceback for rank in (2, 3)] == ["", ""]
     with pytest.raises(GroupError, match=r"^ranks 2, 3: pids \d+, \d+ ended \(exit code 3\)"):
-        four.run("pass")
-    four.repair()
+        four_ranks.run("pass")
+    four_ranks.repair()
     with pytest.raises(ddip.CellError) as caught:  # printed text waits until the log has all earlier output
-        four.run("import os\nif rank == 2: os.write(2, b'the cause\\n'); print(); os._exit(3)")
+        four_ranks.run("import os\nif rank == 2: os.write(2, b'the cause\\n'); print(); os._exit(3)")
     assert caught.value.by_rank[2].traceback == "end of its log:\nthe cause"
-    four.repair()
-    four.run(SET_UP)
+    four_ranks.repair()
+    four_ranks.run(SET_UP)
 
 
-def test_the_next_cell_reports_the_death_of_an_idle_rank(four: ddip.Group) -> None:
-    os.kill(four.members[3].pid, signal.SIGKILL)
-    wait_until(lambda: four.ranks.ended)
+def test_the_next_cell_reports_the_death_of_an_idle_rank(four_ranks: ddip.Group) -> None:
+    os.kill(four_ranks.members[3].pid, signal.SIGKILL)
+    wait_until(lambda: four_ranks.ranks.ended)
     with pytest.raises(GroupError, match=r"^rank 3: pid \d+ ended \(SIGKILL\)"):
-        four.run("pass")
-    four.repair()
-    prove_ranks_work(four, lost=(3,))
+        four_ranks.run("pass")
+    four_ranks.repair()
+    prove_ranks_work(four_ranks, lost=(3,))
 
 
 @pytest.mark.grid
-def test_a_rank_may_die_during_a_rebuild(four: ddip.Group) -> None:
+def test_a_rank_may_die_during_a_rebuild(four_ranks: ddip.Group) -> None:
     """Leave some ranks that have begun to join, and others that have not."""
-    four.run("from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)")
+    four_ranks.run(
+        "from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)"
+    )
     with pytest.raises(ddip.CellError):
-        four.run("if rank == 0: raise ValueError\ndist.barrier()")
+        four_ranks.run("if rank == 0: raise ValueError\ndist.barrier()")
     with pytest.raises(GroupError, match=r"could not be rebuilt: .*rank 1: RankEnded: .*%makedip --repair puts"):
-        four.run("pass")
-    assert four.repair() == [1]
-    prove_ranks_work(four, lost=(1,))
+        four_ranks.run("pass")
+    assert four_ranks.repair() == [1]
+    prove_ranks_work(four_ranks, lost=(1,))
 
 
-def test_processes_forked_by_dead_ranks_end_with_them(four: ddip.Group) -> None:
+def test_processes_forked_by_dead_ranks_end_with_them(four_ranks: ddip.Group) -> None:
     """Forked processes hold connections of the dead ranks: unless they end, the other ranks wait for them."""
-    four.run("child = os.fork() if rank in (1, 2) else 0\nif rank in (1, 2) and not child: time.sleep(1000)")
+    four_ranks.run("child = os.fork() if rank in (1, 2) else 0\nif rank in (1, 2) and not child: time.sleep(1000)")
     with pytest.raises(ddip.CellError, match="^ranks? [12]"):
-        four.run("if rank in (1, 2): os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
-    assert four.repair() == [1, 2]
-    prove_ranks_work(four, lost=(1, 2))
+        four_ranks.run("if rank in (1, 2): os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert four_ranks.repair() == [1, 2]
+    prove_ranks_work(four_ranks, lost=(1, 2))
 
 
 @pytest.mark.native("sockets")
-def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four: ddip.Group, tmp_path: Path) -> None:
+def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four_ranks: ddip.Group, tmp_path: Path) -> None:
     """The kernel does not notify the other ranks while the daemon keeps the connections open."""
-    four.run(f"""
+    four_ranks.run(f"""
         import pathlib
         child = os.fork() if rank == 1 else 0
         if rank == 1 and not child:
@@ -309,26 +311,26 @@ def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four: ddip.Group, tmp_path
     wait_until(lambda: (tmp_path / "daemon").exists() and (tmp_path / "daemon").read_text())
     try:
         with pytest.raises(ddip.CellError, match="^rank 1: RankEnded: .*; ranks 0, 2, 3 were blocked in gather"):
-            four.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.gather(x, None, 1)", timeout=20)
+            four_ranks.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.gather(x, None, 1)", timeout=20)
     finally:
         os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
-    assert four.repair() == [1]
-    prove_ranks_work(four, lost=(1,))
+    assert four_ranks.repair() == [1]
+    prove_ranks_work(four_ranks, lost=(1,))
 
 
 @pytest.mark.grid
 def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
-    four: ddip.Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    four_ranks: ddip.Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop_and_advance_clock() -> None:
         press_stop()
-        wait_until(lambda: [info.state for info in four.info() if info.rank != 1] == ["idle"] * 3)
+        wait_until(lambda: [info.state for info in four_ranks.info() if info.rank != 1] == ["idle"] * 3)
         clock.put_forward()
 
     monkeypatch.setattr(cell_state, "STOP_SECONDS", 60)
     thread = meanwhile((tmp_path / "held").exists, stop_and_advance_clock)
     with pytest.raises(CellInterrupted) as caught:
-        four.run(f"""
+        four_ranks.run(f"""
             import ctypes, pathlib
             if rank == 1:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -342,17 +344,17 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
     with pytest.raises(
         GroupError, match="^rank 1 is still running the interrupted cell:\n  rank 1: line 5 of the cell"
     ):
-        four.run("pass")
-    assert four.repair(["marker"], 0) == [1]
-    prove_ranks_work(four, lost=(1,))
+        four_ranks.run("pass")
+    assert four_ranks.repair(["marker"], 0) == [1]
+    prove_ranks_work(four_ranks, lost=(1,))
 
 
 @pytest.mark.native("sockets")
-def test_an_error_raised_by_a_rank_itself_is_reported(four: ddip.Group, tmp_path: Path) -> None:
+def test_an_error_raised_by_a_rank_itself_is_reported(four_ranks: ddip.Group, tmp_path: Path) -> None:
     first = tmp_path / "first"
-    thread = meanwhile(lambda: first.exists() and four.info()[0].state == "idle", (tmp_path / "go").touch)
+    thread = meanwhile(lambda: first.exists() and four_ranks.info()[0].state == "idle", (tmp_path / "go").touch)
     with pytest.raises(ddip.CellError) as caught:
-        four.run(f"""
+        four_ranks.run(f"""
             import pathlib; first, go = pathlib.Path({str(first)!r}), pathlib.Path({str(tmp_path / "go")!r})
             if rank == 0: first.touch(); raise ValueError('first')
             while rank == 1 and not go.exists(): time.sleep(0.01)
@@ -368,7 +370,7 @@ def test_an_error_raised_by_a_rank_itself_is_reported(four: ddip.Group, tmp_path
     by_rank = caught.value.by_rank
     assert [bool(by_rank[rank].waited) for rank in range(4)] == [False, False, True, True]
     assert all(isinstance(error, RankError) for error in by_rank.values())
-    prove_ranks_work(four)
+    prove_ranks_work(four_ranks)
 
 
 @pytest.mark.parametrize(
@@ -391,28 +393,30 @@ def test_an_error_raised_by_a_rank_itself_is_reported(four: ddip.Group, tmp_path
         ),
     ],
 )
-def test_disagreeing_members_of_a_new_group_cause_an_error(four: ddip.Group, ranks: list[int], lists: str) -> None:
-    four.options.failure_grace = 0.5
+def test_disagreeing_members_of_a_new_group_cause_an_error(
+    four_ranks: ddip.Group, ranks: list[int], lists: str
+) -> None:
+    four_ranks.options.failure_grace = 0.5
     began = time.monotonic()
     text = r"RuntimeError: the ranks do not agree who is in the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
     with pytest.raises(ddip.CellError, match=text):
-        four.run(f"made = dist.new_group({lists})", ranks)
+        four_ranks.run(f"made = dist.new_group({lists})", ranks)
     assert time.monotonic() - began < 20  # about 2 s on an idle machine
-    prove_ranks_work(four)
-    four.run("""
+    prove_ranks_work(four_ranks)
+    four_ranks.run("""
         made = dist.new_group([0, 1, 2, 3])
         dist.all_reduce(x, group=made)
         assert x.tolist() == [4.0] * 3
     """)
 
 
-def test_subgroups_formed_by_some_ranks_do_not_break_later_ones(four: ddip.Group) -> None:
-    four.run("pair = dist.new_group([0, 1])", [0, 1])
-    four.run("pair = dist.new_group([2, 3])\npair = dist.new_group([2, 3])", [2, 3])
-    four.run(
+def test_subgroups_formed_by_some_ranks_do_not_break_later_ones(four_ranks: ddip.Group) -> None:
+    four_ranks.run("pair = dist.new_group([0, 1])", [0, 1])
+    four_ranks.run("pair = dist.new_group([2, 3])\npair = dist.new_group([2, 3])", [2, 3])
+    four_ranks.run(
         "all_ranks = dist.new_group([0, 1, 2, 3])\nfor group in (pair, all_ranks): dist.all_reduce(x, group=group)"
     )
-    four.run("assert x.tolist() == [8.0] * 3")
+    four_ranks.run("assert x.tolist() == [8.0] * 3")
 
 
 @pytest.mark.parametrize(
@@ -424,8 +428,8 @@ def test_subgroups_formed_by_some_ranks_do_not_break_later_ones(four: ddip.Group
         ),
     ],
 )
-def test_ranks_that_disagree_about_splits_can_be_unblocked(four: ddip.Group, make: str) -> None:
-    four.run("from torch.distributed.device_mesh import init_device_mesh")
+def test_ranks_that_disagree_about_splits_can_be_unblocked(four_ranks: ddip.Group, make: str) -> None:
+    four_ranks.run("from torch.distributed.device_mesh import init_device_mesh")
     with pytest.raises(ddip.CellError):
-        four.run(make, timeout=3)
-    prove_ranks_work(four)
+        four_ranks.run(make, timeout=3)
+    prove_ranks_work(four_ranks)

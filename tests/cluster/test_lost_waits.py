@@ -21,7 +21,7 @@ FREED = r"^rank 1: RankEnded: .*; rank 0 was blocked in {}cell .*, until ddip ab
 
 
 @pytest.fixture
-def two(warmed_up: None) -> Iterator[ddip.Group]:
+def two_ranks(warmed_up: None) -> Iterator[ddip.Group]:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(f"import os, signal, time, torch, torch.distributed as dist\n{LARGE}")
         yield group
@@ -38,16 +38,16 @@ def prove_repaired(group: ddip.Group) -> None:
     """)
 
 
-def test_a_rank_with_a_half_sent_message_is_unblocked(two: ddip.Group, tmp_path: Path) -> None:
+def test_a_rank_with_a_half_sent_message_is_unblocked(two_ranks: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
 
     def kill_rank_1() -> None:
-        wait_until(lambda: "send" in str(two.stacks()[0].place))
-        os.kill(two.members[1].pid, signal.SIGKILL)
+        wait_until(lambda: "send" in str(two_ranks.stacks()[0].place))
+        os.kill(two_ranks.members[1].pid, signal.SIGKILL)
 
     killed = meanwhile(ready.exists, kill_rank_1)
     with pytest.raises(ddip.CellError, match=FREED.format("send, ")):
-        two.run(f"""
+        two_ranks.run(f"""
             if rank == 1:
                 receiving = dist.irecv(large, 0)
                 open({str(ready)!r}, "x").close()
@@ -56,16 +56,18 @@ def test_a_rank_with_a_half_sent_message_is_unblocked(two: ddip.Group, tmp_path:
             dist.send(large, 1)
         """)
     killed.join()
-    prove_repaired(two)
+    prove_repaired(two_ranks)
 
 
 @pytest.mark.grid
-def test_a_rank_with_a_half_received_message_is_unblocked(two: ddip.Group, tmp_path: Path) -> None:
+def test_a_rank_with_a_half_received_message_is_unblocked(two_ranks: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    sender = two.members[1].pid
-    ended = meanwhile(lambda: not Path(f"/proc/{sender}").exists(), lambda: os.kill(two.members[0].pid, signal.SIGCONT))
+    sender = two_ranks.members[1].pid
+    ended = meanwhile(
+        lambda: not Path(f"/proc/{sender}").exists(), lambda: os.kill(two_ranks.members[0].pid, signal.SIGCONT)
+    )
     with pytest.raises(ddip.CellError, match=FREED.format("")):
-        two.run(f"""
+        two_ranks.run(f"""
             if rank == 0:
                 receiving = dist.irecv(large, 1)
                 open({str(ready)!r}, "x").close()
@@ -76,17 +78,18 @@ def test_a_rank_with_a_half_received_message_is_unblocked(two: ddip.Group, tmp_p
             os.kill(os.getpid(), signal.SIGKILL)
         """)
     ended.join()
-    prove_repaired(two)
+    prove_repaired(two_ranks)
 
 
 @pytest.mark.grid
-def test_a_background_wait_does_not_delay_the_next_group(two: ddip.Group, tmp_path: Path) -> None:
+def test_a_background_wait_does_not_delay_the_next_group(two_ranks: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     killed = meanwhile(
-        lambda: two.info()[0].state == "idle" and ready.exists(), lambda: os.kill(two.members[1].pid, signal.SIGKILL)
+        lambda: two_ranks.info()[0].state == "idle" and ready.exists(),
+        lambda: os.kill(two_ranks.members[1].pid, signal.SIGKILL),
     )
     with pytest.raises(ddip.CellError, match="^rank 1: RankEnded: "):
-        two.run(f"""
+        two_ranks.run(f"""
             from ddip.rank.native import lost_waits
             if rank == 1:
                 broadcast = dist.broadcast(large, 0, async_op=True)
@@ -97,4 +100,4 @@ def test_a_background_wait_does_not_delay_the_next_group(two: ddip.Group, tmp_pa
             while not lost_waits.find_waits(): time.sleep(0.01)
         """)
     killed.join()
-    prove_repaired(two)
+    prove_repaired(two_ranks)

@@ -81,7 +81,7 @@ BEFORE_ANY_GROUP = [
 
 
 @pytest.fixture(scope="module")
-def marked(shared_notebook: Notebook) -> Notebook:
+def marked_notebook(shared_notebook: Notebook) -> Notebook:
     """Return the shared notebook with marked variables, which each test must leave unchanged."""
     shared_notebook.ok("%%dip everywhere\nmarker = 7")
     shared_notebook.ok("%%dip\nfrom torch.distributed import get_world_size")
@@ -90,12 +90,12 @@ def marked(shared_notebook: Notebook) -> Notebook:
 
 
 @pytest.mark.parametrize(("cell", "message"), BAD_INPUT, ids=[cell.replace("\n", "|") for cell, _ in BAD_INPUT])
-def test_bad_input_is_one_clear_line_and_changes_nothing(marked: Notebook, cell: str, message: str) -> None:
-    shown = marked.fails(cell)
+def test_bad_input_is_one_clear_line_and_changes_nothing(marked_notebook: Notebook, cell: str, message: str) -> None:
+    shown = marked_notebook.fails(cell)
     assert re.search(message, shown.message), shown.message
     assert shown.traceback == f"UsageError: {shown.message}"
     assert "\n" not in shown.message
-    marked.ok("%%dip everywhere\nassert marker == 7 and get_world_size() == 3")
+    marked_notebook.ok("%%dip everywhere\nassert marker == 7 and get_world_size() == 3")
 
 
 @pytest.mark.parametrize("cell", BEFORE_ANY_GROUP, ids=[cell.replace("\n", "|") for cell in BEFORE_ANY_GROUP])

@@ -15,7 +15,7 @@ from .test_dist_state import CODE
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[ddip.Group]:
+def four_ranks() -> Iterator[ddip.Group]:
     with ddip.Group(4, failure_grace=0.1) as group:
         group.run(CODE)
         yield group
@@ -26,9 +26,9 @@ def row_of(table: object, name: str) -> list[str]:
     return re.split(r"\s\s+", re.sub(r"\]\s+(?=\d+ B)", "] ", found))
 
 
-def test_each_rank_has_its_shard_of_a_model(four: ddip.Group) -> None:
-    four.run("model = fsdp()")
-    table = four.shards("model")
+def test_each_rank_has_its_shard_of_a_model(four_ranks: ddip.Group) -> None:
+    four_ranks.run("model = fsdp()")
+    table = four_ranks.shards("model")
     assert row_of(table, "0.weight") == ["0.weight", "[12, 5]", "float32", "Shard(0)", *3 * ["[3, 5] 60 B"]]
     assert row_of(table, "2.bias")[-2:] == ["[1] 4 B", "[0] 0 B"]  # 3 elements on 4 ranks
     assert [name.strip() for name in str(table).splitlines()[1].split("  ") if "rank" in name] == [
@@ -36,62 +36,62 @@ def test_each_rank_has_its_shard_of_a_model(four: ddip.Group) -> None:
     ]
     assert row_of(table, "3.running_mean")[1:] == ["[3]", "float32", "plain, buffer", *3 * ["[3] 12 B"]]
     whole = "sum(t.numel() * t.element_size() for t in [*network().parameters(), *network().buffers()])"
-    four.run(f"whole = {whole}")
-    four.run("""
+    four_ranks.run(f"whole = {whole}")
+    four_ranks.run("""
         held = [None] * world_size
         local = lambda t: t.to_local() if hasattr(t, "to_local") else t
         dist.all_gather_object(held, sum(local(t).nbytes for t in [*model.parameters(), *model.buffers()]))
     """)
-    seen = four.pull(["whole", "held"])
+    seen = four_ranks.pull(["whole", "held"])
     assert str(table).splitlines()[0] == (
         f"model: FSDPSequential, {seen['whole']} B whole, {sum(seen['held'])} B on 4 ranks"
     )
     assert table.rows[-1][-2:] == [f"{size} B" for size in (seen["held"][-2], seen["held"][-1])]
 
 
-def test_ranks_with_equal_shard_shapes_share_a_column(four: ddip.Group) -> None:
-    four.run("model = both()")
-    table = four.shards("model")
+def test_ranks_with_equal_shard_shapes_share_a_column(four_ranks: ddip.Group) -> None:
+    four_ranks.run("model = both()")
+    table = four_ranks.shards("model")
     assert "rank" in str(table).splitlines()[1]
     assert row_of(table, "0.weight")[3].startswith("data: StridedShard(0), tensor: Shard(0)")
-    four.run("model = nn.parallel.DistributedDataParallel(network())")
-    table = four.shards("model")
+    four_ranks.run("model = nn.parallel.DistributedDataParallel(network())")
+    table = four_ranks.shards("model")
     assert str(table).splitlines()[1].split()[-4:] == ["each", "of", "ranks", "0-3"]
     assert row_of(table, "module.0.weight") == ["module.0.weight", "[12, 5]", "float32", "DDP", "[12, 5] 240 B"]
-    assert row_of(four.shards("model.module.0"), "bias") == ["bias", "[12]", "float32", "plain", "[12] 48 B"]
+    assert row_of(four_ranks.shards("model.module.0"), "bias") == ["bias", "[12]", "float32", "plain", "[12] 48 B"]
 
 
 @pytest.mark.grid
-def test_ranks_may_have_different_parts_of_a_pipeline(four: ddip.Group) -> None:
-    four.run("model = nn.ModuleDict({f'stage{rank // 2}': nn.Linear(2, 1 + rank // 2)})")
-    table = four.shards("model")
+def test_ranks_may_have_different_parts_of_a_pipeline(four_ranks: ddip.Group) -> None:
+    four_ranks.run("model = nn.ModuleDict({f'stage{rank // 2}': nn.Linear(2, 1 + rank // 2)})")
+    table = four_ranks.shards("model")
     assert re.findall(r"each of [^e]*\d", str(table).splitlines()[1]) == ["each of ranks 0, 1", "each of ranks 2, 3"]
     assert row_of(table, "stage1.weight")[-2:] == ["-", "[2, 2] 16 B"]
 
 
-def test_models_of_a_trainer_and_lazy_models_are_shown(four: ddip.Group) -> None:
-    four.run("""
+def test_models_of_a_trainer_and_lazy_models_are_shown(four_ranks: ddip.Group) -> None:
+    four_ranks.run("""
         from types import SimpleNamespace
         trainer = SimpleNamespace(model=nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
     """)
-    table = four.shards("trainer.model")
+    table = four_ranks.shards("trainer.model")
     assert row_of(table, "0.weight")[1:4] == ["[]", "float32", "lazy, not made yet"]
     assert row_of(table, "1.weight") == ["1.weight", "[2, 3]", "float32", "plain", "[2, 3] 24 B"]
-    assert row_of(four.shards("trainer.model.1"), "bias")[-1] == "[2] 8 B"
+    assert row_of(four_ranks.shards("trainer.model.1"), "bias")[-1] == "[2] 8 B"
 
 
 @pytest.mark.grid
-def test_shards_are_shown_after_a_fault(four: ddip.Group) -> None:
-    four.run("model = fsdp()")
-    before = str(four.shards("model"))
-    four.run("y = model(torch.ones(2, 5))\nassert not hasattr(model[4].weight, 'to_local')  # the root's")
-    assert str(four.shards("model")) == before
-    four.run("y.sum().backward()")
+def test_shards_are_shown_after_a_fault(four_ranks: ddip.Group) -> None:
+    four_ranks.run("model = fsdp()")
+    before = str(four_ranks.shards("model"))
+    four_ranks.run("y = model(torch.ones(2, 5))\nassert not hasattr(model[4].weight, 'to_local')  # the root's")
+    assert str(four_ranks.shards("model")) == before
+    four_ranks.run("y.sum().backward()")
     with pytest.raises(ddip.CellError):
-        four.run("if rank == 1: raise ValueError\nmodel(torch.ones(2, 5))")
-    assert str(four.shards("model")) == before
-    four.run("pass")
-    assert str(four.shards("model")) == before
+        four_ranks.run("if rank == 1: raise ValueError\nmodel(torch.ones(2, 5))")
+    assert str(four_ranks.shards("model")) == before
+    four_ranks.run("pass")
+    assert str(four_ranks.shards("model")) == before
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_shards_are_shown_after_a_fault(four: ddip.Group) -> None:
         ("here = network() if rank else [1]", "here", "on rank 0 it is no module but of type list"),
     ],
 )
-def test_an_object_that_is_not_a_model_is_refused(four: ddip.Group, code: str, name: str, words: str) -> None:
-    four.run("globals().pop('here', None)")
-    four.run(code)
+def test_an_object_that_is_not_a_model_is_refused(four_ranks: ddip.Group, code: str, name: str, words: str) -> None:
+    four_ranks.run("globals().pop('here', None)")
+    four_ranks.run(code)
     with pytest.raises(ddip.BadInput, match=f"%dipshards {re.escape(name)}: {words}"):
-        four.shards(name)
+        four_ranks.shards(name)
 
 
 def test_the_notebook_shows_a_table(notebook: Notebook) -> None:

@@ -18,7 +18,7 @@ ONE_SIDED = "if rank == 1:\n    w = dist.all_reduce(torch.tensor([100.0]), async
 
 
 @pytest.fixture
-def told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+def notices(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
     """Form a new group that has begun a collective; return the fixture that captures later messages."""
     cells.run(
         "import torch.distributed as dist; dist.destroy_process_group()"
@@ -29,10 +29,10 @@ def told(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.Captur
 
 
 def test_ranks_out_of_step_are_reported_and_old_tensors_dropped(
-    cells: ddip.Group, told: pytest.CaptureFixture[str]
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
 ) -> None:
     cells.run(ONE_SIDED)
-    text = told.readouterr().err
+    text = notices.readouterr().err
     found = re.search(r"\(rank 0: (\d+), rank 1: (\d+)\)", text)
     assert found is not None and int(found[2]) == int(found[1]) + 1, text
     assert "in the default group" in text and "--unmatched" in text
@@ -44,10 +44,10 @@ def test_ranks_out_of_step_are_reported_and_old_tensors_dropped(
     """)
     cells.run("w2.wait()\nassert y.item() == 2 and dist.group.WORLD is not former")
     cells.run(PROOF)
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
 
 
-def test_an_old_tensor_of_another_size_ends_no_rank(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_an_old_tensor_of_another_size_ends_no_rank(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     pids = [member.pid for member in cells.members]
     cells.run("if rank == 1: w = dist.all_reduce(torch.ones(10_000), async_op=True)")
     cells.run("""
@@ -78,28 +78,32 @@ SURPLUS = {
 
 
 @pytest.mark.parametrize("what", few(SURPLUS, "by a thread that has ended", "a method"))
-def test_a_surplus_is_reported_with_its_place(cells: ddip.Group, told: pytest.CaptureFixture[str], what: str) -> None:
+def test_a_surplus_is_reported_with_its_place(
+    cells: ddip.Group, notices: pytest.CaptureFixture[str], what: str
+) -> None:
     begin, line = SURPLUS[what]
     cells.run(begin)
-    text = told.readouterr().err
+    text = notices.readouterr().err
     assert "different numbers of collectives in the default group" in text and line in text
     cells.run(PROOF)
 
 
-def test_a_surplus_begun_in_c_is_reported_without_a_line(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_surplus_begun_in_c_is_reported_without_a_line(
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
+) -> None:
     cells.run("if rank: y = torch.ops._c10d_functional.all_reduce(x, 'sum', dist.group.WORLD.group_name)")
-    text = told.readouterr().err
+    text = notices.readouterr().err
     assert "different numbers of collectives in the default group" in text and "line" not in text
     cells.run(PROOF)
 
 
-def test_a_surplus_in_a_subgroup_names_the_subgroup(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_surplus_in_a_subgroup_names_the_subgroup(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     cells.run(
         "pair, alone = dist.new_group([0, 1]), dist.new_group([0])\nif rank == 0: dist.all_reduce(x, group=alone)"
     )
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
     cells.run("if rank == 0: w = dist.all_reduce(x, group=pair, async_op=True)")
-    assert "collectives in a group of ranks 0, 1 (rank 1: 0, rank 0: 1), the first too many" in told.readouterr().err
+    assert "collectives in a group of ranks 0, 1 (rank 1: 0, rank 0: 1), the first too many" in notices.readouterr().err
     cells.run("""
         pair = dist.new_group([0, 1])
         x = torch.ones(1)
@@ -124,42 +128,46 @@ def test_a_surplus_in_a_subgroup_names_the_subgroup(cells: ddip.Group, told: pyt
     ],
 )
 def test_cells_with_ranks_in_step_keep_the_group_silently(
-    cells: ddip.Group, told: pytest.CaptureFixture[str], code: str
+    cells: ddip.Group, notices: pytest.CaptureFixture[str], code: str
 ) -> None:
     cells.run(code)
     cells.run("dist.recv(x, 0) if rank else w.wait()" if "isend" in code else "pass")
     cells.run("assert dist.group.WORLD is former")
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
 
 
-def test_sends_and_receives_of_some_ranks_only_are_silent(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_sends_and_receives_of_some_ranks_only_are_silent(
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
+) -> None:
     cells.run("w = dist.isend(x, 1)", ranks=[0])
     cells.run("dist.recv(x, 0)", ranks=[1])
     cells.run("w.wait()", ranks=[0])
     cells.run(f"assert dist.group.WORLD is former\n{PROOF}")
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
 
 
-def test_a_collective_begun_only_on_some_ranks_is_reported(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_collective_begun_only_on_some_ranks_is_reported(
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
+) -> None:
     cells.run("w = dist.all_reduce(torch.tensor([100.0]), async_op=True)", ranks=[1])
-    assert "different numbers of collectives in the default group" in told.readouterr().err
+    assert "different numbers of collectives in the default group" in notices.readouterr().err
     cells.run(PROOF)
 
 
-def test_an_accepted_surplus_is_silent_until_it_grows(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_an_accepted_surplus_is_silent_until_it_grows(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[0], unmatched=True)
     cells.run("kept = 1")
     cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[1])
     cells.run("w.wait()\nassert x.item() == 2 and dist.group.WORLD is former")
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
     cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[0], unmatched=True)
     cells.run("x = torch.ones(1)\nw = dist.all_reduce(x, async_op=True)")
-    assert "different numbers" in told.readouterr().err
+    assert "different numbers" in notices.readouterr().err
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former")
 
 
 def test_a_thread_that_continues_collectives_is_not_disturbed(
-    cells: ddip.Group, told: pytest.CaptureFixture[str]
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
         own, sums, leave = dist.new_group([0, 1]), [], threading.Event()
@@ -176,7 +184,7 @@ def test_a_thread_that_continues_collectives_is_not_disturbed(
         cells.run(PROOF)
     cells.run("leave.set(); thread.join()\nassert len(sums) < 1000 and dist.group.WORLD is former")
     cells.run(PROOF)
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
 
 
 SLOW_WRITER = """
@@ -192,7 +200,7 @@ former = dist.group.WORLD
 
 
 def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
-    cells: ddip.Group, told: pytest.CaptureFixture[str], tmp_path: Path
+    cells: ddip.Group, notices: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Rank 0's thread is ahead of rank 1's in every cell."""
     cells.options.failure_grace = 30.0  # both ranks fail alike, but a loaded machine may delay one
@@ -210,10 +218,12 @@ def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
         "go.set(); saved.result(); y = {'a': torch.zeros(3)}; dcp.load(y, checkpoint_id=" + repr(str(tmp_path)) + ")"
     )
     cells.run(f"{PROOF}\nassert dist.group.WORLD is former", show_ranks=[])
-    assert "collectives" not in told.readouterr().err
+    assert "collectives" not in notices.readouterr().err
 
 
-def test_a_surplus_is_reported_when_its_thread_has_ended(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_surplus_is_reported_when_its_thread_has_ended(
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
+) -> None:
     cells.run("""
         own, leave = dist.new_group([0, 1]), threading.Event()
         def work():
@@ -225,14 +235,14 @@ def test_a_surplus_is_reported_when_its_thread_has_ended(cells: ddip.Group, told
         while c.begun()[f"{own.group_name} cpu"]["collectives"] < 2 - rank: time.sleep(0.01)
     """)
     cells.run(PROOF)
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
     cells.run("leave.set(); thread.join()")
-    assert "different numbers of collectives in a group of ranks 0, 1" in told.readouterr().err
+    assert "different numbers of collectives in a group of ranks 0, 1" in notices.readouterr().err
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former")
 
 
 def test_messages_of_a_thread_are_not_mistaken_for_collectives(
-    cells: ddip.Group, told: pytest.CaptureFixture[str]
+    cells: ddip.Group, notices: pytest.CaptureFixture[str]
 ) -> None:
     cells.run("""
         def work():
@@ -244,7 +254,7 @@ def test_messages_of_a_thread_are_not_mistaken_for_collectives(
         thread.join()
     """)
     cells.run(f"{PROOF}\nassert dist.group.WORLD is former")
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
 
 
 TQDM = """
@@ -256,7 +266,7 @@ assert type(tqdm.monitor) in map(type, threading.enumerate())
 
 @pytest.mark.parametrize("before", ["", TQDM], ids=["no other thread", "tqdm has one of its own"])
 def test_a_collective_of_an_unmatched_thread_is_reported(
-    cells: ddip.Group, told: pytest.CaptureFixture[str], before: str
+    cells: ddip.Group, notices: pytest.CaptureFixture[str], before: str
 ) -> None:
     """Otherwise it met the next cell's all_reduce: that one returned 101, and this rank waited forever."""
     cells.run(before, show_ranks=[])
@@ -267,19 +277,19 @@ def test_a_collective_of_an_unmatched_thread_is_reported(
             threading.Thread(target=lambda: dist.all_reduce(torch.tensor([100.0]))).start()
             while c.counts() == before: time.sleep(0.01)
     """)
-    assert "different numbers of collectives in the default group" in told.readouterr().err
+    assert "different numbers of collectives in the default group" in notices.readouterr().err
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former", timeout=20)
 
 
-def test_a_group_formed_by_a_cell_is_also_watched(cells: ddip.Group, told: pytest.CaptureFixture[str]) -> None:
+def test_a_group_formed_by_a_cell_is_also_watched(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     cells.run(
         "dist.destroy_process_group(); dist.init_process_group('gloo')\ndist.barrier(); former = dist.group.WORLD"
     )
     cells.run("dist.all_reduce(torch.ones(1))", ranks=[0, 1])
     cells.run(f"{PROOF}\nassert dist.group.WORLD is former")
-    assert told.readouterr().err == ""
+    assert notices.readouterr().err == ""
     cells.run(ONE_SIDED)
-    assert "(rank 0: 3, rank 1: 4)" in told.readouterr().err
+    assert "(rank 0: 3, rank 1: 4)" in notices.readouterr().err
     cells.run(PROOF)
 
 

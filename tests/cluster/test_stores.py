@@ -33,7 +33,7 @@ def short_time_limits(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Iterator[dict[str, object]]:
+def folder_and_port(tmp_path: Path) -> Iterator[dict[str, object]]:
     """Return a folder, and a port on which nothing listens."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
@@ -41,10 +41,12 @@ def places(tmp_path: Path) -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.parametrize("wait", few(WAITS, "init_process_group, of a port", "FileStore", "HashStore"))
-def test_a_rank_that_waits_in_a_store_is_unblocked(cells: ddip.Group, wait: str, places: dict[str, object]) -> None:
+def test_a_rank_that_waits_in_a_store_is_unblocked(
+    cells: ddip.Group, wait: str, folder_and_port: dict[str, object]
+) -> None:
     cells.run("import torch.distributed as dist")
     with pytest.raises(ddip.CellError, match=r"^rank 0: ValueError; rank 1 was blocked in .*, until ddip aborted it$"):
-        cells.run(f"if rank == 0: raise ValueError\n{WAITS[wait].format(**places)}", timeout=30)
+        cells.run(f"if rank == 0: raise ValueError\n{WAITS[wait].format(**folder_and_port)}", timeout=30)
     cells.run("dist.barrier()")
 
 
@@ -98,5 +100,7 @@ fails(RuntimeError, dist.TCPStore, "127.0.0.1", {port}, 2, timeout=soon)
 
 
 @pytest.mark.grid
-def test_waiting_in_a_store_otherwise_behaves_as_in_torch(cells: ddip.Group, places: dict[str, object]) -> None:
-    cells.run(OTHERWISE.format(**places), timeout=30)
+def test_waiting_in_a_store_otherwise_behaves_as_in_torch(
+    cells: ddip.Group, folder_and_port: dict[str, object]
+) -> None:
+    cells.run(OTHERWISE.format(**folder_and_port), timeout=30)

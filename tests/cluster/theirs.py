@@ -23,7 +23,7 @@ def local_command(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-class Theirs:
+class ForeignCluster:
     """An ipyparallel cluster whose controller listens on `ip`."""
 
     def __init__(self, id: str, ip: str = "127.0.0.1") -> None:
@@ -93,9 +93,9 @@ def _list_resources() -> tuple[list[str], int, list[str]]:
 
 
 @contextlib.contextmanager
-def foreign_cluster(id: str, engines: int) -> Iterator[Theirs]:
+def foreign_cluster(id: str, engines: int) -> Iterator[ForeignCluster]:
     """Start a cluster on this machine whose engines have the variable ``kept``."""
-    cluster = Theirs(id)
+    cluster = ForeignCluster(id)
     try:
         cluster.add(engines)
         cluster.client[:].push({"kept": 5}, block=True)

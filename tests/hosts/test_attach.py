@@ -11,16 +11,16 @@ from ddip.cluster.reach import Reach
 from ddip.errors import CellError, GroupError
 
 from ..cluster.leftovers import wait_until
-from ..cluster.theirs import Theirs
+from ..cluster.theirs import ForeignCluster
 from .network import Network
 from .test_faults import ddip_processes_on
 from .test_ssh import pull_from_all, sums_of_ranks
 
 
 @pytest.fixture
-def theirs(hosts: Network) -> Iterator[Theirs]:
+def theirs(hosts: Network) -> Iterator[ForeignCluster]:
     """Start a controller on nb, engines 0 and 2 on h2, and engine 1 on h1."""
-    cluster = Theirs("theirs", hosts["nb"].address)
+    cluster = ForeignCluster("theirs", hosts["nb"].address)
     try:
         connection_file = (cluster.file.parent / "ipcontroller-theirs-engine.json").read_text()
         for name in ("h2", "h1", "h2"):
@@ -36,7 +36,7 @@ def theirs(hosts: Network) -> Iterator[Theirs]:
             hosts[name].run(["sh", "-c", "rm -rf /tmp/engine.json /tmp/tmp*"])
 
 
-def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: Theirs, hosts: Network) -> None:
+def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: ForeignCluster, hosts: Network) -> None:
     for _ in range(2):
         with ddip.Group(reach=Reach(cluster="theirs")) as group:
             assert sums_of_ranks(group) == [6.0] * 3
@@ -53,7 +53,7 @@ def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: Theirs, hos
         assert [info.host for info in group.info()] == ["h2", "h2"]
 
 
-def test_a_lost_host_is_reported(theirs: Theirs, hosts: Network) -> None:
+def test_a_lost_host_is_reported(theirs: ForeignCluster, hosts: Network) -> None:
     with ddip.Group(reach=Reach(cluster="theirs")) as group:
         hosts["h1"].lose_power()
         with pytest.raises((CellError, GroupError), match="lost with h1"):

@@ -35,7 +35,7 @@ def hosts(network: Network) -> Network:
 
 
 @pytest.fixture(scope="module")
-def book(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def host_notebook(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Start a notebook with two ranks on h1 and two on h2."""
     notebook = Notebook(tmp_path_factory.mktemp("notebook"))
     try:
@@ -46,43 +46,48 @@ def book(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         notebook.shut_down()
 
 
-def test_output_of_each_rank_is_shown_separately(book: Notebook) -> None:
-    shown = book.ok("%%dip -S all\nimport socket; print('on', socket.gethostname()); display(rank * 10)")
+def test_output_of_each_rank_is_shown_separately(host_notebook: Notebook) -> None:
+    shown = host_notebook.ok("%%dip -S all\nimport socket; print('on', socket.gethostname()); display(rank * 10)")
     page = "".join(bundle.get("text/html", "") for bundle in shown.outputs)
     for rank, host in enumerate(["h1", "h1", "h2", "h2"]):
         assert f"on {host}" in page and str(rank * 10) in page
-    table = book.ok("%makedip -i").stdout.splitlines()
+    table = host_notebook.ok("%makedip -i").stdout.splitlines()
     assert [line.split()[1] for line in table[1:5]] == ["h1", "h1", "h2", "h2"]
 
 
-def test_an_error_on_another_host_shows_its_line(book: Notebook) -> None:
-    failed = book.fails("%%dip\nx = 1\nif rank == 3:\n    1 / 0\nimport torch.distributed as dist; dist.barrier()")
+def test_an_error_on_another_host_shows_its_line(host_notebook: Notebook) -> None:
+    failed = host_notebook.fails(
+        "%%dip\nx = 1\nif rank == 3:\n    1 / 0\nimport torch.distributed as dist; dist.barrier()"
+    )
     assert failed.message.startswith("rank 3: ZeroDivisionError: division by zero")
     assert "----> 3     1 / 0" in failed.traceback
-    assert book.ok("%%dip\nprint(x)").stdout == "1\n"
+    assert host_notebook.ok("%%dip\nprint(x)").stdout == "1\n"
 
 
-def test_stacks_stops_and_timeouts_reach_all_hosts(book: Notebook) -> None:
+def test_stacks_stops_and_timeouts_reach_all_hosts(host_notebook: Notebook) -> None:
     hang = "import torch, torch.distributed as dist\nprint('in')\nif rank != 2: dist.all_reduce(torch.ones(1))"
-    cell = book.begin(f"%%dip\nkept = rank\n{hang}\nelse:\n    while True: pass")
-    book.finish(cell, until="in")
-    book.interrupt()
-    assert book.finish(cell).error == "CellInterrupted"
-    assert book.fails(f"%%dip --timeout 2\n{hang}").error == "CellTimeout"
-    assert book.ok("%dipstack").stdout == "  ranks 0-3: idle\n"
-    assert book.ok("%%dip -S all -q\nassert kept == rank").status == "ok"
+    cell = host_notebook.begin(f"%%dip\nkept = rank\n{hang}\nelse:\n    while True: pass")
+    host_notebook.finish(cell, until="in")
+    host_notebook.interrupt()
+    assert host_notebook.finish(cell).error == "CellInterrupted"
+    assert host_notebook.fails(f"%%dip --timeout 2\n{hang}").error == "CellTimeout"
+    assert host_notebook.ok("%dipstack").stdout == "  ranks 0-3: idle\n"
+    assert host_notebook.ok("%%dip -S all -q\nassert kept == rank").status == "ok"
 
 
-def test_tab_knows_the_names_of_the_ranks(book: Notebook) -> None:
-    book.ok("%%dip\nclass There:\n    def method(self): 'Does it.'\nthing = There()")
-    assert ask_until_answered(book, "complete", "%%dip -S all\nthing.me")["matches"] in ([".method"], ["thing.method"])
-    book.ok("%autodip on")
-    assert ask_until_answered(book, "complete", "x = thing.me")["matches"] in ([".method"], ["thing.method"])
-    book.ok("%autodip off")
+def test_tab_knows_the_names_of_the_ranks(host_notebook: Notebook) -> None:
+    host_notebook.ok("%%dip\nclass There:\n    def method(self): 'Does it.'\nthing = There()")
+    assert ask_until_answered(host_notebook, "complete", "%%dip -S all\nthing.me")["matches"] in (
+        [".method"],
+        ["thing.method"],
+    )
+    host_notebook.ok("%autodip on")
+    assert ask_until_answered(host_notebook, "complete", "x = thing.me")["matches"] in ([".method"], ["thing.method"])
+    host_notebook.ok("%autodip off")
 
 
-def test_a_button_of_a_rank_on_the_other_host_works(book: Notebook) -> None:
-    cell = book.begin("""
+def test_a_button_of_a_rank_on_the_other_host_works(host_notebook: Notebook) -> None:
+    cell = host_notebook.begin("""
         %%dip -r 3 -S 3
         import ipywidgets, socket
         button, out = ipywidgets.Button(), ipywidgets.Output()
@@ -91,16 +96,16 @@ def test_a_button_of_a_rank_on_the_other_host_works(book: Notebook) -> None:
         button.on_click(clicked)
         display(button, out)
     """)
-    shown = book.finish(cell)
+    shown = host_notebook.finish(cell)
     (button,) = widgets_of_model(shown, "ButtonModel")
-    click_button(book, button)
-    late = book.late_messages(cell, lambda messages: "clicked" in "".join(captured_texts(messages).values()))
+    click_button(host_notebook, button)
+    late = host_notebook.late_messages(cell, lambda messages: "clicked" in "".join(captured_texts(messages).values()))
     assert "clicked on h2\n" in captured_texts(late).values()
 
 
-def test_objects_and_functions_of_the_notebook_survive_a_round_trip(book: Notebook) -> None:
-    book.ok("from ddip import in_torchddp\nimport torch\ndata = torch.arange(12.0)")
-    book.ok("""
+def test_objects_and_functions_of_the_notebook_survive_a_round_trip(host_notebook: Notebook) -> None:
+    host_notebook.ok("from ddip import in_torchddp\nimport torch\ndata = torch.arange(12.0)")
+    host_notebook.ok("""
         def total():
             import torch.distributed as dist
             x = data[rank::world_size].sum()
@@ -108,15 +113,15 @@ def test_objects_and_functions_of_the_notebook_survive_a_round_trip(book: Notebo
             return x.item(), world_size
         found = in_torchddp(4, total, need='data')
     """)
-    assert book.ok("print(found)").stdout == "(66.0, 4)\n"
-    book.ok("%dipush data")
-    book.ok("%%dip\nback = data * (rank + 1)")
-    book.ok("%dipull -r 3 back")
-    assert book.ok("print(back.sum().item())").stdout == "264.0\n"
+    assert host_notebook.ok("print(found)").stdout == "(66.0, 4)\n"
+    host_notebook.ok("%dipush data")
+    host_notebook.ok("%%dip\nback = data * (rank + 1)")
+    host_notebook.ok("%dipull -r 3 back")
+    assert host_notebook.ok("print(back.sum().item())").stdout == "264.0\n"
 
 
-def test_no_key_appears_in_files_commands_or_environments(book: Notebook, network: Network) -> None:
-    keys = book.ok("""
+def test_no_key_appears_in_files_commands_or_environments(host_notebook: Notebook, network: Network) -> None:
+    keys = host_notebook.ok("""
         import json
         from ddip.group.session import current_group
         file = current_group().cluster._ipp.controller.connection_files['engine']
@@ -135,19 +140,21 @@ def test_no_key_appears_in_files_commands_or_environments(book: Notebook, networ
                 assert secret.encode() not in host.path(path).read_bytes(), path
 
 
-def test_code_output_and_pushed_objects_travel_encrypted(book: Notebook, network: Network) -> None:
+def test_code_output_and_pushed_objects_travel_encrypted(host_notebook: Notebook, network: Network) -> None:
     with network.sniffed() as frames:
         for _ in range(5):
-            book.ok(f"%%dip -S all\ntext = '{SECRET}'; print('{SECRET}')")
-            book.ok(f"told = '{SECRET}'\n%dipush told")
+            host_notebook.ok(f"%%dip -S all\ntext = '{SECRET}'; print('{SECRET}')")
+            host_notebook.ok(f"told = '{SECRET}'\n%dipush told")
     assert len(frames) > 100 and SECRET.encode() not in frames
     with network.sniffed() as frames:  # gloo's traffic is not encrypted, as the docs say
-        book.ok("%%dip\nimport torch.distributed as dist\nfor _ in range(5): dist.broadcast_object_list([text])")
+        host_notebook.ok(
+            "%%dip\nimport torch.distributed as dist\nfor _ in range(5): dist.broadcast_object_list([text])"
+        )
     assert SECRET.encode() in frames
 
 
-def test_a_connection_without_the_key_is_refused(book: Notebook) -> None:
-    told = book.ok("""
+def test_a_connection_without_the_key_is_refused(host_notebook: Notebook) -> None:
+    told = host_notebook.ok("""
         import zmq
         from zmq.utils.monitor import recv_monitor_message
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -215,8 +222,8 @@ ROUND_TRIP = 0.2
 
 
 @pytest.mark.parametrize("code", ["pass", "print(rank)", "dist.all_reduce(x)"])
-def test_a_cell_takes_one_round_trip_of_the_network(far: tuple[ddip.Group, Path], code: str) -> None:
-    group, delay = far
+def test_a_cell_takes_one_round_trip_of_the_network(far_group: tuple[ddip.Group, Path], code: str) -> None:
+    group, delay = far_group
     group.run("import torch, torch.distributed as dist; x = torch.ones(1); dist.all_reduce(x)")
     delay.write_text(f"{ROUND_TRIP / 2}")
     seconds = []
@@ -229,7 +236,7 @@ def test_a_cell_takes_one_round_trip_of_the_network(far: tuple[ddip.Group, Path]
 
 
 @pytest.fixture(scope="module")
-def far(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
+def far_group(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ddip.Group, Path]]:
     """Start a group on two hosts behind a slow link, and return the file with the delay per direction."""
     delay, config = tmp_path_factory.mktemp("far") / "delay", network["nb"].path("~/.ssh/config")
     delay.write_text("0")

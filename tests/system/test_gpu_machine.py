@@ -37,7 +37,7 @@ def add_dependencies(name: str, found: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a Python that has only torch, what torch needs, NumPy and pip; return its bin folder."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -75,14 +75,19 @@ def test_the_wheels_are_few_and_small_and_exclude_torch(wheels: Path) -> None:
     assert sum(wheel.stat().st_size for wheel in wheels.iterdir()) < wheelhouse.MOST_BYTES
 
 
-def test_one_command_tests_offline_and_writes_a_report(bare: Path, wheels: Path, tmp_path: Path) -> None:
+def test_one_command_tests_offline_and_writes_a_report(bare_python: Path, wheels: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.txt"
     on_cpu = "tests/cluster/test_gpu_cases_on_cpu.py::test_case[an_error_without_harm_costs_nothing, 2 ranks]"
     here = ALONE if subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0 else []
     done = subprocess.run(
         [*here, "tests/gpu.sh", str(wheels), str(report), on_cpu, "tests/cluster/test_gpus.py"],
         cwd=HERE,
-        env={"PATH": f"{bare}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "PIP_NO_INDEX": "1"},
+        env={
+            "PATH": f"{bare_python}:{os.environ['PATH']}",
+            "HOME": str(tmp_path),
+            "LANG": "C.UTF-8",
+            "PIP_NO_INDEX": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,7 +13,7 @@ from ..cluster.self_harm import KINDS, prove_repair
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[ddip.Group]:
+def three_ranks() -> Iterator[ddip.Group]:
     with pytest.MonkeyPatch.context() as patch, ddip.Group(3, failure_grace=0.1) as group:
         patch.setattr(fitness, "TRY_SECONDS", 3)
         group.options.timeout = 20
@@ -36,9 +36,9 @@ LATER = {*SLOW, *list(KINDS)[1::3], *list(KINDS)[2::3]}
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, id=kind, marks=[pytest.mark.long] * (kind in LATER)) for kind in KINDS]
 )
-def test_a_repair_suffices(three: ddip.Group, kind: str) -> None:
+def test_a_repair_suffices(three_ranks: ddip.Group, kind: str) -> None:
     try:
-        prove_repair(three, KINDS[kind])
+        prove_repair(three_ranks, KINDS[kind])
     finally:
-        if not any(three.cluster.run_folder.glob("s:*")):  # this kind has removed what the next one needs
-            three.restart()
+        if not any(three_ranks.cluster.run_folder.glob("s:*")):  # this kind has removed what the next one needs
+            three_ranks.restart()

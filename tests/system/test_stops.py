@@ -36,7 +36,7 @@ BUSINESS = {
 
 
 @pytest.fixture
-def load() -> Iterator[None]:
+def busy_machine() -> Iterator[None]:
     """Start processes that compute."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
     try:
@@ -49,7 +49,7 @@ def load() -> Iterator[None]:
 
 @pytest.mark.alone  # its load slows any test beside it
 @pytest.mark.timeout(120 + 40 * STOPS)
-def test_no_rank_is_lost_by_a_stop_under_load(load: None, tmp_path: Path) -> None:
+def test_no_rank_is_lost_by_a_stop_under_load(busy_machine: None, tmp_path: Path) -> None:
     with ddip.Group(RANKS, timeout=300) as group:
         pids = [member.pid for member in group.members]
         everybody = {str(rank) for rank in range(RANKS)}

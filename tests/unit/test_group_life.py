@@ -53,7 +53,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def an_app(monkeypatch: pytest.MonkeyPatch) -> None:
+def frame_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install an app ``frame``."""
     monkeypatch.setattr(apps, "find", lambda name: "frame.app" if name else "")
 
@@ -386,7 +386,7 @@ def test_a_repair_ends_when_the_controller_does(new_group: NewGroup, monkeypatch
 # -- app
 
 
-def test_an_app_is_prepared_released_and_given_commands(new_group: NewGroup, an_app: None) -> None:
+def test_an_app_is_prepared_released_and_given_commands(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
     assert group.command("status") == "frame.app: status"
     group.change(Request(n=1))
@@ -400,7 +400,7 @@ def test_a_command_needs_an_app(new_group: NewGroup) -> None:
         new_group(1).command("status")
 
 
-def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, an_app: None) -> None:
+def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2)
     for rank in range(2):
         group.engine(rank).answers[on_rank.prepare_app.target] = raise_error(ImportError("no frame"))
@@ -409,7 +409,7 @@ def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, an_app:
     group.run("pass")
 
 
-def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, an_app: None) -> None:
+def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.prepare_app.target] = raise_error(ImportError("no frame"))
     with pytest.raises(GroupError, match="rank 1: ImportError: no frame.*%makedip --repair"):
@@ -418,7 +418,7 @@ def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, an
     group.run("pass")
 
 
-def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGroup, an_app: None) -> None:
+def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.command_app.target] = raise_error(ValueError("odd"))
     before = join_counts(group)
@@ -431,7 +431,7 @@ def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGro
 # -- what ddip asks of ranks
 
 
-def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, an_app: None) -> None:
+def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.command_app.target] = press_stop_and_answer()
     group.engine(1).answers[on_rank.command_app.target] = raise_error(Silence())
@@ -440,7 +440,7 @@ def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, an_app: None) ->
     group.run("pass")
 
 
-def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, impatient: None, an_app: None) -> None:
+def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, impatient: None, frame_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.command_app.target] = press_stop_and_answer()
     group.engine(1).answers[on_rank.command_app.target] = raise_error(Deafness())
@@ -473,7 +473,7 @@ def test_an_answer_just_after_the_timeout_counts_as_late(
         group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
 
 
-def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, an_app: None) -> None:
+def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.command_app.target] = raise_error(EngineEnds())
     with pytest.raises(RequestFailed, match=r"^the app's command failed: rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
