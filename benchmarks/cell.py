@@ -23,7 +23,7 @@ PAUSE = 0.3
 def measure_cells(
     cells: int, group: Group, before: Callable[[], object] = lambda: None
 ) -> tuple[list[float], list[float]]:
-    """Return the milliseconds per cell of ddip and of ipyparallel, alternating; call `before` first each time."""
+    """Return the milliseconds per cell of ddip and ipyparallel, alternating; call `before` each time."""
     assert isinstance(group.cluster, OwnCluster)
     client = group.cluster.client
     view = client.direct_view([member.engine for member in group.members])

@@ -30,7 +30,7 @@ def import_torch_by_ssh() -> None:
 
 
 def time_start(ranks: int) -> tuple[float, float]:
-    """Start a group with `ranks` ranks per host; return the seconds to the first all_reduce, and of the shutdown."""
+    """Start `ranks` ranks per host; return the seconds to the first all_reduce, and of the shutdown."""
     began = time.perf_counter()
     group = ddip.Group(ranks, hosts=",".join(HOSTS))
     group.run(SUM)

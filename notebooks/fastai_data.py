@@ -117,9 +117,9 @@ def write_imdb(path: Path, each: int = 60) -> None:
         (path / folder).mkdir(parents=True)
         for i in range(n):
             kind = folder.split("/")[-1] if "/" in folder else rng.choice(["pos", "neg"])
-            said = [f"The {rng.choice(THINGS)} was {rng.choice(words[kind])}" for _ in range(rng.randrange(1, 3))]
+            sentences = [f"The {rng.choice(THINGS)} was {rng.choice(words[kind])}" for _ in range(rng.randrange(1, 3))]
             number = {"pos": rng.randrange(7, 11), "neg": rng.randrange(1, 5)}[kind] if "/" in folder else 0
-            (path / folder / f"{i}_{number}.txt").write_text(".<br /><br />".join(said) + ".")
+            (path / folder / f"{i}_{number}.txt").write_text(".<br /><br />".join(sentences) + ".")
 
 
 def write_adult_sample(path: Path, n: int = 2000) -> None:

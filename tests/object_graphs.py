@@ -276,7 +276,7 @@ for _group in {optimizer}.param_groups:
 """
 
 
-# -- what a graph is, as text
+# -- the description of a graph
 
 
 class Description:
@@ -439,10 +439,10 @@ def send_to_new_main(names: Sequence[str]) -> list[str]:
     assert not results.errors, results.errors
     memory = {name: (pickled.joined(), pickled.sizes) for name, pickled in results.pickled.items()}
     forget_classes()
-    there = vars(main_module())
+    variables = vars(main_module())
     loader = Loader({name: Pickled.of(bytes_, sizes) for name, (bytes_, sizes) in memory.items()})
     for name in memory:
-        there[name] = loader.load(name)
+        variables[name] = loader.load(name)
     return results.along
 
 
@@ -465,9 +465,9 @@ def try_graph(seed: int, times: int = 2) -> Trial:
             along += send_to_new_main([*names, *along])
         seen = sorted({*names, *along})
         trial = Trial(seed, names, along)
-        there = sys.modules["__main__"]
+        received_main = sys.modules["__main__"]
         for how in (describe_names, probe_names):
-            here, theirs = apply_in_main(how, alone, seen), apply_in_main(how, there, seen)
+            here, theirs = apply_in_main(how, alone, seen), apply_in_main(how, received_main, seen)
             if here != theirs and not trial.differences:
                 trial.differences = f"{how.__name__}:\n{_first_difference(here, theirs)}"
         return trial

@@ -148,7 +148,7 @@ def a_rank_that_was_released_in_recv_does_not_go_on(group: ddip.Group, times: in
     group.run("assert went_on is False")
 
 
-# -- 6: a context that is lost
+# -- 6: a lost context
 
 
 @gpu_case(1, 2, on_cpu=False, failure_grace=0.1)
@@ -183,7 +183,7 @@ def an_error_without_harm_costs_nothing(group: ddip.Group, times: int) -> None:
     assert rank_pids(group) == former and group.repair() == []
 
 
-# -- 2, 7: releases
+# -- 2, 7: aborts
 
 
 @gpu_case(1, 2, failure_grace=0.1)
@@ -262,7 +262,7 @@ def a_rank_that_ends_while_a_group_connects_is_replaced(group: ddip.Group, times
     group.run("kept = rank\nimport torch, torch.distributed as dist" + PROOF)
 
 
-# -- 4, 9: kernels that take their time
+# -- 4, 9: slow kernels
 
 
 @gpu_case(1, 2, on_cpu=False)
@@ -304,7 +304,7 @@ def a_kernel_that_cannot_be_stopped_is_told_and_waited_for(group: ddip.Group, ti
     assert rank_pids(group) == former
 
 
-# -- 10: what an app counts on
+# -- 10: assumptions of apps
 
 
 @gpu_case(2, app="fastai", failure_grace=0.1)

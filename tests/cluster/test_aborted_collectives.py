@@ -61,14 +61,14 @@ def test_an_aborted_collective_leaves_its_tensors_unchanged(four_ranks: ddip.Gro
 def test_restored_tensors_are_named(four_ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four_ranks.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     found = re.findall(
-        r"ranks? (.*): ddip restored the tensor of the aborted collective `dist.all_reduce\(total\)`", told
+        r"ranks? (.*): ddip restored the tensor of the aborted collective `dist.all_reduce\(total\)`", stderr
     )
     assert (
         len(found) == 1
         and "1" not in found[0]
-        and re.search(r"`dist.all_reduce\(total\)` \(cell \[\d+\] line 2\)", told)
+        and re.search(r"`dist.all_reduce\(total\)` \(cell \[\d+\] line 2\)", stderr)
     )
     four_ranks.run("pass")
     assert "restored" not in capsys.readouterr().err
@@ -88,9 +88,10 @@ def test_tensors_of_an_unawaited_work_are_also_restored(four_ranks: ddip.Group) 
 def test_a_large_tensor_is_named(four_ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four_ranks.run("large = torch.ones(100_000)\nif rank == 1: raise ValueError\ndist.all_reduce(large)")
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        "ranks 0, 2, 3: the tensor of `dist.all_reduce(large)` (cell [" in told and "may hold partial results" in told
+        "ranks 0, 2, 3: the tensor of `dist.all_reduce(large)` (cell [" in stderr
+        and "may hold partial results" in stderr
     )
 
 

@@ -69,8 +69,8 @@ def test_a_failure_is_shown_below_its_cell_and_when_awaited(notebook: Notebook) 
     shown = wait_for_words(notebook, message, "CellError")
     assert "rank 1: ValueError: only here; ranks 0, 2 were blocked in all_reduce" in shown
     assert "failed" in shown
-    told = notebook.ok("'next'")
-    assert "failed: rank 1: ValueError: only here" in told.stderr
+    cell_output = notebook.ok("'next'")
+    assert "failed: rank 1: ValueError: only here" in cell_output.stderr
     assert notebook.ok("'and the next'").stderr == ""
     number = notebook.ok("%dipcells").stdout.splitlines()[-1].split()[0]
     for waits in ("%dipwait", f"%dipwait {number}"):

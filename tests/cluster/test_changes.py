@@ -141,8 +141,10 @@ def test_an_engine_that_cannot_start_explains_and_leaves_nothing(tmp_path: Path)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
     before = files_and_processes_of(os.getpid())
-    said = pytest.raises(GroupError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken")
-    with environment(tmp_path), said:
+    fails_to_start = pytest.raises(
+        GroupError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken"
+    )
+    with environment(tmp_path), fails_to_start:
         ddip.Group(2)
     assert files_and_processes_of(os.getpid()) == before
 

@@ -253,7 +253,7 @@ def test_bars_within_bars_are_one_display(notebook: Notebook) -> None:
     assert re.match(r"outer: 100%\|.*3/3", shown.data[-1]["text/plain"])
 
 
-# -- odd things
+# -- unusual output
 
 
 def test_odd_output_does_not_end_the_cell(notebook: Notebook) -> None:
@@ -394,7 +394,7 @@ def test_other_styles_label_or_group_output(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.style = 'auto'")
 
 
-# -- floods
+# -- large output
 
 
 @pytest.mark.grid
@@ -459,7 +459,7 @@ def test_late_output_of_a_thread_goes_to_its_tabs(notebook: Notebook) -> None:
     assert "6\n7\n8" in notebook.late(tabs, "6\n7\n8")
 
 
-# -- what is true for a while
+# -- temporary output
 
 
 def test_a_stall_notice_disappears_when_the_waiting_ranks_end(notebook: Notebook, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_a_stall_notice_disappears_when_the_waiting_ranks_end(notebook: Notebook
     notebook.ok("%config DipMagics.stall_timeout = 10")
 
 
-# -- where it ran
+# -- the ranks of a cell
 
 
 @pytest.mark.grid
@@ -495,7 +495,7 @@ def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
     notebook.ok("%autodip off")
 
 
-# -- names on the other side
+# -- names defined on the other side
 
 
 def test_a_missing_name_hints_at_the_other_side(notebook: Notebook) -> None:
@@ -570,7 +570,7 @@ def test_a_busy_rank_does_not_hold_up_tab(notebook: Notebook) -> None:
     notebook.ok("%makedip --repair", timeout=60)
 
 
-# -- ddip's own
+# -- ddip's own messages
 
 
 @pytest.mark.grid

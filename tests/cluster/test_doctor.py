@@ -106,8 +106,8 @@ def test_an_interrupted_doctor_leaves_nothing(home: Path, number: int, code: int
                     wait_until(lambda: with_title(family_of(process.pid), "ddip engine"))
                 process.send_signal(number)
         assert process.wait() == code
-        said = process.stderr.read()
-        assert said == ("interrupted; nothing is left running\n" if code == 130 else "")
+        output = process.stderr.read()
+        assert output == ("interrupted; nothing is left running\n" if code == 130 else "")
     assert_nothing_left(process.pid, 0)
     assert sorted(Path(os.environ["TMPDIR"]).iterdir()) == before and list(home.iterdir()) == []
 

@@ -218,7 +218,7 @@ def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None
     same_on_all_ranks(group, "weights(learn) + weights(learn2)")
 
 
-# -- what the user's cell says of distribution itself
+# -- distribution code in the user's cell
 
 
 def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
@@ -232,9 +232,9 @@ def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
         told = rank0_first(lambda: 5)
     """)
     assert same_on_all_ranks(group, "[told, type(learn.model).__name__]") == [5, "Sequential"]
-    with pytest.raises(CellError, match="rank 0: OSError: no disk") as told:
+    with pytest.raises(CellError, match="rank 0: OSError: no disk") as caught:
         group.run("def fetch(): raise OSError('no disk')\nrank0_first(fetch)")
-    assert "rank 1: RuntimeError: rank 0 failed in fetch: OSError: no disk" in str(told.value)
+    assert "rank 1: RuntimeError: rank 0 failed in fetch: OSError: no disk" in str(caught.value)
 
 
 def test_code_for_accelerate_works_as_usual(group: ddip.Group) -> None:
@@ -326,10 +326,10 @@ def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, ad
     """)
     assert same_on_all_ranks(group, "told") == "a,b\nweights"
     assert dict(Counting.request_counts) == {"/tiny.tgz": 1, "/model.pth": 1}
-    with pytest.raises(CellError, match="rank 0: .*404") as told:
+    with pytest.raises(CellError, match="rank 0: .*404") as caught:
         group.run(f"untar_data({address!r} + '/none.tgz')")
     assert re.search(
-        r"rank 1: RuntimeError: the first rank of this host failed to get \S*none.tgz: .*404", str(told.value)
+        r"rank 1: RuntimeError: the first rank of this host failed to get \S*none.tgz: .*404", str(caught.value)
     )
     assert Counting.request_counts["/none.tgz"] == 1
     group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
@@ -390,7 +390,7 @@ def test_an_exported_learner_needs_no_ddip(group: ddip.Group, tmp_path: Path) ->
         assert b"ddip.apps" not in (tmp_path / name).read_bytes()
 
 
-# -- what is shown
+# -- output
 
 
 def test_one_bar_and_one_table_are_shown(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,7 +400,7 @@ def test_one_bar_and_one_table_are_shown(group: ddip.Group, capsys: pytest.Captu
     assert not re.search(r"\[rank 1\].*(Epoch|%)", shown)
 
 
-# -- the app comes and goes
+# -- start and end of the app
 
 
 def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None:
@@ -460,7 +460,7 @@ def test_ranks_draw_their_own_numbers_without_the_app(group: ddip.Group) -> None
     same_on_all_ranks(group, "float(torch.rand(()))")
 
 
-# -- fastai as it is
+# -- plain fastai
 
 
 @pytest.fixture(scope="module")

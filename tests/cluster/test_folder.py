@@ -161,12 +161,12 @@ def test_a_removed_folder_is_named_before_a_start(in_a_removed_folder: None) -> 
 def test_removing_the_folder_leaves_the_group_unchanged(
     group: ddip.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
+    removed = tmp_path / "gone"
+    removed.mkdir()
     former = [member.pid for member in group.members]
     with monkeypatch.context() as patch:
-        patch.chdir(gone)
-        gone.rmdir()
+        patch.chdir(removed)
+        removed.rmdir()
         for change in (group.restart, lambda: group.change(Request(5))):
             with pytest.raises(GroupError, match="has been removed"):
                 change()

@@ -315,8 +315,8 @@ def test_only_models_in_the_failed_iteration_are_cleared(cells: ddip.Group, caps
         assert all(one.grad is not None for one in other.parameters())
         check(net, opt, twin, its, range(3, 13))
     """)
-    said = capsys.readouterr().err
-    assert CLEARED + UNCHANGED in said and "`other`" not in said
+    stderr = capsys.readouterr().err
+    assert CLEARED + UNCHANGED in stderr and "`other`" not in stderr
 
 
 @pytest.mark.grid
@@ -462,9 +462,11 @@ def test_a_training_thread_is_not_disturbed(cells: ddip.Group, capsys: pytest.Ca
         step(twin, its, 3)
         check(net, opt, twin, its, range(4, 14))
     """)
-    said = capsys.readouterr().err
-    assert "iteration" not in said
-    assert "a thread still trains on ranks 0, 1, so ddip has changed no model and no gradient after the failed" in said
+    stderr = capsys.readouterr().err
+    assert "iteration" not in stderr
+    assert (
+        "a thread still trains on ranks 0, 1, so ddip has changed no model and no gradient after the failed" in stderr
+    )
 
 
 @pytest.mark.grid
@@ -553,8 +555,8 @@ def test_state_that_ddip_could_not_inspect_is_reported(
         raise MemoryError("planted")
         """,
     )
-    said = f"ddip could not check what this cell has left on ranks 0, 1 ({part}: OSError: no); %dipcheck compares"
-    assert said in capsys.readouterr().err
+    expected = f"ddip could not check what this cell has left on ranks 0, 1 ({part}: OSError: no); %dipcheck compares"
+    assert expected in capsys.readouterr().err
     cells.run("check(net, opt, twin, its, range(3, 13))")
 
 

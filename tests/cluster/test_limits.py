@@ -42,8 +42,8 @@ def start_with_limit(limit: str, code: str = "") -> str:
 @pytest.mark.grid
 def test_a_start_with_too_few_descriptors_says_so_at_once() -> None:
     began = time.monotonic()
-    said = start_with_limit("resource.RLIMIT_NOFILE, (128, 128)")
-    assert said.startswith("GroupError 2 ranks: the controller opens up to") and "ulimit -n" in said
+    output = start_with_limit("resource.RLIMIT_NOFILE, (128, 128)")
+    assert output.startswith("GroupError 2 ranks: the controller opens up to") and "ulimit -n" in output
     assert time.monotonic() - began < 20
 
 
@@ -60,10 +60,10 @@ def test_a_group_needs_no_more_descriptors_than_it_says() -> None:
 
 @pytest.mark.grid
 def test_a_start_with_too_little_memory_names_the_limit() -> None:
-    said = start_with_limit("resource.RLIMIT_AS, (2_500_000_000,) * 2")
-    assert said.startswith("GroupError an engine ended while it started (exit code 1)")
-    assert re.search(r"ImportError: \S+: failed to map|MemoryError", said)
-    assert said.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
+    output = start_with_limit("resource.RLIMIT_AS, (2_500_000_000,) * 2")
+    assert output.startswith("GroupError an engine ended while it started (exit code 1)")
+    assert re.search(r"ImportError: \S+: failed to map|MemoryError", output)
+    assert output.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
 
 
 @pytest.mark.grid

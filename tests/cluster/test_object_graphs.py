@@ -91,8 +91,8 @@ def test_a_pushed_model_trains_with_its_optimizer_and_scheduler(cells: ddip.Grou
     push_names(cells, variables, "net", "opt", "sched", "data")
     cells.run(TEN_STEPS)
     main(TEN_STEPS)
-    for there in pull_from_all(cells, "trained"):
-        assert_same_training(there, variables["trained"])
+    for on_ranks in pull_from_all(cells, "trained"):
+        assert_same_training(on_ranks, variables["trained"])
 
 
 def test_a_repaired_rank_trains_like_the_others(cells: ddip.Group, main: Main) -> None:
@@ -103,8 +103,8 @@ def test_a_repaired_rank_trains_like_the_others(cells: ddip.Group, main: Main) -
     replace_rank(cells, 1, "net", "opt", "sched", "data")
     cells.run(TEN_STEPS)
     main(TEN_STEPS)
-    for there in pull_from_all(cells, "trained"):
-        assert_same_training(there, variables["trained"])
+    for on_ranks in pull_from_all(cells, "trained"):
+        assert_same_training(on_ranks, variables["trained"])
 
 
 def test_aliases_views_and_cells_of_closures_stay_shared(cells: ddip.Group, main: Main) -> None:
@@ -390,8 +390,8 @@ def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
 ) -> None:
     variables = main("rank, world_size = 7, 9\ndef where(): return rank, world_size")
     push_names(cells, variables, "where")
-    told = capsys.readouterr().err
-    assert "ddip: where reads rank: on each rank that is ddip's variable, and the notebook's was not pushed\n" in told
+    stderr = capsys.readouterr().err
+    assert "ddip: where reads rank: on each rank that is ddip's variable, and the notebook's was not pushed\n" in stderr
     cells.run("told = where()")
     assert pull_from_all(cells, "told") == [(0, 2), (1, 2)]
 
@@ -402,8 +402,8 @@ def test_additional_objects_are_named_and_updated_until_ranks_assign_them(notebo
     notebook.ok("lr, cfg = 2, {'a': 2}\n%dipush f")
     assert "(2, 2)" in notebook.ok("%%dip\nprint(f())").text
     notebook.ok("%%dip\nlr = 5")
-    told = notebook.ok("lr, cfg = 3, {'a': 3}\n%dipush f").text
-    assert "ddip: pushed f, with cfg, which" in told
+    shown = notebook.ok("lr, cfg = 3, {'a': 3}\n%dipush f").text
+    assert "ddip: pushed f, with cfg, which" in shown
     assert "(5, 3)" in notebook.ok("%%dip\nprint(f())").text
     notebook.ok("%%dip\nscale = 4\ndef g(): return scale")
     assert "pulled g, with scale, which functions of it read: " in notebook.ok("%dipull g").text
@@ -431,8 +431,8 @@ def test_a_list_that_contains_itself_arrives(cells: ddip.Group, main: Main) -> N
 
 def test_a_call_says_that_hooks_stay(main: Main, cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_session", types.SimpleNamespace(group=cells, settings=dict))
-    told: list[str] = []
-    monkeypatch.setattr("ddip.call.torchddp.notify", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr("ddip.call.torchddp.notify", messages.append)
     main("""
         import torch
         from ddip import in_torchddp
@@ -440,7 +440,7 @@ def test_a_call_says_that_hooks_stay(main: Main, cells: ddip.Group, monkeypatch:
         net.weight.register_hook(lambda gradient: gradient)
         in_torchddp(2, lambda: len(list(net.parameters())))
     """)
-    assert told == ["in_torchddp: hooks of parameters and optimizers were not sent; register them in the function"]
+    assert messages == ["in_torchddp: hooks of parameters and optimizers were not sent; register them in the function"]
 
 
 def test_a_model_in_a_holder_that_stays_behind_is_named(
@@ -458,8 +458,8 @@ def test_a_model_in_a_holder_that_stays_behind_is_named(
         holder, trainer = {"model": net}, Trainer()
     """)
     cells.push({"holder": variables["holder"]})
-    told = capsys.readouterr().err
-    assert "ddip: holder holds net, which was not pushed\n" in told and "holder has a hook of a parameter" in told
+    stderr = capsys.readouterr().err
+    assert "ddip: holder holds net, which was not pushed\n" in stderr and "holder has a hook of a parameter" in stderr
     cells.push({"trainer": variables["trainer"]})
     assert "holds" not in capsys.readouterr().err
     for pull in (cells.pull, cells.peek):
@@ -545,21 +545,21 @@ def test_random_graphs_arrive_unchanged(
             push_names(cells, here, *names[seed])
             seen = sorted({*names[seed], *cells.transferred.along})
             cells.run(f"told = object_graphs.describe_names(globals(), {seen})")
-            told = pull_from_all(cells, "told")
-            there = object_graphs.main_module()
-            vars(there).update(cells.pull(names[seed], 1))
+            descriptions = pull_from_all(cells, "told")
+            received_main = object_graphs.main_module()
+            vars(received_main).update(cells.pull(names[seed], 1))
             if seed == first:
                 replace_rank(cells, 1, *names[seed])
                 cells.run("from tests import object_graphs", ranks=[1])
             cells.run(f"import torch\ntorch.manual_seed(1)\ntold = object_graphs.probe_names(globals(), {seen})")
             probed = pull_from_all(cells, "told")
-            for how, found in ((object_graphs.describe_names, told), (object_graphs.probe_names, probed)):
-                expected, back = (object_graphs.apply_in_main(how, main, seen) for main in (alone, there))
+            for how, found in ((object_graphs.describe_names, descriptions), (object_graphs.probe_names, probed)):
+                expected, back = (object_graphs.apply_in_main(how, main, seen) for main in (alone, received_main))
                 assert found == [expected] * 2 and back == expected, f"{program.text}\n{names[seed]}"
         cells.run(f"for name in {seen}: del globals()[name]")
 
 
-# -- flags and names
+# -- flag enums, and ddip's names
 
 
 def test_flags_with_members_of_several_bits_arrive_whole(cells: ddip.Group, main: Main) -> None:

@@ -126,8 +126,10 @@ def test_an_operation_that_may_have_written_in_part_is_named(
         wait_until(lambda: str(cells.stacks()[0].place).startswith("all_reduce"))  # type: ignore[union-attr]
         assert cells.peek(["rank"]) == {"rank": 0} and capsys.readouterr().err == ""
         cells.peek(["x"])
-    told = capsys.readouterr().err
-    assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that this writes to may", told), told
+    stderr = capsys.readouterr().err
+    assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that this writes to may", stderr), (
+        stderr
+    )
 
 
 @pytest.mark.native("pause")
@@ -330,9 +332,9 @@ def test_a_suspended_rank_is_named_and_continues(cells: ddip.Group) -> None:
 @pytest.mark.grid
 def test_a_suspended_controller_is_named(cells: ddip.Group) -> None:
     cells.run("kept = rank")
-    its = [controllers_of(os.getpid())[0].pid]
+    pids = [controllers_of(os.getpid())[0].pid]
     text = r"^nothing was pulled: the controller is stopped \(SIGSTOP\)"
-    with suspended(its), pytest.raises(TransferError, match=text):
+    with suspended(pids), pytest.raises(TransferError, match=text):
         cells.peek(["kept"], seconds=0.3)
     assert cells.peek(["kept"], 1) == {"kept": 1}
     wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])

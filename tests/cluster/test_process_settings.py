@@ -113,10 +113,10 @@ def test_settings_left_by_a_failed_cell_are_reported(
     code, left, back = ON_PURPOSE[kind]
     with pytest.raises(ddip.CellError, match="ranks 0, 1: ValueError"):
         ranks.run(f"{code}\nraise ValueError")
-    told = capsys.readouterr().err
-    assert f"the failed cell left {left}" in told and "on ranks 0, 1; %%dip: " in told
+    stderr = capsys.readouterr().err
+    assert f"the failed cell left {left}" in stderr and "on ranks 0, 1; %%dip: " in stderr
     ranks.run("assert state() != before")
-    restore = told.partition("%%dip: ")[2].partition(" restores the former value")[0].replace("np.", "numpy.")
+    restore = stderr.partition("%%dip: ")[2].partition(" restores the former value")[0].replace("np.", "numpy.")
     assert back in restore or kind == "numpy"
     ranks.run(f"{restore}\nassert state() == before")
     assert capsys.readouterr().err == ""

@@ -77,10 +77,12 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
         assert re.search(r'"rank":\s+' + str(rank), text)
         names = [event["name"] for event in trace["traceEvents"]]
         assert {"aten::addmm", "c10d::allreduce_", "gloo:all_reduce"} <= set(names)
-    its = {event["pid"]: event["args"]["name"] for event in merged["traceEvents"] if event["name"] == "process_name"}
-    assert its == {1: "rank 0", 2: "rank 1"}
+    rank_names = {
+        event["pid"]: event["args"]["name"] for event in merged["traceEvents"] if event["name"] == "process_name"
+    }
+    assert rank_names == {1: "rank 0", 2: "rank 1"}
     work = [event for event in merged["traceEvents"] if event["name"] == "gloo:all_reduce"]
-    ends = [max(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in its]
+    ends = [max(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in rank_names]
     assert abs(ends[0] - ends[1]) < 50_000  # microseconds: the last all_reduce ends on both ranks together
 
 

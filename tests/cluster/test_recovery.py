@@ -53,7 +53,7 @@ def short_time_limits(group: ddip.Group) -> None:
     group.options.failure_grace, group.options.stall_timeout, group.options.timeout = 0.1, 10.0, 60
 
 
-# -- what is kept
+# -- kept variables
 
 
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
@@ -111,8 +111,10 @@ def test_an_error_in_the_report_of_a_rank_is_shown(cells: ddip.Group, capsys: py
         kept, former = rank, p.report
         if rank == 1: p.report = None
     """)
-    told = "rank 1 cannot tell how its group is, which is rebuilt before the next cell: TypeError: 'NoneType' object"
-    assert told in capsys.readouterr().err
+    expected = (
+        "rank 1 cannot tell how its group is, which is rebuilt before the next cell: TypeError: 'NoneType' object"
+    )
+    assert expected in capsys.readouterr().err
     cells.run("p.report = former")
     cells.run(f"{PROOF}\nassert kept == rank")
     assert "cannot tell" not in capsys.readouterr().err
@@ -172,12 +174,12 @@ def test_objects_lost_with_a_group_are_listed_once(cells: ddip.Group, capsys: py
         cells.run("pass")
     assert "the group was rebuilt" not in capsys.readouterr().err
     cells.run("process_group._form_group = form\nwrapper(torch.ones(1, 1)).sum().backward()")
-    told = (
+    expected = (
         "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers (DDP, FSDP), "
         "device meshes and subgroups that were made before must be recreated; RPC still knows the former ranks: type "
         "%makedip -r before you use it again"
     )
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     for size in (3, 2):
         cells.change(ddip.Request(n=size))
     assert "mesh" not in capsys.readouterr().err
@@ -423,8 +425,8 @@ def test_a_rank_that_ignores_stop_is_free_afterwards(cells: ddip.Group, tmp_path
                 dist.barrier()
         """)
     thread.join()
-    told = r"the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: (\w+, )?cell \["
-    assert re.match(told, str(caught.value))  # the rank may be caught in the call that checks for the file
+    expected = r"the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: (\w+, )?cell \["
+    assert re.match(expected, str(caught.value))  # the rank may be caught in the call that checks for the file
     assert "while not (folder / 'go-on').exists()" in str(caught.value)
     with pytest.raises(GroupError, match="^rank 1 is still running the interrupted cell"):
         cells.run("pass")
@@ -455,13 +457,13 @@ def test_a_stop_at_the_end_is_not_lost(
         cells.run("pass")
 
 
-# -- who waits where
+# -- places of waiting ranks
 
 
 def test_a_stall_shows_the_place_of_each_waiting_rank(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.options.stall_timeout = 1
-    told = StderrText(capsys)
-    thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
+    stderr_text = StderrText(capsys)
+    thread = meanwhile(lambda: "the cell keeps waiting" in stderr_text.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("""
             import torch.distributed as dist
@@ -469,7 +471,7 @@ def test_a_stall_shows_the_place_of_each_waiting_rank(cells: ddip.Group, capsys:
                 dist.barrier()
         """)
     thread.join()
-    lines = told.text().splitlines()
+    lines = stderr_text.text().splitlines()
     assert lines[0] == "ddip: no rank has made progress for 1 s:"
     assert lines[1].startswith("  rank 0: barrier, cell [") and lines[1].endswith(" line 3: dist.barrier()")
     assert lines[2] == "  rank 1: finished"
@@ -484,10 +486,10 @@ def test_a_failure_is_reported_despite_an_earlier_stall_notice(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     cells.options.stall_timeout = 1
-    told = StderrText(capsys)
-    fail = meanwhile(lambda: "no rank has made progress for 1 s" in told.text(), (tmp_path / "fail").touch)
+    stderr_text = StderrText(capsys)
+    fail = meanwhile(lambda: "no rank has made progress for 1 s" in stderr_text.text(), (tmp_path / "fail").touch)
     with pytest.raises(CellInterrupted):
-        stop = meanwhile(lambda: "rank 0: ValueError: the news; rank 1 still runs" in told.text(), press_stop)
+        stop = meanwhile(lambda: "rank 0: ValueError: the news; rank 1 still runs" in stderr_text.text(), press_stop)
         cells.run(f"""
             import pathlib, time
             while rank == 0 and not pathlib.Path({str(tmp_path / "fail")!r}).exists(): time.sleep(0.01)
@@ -508,7 +510,7 @@ def test_working_ranks_cause_no_stall_notice(cells: ddip.Group, capsys: pytest.C
     assert "progress" not in capsys.readouterr().err
 
 
-# -- what a cell can do to its rank
+# -- cells that damage their rank
 
 
 @pytest.mark.parametrize(

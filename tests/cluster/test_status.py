@@ -25,28 +25,28 @@ CALL = "from ddip.notebook.for_programs import call as _call; print(_call({name!
 def test_status_shows_running_suspended_and_ended_ranks(cells: ddip.Group) -> None:
     cell = cells.start("import time\nprint('begun')\nwhile True: time.sleep(0.01)", show_ranks=[0, 1])
     wait_until(lambda: str(list(cell.recording.messages())).count("begun") == 2)
-    told = cells.status()
-    assert_fits_schema("status", told)
-    assert [(rank["state"], rank["cell"]) for rank in told["ranks"]] == [("busy", cell.number)] * 2
-    assert all(rank["memory"] and rank["memory"] > 1_000_000 for rank in told["ranks"])
-    assert told["cells"][-1]["state"] == "running"
+    status = cells.status()
+    assert_fits_schema("status", status)
+    assert [(rank["state"], rank["cell"]) for rank in status["ranks"]] == [("busy", cell.number)] * 2
+    assert all(rank["memory"] and rank["memory"] > 1_000_000 for rank in status["ranks"])
+    assert status["cells"][-1]["state"] == "running"
 
     pid = cells.members[1].pid
     with suspended([pid]):
-        told = cells.status()
-    assert_fits_schema("status", told)
-    assert [rank["state"] for rank in told["ranks"]] == ["busy", "stopped"]
+        status = cells.status()
+    assert_fits_schema("status", status)
+    assert [rank["state"] for rank in status["ranks"]] == ["busy", "stopped"]
 
     os.kill(pid, signal.SIGKILL)
     cell.stop()
-    told = cells.status()
-    assert_fits_schema("status", told)
-    assert [rank["state"] for rank in told["ranks"]] == ["idle", "ended"]
-    assert told["group"] is not None and not told["group"]["healthy"]
-    assert told["errors"]["1"]["name"] == "RankEnded"
+    status = cells.status()
+    assert_fits_schema("status", status)
+    assert [rank["state"] for rank in status["ranks"]] == ["idle", "ended"]
+    assert status["group"] is not None and not status["group"]["healthy"]
+    assert status["errors"]["1"]["name"] == "RankEnded"
     assert cells.repair() == [1]
-    told = cells.status()
-    assert told["group"] is not None and told["group"]["healthy"]
+    status = cells.status()
+    assert status["group"] is not None and status["group"]["healthy"]
 
 
 def data_of(shown: Shown) -> list[Any]:
@@ -102,9 +102,9 @@ def test_summaries_of_cells_carry_data_by_rank(notebook: Notebook, tmp_path: Pat
 
 def test_the_magic_prints_json_or_a_readable_table(notebook: Notebook) -> None:
     notebook.fails("%%dip -r 1\n1 / 0")
-    told = json.loads(notebook.ok("%dipstatus --json").stdout)
-    assert_fits_schema("status", told)
-    assert told["group"]["size"] == 3 and told["errors"]["1"]["name"] == "ZeroDivisionError"
+    status = json.loads(notebook.ok("%dipstatus --json").stdout)
+    assert_fits_schema("status", status)
+    assert status["group"]["size"] == 3 and status["errors"]["1"]["name"] == "ZeroDivisionError"
     text = notebook.ok("%dipstatus").stdout
     assert text.startswith("3 ranks on the CPU, gloo\nrank")
     assert re.search(r"^rank 1, cell \d+: ZeroDivisionError", text[text.index("last errors\n") :], re.MULTILINE), text

@@ -79,9 +79,9 @@ def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_pa
     thread.join()
     text = "nothing was pushed: pushing was interrupted on ranks 0, 1\nrank 1 did not stop:\n  rank 1: "
     assert str(caught.value).startswith(text) and "%makedip --repair" in str(caught.value)
-    told = cells.info()
-    assert [(info.state, info.doing) for info in told] == [("idle", ""), ("busy", "pushing")]
-    assert told[1].state_text.startswith("busy, pushing for ")
+    infos = cells.info()
+    assert [(info.state, info.doing) for info in infos] == [("idle", ""), ("busy", "pushing")]
+    assert infos[1].state_text.startswith("busy, pushing for ")
     assert cells.stacks()[1].place.state == "busy"  # type: ignore[union-attr]
     wait_until(lambda: "wait" in str(cells.stacks()[1].place))  # type: ignore[union-attr]  # or the rank checks for the file
     with pytest.raises(GroupError, match="^rank 1 is still pushing, which was interrupted:\n  rank 1: "):

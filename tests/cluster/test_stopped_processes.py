@@ -58,10 +58,10 @@ def test_a_cell_names_suspended_processes_and_ends_when_continued(
     controller = controllers_of(os.getpid())[0].pid if which == "the controller" else 0
     those = {"one rank": pids[1:], "all ranks": pids, "the controller": [controller]}[which]
     text = "the controller is stopped (SIGSTOP)" if controller else f"rank 1: stopped (SIGSTOP); kill -CONT {pids[1]}"
-    told = StderrText(capsys)
+    stderr_text = StderrText(capsys)
     with contextlib.ExitStack() as stack:
         stack.enter_context(suspended(those))
-        thread = meanwhile(lambda: text in told.text(), stack.close)
+        thread = meanwhile(lambda: text in stderr_text.text(), stack.close)
         cells.run(f"{PROOF}\nassert kept == rank")
         thread.join()
 

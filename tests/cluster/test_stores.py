@@ -67,12 +67,12 @@ def test_an_interrupt_ends_a_wait_in_a_store(cells: ddip.Group) -> None:
 
 
 def test_a_rank_that_waits_in_a_store_makes_no_progress(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    told = StderrText(capsys)
-    thread = meanwhile(lambda: "the cell keeps waiting" in told.text(), press_stop)
+    stderr_text = StderrText(capsys)
+    thread = meanwhile(lambda: "the cell keeps waiting" in stderr_text.text(), press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist\ndist.HashStore().wait(['nobody sets it'])")
     thread.join()
-    assert "no rank has made progress for 1 s" in told.text()
+    assert "no rank has made progress for 1 s" in stderr_text.text()
 
 
 OTHERWISE = """

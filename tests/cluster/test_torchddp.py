@@ -133,8 +133,8 @@ def test_names_are_resolved_in_the_documented_order(
         *("notebook", "code", "notebook", "notebook", "notebook", "rank", [1.5, "same"]),
         *("code", True, True, (0, 2), 0, "cpu"),
     )
-    told = [line for line in capsys.readouterr().err.splitlines() if "reads" in line or "used" in line]
-    assert sorted(told) == sorted(
+    lines = [line for line in capsys.readouterr().err.splitlines() if "reads" in line or "used" in line]
+    assert sorted(lines) == sorted(
         [
             "ddip: names reads device: on each rank that is ddip's variable, and the notebook's was not sent",
             *(f"ddip: in_torchddp used the notebook's {name}; ranks 0, 1 had another value" for name in "abcd"),

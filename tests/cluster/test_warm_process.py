@@ -209,8 +209,8 @@ def test_imports_of_an_app_happen_once_for_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
-    said = pytest.raises(GroupError, match="No module named 'nowhere_to_be_found'")
-    with installed_app(tmp_path, "import nowhere_to_be_found\n"), said:
+    fails_to_start = pytest.raises(GroupError, match="No module named 'nowhere_to_be_found'")
+    with installed_app(tmp_path, "import nowhere_to_be_found\n"), fails_to_start:
         ddip.Group(1, app="toy")
 
 

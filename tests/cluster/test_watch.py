@@ -113,10 +113,10 @@ BLOCKED = {
 @pytest.mark.parametrize("how", BLOCKED)
 def test_every_kind_of_wait_except_sleep_is_shown(cells: ddip.Group, how: str, tmp_path: Path) -> None:
     cells.run(IMPORTS)  # an import takes half a second of the first cell, and is not a wait
-    told = tmp_path / "told"
+    record_file = tmp_path / "told"
     condition = sampled(cells, first_waits_for_second)
-    thread = meanwhile(condition, told.touch)
-    cells.run(f"{SLEEPS.format(path=str(told))}\n{BLOCKED[how]}", timeout=60)
+    thread = meanwhile(condition, record_file.touch)
+    cells.run(f"{SLEEPS.format(path=str(record_file))}\n{BLOCKED[how]}", timeout=60)
     thread.join()
     assert first_waits_for_second(condition.seen)  # type: ignore[attr-defined]
 
@@ -170,7 +170,7 @@ def test_the_view_updates_during_cells_and_ends_in_one_line(notebook: Notebook) 
     running = notebook.begin(MEET)
     shown = notebook.finish(running, until="rank 1 is the straggler")
     changes = view_changes(shown.messages)
-    assert {(kind, its) for kind, its, _ in changes} == {("update_display_data", name)}
+    assert {(kind, view_name) for kind, view_name, _ in changes} == {("update_display_data", name)}
     assert "collectives/s" in changes[-1][2] and "/10000" in changes[-1][2]
     enough.touch()
     notebook.finish(running)

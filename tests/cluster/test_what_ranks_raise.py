@@ -122,7 +122,7 @@ def test_an_interrupt_is_shown_in_a_few_lines(cells: ddip.Group, tmp_path: Path)
     assert lines[-1] == "KeyboardInterrupt" and len(lines) < 6 and "\x1b" not in "".join(lines)
 
 
-# -- not lost
+# -- exceptions that must not be lost
 
 
 HIDDEN = {
@@ -202,7 +202,7 @@ def test_an_object_that_cannot_be_displayed_shows_an_error(
     cells.run("assert went_on")
 
 
-# -- what is no character
+# -- invalid characters
 
 
 def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,8 +211,8 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
         r"import sys; print('a\ud800b'); print('c\udfffd', file=sys.stderr)" + "\n"
         r"display({'text/plain': 'e\ud800f'}, raw=True)"
     )
-    told = capsys.readouterr()
-    assert r"a\ud800b" in told.out and r"c\udfffd" in told.err and r"e\ud800f" in told.out
+    captured = capsys.readouterr()
+    assert r"a\ud800b" in captured.out and r"c\udfffd" in captured.err and r"e\ud800f" in captured.out
     for half in ("ud800", "udcff"):
         with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: x") as caught:
             cells.run(rf"raise ValueError('x\{half}y')")
@@ -230,7 +230,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
     cells.run(PROOF)
 
 
-# -- a failure of gloo's own
+# -- a failure within gloo
 
 
 @pytest.mark.native("sockets")

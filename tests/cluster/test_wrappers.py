@@ -69,8 +69,8 @@ def test_training_continues_after_each_fault_as_if_undisturbed(
             losses += [step(wrapper, opt, batch) for batch in range({batch}, {batch} + 2)]
         """)
     cells.run("assert losses == expected, (losses, expected)\nassert same(wrapper)")
-    said = capsys.readouterr().err
-    assert said.count(GOES_ON) == 2 and "differs" not in said and "recreated" not in said
+    stderr = capsys.readouterr().err
+    assert stderr.count(GOES_ON) == 2 and "differs" not in stderr and "recreated" not in stderr
 
 
 @pytest.mark.grid
@@ -212,8 +212,10 @@ def test_wrappers_that_cannot_be_matched_do_not_continue(cells: ddip.Group, caps
         other(torch.ones(1, 2)).sum().backward()
         assert before == [parameter.tolist() for twin in twins for parameter in twin.parameters()]
     """)
-    said = capsys.readouterr().err
-    assert "the DDP wrapper was rebuilt" in said and "other wrappers (DDP, FSDP) that were made before must be" in said
+    stderr = capsys.readouterr().err
+    assert (
+        "the DDP wrapper was rebuilt" in stderr and "other wrappers (DDP, FSDP) that were made before must be" in stderr
+    )
     with pytest.raises(ddip.CellError, match=REFUSES):
         cells.run("twins[1](torch.ones(2, 2))")
 
@@ -228,8 +230,8 @@ def test_an_optimizer_with_a_different_step_count_is_named(
     """)
     fail_on_one_rank(cells, "if rank == 1: raise ValueError\nopt.step(); dist.barrier()")
     cells.run("state = [opt.state_dict()]\ndist.broadcast_object_list(state)\nopt.load_state_dict(state[0])")
-    said = capsys.readouterr().err
-    assert "opt: state (" in said and "%dipsync copies rank 0's values" in said
+    stderr = capsys.readouterr().err
+    assert "opt: state (" in stderr and "%dipsync copies rank 0's values" in stderr
     fail_on_one_rank(cells)
     cells.run("step(wrapper, opt, 1)\nassert same(wrapper)")
     assert "differs" not in capsys.readouterr().err
@@ -255,8 +257,8 @@ def test_a_wrapper_that_cannot_continue_must_be_recreated(
     fail_on_one_rank(cells)
     with pytest.raises(ddip.CellError, match=f"RuntimeError: {REFUSES}"):
         cells.run("wrapper(torch.ones(2, 2))")
-    said = capsys.readouterr().err
-    assert "made before must be recreated" in said and GOES_ON not in said
+    stderr = capsys.readouterr().err
+    assert "made before must be recreated" in stderr and GOES_ON not in stderr
     cells.run("""
         wrapper = DDP(wrapper.module if "wrapper" in globals() else network(0))
         step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)
@@ -301,8 +303,8 @@ def test_an_interrupted_revival_is_repeated(cells: ddip.Group, capsys: pytest.Ca
     with pytest.raises(ddip.GroupError, match="KeyboardInterrupt"):
         cells.run("pass")
     cells.run("c10d.share_state = shares\nfor wrapper in wrappers: wrapper(torch.ones(2, 2))\nassert same(*wrappers)")
-    said = capsys.readouterr().err
-    assert "2 DDP wrappers were rebuilt" in said and "recreated" not in said
+    stderr = capsys.readouterr().err
+    assert "2 DDP wrappers were rebuilt" in stderr and "recreated" not in stderr
 
 
 @pytest.mark.grid

@@ -136,8 +136,8 @@ def test_a_trainer_with_its_own_scheduler_continues_equally_after_sync(
     with pytest.raises(ddip.CellError, match="planted"):
         group.run(f"planted.at = {event!r}\ntrainer.train()")
     group.run("planted.at = ''")
-    said = capsys.readouterr().err
-    assert ("sched.last_epoch" if event == "a step" else "stopping.early_stopping_patience_counter") in said, said
+    stderr = capsys.readouterr().err
+    assert ("sched.last_epoch" if event == "a step" else "stopping.early_stopping_patience_counter") in stderr, stderr
     group.sync()
     group.run("""
         import torch.distributed as dist

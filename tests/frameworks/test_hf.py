@@ -403,7 +403,7 @@ def test_a_notebook_shows_the_table_of_rank_0(
     assert any("/20" in output.get("text/html", "") for output in failed.outputs)
 
 
-# -- files, once a host
+# -- files, once per host
 
 
 def test_only_the_first_rank_maps_a_data_set(group: ddip.Group, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def run_and_stop(cells: ddip.Group, code: str, folder: Path) -> None:
     thread.join()
 
 
-# -- what they mean
+# -- Trainer and Fabric in a cell
 
 
 def test_a_trainer_without_arguments_is_ddp_over_the_ranks(cells: ddip.Group) -> None:
@@ -220,17 +220,17 @@ def test_only_one_rank_shows_bars_and_writes_logs(
         assert len(set(of_all(found.suggestion()))) == 1
     """)
     shown = capsys.readouterr()
-    said = shown.out + shown.err
+    output = shown.out + shown.err
     assert (
-        said.count("Seed set to 1") == 1 and said.count("`Trainer.fit` stopped: `max_epochs=1`") == 2
+        output.count("Seed set to 1") == 1 and output.count("`Trainer.fit` stopped: `max_epochs=1`") == 2
     )  # once by fit, once by lr_find
-    assert "[rank 1]" not in said
+    assert "[rank 1]" not in output
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
     assert not list(tmp_path.glob(".lr_find*"))
     assert not [child for member in cells.members for child in psutil.Process(member.pid).children()]
 
 
-# -- and how they go on
+# -- continuing after faults
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"])

@@ -81,9 +81,9 @@ class Model:
         if len(found) != self.size:
             raise Broken(f"{len(found)} ranks instead of {self.size}")
         total = n * self.size * (self.size + 1) / 2
-        for rank, (pid, said, size, reduced, values, held) in enumerate(found):
-            if (said, size) != (rank, self.size):
-                raise Broken(f"rank {rank} of {self.size} says that it is rank {said} of {size}")
+        for rank, (pid, reported, size, reduced, values, held) in enumerate(found):
+            if (reported, size) != (rank, self.size):
+                raise Broken(f"rank {rank} of {self.size} says that it is rank {reported} of {size}")
             if pid != self.pids[rank]:
                 raise Broken(f"rank {rank} is process {pid}, not {self.pids[rank]}")
             if reduced != [total] * 3:

@@ -128,8 +128,8 @@ class Player:
         self.program.append(line)
         self._timers = []
         bound = BOUND * load_factor() + lasts
-        heard = contextlib.redirect_stdout(self.heard), contextlib.redirect_stderr(self.heard)
-        with Watch(bound, self.program) as watch, heard[0], heard[1]:
+        redirected = contextlib.redirect_stdout(self.heard), contextlib.redirect_stderr(self.heard)
+        with Watch(bound, self.program) as watch, redirected[0], redirected[1]:
             try:
                 exec(compile(line, f"<line {len(self.program)}>", "exec"), self.names)
             except KeyboardInterrupt as late:  # raised between the last statement of the block and its end
@@ -394,7 +394,7 @@ class Player:
             self._do("group.run('x = None')")
             self._must(None)
 
-    # -- what happens to processes
+    # -- faults of processes
 
     def _beside(self, step: Step, who: int) -> None:
         body = as_function("work", kinds.WORK[step.work]) + "for i in range(5): work()\ntime.sleep(0.05)"
@@ -519,8 +519,8 @@ class Player:
             model.lost = step.what
         elif then == "repair with names":
             source = model.live[step.ms % len(model.live)]
-            there = model.has[model.pids[source]]
-            copied = {name: values for name, values in there.items() if None not in values}
+            source_variables = model.has[model.pids[source]]
+            copied = {name: values for name, values in source_variables.items() if None not in values}
             self._do(f"group.repair({['_proof', *copied]}, {source})")
             self._must(None)
             model.members([member.pid for member in self.group.members], model.live)

@@ -154,7 +154,7 @@ def test_code_output_and_pushed_objects_travel_encrypted(host_notebook: Notebook
 
 
 def test_a_connection_without_the_key_is_refused(host_notebook: Notebook) -> None:
-    told = host_notebook.ok("""
+    shown = host_notebook.ok("""
         import zmq
         from zmq.utils.monitor import recv_monitor_message
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -168,7 +168,7 @@ def test_a_connection_without_the_key_is_refused(host_notebook: Notebook) -> Non
             stranger.disable_monitor()
         print(event != zmq.EVENT_HANDSHAKE_SUCCEEDED)
     """).stdout
-    assert told == "True\n"
+    assert shown == "True\n"
 
 
 class _Counting(http.server.SimpleHTTPRequestHandler):

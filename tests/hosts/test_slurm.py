@@ -23,9 +23,9 @@ def test_a_step_runs_on_two_nodes(slurm: Slurm) -> None:
 
 
 def test_an_allocation_is_held_and_released(slurm: Slurm, hosts: Network) -> None:
-    said = run_command("salloc --no-shell -N2 --gpus-per-node=2 --time=2:00:00")
-    found = re.search(r"Granted job allocation (\d+)", said)
-    assert found, said
+    output = run_command("salloc --no-shell -N2 --gpus-per-node=2 --time=2:00:00")
+    found = re.search(r"Granted job allocation (\d+)", output)
+    assert found, output
     job = found[1]
     assert slurm.jobs() == {int(job): "RUNNING"}
     assert sorted(run_command(f"srun --jobid={job} hostname").split()) == ["h1", "h2"]

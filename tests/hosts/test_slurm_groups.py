@@ -60,8 +60,8 @@ def press_stop_when_queued(told: list[str]) -> threading.Thread:
 
 
 def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
-    told: list[str] = []
-    with ddip.Group(2, reach=TWO_NODES, progress=lambda text, share=None: told.append(text)) as group:
+    messages: list[str] = []
+    with ddip.Group(2, reach=TWO_NODES, progress=lambda text, share=None: messages.append(text)) as group:
         assert list(slurm.jobs().values()) == ["RUNNING"]
         assert sums_of_ranks(group) == [10.0] * 4
         group.run(WHERE)
@@ -103,8 +103,8 @@ def test_gpus_that_torch_cannot_see_are_reported(slurm: Slurm, monkeypatch: pyte
     """The GPUs of these nodes are copies of /dev/null."""
     job = allocate_job("-N1 --gpus=2", monkeypatch)
     with ddip.Group(reach=Reach(here=True)) as group:
-        (told,) = group.notices
-        assert re.match(r"the job has 2 GPUs on h\d, and torch sees none there, so the ranks are on the CPU; ", told)
+        (notice,) = group.notices
+        assert re.match(r"the job has 2 GPUs on h\d, and torch sees none there, so the ranks are on the CPU; ", notice)
     run_command(f"scancel {job}")
     wait_until(lambda: not slurm.jobs())
 
@@ -112,12 +112,12 @@ def test_gpus_that_torch_cannot_see_are_reported(slurm: Slurm, monkeypatch: pyte
 def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
     run_command("sbatch --nodes=2 --exclusive --output=/dev/null --wrap='sleep 1000'")
     wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
-    told: list[str] = []
-    stopper = press_stop_when_queued(told)
+    messages: list[str] = []
+    stopper = press_stop_when_queued(messages)
     with pytest.raises(RequestInterrupted, match="its job was cancelled, and there is no group"):
-        ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: told.append(text))
+        ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: messages.append(text))
     stopper.join()
-    assert any(re.match(r"ddip: job \d+ is pending \(\w+\); stop cancels it", text) for text in told)
+    assert any(re.match(r"ddip: job \d+ is pending \(\w+\); stop cancels it", text) for text in messages)
     assert list(slurm.jobs().values()) == ["RUNNING"]
     run_command("scancel --user=root")
     wait_until(lambda: not slurm.jobs())
@@ -144,9 +144,9 @@ def test_a_job_keeps_its_place_while_slurm_does_not_answer(
 ) -> None:
     line = f'mkdir {tmp_path}/asked 2> /dev/null && {{ echo "Socket timed out" >&2; exit 1; }}\nexec "$REAL" "$@"'
     monkeypatch.setenv("PATH", _environment_with_wrapper(tmp_path, "squeue", line)["PATH"])
-    told: list[str] = []
-    with ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: told.append(text)) as group:
-        assert any("Slurm has not answered squeue (Socket timed out); stop cancels it" in text for text in told)
+    messages: list[str] = []
+    with ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: messages.append(text)) as group:
+        assert any("Slurm has not answered squeue (Socket timed out); stop cancels it" in text for text in messages)
         assert sums_of_ranks(group) == [3.0] * 2
     wait_until(lambda: not slurm.jobs())
 
@@ -174,13 +174,13 @@ def test_a_job_close_to_its_end_is_reported_twice(
 ) -> None:
     monkeypatch.setattr(time_left, "WARN_SECONDS", (600.0, 40.0))
     with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")):
-        told = capsys.readouterr().err
-        assert told.count("save what you need: its ranks end with it") == 1
+        stderr = capsys.readouterr().err
+        assert stderr.count("save what you need: its ranks end with it") == 1
 
         def is_announced_twice() -> bool:
-            nonlocal told
-            told += capsys.readouterr().err
-            return told.count("save what you need: its ranks end with it") == 2
+            nonlocal stderr
+            stderr += capsys.readouterr().err
+            return stderr.count("save what you need: its ranks end with it") == 2
 
         wait_until(is_announced_twice)
 
@@ -212,12 +212,12 @@ def test_the_remaining_time_of_a_job_is_shown(
     with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")) as group:
         (job,) = slurm.jobs()
         assert re.fullmatch(rf"job {job} of Slurm ends in 0:0[01]:\d\d", group.lifecycle.place.text())
-        told = ""
+        messages = ""
 
         def is_announced() -> bool:
-            nonlocal told
-            told += capsys.readouterr().err
-            return "save what you need: its ranks end with it" in told
+            nonlocal messages
+            messages += capsys.readouterr().err
+            return "save what you need: its ranks end with it" in messages
 
         wait_until(is_announced)
 

@@ -56,7 +56,7 @@ def test_a_node_without_power_ends_neither_job_nor_ranks(slurm: Slurm, hosts: Ne
 
 
 def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Network) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     with ddip.Group(1, reach=TWO_NODES) as group:
         group.run("import torch, torch.distributed as dist; x = torch.ones(1); kept = rank + 10")
         (first,) = three_nodes.jobs()
@@ -67,9 +67,9 @@ def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Netw
             group.run("while True: dist.all_reduce(x)")
         with pytest.raises(BadInput, match="--hosts h1,h3: Slurm says which nodes the group is on"):
             group.repair(hosts=parse_hosts("h1,h3"))
-        stopper = press_stop_when_queued(told)
+        stopper = press_stop_when_queued(messages)
         with pytest.raises(RequestInterrupted, match="its job was cancelled, and nothing else has changed"):
-            group.repair(progress=lambda text, share=None: told.append(text))
+            group.repair(progress=lambda text, share=None: messages.append(text))
         stopper.join()
         assert three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"}
         run_command(f"scancel {other}")

@@ -85,10 +85,10 @@ def test_training_on_two_hosts_equals_training_on_one(hosts: Network) -> None:
         with ddip.Group(**arguments) as group:  # type: ignore[arg-type]
             group.run(TRAIN)
             trained.append(pull_from_all(group, "trained"))
-    here, there = trained
+    here, on_two_hosts = trained
     for rank in range(4):
         for name, value in here[0].items():
-            assert (there[rank][name] == value).all(), (rank, name)
+            assert (on_two_hosts[rank][name] == value).all(), (rank, name)
 
 
 def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
@@ -124,9 +124,9 @@ def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object])
     with hosts["h2"].booted(**trap), ddip.Group(hosts="h1:1,h2:1") as group:
         assert sums_of_ranks(group) == [3.0] * 2
         group.run(WHERE)
-        there = pull_from_all(group, "where")[1]
-        assert there["GLOO_SOCKET_IFNAME"] == trap.get("interface", "eth0")
-        assert there["MASTER_ADDR"] == hosts["h1"].address
+        variables = pull_from_all(group, "where")[1]
+        assert variables["GLOO_SOCKET_IFNAME"] == trap.get("interface", "eth0")
+        assert variables["MASTER_ADDR"] == hosts["h1"].address
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,16 @@ def test_each_host_that_cannot_be_used_is_named(hosts: Network) -> None:
 
 def test_a_firewall_between_the_hosts_is_reported(hosts: Network) -> None:
     h1, h2 = hosts["h1"], hosts["h2"]
-    told: dict[str, float] = {}
+    seconds_by_step: dict[str, float] = {}
     began = time.monotonic()
     with h1.blocks(h2, "1024-65535"), pytest.raises(GroupError) as raised:
-        ddip.Group(1, hosts="h1,h2", progress=lambda text, share=None: told.setdefault(text, time.monotonic()))
+        ddip.Group(
+            1, hosts="h1,h2", progress=lambda text, share=None: seconds_by_step.setdefault(text, time.monotonic())
+        )
     ended = time.monotonic()
-    assert ended - told["ddip: forming a group of 2 ranks"] < 20  # earlier steps take the same time without a firewall
+    assert (
+        ended - seconds_by_step["ddip: forming a group of 2 ranks"] < 20
+    )  # earlier steps take the same time without a firewall
     assert ended - began < 45  # within the time limit of a start; about 10 s on an idle machine
-    said = rf"h2, {h2.address}, does not reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
-    assert re.search(said, str(raised.value)) and "firewall" in str(raised.value)
+    expected = rf"h2, {h2.address}, does not reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
+    assert re.search(expected, str(raised.value)) and "firewall" in str(raised.value)

@@ -228,8 +228,8 @@ def _bad_outcomes(seen: Seen) -> Iterator[tuple[str, str]]:
     if any("error" in look for look in seen.looks):
         yield "crashed", f"the state cannot be read: {[look.get('error') for look in seen.looks]}"
         return
-    told = seen.error + seen.refused
-    says = bool(told and SAYS_WHAT_TO_DO.search(told + seen.heard) or IS_SHARDED.search(seen.refused))
+    messages = seen.error + seen.refused
+    says = bool(messages and SAYS_WHAT_TO_DO.search(messages + seen.heard) or IS_SHARDED.search(seen.refused))
     names = {*differing_objects(seen.looks, seen.good), *seen.torn}
     missing = [
         name

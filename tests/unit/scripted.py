@@ -178,8 +178,8 @@ class ScriptedEngine:
     ) -> dict[str, Any]:
         if not all(self._attach(load, path, size) for load, (path, size) in (paths or {}).items()):
             return {"errors": {}, "unread": True, "replaces": False}
-        errors, values, came = {}, {}, {0: bytearray(small)} if small else self._received
-        pickled = {name: Pickled.of(came[load], sizes, begin) for name, load, begin, sizes in places}
+        errors, values, received = {}, {}, {0: bytearray(small)} if small else self._received
+        pickled = {name: Pickled.of(received[load], sizes, begin) for name, load, begin, sizes in places}
         loader = Loader(pickled)
         for name in pickled:
             try:

@@ -103,10 +103,10 @@ def test_each_library_reports_disabled_features_once(new_group: NewGroup, capsys
         }
 
     group = new_group(2, script=script)
-    said = capsys.readouterr().err
-    assert said.count("DDP wrappers must be recreated after a fault") == 1
-    assert "ddip: torch 2.16 (tested: 2.15) lacks private names that ddip uses; DDP" in said
-    assert "ddip: ipykernel 8.1 (tested: 7.4) lacks private names that ddip uses; each cell costs" in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("DDP wrappers must be recreated after a fault") == 1
+    assert "ddip: torch 2.16 (tested: 2.15) lacks private names that ddip uses; DDP" in stderr
+    assert "ddip: ipykernel 8.1 (tested: 7.4) lacks private names that ddip uses; each cell costs" in stderr
     group.scripted.end_engine(group.members[1].engine, -9)
     group.repair()
     assert "lacks" not in capsys.readouterr().err
@@ -138,9 +138,9 @@ def test_missing_names_for_completions_turn_completions_off(
 ) -> None:
     shell = ipython_of_the_module
     monkeypatch.setitem(compat_ipython.NOTEBOOK.off, compat_ipython.COMPLETION, ["IPython.x"])
-    there = hints.Hints(shell, lambda: None, Autodip(shell))
+    hint_object = hints.Hints(shell, lambda: None, Autodip(shell))
     assert shell.Completer.custom_matchers == []
-    there.close()
+    hint_object.close()
 
 
 def test_the_page_says_which_versions_are_tested() -> None:

@@ -232,8 +232,8 @@ def test_a_training_fault_before_any_recorded_state_says_so(
         for rank in range(2):
             group.engine(rank).iteration = None
         group.run("pass")
-        said = "no state had been recorded before: only counters, optimizers and generators were compared"
-        assert (said in capsys.readouterr().err) == (iteration is not None)
+        expected = "no state had been recorded before: only counters, optimizers and generators were compared"
+        assert (expected in capsys.readouterr().err) == (iteration is not None)
 
 
 def test_a_reset_that_fails_in_an_idle_notebook_is_reported(
@@ -251,6 +251,6 @@ def test_a_reset_that_fails_in_an_idle_notebook_is_reported(
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.report_faults()
-    said = "could not reset them (looking at the training state failed: ranks 0, 1: ValueError: no): recreate them"
-    assert said in capsys.readouterr().err
+    expected = "could not reset them (looking at the training state failed: ranks 0, 1: ValueError: no): recreate them"
+    assert expected in capsys.readouterr().err
     group.run("pass")

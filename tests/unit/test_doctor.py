@@ -23,7 +23,7 @@ from ddip.group.members.engines import WATCHDOG
 GB, NO_LIMIT = 10**9, float("inf")
 
 
-# -- what is printed
+# -- the printed report
 
 
 def test_a_check_prints_a_line_with_its_advice_below() -> None:
@@ -43,8 +43,8 @@ def test_only_a_failed_check_is_an_exit_code() -> None:
 
 
 def test_the_keys_of_the_json_object_stay() -> None:
-    told = json.loads(doctor_report.as_json([failed("torch", "none", "install it")], 2.0))
-    assert told == {
+    report = json.loads(doctor_report.as_json([failed("torch", "none", "install it")], 2.0))
+    assert report == {
         "schema": 1,
         "ddip": ddip.__version__,
         "exit_code": 1,
@@ -457,10 +457,10 @@ def test_the_doctor_checks_the_current_folder(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "random" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     assert software.check_folder().found.endswith("hide modules: random")
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    removed = tmp_path / "gone"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
     assert software.check_folder().status == "failed"
 
 

@@ -41,8 +41,8 @@ def test_equal_errors_are_shown_once_with_their_ranks() -> None:
 
 
 def test_ranks_that_ended_alike_are_shown_once_with_their_pids() -> None:
-    gone = {rank: RankError("RankEnded", f"pid {rank} ended (exit code 3)", "", pid=rank) for rank in (4, 5)}
-    error = CellError(gone | {6: RankError("RankEnded", "pid 6 ended (SIGKILL)", "", pid=6)})
+    ended = {rank: RankError("RankEnded", f"pid {rank} ended (exit code 3)", "", pid=rank) for rank in (4, 5)}
+    error = CellError(ended | {6: RankError("RankEnded", "pid 6 ended (SIGKILL)", "", pid=6)})
     traceback_lines = "ranks 4, 5: RankEnded: pids 4, 5 ended (exit code 3); rank 6: RankEnded: pid 6 ended (SIGKILL); "
     assert str(error) == traceback_lines + errors.REPAIR
 

@@ -69,9 +69,9 @@ def test_ranks_that_still_run_after_an_error_are_named(new_group: NewGroup, caps
     group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"cell": 7, "line": 3, "source": "loop()"})
     with pytest.raises(CellInterrupted):
         group.run(cell_by_rank("raise ValueError no", "sleep"))
-    said = capsys.readouterr().err
-    assert "rank 0: ValueError: no; rank 1 still runs, outside of collectives:" in said
-    assert "rank 1: cell [7] line 3: loop()" in said
+    stderr = capsys.readouterr().err
+    assert "rank 0: ValueError: no; rank 1 still runs, outside of collectives:" in stderr
+    assert "rank 1: cell [7] line 3: loop()" in stderr
 
 
 def _press_and(answer: Any) -> Any:
@@ -145,8 +145,8 @@ def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: 
     group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"function": "all_reduce", "cell": 1, "line": 2})
     with pytest.raises(CellInterrupted):
         group.run(cell_by_rank("pass", "wait"))
-    said = capsys.readouterr().err
-    assert "no rank has made progress for 0.02 s:\n  rank 0: finished\n  rank 1: all_reduce, cell [1] line 2" in said
+    stderr = capsys.readouterr().err
+    assert "no rank has made progress for 0.02 s:\n  rank 0: finished\n  rank 1: all_reduce, cell [1] line 2" in stderr
 
 
 def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked(new_group: NewGroup) -> None:
@@ -251,8 +251,8 @@ def test_unequal_collectives_name_the_line_and_cause_a_rebuild(
 ) -> None:
     group = new_group(2)
     group.run(cell_by_rank("begin 1", "begin 2"))
-    said = capsys.readouterr().err
-    assert "the ranks have begun different numbers of collectives" in said and "cell [1] line 2" in said
+    stderr = capsys.readouterr().err
+    assert "the ranks have begun different numbers of collectives" in stderr and "cell [1] line 2" in stderr
     group.run(cell_by_rank("begin 1", "begin 1"))
     group.run(cell_by_rank("begin 1", "begin 2"), unmatched=True)
     group.run("pass")

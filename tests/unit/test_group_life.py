@@ -62,9 +62,9 @@ def frame_app(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_reports_its_progress(new_group: NewGroup) -> None:
-    told: list[str] = []
-    group = new_group(2, progress=lambda text, share=None: told.append(text))
-    assert told == [
+    messages: list[str] = []
+    group = new_group(2, progress=lambda text, share=None: messages.append(text))
+    assert messages == [
         "ddip: starting the controller",
         "ddip: 1 of 2 engines are up",
         "ddip: 2 of 2 engines are up",
@@ -83,9 +83,9 @@ def test_torch_watchdogs_end_an_nccl_rank_only_on_request(
     new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    told = new_group(None, gpus=[1, 0]).engine(1).environment
-    assert (told["TORCH_NCCL_ASYNC_ERROR_HANDLING"], told["TORCH_NCCL_RETHROW_CUDA_ERRORS"]) == ("0", "0")
-    assert not told.keys() & {"TORCH_NCCL_ENABLE_MONITORING", "NCCL_MAX_CTAS"}
+    variables = new_group(None, gpus=[1, 0]).engine(1).environment
+    assert (variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"], variables["TORCH_NCCL_RETHROW_CUDA_ERRORS"]) == ("0", "0")
+    assert not variables.keys() & {"TORCH_NCCL_ENABLE_MONITORING", "NCCL_MAX_CTAS"}
     assert not [name for name in new_group(2).engine(1).environment if "NCCL" in name]
 
 
@@ -244,8 +244,8 @@ def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: py
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
     group.run("pass")
-    said = capsys.readouterr().err
-    assert "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers" in said
+    stderr = capsys.readouterr().err
+    assert "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers" in stderr
 
 
 def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -> None:
@@ -340,9 +340,9 @@ def test_a_new_rank_gets_settings_on_which_the_others_agree(
     assert group.repair() == [2]
     assert taken == [{"$LR": b"3", "unchanged working directory": b"/home"}]
     assert group.carried == "LR as on rank 0"
-    told = capsys.readouterr().err
-    assert "rank 2 could not take the working directory /x from rank 0: FileNotFoundError: no such directory" in told
-    assert "MINE: different on ranks 0, 1, and not set on rank 2" in told
+    stderr = capsys.readouterr().err
+    assert "rank 2 could not take the working directory /x from rank 0: FileNotFoundError: no such directory" in stderr
+    assert "MINE: different on ranks 0, 1, and not set on rank 2" in stderr
 
 
 def test_a_rank_on_which_every_cell_fails_is_replaced(new_group: NewGroup) -> None:
@@ -428,7 +428,7 @@ def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGro
     assert join_counts(group) == [count + 1 for count in before]
 
 
-# -- what ddip asks of ranks
+# -- requests to ranks
 
 
 def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, frame_app: None) -> None:

@@ -189,8 +189,8 @@ def test_an_agent_answers_after_odd_messages(monkeypatch: pytest.MonkeyPatch) ->
     answer: dict[str, Any] = {}
     while answer.get("answer") != 1:
         assert from_agent.poll(SECONDS)
-        said = from_agent.recv_bytes()
-        answer = json.loads(said) if said[:1] == b"{" else {}
+        output = from_agent.recv_bytes()
+        answer = json.loads(output) if output[:1] == b"{" else {}
     assert answer["value"] >= 1
     (beat,) = (thread for thread in threading.enumerate() if thread.name == "ddip-beat")
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
@@ -209,14 +209,14 @@ def _end_thread() -> bool:
 
 def test_a_relay_serves_after_odd_frames(tmp_path: Path) -> None:
     sent: list[bytes] = []
-    came = threading.Event()
+    arrived = threading.Event()
 
     def send(frame: bytes) -> None:
         if not sent:
             sent.append(frame)
             raise ValueError("the first frame cannot be sent")
         sent.append(frame)
-        came.set()
+        arrived.set()
 
     relay = Relay(send, "relay")
     for frame in malformed_messages():
@@ -226,7 +226,7 @@ def test_a_relay_serves_after_odd_frames(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as one:
             one.connect(str(tmp_path / "socket"))
             one.sendall(b"x")
-    assert came.wait(SECONDS)
+    assert arrived.wait(SECONDS)
     relay.close()
     assert not relay._thread.is_alive()
 
@@ -240,31 +240,33 @@ def test_an_event_loop_continues_after_an_exit() -> None:
 
 def test_the_client_receives_the_next_message_after_an_odd_one() -> None:
     client = ipp_private.RankClient.__new__(ipp_private.RankClient)
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     def take(frames: list[bytes]) -> None:
-        heard.append(frames[0])
+        received.append(frames[0])
         raise SystemExit
 
-    came = [[message] for message in malformed_messages()]
-    expected = [b"first", *(frames[0] for frames in came)]
+    odd_messages = [[message] for message in malformed_messages()]
+    expected = [b"first", *(frames[0] for frames in odd_messages)]
     stub: Any = SimpleNamespace(
-        socket=SimpleNamespace(get=lambda _: 1 if came else 0, recv_multipart=lambda *_, **__: came.pop(0))
+        socket=SimpleNamespace(
+            get=lambda _: 1 if odd_messages else 0, recv_multipart=lambda *_, **__: odd_messages.pop(0)
+        )
     )
     for name, value in {"_guard": Guard("odd"), "_mux_stream": stub, "_take_reply": take, "_take_output": take}.items():
         object.__setattr__(client, name, value)
     client._dispatch_reply([b"first"])
-    assert heard == expected
+    assert received == expected
     client._dispatch_iopub([b"output"])
-    assert heard[-1] == b"output"
+    assert received[-1] == b"output"
 
 
 def test_a_link_receives_the_next_message_after_an_exception() -> None:
     client = ipp_private.LinkClient.__new__(ipp_private.LinkClient)
-    heard: list[Any] = []
+    received: list[Any] = []
 
     def take(message: Any) -> None:
-        heard.append(message)
+        received.append(message)
         raise SystemExit
 
     for name, value in {"_guard": Guard("odd"), "_heard": take, "_futures": {}}.items():
@@ -272,7 +274,7 @@ def test_a_link_receives_the_next_message_after_an_exception() -> None:
     for number in range(3):
         dispatch = ipp_private.LinkClient._dispatch_single_reply.__wrapped__
         dispatch(client, {"parent_header": {}, "number": number})
-    assert [message["number"] for message in heard] == [0, 1, 2]
+    assert [message["number"] for message in received] == [0, 1, 2]
 
 
 def test_a_profile_continues_after_a_failed_sample() -> None:

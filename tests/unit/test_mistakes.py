@@ -40,12 +40,12 @@ from ddip.notebook.magics import DipMagics
 def test_makedip_suggests_the_intended_line_if_possible(typed: str, better: str) -> None:
     with pytest.raises(BadInput) as caught:
         parse(DipMagics.makedip, "%makedip", typed)
-    said = str(caught.value)
-    assert said.startswith(f"%makedip {typed}: ")
+    message = str(caught.value)
+    assert message.startswith(f"%makedip {typed}: ")
     if better:
-        assert said == f"%makedip {typed}: type %makedip {better}"
+        assert message == f"%makedip {typed}: type %makedip {better}"
     else:
-        assert ": type %makedip" not in said and said.endswith("%makedip? lists the options")
+        assert ": type %makedip" not in message and message.endswith("%makedip? lists the options")
 
 
 def test_an_option_without_its_value_lists_possible_values() -> None:
@@ -85,6 +85,6 @@ print(repr(shell.run_cell("%makedip -n 2").error_in_exec))
 
 def test_interrupting_makedip_during_the_import_of_ddip_shows_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
-    said = "%makedip was interrupted before it began; nothing has changed"
-    assert done.stdout.splitlines()[-1] == f"RequestInterrupted({said!r})", done.stdout + done.stderr
+    expected = "%makedip was interrupted before it began; nothing has changed"
+    assert done.stdout.splitlines()[-1] == f"RequestInterrupted({expected!r})", done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

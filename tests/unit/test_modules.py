@@ -125,8 +125,8 @@ def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGrou
 
 
 def test_a_push_prints_a_summary() -> None:
-    told = {"a": {0: IMPORTED, 1: IMPORTED}, "b": {2: "SyntaxError: no"}}
-    pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, not_reloaded=told)
+    answers = {"a": {0: IMPORTED, 1: IMPORTED}, "b": {2: "SyntaxError: no"}}
+    pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, not_reloaded=answers)
     assert str(pushed) == "pushed a, b: 30 B to h2"
     first, second = pushed.notices
     assert first.startswith("a is imported already on ranks 0, 1, and stays as it was there: run import importlib, a;")
@@ -141,24 +141,24 @@ def read_files(folder: Path) -> dict[str, str]:
 
 
 def test_a_module_replaces_the_former_one_completely(tmp_path: Path) -> None:
-    there = tmp_path / "modules"
-    on_rank.write(str(there), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
-    on_rank.write(str(there), "other", {"other.py": b"3"})
-    on_rank.write(str(there), "m", {"m/__init__.py": b"4"})
-    assert read_files(there) == {"m/__init__.py": "4", "other.py": "3"}
-    on_rank.write(str(there), "m", {"m.py": b"5"})
-    assert read_files(there) == {"m.py": "5", "other.py": "3"}
-    assert there.stat().st_mode & 0o777 == 0o700
+    module_folder = tmp_path / "modules"
+    on_rank.write(str(module_folder), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
+    on_rank.write(str(module_folder), "other", {"other.py": b"3"})
+    on_rank.write(str(module_folder), "m", {"m/__init__.py": b"4"})
+    assert read_files(module_folder) == {"m/__init__.py": "4", "other.py": "3"}
+    on_rank.write(str(module_folder), "m", {"m.py": b"5"})
+    assert read_files(module_folder) == {"m.py": "5", "other.py": "3"}
+    assert module_folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(
     "path", ["../m.py", "m/../../x.py", "/m/x.py", "//m/x.py", "m", "x.py", "m/./x.py", "m//x.py", "m/..", "m/a\0", ""]
 )
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
-    there = tmp_path / "modules"
-    on_rank.write(str(there), "m", {"m.py": b"before"})
+    module_folder = tmp_path / "modules"
+    on_rank.write(str(module_folder), "m", {"m.py": b"before"})
     with pytest.raises(ValueError, match="is no path of a file of the module"):
-        on_rank.write(str(there), "m", {"m/__init__.py": b"", path: b"bad"})
+        on_rank.write(str(module_folder), "m", {"m/__init__.py": b"", path: b"bad"})
     assert read_files(tmp_path) == {"modules/m.py": "before"}
 
 
@@ -174,22 +174,22 @@ def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "others"), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     write_files(tmp_path / "others", {"mine_k.py": "x = 'another'"})
-    there = str(tmp_path / "modules")
+    module_folder = str(tmp_path / "modules")
     try:
-        on_rank.write(there, "mine_k", {"mine_k.py": b"def f(): return 1"})
-        assert on_rank.take(there, ["mine_k"], False) == {}
+        on_rank.write(module_folder, "mine_k", {"mine_k.py": b"def f(): return 1"})
+        assert on_rank.take(module_folder, ["mine_k"], False) == {}
         import mine_k  # type: ignore[import-not-found]
 
         former = mine_k.f
         for number in (2, 3):  # same size, written in the same second
-            on_rank.write(there, "mine_k", {"mine_k.py": b"def f(): return %d" % number})
-            assert on_rank.take(there, ["mine_k"], False) == {"mine_k": IMPORTED}
+            on_rank.write(module_folder, "mine_k", {"mine_k.py": b"def f(): return %d" % number})
+            assert on_rank.take(module_folder, ["mine_k"], False) == {"mine_k": IMPORTED}
             assert mine_k.f() == (1 if number == 2 else 2)
-            assert on_rank.take(there, ["mine_k"], True) == {}
+            assert on_rank.take(module_folder, ["mine_k"], True) == {}
             assert mine_k.f() == former() == number
-        on_rank.write(there, "mine_k", {"mine_k.py": b"def f(:"})
-        assert on_rank.take(there, ["mine_k"], True)["mine_k"].startswith("SyntaxError: ")
+        on_rank.write(module_folder, "mine_k", {"mine_k.py": b"def f(:"})
+        assert on_rank.take(module_folder, ["mine_k"], True)["mine_k"].startswith("SyntaxError: ")
         assert mine_k.f() == 3
-        assert sys.path.count(there) == 1
+        assert sys.path.count(module_folder) == 1
     finally:
         sys.modules.pop("mine_k", None)

@@ -217,7 +217,7 @@ def test_run_folders_use_the_first_suitable_place(tmp_path: Path, monkeypatch: p
         ownership.make_run_folder()
 
 
-# -- what somebody else has written
+# -- files written by other users
 
 
 def linked_record(folder: Path, good: Path) -> None:
@@ -321,8 +321,8 @@ def test_a_record_exchanged_while_it_is_read_is_not_obeyed(place: Path, victim: 
 
 def test_a_record_ends_only_processes_with_its_mark(place: Path, victim: subprocess.Popen[bytes]) -> None:
     begin = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $! $$"]  # an ended shell has left this in its session
-    said = subprocess.run(begin, capture_output=True, text=True, start_new_session=True, check=True).stdout
-    left, session = map(int, said.split())
+    output = subprocess.run(begin, capture_output=True, text=True, start_new_session=True, check=True).stdout
+    left, session = map(int, output.split())
     try:
         assert os.getsid(left) == session and Proc.of(left).find()
         listed = (Proc.of(victim.pid), Proc(session, 0.0))

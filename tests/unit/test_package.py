@@ -33,11 +33,13 @@ def test_the_classifiers_list_exactly_the_allowed_pythons() -> None:
 
 
 def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
-    there = dist.files_of_the_package()
-    assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(there)
-    dist.ensure_complete([*there, "ddip-0.1.0.dist-info/METADATA"], there)
+    package_files = dist.files_of_the_package()
+    assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(package_files)
+    dist.ensure_complete([*package_files, "ddip-0.1.0.dist-info/METADATA"], package_files)
     with pytest.raises(dist.StepFailed, match=r"lacks \['ddip/py.typed'\], and has \['tests/dist.py'\]"):
-        dist.ensure_complete([*(name for name in there if name != "ddip/py.typed"), "tests/dist.py"], there)
+        dist.ensure_complete(
+            [*(name for name in package_files if name != "ddip/py.typed"), "tests/dist.py"], package_files
+        )
 
 
 def test_a_failed_step_shows_its_output() -> None:

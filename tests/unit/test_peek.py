@@ -43,11 +43,11 @@ def test_unreadable_large_objects_come_in_parts(new_group: NewGroup, monkeypatch
     monkeypatch.setattr(peek, "LARGE", 100)
     group = new_group(2)
     group.push({"text": "x" * 1000, "n": 1})
-    told: list[float | None] = []
-    values, _ = group.peek_all(["text", "n"], [1], progress=lambda text, share=None: told.append(share))
+    messages: list[float | None] = []
+    values, _ = group.peek_all(["text", "n"], [1], progress=lambda text, share=None: messages.append(share))
     assert values == [{"text": "x" * 1000, "n": 1}] and group.transferred.size > 1000
-    assert snapshot_calls(group.engine(1)) == [TAKE, *[PART] * 11, DROP] and len(told) == 12
-    assert all(share is not None and 0 <= share < 1 for share in told[1:])
+    assert snapshot_calls(group.engine(1)) == [TAKE, *[PART] * 11, DROP] and len(messages) == 12
+    assert all(share is not None and 0 <= share < 1 for share in messages[1:])
 
 
 def test_a_busy_rank_says_when_it_will_have_the_name(new_group: NewGroup) -> None:
@@ -134,9 +134,9 @@ def test_a_refusal_of_a_rank_is_shown(new_group: NewGroup) -> None:
 def test_bytes_travel_beside_the_json() -> None:
     answer = {"ok": {"values": {"a": bytearray(b"one"), "b": b""}, "sizes": [1, (2, b"two")], "none": None}}
     beside: list[Any] = []
-    told = without_bytes(answer, beside)
-    assert beside == [b"one", b"", b"two"] and b"two" not in str(told).encode()
-    assert with_bytes(told, [memoryview(each) for each in beside]) == {
+    restored = without_bytes(answer, beside)
+    assert beside == [b"one", b"", b"two"] and b"two" not in str(restored).encode()
+    assert with_bytes(restored, [memoryview(each) for each in beside]) == {
         "ok": {"values": {"a": b"one", "b": b""}, "sizes": [1, [2, b"two"]], "none": None}
     }
     assert with_bytes({"ok": 1}, []) == {"ok": 1}

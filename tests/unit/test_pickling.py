@@ -179,8 +179,8 @@ def test_tensors_that_share_memory_still_share_it_after_sending() -> None:
     back = round_trip({"whole": whole, "part": whole[5:10]})
     back["whole"][5] = 7
     assert back["part"][0] == 7
-    there = round_trip(tied)
-    assert there[1].weight is there[0].weight and there[0].weight.requires_grad
+    arrived = round_trip(tied)
+    assert arrived[1].weight is arrived[0].weight and arrived[0].weight.requires_grad
 
 
 def test_an_optimizer_arrives_with_its_model() -> None:
@@ -188,11 +188,11 @@ def test_an_optimizer_arrives_with_its_model() -> None:
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 200)).sum().backward()
     optimizer.step()
-    there, its = round_trip((net, optimizer))
-    assert its.param_groups[0]["params"][0] is there.weight
-    assert torch.equal(its.state[there.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
-    there(torch.ones(1, 200)).sum().backward()
-    its.step()
+    new_net, new_optimizer = round_trip((net, optimizer))
+    assert new_optimizer.param_groups[0]["params"][0] is new_net.weight
+    assert torch.equal(new_optimizer.state[new_net.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+    new_net(torch.ones(1, 200)).sum().backward()
+    new_optimizer.step()
 
 
 def test_a_pickle_without_extra_memory_contains_all_data() -> None:

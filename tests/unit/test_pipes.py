@@ -16,8 +16,11 @@ def record_of(writer: int, text: str, stream: int = 1) -> Written:
 
 def test_a_line_written_in_parts_stays_whole_between_other_writers() -> None:
     lines = Lines()
-    came = [record_of(5, "a"), record_of(6, "b"), record_of(5, " line\n"), record_of(6, " line\nand")]
-    assert [whole for part in came for whole in lines.add(part)] == [record_of(5, "a line\n"), record_of(6, "b line\n")]
+    records = [record_of(5, "a"), record_of(6, "b"), record_of(5, " line\n"), record_of(6, " line\nand")]
+    assert [whole for part in records for whole in lines.add(part)] == [
+        record_of(5, "a line\n"),
+        record_of(6, "b line\n"),
+    ]
     assert lines.rest() == [record_of(6, "and")] and lines.rest() == []
 
 

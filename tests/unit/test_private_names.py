@@ -335,8 +335,8 @@ def test_the_profiler_answers_the_requests_of_ddip(tmp_path: Path) -> None:
 def test_a_wrapper_stores_its_reducer_under_the_expected_name() -> None:
     source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
     assert "self.reducer = dist.Reducer(" in source and "self.logger = dist.Logger(" in source
-    there = {name for module, name in wrappers.WRAPPERS.items() if hasattr(importlib.import_module(module), name)}
-    assert there == set(wrappers.WRAPPERS.values())
+    present = {name for module, name in wrappers.WRAPPERS.items() if hasattr(importlib.import_module(module), name)}
+    assert present == set(wrappers.WRAPPERS.values())
 
 
 def test_a_wrapper_can_be_revived() -> None:

@@ -110,19 +110,19 @@ def test_accepted_differences_keep_the_group_healthy_until_ranks_begin_more() ->
 
 
 def test_connections_between_ranks_have_a_rank_at_both_ends() -> None:
-    here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
+    forward, backward = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     others = ("127.0.0.1", 3, "127.0.0.1", 4)
-    assert between_ranks({0: [here, others], 1: [there]}) == {0: [here], 1: [there]}
-    assert between_ranks({0: [here, there], 1: [others]}) == {0: [], 1: []}  # a connection of a rank to itself
+    assert between_ranks({0: [forward, others], 1: [backward]}) == {0: [forward], 1: [backward]}
+    assert between_ranks({0: [forward, backward], 1: [others]}) == {0: [], 1: []}  # a connection of a rank to itself
 
 
 def test_a_connection_from_an_unknown_process_spoils_the_group() -> None:
-    here, there = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
+    forward, backward = ("127.0.0.1", 1, "127.0.0.1", 2), ("127.0.0.1", 2, "127.0.0.1", 1)
     stranger = ("127.0.0.1", 1, "127.0.0.1", 9)
-    assert not has_unknown_connection([([here], [1]), ([there], [7])])
-    assert not has_unknown_connection([([here, ("127.0.0.1", 5, "127.0.0.1", 6)], [1]), ([there], [])])
+    assert not has_unknown_connection([([forward], [1]), ([backward], [7])])
+    assert not has_unknown_connection([([forward, ("127.0.0.1", 5, "127.0.0.1", 6)], [1]), ([backward], [])])
     assert not has_unknown_connection([([], []), ([], [])])
-    assert has_unknown_connection([([here, stranger], [1]), ([there], [])])
+    assert has_unknown_connection([([forward, stranger], [1]), ([backward], [])])
 
 
 def test_no_rank_can_read_a_broken_store(tmp_path: Path) -> None:

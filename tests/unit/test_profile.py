@@ -128,12 +128,12 @@ def test_events_belong_to_layers_by_their_names_and_threads() -> None:
         1,
         recorded,
     )
-    its = recorded.layers
-    assert its.ops == [nanoseconds(0, 1), nanoseconds(5, 6)]
-    assert its.loading == [nanoseconds(1, 2)]
-    assert its.network == [nanoseconds(2, 3), nanoseconds(6, 7)]
-    assert its.transfers == recorded.work["gloo:all_reduce"] == [nanoseconds(2, 5)]
-    assert its.kernels == [nanoseconds(7, 8)]
+    layers = recorded.layers
+    assert layers.ops == [nanoseconds(0, 1), nanoseconds(5, 6)]
+    assert layers.loading == [nanoseconds(1, 2)]
+    assert layers.network == [nanoseconds(2, 3), nanoseconds(6, 7)]
+    assert layers.transfers == recorded.work["gloo:all_reduce"] == [nanoseconds(2, 5)]
+    assert layers.kernels == [nanoseconds(7, 8)]
 
 
 def test_recorded_collectives_are_matched_with_work_of_their_backend() -> None:

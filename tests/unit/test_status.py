@@ -200,12 +200,12 @@ def test_the_status_of_a_group_always_fits_its_schema(new_group: NewGroup) -> No
     with pytest.raises(CellError):
         group.run("2: raise ValueError no")
     cell = group.start("sleep", ranks=[1])
-    told = group.status()
-    assert_fits_schema("status", told)
-    assert told["group"] == {"size": 3, "backend": "gloo", "healthy": True, "app": None, "hosts": ["here"]}
-    assert [(rank["state"], rank["cell"]) for rank in told["ranks"]] == [("idle", None), ("busy", 2), ("idle", None)]
-    assert told["devices"] == [{"device": "cpu", "host": "here", "ranks": [0, 1, 2], "memory_total": None}]
-    assert told["errors"]["2"]["message"] == "no" and told["errors"]["2"]["cell"] == 1
+    status = group.status()
+    assert_fits_schema("status", status)
+    assert status["group"] == {"size": 3, "backend": "gloo", "healthy": True, "app": None, "hosts": ["here"]}
+    assert [(rank["state"], rank["cell"]) for rank in status["ranks"]] == [("idle", None), ("busy", 2), ("idle", None)]
+    assert status["devices"] == [{"device": "cpu", "host": "here", "ranks": [0, 1, 2], "memory_total": None}]
+    assert status["errors"]["2"]["message"] == "no" and status["errors"]["2"]["cell"] == 1
     cell.stop()
 
 
@@ -213,31 +213,31 @@ def test_status_reports_ranks_that_ended_or_do_not_answer(new_group: NewGroup) -
     group = new_group(3)
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
     del group.engine(2).answers["runtime.housekeeping.figures"]
-    told = group.status()
-    assert_fits_schema("status", told)
-    assert [rank["state"] for rank in told["ranks"]] == ["idle", "ended", "no_answer"]
-    assert told["group"] is not None and told["group"]["healthy"] is False
-    assert told["ranks"][1]["memory"] is None
+    status = group.status()
+    assert_fits_schema("status", status)
+    assert [rank["state"] for rank in status["ranks"]] == ["idle", "ended", "no_answer"]
+    assert status["group"] is not None and status["group"]["healthy"] is False
+    assert status["ranks"][1]["memory"] is None
 
 
 def test_a_rank_shows_the_abandoned_cell_as_running(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     with pytest.raises(CellTimeout):
         group.run("1: deaf", timeout=0.02)
-    told = group.status()
-    assert [rank["cell"] for rank in told["ranks"]] == [None, 1]
-    assert told["cells"][0]["outcome"] == "stuck"
-    assert "took longer" in str(told["cells"][0]["error"])
+    status = group.status()
+    assert [rank["cell"] for rank in status["ranks"]] == [None, 1]
+    assert status["cells"][0]["outcome"] == "stuck"
+    assert "took longer" in str(status["cells"][0]["error"])
 
 
 def test_status_of_an_ended_group_is_none(new_group: NewGroup) -> None:
     group = new_group(2)
     group.run("pass")
     group.shutdown()
-    told = group.status()
-    assert_fits_schema("status", told)
-    assert (told["group"], told["ranks"], told["devices"]) == (None, [], [])
-    assert [cell["outcome"] for cell in told["cells"]] == ["ok"]
+    status = group.status()
+    assert_fits_schema("status", status)
+    assert (status["group"], status["ranks"], status["devices"]) == (None, [], [])
+    assert [cell["outcome"] for cell in status["cells"]] == ["ok"]
     assert_fits_schema("status", cell_magics.status_now(None, History()))
     assert cell_magics.status_text(None, History()) == "there is no group"
 
@@ -253,11 +253,11 @@ def test_status_lists_gpus_as_devices(new_group: NewGroup, monkeypatch: pytest.M
             **answer(),
             "gpu": figures,
         }
-    told = group.status()
-    assert_fits_schema("status", told)
-    assert [(device["device"], device["ranks"]) for device in told["devices"]] == [("GPU 0", [0, 1]), ("GPU 1", [2])]
-    assert told["devices"][1]["memory_total"] == 102
-    assert told["ranks"][1]["gpu"] == {"allocated": 1, "reserved": 10, "total": 101}
+    status = group.status()
+    assert_fits_schema("status", status)
+    assert [(device["device"], device["ranks"]) for device in status["devices"]] == [("GPU 0", [0, 1]), ("GPU 1", [2])]
+    assert status["devices"][1]["memory_total"] == 102
+    assert status["ranks"][1]["gpu"] == {"allocated": 1, "reserved": 10, "total": 101}
 
 
 def test_status_lists_recent_and_running_cells(new_group: NewGroup) -> None:

@@ -21,11 +21,11 @@ def test_both_ends_of_each_connection_are_found_and_no_listener(family: socket.A
             pytest.skip(f"there is no {address} here")
         listener.listen()
         with socket.create_connection(listener.getsockname()[:2]) as ours, listener.accept()[0] as theirs:
-            there = [*ours.getsockname()[:2], *ours.getpeername()[:2]]
+            both_ends = [*ours.getsockname()[:2], *ours.getpeername()[:2]]
             back = [*theirs.getsockname()[:2], *theirs.getpeername()[:2]]
             found, nothing = tcp_tables.connections([os.getpid(), 1 << 28])
-            assert there in found and back in found and nothing == []
-            assert not any(ends[:2] == there[2:] and not ends[3] for ends in found)
+            assert both_ends in found and back in found and nothing == []
+            assert not any(ends[:2] == both_ends[2:] and not ends[3] for ends in found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the names may differ")
@@ -50,6 +50,6 @@ def test_a_shared_socket_is_found_with_each_process() -> None:
             command = [sys.executable, "-c", "input()"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[ours.fileno()]) as child:
                 ends = [*ours.getsockname(), *ours.getpeername()]
-                mine, its = tcp_tables.connections([os.getpid(), child.pid])
+                mine, child_ends = tcp_tables.connections([os.getpid(), child.pid])
                 child.kill()
-    assert ends in mine and ends in its
+    assert ends in mine and ends in child_ends

@@ -25,11 +25,11 @@ def exception_of(code: str, **names: Any) -> BaseException:
 
 def tell_in_time(error: BaseException, rich: Any = None) -> Told:
     began = time.process_time(), time.monotonic()
-    told = tell(error, rich)
+    report = tell(error, rich)
     assert time.process_time() < began[0] + 3 * tracebacks.SECONDS
     assert time.monotonic() < began[1] + 20  # ten times what an idle machine needs
-    assert sum(map(len, told.traceback)) <= CHARACTERS
-    return told
+    assert sum(map(len, report.traceback)) <= CHARACTERS
+    return report
 
 
 def test_the_rich_traceback_is_used_if_available() -> None:
@@ -50,11 +50,11 @@ def test_python_tracebacks_omit_the_frames_ipython_tracebacks_omit() -> None:
 )
 def test_the_python_traceback_replaces_a_missing_ipython_traceback(rich: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
-    told = tell_in_time(exception_of("def f():\n    raise ValueError('why')\nf()"), rich)
-    if rich is None or "3" not in str(told.traceback):
-        assert told.traceback[1].split() == ["ValueError", "Traceback", "(most", "recent", "call", "last)"]
-        assert any("line 2, in f" in line for line in told.traceback) and told.traceback[-1] == "ValueError: why"
-    assert told.message == "why" and told.whole
+    report = tell_in_time(exception_of("def f():\n    raise ValueError('why')\nf()"), rich)
+    if rich is None or "3" not in str(report.traceback):
+        assert report.traceback[1].split() == ["ValueError", "Traceback", "(most", "recent", "call", "last)"]
+        assert any("line 2, in f" in line for line in report.traceback) and report.traceback[-1] == "ValueError: why"
+    assert report.message == "why" and report.whole
 
 
 def test_a_traceback_that_takes_cpu_time_is_abandoned() -> None:
@@ -67,18 +67,18 @@ def test_a_traceback_that_takes_cpu_time_is_abandoned() -> None:
 def test_a_slow_error_text_is_not_waited_for(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracebacks, "WAIT_SECONDS", 0.5)
     error = exception_of(f"class Odd(Exception):\n    def __str__(self):\n        {body}\nraise Odd", time=time)
-    told = tell_in_time(error, lambda: ["never asked"])
-    assert told.traceback[-1] == "Odd: (no text: its __str__ takes too long)" and not told.whole
+    report = tell_in_time(error, lambda: ["never asked"])
+    assert report.traceback[-1] == "Odd: (no text: its __str__ takes too long)" and not report.whole
 
 
 def test_an_error_whose_text_raises_says_so() -> None:
-    told = tell(exception_of("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
-    assert told.message == "(it has no text: its __str__ raised TypeError)"
+    report = tell(exception_of("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
+    assert report.message == "(it has no text: its __str__ raised TypeError)"
 
 
 def test_a_text_of_a_gigabyte_is_cut() -> None:
-    told = tell_in_time(ValueError("x" * 10**9))
-    assert told.message.endswith("(1,000,000,000 characters)") and len(told.message) < 11_000 and not told.whole
+    report = tell_in_time(ValueError("x" * 10**9))
+    assert report.message.endswith("(1,000,000,000 characters)") and len(report.message) < 11_000 and not report.whole
 
 
 def test_a_long_chain_shows_both_ends() -> None:
@@ -114,14 +114,14 @@ def test_a_suppressed_context_is_not_shown() -> None:
     "code", ["def f(n): f(n + 1)\nf(0)", "def f(n): g(n)\ndef g(n): f(n)\nf(0)"], ids=["of one", "of two"]
 )
 def test_a_recursion_shows_each_line_a_few_times(code: str) -> None:
-    told = tell_in_time(exception_of(code))
-    assert len(told.traceback) < 15 and any("frames are left out ...]" in line for line in told.traceback)
+    report = tell_in_time(exception_of(code))
+    assert len(report.traceback) < 15 and any("frames are left out ...]" in line for line in report.traceback)
 
 
 def test_many_frames_show_both_ends() -> None:
     code = "".join(f"def f{i}(): f{i + 1}()\n" for i in range(200)) + "def f200(): 1 / 0\nf0()"
-    told = tell_in_time(exception_of(code))
-    assert 40 < len(told.traceback) < 60 and "in f200" in told.traceback[-2]
+    report = tell_in_time(exception_of(code))
+    assert 40 < len(report.traceback) < 60 and "in f200" in report.traceback[-2]
 
 
 def test_an_exception_group_shows_some_members() -> None:

@@ -527,7 +527,7 @@ def test_displays_of_one_rank_keep_their_order(page: Page) -> None:
     assert page.plain == ["changed", "Out[0:4]: 5"]
 
 
-# -- what a rank has shown
+# -- the record of a rank's output
 
 
 def test_text_continues_its_unfinished_line() -> None:

@@ -199,7 +199,7 @@ def test_seconds_are_shown_in_readable_units(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
 
 
-# -- looks at ranks
+# -- samples of ranks
 
 
 def test_a_look_shows_the_activity_of_each_rank() -> None:

@@ -76,7 +76,7 @@ def worker() -> Iterator[int]:
     child.communicate()
 
 
-# -- a cell that runs
+# -- a running cell
 
 
 def stall_decisions(clock: Clock, ranks: Ranks, *moves: dict[int, Any], seconds: float = 1.0) -> list[bool]:
@@ -124,7 +124,7 @@ def test_a_message_counts_as_progress(clock: Clock) -> None:
         assert not one.has_stalled([0], clock.now)
 
 
-# -- a cell that was told to stop
+# -- a stopped cell
 
 
 def ending_decisions(

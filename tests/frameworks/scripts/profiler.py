@@ -34,7 +34,7 @@ def train(on_step):
                 losses.append(loss.item())
                 profiler.step()
                 on_step(step)
-        told = json.loads(trace.read_text())
-    assert told["distributedInfo"]["rank"] == dist.get_rank()
-    assert any("all" in name and "reduce" in name for name in (event["name"] for event in told["traceEvents"]))
+        trace_data = json.loads(trace.read_text())
+    assert trace_data["distributedInfo"]["rank"] == dist.get_rank()
+    assert any("all" in name and "reduce" in name for name in (event["name"] for event in trace_data["traceEvents"]))
     return losses
