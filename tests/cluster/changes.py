@@ -79,6 +79,5 @@ def prove_stopped_changes(former: int, size: int, parts: Sequence[float]) -> Non
         assert group.world_size == size
         for part in parts:
             group.change(Request(n=former))
-            change_and_stop(
-                group, size, 3 + int(part * call_count), other_ranks
-            )  # the first two calls only lead up to the change
+            # The first two calls only lead up to the change
+            change_and_stop(group, size, 3 + int(part * call_count), other_ranks)

@@ -60,10 +60,11 @@ def processes_of(owner: int) -> list[psutil.Process]:
     This excludes the preload process while `owner` lives, which may keep it.
     """
     family = family_of(owner)
+    # A new process gets its title later
     preload = [
         *with_title(family, "ddip preload process"),
         *with_title(family, " ".join(preload_client.command("ddip.cluster.processes.preload_server"))),
-    ]  # a new process gets its title later
+    ]
     if is_alive(owner):
         family = [process for process in family if process not in preload]
     return with_title(family, "")  # drops processes that have just ended: without a title they cannot be identified

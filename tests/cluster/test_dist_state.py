@@ -251,9 +251,8 @@ def test_a_killed_rank_gets_its_shard_from_another_rank(ranks: ddip.Group, order
         kill_rank(ranks, rank)
         assert ranks.repair(["expected"], 1 - rank) == [rank]
         ranks.run(f"if rank == {rank}:\n    exec({CODE!r})")
-        ranks.run(
-            "from ddip.sharded import copies; copies.SMALL = 100"
-        )  # in bytes, so that most parts are sent separately
+        # In bytes, so that most parts are sent separately
+        ranks.run("from ddip.sharded import copies; copies.SMALL = 100")
         continue_training(ranks, "fsdp")
         ranks.run(f"copies.SMALL = {copies.SMALL}; state.forget(); make(fsdp); train(0, 4)")
 

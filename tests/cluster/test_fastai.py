@@ -330,9 +330,8 @@ def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, one_process:
     same_on_all_ranks(ranks, "weights(learn)")
     steps = [[step.tolist() for step in one] for one in on_all_ranks(ranks, "read")]
     assert len({len(one) for one in steps}) == 1
-    texts = same_on_all_ranks(
-        ranks, "learn.dls.train.chunks[:].tolist()"
-    )  # in the order of a shuffle that all ranks share
+    # In the order of a shuffle that all ranks share
+    texts = same_on_all_ranks(ranks, "learn.dls.train.chunks[:].tolist()")
     rows = [sum((step[row] for step in one), []) for one in steps for row in range(2)]
     row = " ".join(map(str, texts))
     assert sum(" ".join(map(str, row_[:40])) in row for row_ in rows) == len(rows)

@@ -236,9 +236,8 @@ def test_groups_of_other_sizes(size: int) -> None:
 def test_the_cause_of_a_death_is_shown(four_ranks: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
     engine = four_ranks.members[2].engine
     four_ranks.ranks._memory_of_engine.clear()
-    thread = meanwhile(
-        lambda: engine in four_ranks.ranks._memory_of_engine, (tmp_path / "seen").touch
-    )  # its memory has been sampled
+    # Its memory has been sampled
+    thread = meanwhile(lambda: engine in four_ranks.ranks._memory_of_engine, (tmp_path / "seen").touch)
     with pytest.raises(ddip.CellError) as caught:
         four_ranks.run(
             "import pathlib\nif rank == 2:\n"

@@ -201,9 +201,8 @@ def test_twenty_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> No
         notebook.ok("%makedip -k")
         assert processes_of(notebook.pid) == []
         assert files_of(notebook.pid) == []
-    wait_until(
-        lambda: notebook.descriptors() <= before[0] and notebook.threads() <= before[1]
-    )  # a leak would be 20 of them
+    # A leak would be 20 of them
+    wait_until(lambda: notebook.descriptors() <= before[0] and notebook.threads() <= before[1])
 
 
 @pytest.mark.grid

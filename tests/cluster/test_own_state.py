@@ -275,9 +275,8 @@ def test_a_second_model_needs_a_name_but_reruns_do_not(ranks: ddip.Group) -> Non
     for call in ("sb.save(1)", "sb.restore(default=0)"):
         with pytest.raises(ddip.CellError, match="ValueError: .*`a` holds another model, which is kept as 'state'"):
             ranks.run(call)
-    ranks.run(
-        "ddip.dist_state(nn.Sequential(a)).save(2); ddip.dist_state(b, name='b').save(1)"
-    )  # a wrapper, and a name
+    # A wrapper, and a name
+    ranks.run("ddip.dist_state(nn.Sequential(a)).save(2); ddip.dist_state(b, name='b').save(1)")
     ranks.run("get_ipython().user_ns['Out'][0] = get_ipython().user_ns['_'] = a, sa; weight = a.weight")
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("sa.save(3)\nmodel = a\ndef use(model): fail()\ndel model; use(a)")

@@ -219,9 +219,8 @@ RECORDER = (
 @pytest.mark.parametrize("recorder", ["", NO_RECORDER], ids=["flight recorder", "a torch without one"])
 @pytest.mark.native("sockets")
 def test_in_a_stall_each_rank_reports_its_collective(cells: ddip.Group, recorder: str) -> None:
-    cells.run(
-        "import torch.distributed as dist; dist.destroy_process_group()"
-    )  # the next process group has counted nothing
+    # The next process group has counted nothing
+    cells.run("import torch.distributed as dist; dist.destroy_process_group()")
 
     seen: list[StackLocation] = []
 
@@ -235,9 +234,8 @@ def test_in_a_stall_each_rank_reports_its_collective(cells: ddip.Group, recorder
     def stand_still() -> bool:
         if len(read_places()) != 2 or "sleep" not in seen[1].source or seen[0].line != 6:
             return False
-        return (
-            len(collective_numbers()) == 2 and collective_numbers()[0] > collective_numbers()[1]
-        )  # rank 0 has begun the third collective
+        # Rank 0 has begun the third collective
+        return len(collective_numbers()) == 2 and collective_numbers()[0] > collective_numbers()[1]
 
     stopped = meanwhile(stand_still, press_stop)
     with pytest.raises(ddip.CellInterrupted):

@@ -20,9 +20,8 @@ ONE_SIDED = "if rank == 1:\n    w = dist.all_reduce(torch.tensor([100.0]), async
 @pytest.fixture
 def notices(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
     """Form a new group that has begun a collective; return the fixture that captures later messages."""
-    cells.run(
-        "import torch.distributed as dist; dist.destroy_process_group()"
-    )  # drops what other tests created in the group
+    # Drops what other tests created in the group
+    cells.run("import torch.distributed as dist; dist.destroy_process_group()")
     cells.run(f"{SETUP}\ndist.all_reduce(torch.ones(1))\nformer = dist.group.WORLD")
     capsys.readouterr()
     return capsys

@@ -173,9 +173,8 @@ def test_a_stopped_app_action_can_be_repeated(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.grid)])
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # a stop may come while a generator is finalized
+# A stop may come while a generator is finalized
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
     prove_stopped_changes(2, size, (0.05, 0.5, 0.75, 0.9, 0.99))
 

@@ -38,9 +38,8 @@ def test_an_unblocked_rank_sends_no_traceback_and_slows_nothing(cells: ddip.Grou
     with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce") as caught:
         cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
     assert "\x1b" in caught.value.by_rank[0].traceback  # IPython's colored traceback
-    assert (
-        "\x1b" not in caught.value.by_rank[1].traceback
-    )  # no traceback, or a plain one if rank 1 had lost rank 0 before
+    # No traceback, or a plain one if rank 1 had lost rank 0 before
+    assert "\x1b" not in caught.value.by_rank[1].traceback
     with pytest.raises(ddip.CellError) as caught:
         cells.run("torch.nn.Linear(2, 2)(x)")
     assert "torch/nn/modules/linear.py" in caught.value.by_rank[0].traceback
@@ -149,9 +148,8 @@ def test_an_error_within_a_magic_fails_the_whole_cell(cells: ddip.Group, magic: 
     ) as e:
         cells.run(HIDDEN[magic].format(code), timeout=30)
     assert "ValueError" in e.value.by_rank[0].traceback and "ddip" not in e.value.by_rank[0].traceback
-    cells.run(
-        f"{PROOF}\nassert kept == rank\nglobals().pop('__file__', None)"
-    )  # %run -i leaves __file__, which spawn would run
+    # %run -i leaves __file__, which spawn would run
+    cells.run(f"{PROOF}\nassert kept == rank\nglobals().pop('__file__', None)")
 
 
 def test_an_error_within_a_magic_ends_the_cell_there(cells: ddip.Group) -> None:

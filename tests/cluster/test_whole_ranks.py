@@ -42,9 +42,8 @@ def test_the_process_looks_freshly_started() -> None:
         "found = (sys.argv, names, [h == signal.SIG_DFL for h in handlers], signal.pthread_sigmask(0, []),\n"
         "         threading.current_thread() is threading.main_thread(), os.read(0, 1), os.getsid(0) == os.getpid())"
     )
-    former = signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # under nohup SIGHUP is ignored, and spawned processes inherit that
+    # Under nohup SIGHUP is ignored, and spawned processes inherit that
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with ddip.Group(2) as group:
         signal.signal(signal.SIGHUP, former)
         names = [name for name in os.environ if name.startswith("DDIP")]  # variables of the tests

@@ -162,9 +162,8 @@ def test_callbacks_print_next_to_their_widget(notebook: Notebook) -> None:
     shown = notebook.finish(cell)
     opened = {c["comm_id"]: c["data"]["state"] for kind, c in shown.messages if kind == "comm_open"}
     sliders = [name for name, state in opened.items() if state["_model_name"] == "IntSliderModel"]
-    assert len(sliders) == 2 and {opened[name]["value"] for name in sliders} == {
-        5
-    }  # the page already has rank 0's widget
+    # The page already has rank 0's widget
+    assert len(sliders) == 2 and {opened[name]["value"] for name in sliders} == {5}
     for number, slider in enumerate(sliders):
         move_slider(notebook, slider, 8 + number)
         assert re.search(rf"── rank \d ──\nnow {8 + number} on \d", notebook.late(cell, f"now {8 + number}"))

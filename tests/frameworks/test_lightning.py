@@ -221,9 +221,8 @@ def test_only_one_rank_shows_bars_and_writes_logs(
     """)
     shown = capsys.readouterr()
     output = shown.out + shown.err
-    assert (
-        output.count("Seed set to 1") == 1 and output.count("`Trainer.fit` stopped: `max_epochs=1`") == 2
-    )  # once by fit, once by lr_find
+    # Once by fit, once by lr_find
+    assert output.count("Seed set to 1") == 1 and output.count("`Trainer.fit` stopped: `max_epochs=1`") == 2
     assert "[rank 1]" not in output
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
     assert not list(tmp_path.glob(".lr_find*"))

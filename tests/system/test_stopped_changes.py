@@ -11,8 +11,7 @@ MOMENTS = 60
 
 @pytest.mark.parametrize("size", [2, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # a stop may come while a generator is finalized
+# A stop may come while a generator is finalized
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
     prove_stopped_changes(4, size, [moment / MOMENTS for moment in range(MOMENTS)])

@@ -129,9 +129,8 @@ def test_styles_apply_only_to_the_output_of_ranks() -> None:
     rules = ".dataframe th { color: red; }\n@media print { #T_1 > td { content: '}' } }"
     assert contain_html(f"<style scoped>{rules}</style>x") == (f"{BEGIN}<style>.ddip-html{{{rules}\n}}</style>x{END}")
     assert ".ddip-root{--color:red}" in contain_html("<style>:root{--color:red}</style>")
-    assert ".ddip-html{ a{--color:red} \n}" in contain_html(
-        "<style><!--a{--color:red}--></style>"
-    )  # as exported by Word
+    # As exported by Word
+    assert ".ddip-html{ a{--color:red} \n}" in contain_html("<style><!--a{--color:red}--></style>")
     for source in (
         "<style>} *{x:y} a{</style>",
         "<style>a{</style>",
