@@ -75,7 +75,7 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_the_kaggle_notebook_trains_and_saves_under_nbclient(tmp_path: Path) -> None:
-    assert_trained(run(PLATFORMS, tmp_path), tmp_path)
+    assert_trained(run_notebook(PLATFORMS, tmp_path), tmp_path)
 
 
 @pytest.mark.grid
@@ -89,7 +89,7 @@ def test_the_kaggle_notebook_trains_and_saves_under_papermill(tmp_path: Path) ->
 
 
 def assert_trained(notebook: nbformat.NotebookNode, folder: Path) -> None:
-    """Assert that the notebook for Kaggle and Colab has run on two ranks, and saved its results in `folder`."""
+    """Assert that the notebook for Kaggle and Colab has trained on two ranks and saved to `folder`."""
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "epoch 10: loss 0.0" in text and "ddip: ended 2 ranks" in text
     assert {path.name for path in folder.iterdir()} - {"done.ipynb"} == {"loss.png", "model.pt"}
